@@ -1,0 +1,73 @@
+"""What a collective is: one rank's list of steps over named chunks of a buffer.
+
+A *chunk* is a part of the data that plans name by number. Numbers are global: chunk 3 means the
+same data on every rank. The engine cuts a chunk into *segments*, which plans never see.
+
+Three rules give a plan its meaning, on any engine:
+
+1. steps on the same chunk run in plan order;
+2. steps on one link and in one direction run in plan order;
+3. everything else may overlap.
+
+How chunks are named, by operation (``w`` is the world size):
+
+=====================================  ==========================================================
+all_reduce, reduce, broadcast, barrier  ``num_chunks`` near-equal parts of the one buffer
+all_gather, gather, reduce_scatter,     ``w`` chunks; chunk ``r`` is what rank ``r`` contributes
+scatter                                 (gathers) or ends with (scatters)
+all_to_all                              ``w * w`` chunks; chunk ``src * w + dst``
+=====================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+
+class Operation(StrEnum):
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    SCATTER = "scatter"
+    GATHER = "gather"
+    ALL_TO_ALL = "all_to_all"
+    BARRIER = "barrier"
+
+
+class Algorithm(StrEnum):
+    RING = "ring"
+    TREE = "tree"
+    DIRECT = "direct"
+    CENTRALIZED = "centralized"
+    HIERARCHICAL = "hierarchical"
+
+
+class Action(IntEnum):
+    SEND = 0
+    COPY = 1
+    """Receive and overwrite."""
+    REDUCE = 2
+    """Receive and combine."""
+
+
+class Step(NamedTuple):
+    action: Action
+    peer: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What ``rank`` does in one collective. Pure data: no buffer, no dtype, no clock."""
+
+    operation: Operation
+    algorithm: Algorithm
+    world_size: int
+    rank: int
+    num_chunks: int
+    steps: tuple[Step, ...]
+    root: int = 0

@@ -1,0 +1,46 @@
+"""What a link is: an ordered, reliable, authenticated byte channel between two ranks.
+
+Links never block. One thread, the progress loop of the engine, makes every call on a link after
+the handshake. Implementations: ``inproc.py`` (threads of one process), ``tcp.py`` (TLS 1.3).
+A link between workers of one node may carry a window (``window.py``): memory that both map, so
+that payloads need not cross the socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from potluck.transport.window import Window
+
+
+class Link(Protocol):
+    window: Window | None
+    """Shared memory for payloads, when both ends run on one node and could map it."""
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end, for errors: ``10.0.0.7:52416 (node 3f2a91)``."""
+
+    def fileno(self) -> int:
+        """A descriptor to select on, or -1: then the link calls its waker instead."""
+
+    def bind(self, wake: Callable[[], None]) -> None:
+        """Set what to call (from any thread) when bytes or room may have come, if fileno() is -1."""
+
+    def send(self, data: memoryview) -> int:
+        """Take some bytes of ``data``; 0 means: full now, try when writable.
+
+        After 0 the next call must begin with the same bytes (TLS has committed to them).
+        Raises LinkError when the link has ended.
+        """
+
+    def recv_into(self, buffer: memoryview) -> int:
+        """Put some bytes into ``buffer``; 0 means: none now. Raises LinkError at the end."""
+
+    @property
+    def readable(self) -> bool:
+        """True when recv_into has bytes that the descriptor does not show (decrypted already)."""
+
+    def close(self) -> None:
+        """End the link at once. Idempotent."""

@@ -1,0 +1,70 @@
+"""The nouns every floor shares: members, groups, reduction operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ReduceOp(StrEnum):
+    """How a collective combines contributions, element by element."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker as the rest of its group sees it.
+
+    ``worker`` is stable for the whole job (``"2"`` stays ``"2"`` after a restart) while the
+    rank may change from group to group. ``node`` is the hex id of the node it runs on.
+    ``host`` and ``port`` say where its listener is; they are empty for in-process workers.
+    """
+
+    worker: str
+    node: str = ""
+    host: str = ""
+    port: int = 0
+    local_rank: int = 0
+
+    def __str__(self) -> str:
+        where = f" at {self.host}:{self.port}" if self.port else ""
+        return f"worker {self.worker}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """An immutable membership: who takes part in epoch ``epoch``, and which of them I am.
+
+    Members are in rank order, the most senior first, so rank 0 is the leader. A change of
+    membership is a new group with a higher epoch, never a change of this one. ``job`` keeps
+    two jobs of one cluster apart.
+    """
+
+    epoch: int
+    rank: int
+    members: tuple[Member, ...]
+    job: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < len(self.members):
+            raise ValueError(
+                f"rank {self.rank} is not in a group of {len(self.members)}; "
+                f"ranks are 0 to {len(self.members) - 1}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
+
+    @property
+    def me(self) -> Member:
+        return self.members[self.rank]
+
+    def describe(self, rank: int) -> str:
+        """``rank 2 (worker 2 at 10.0.0.7:52416)``, for errors and logs."""
+        return f"rank {rank} ({self.members[rank]})"

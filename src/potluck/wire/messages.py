@@ -1,0 +1,91 @@
+"""The first messages on every connection, before anything else is said.
+
+Client -> server: ``Hello``. Server -> client: ``Welcome`` or ``Refusal``. Each is msgpack behind a
+little-endian u32 length of at most ``MAX_GREETING`` bytes, checked before anything is allocated.
+Nothing of value is sent before ``Welcome``: a TLS 1.3 client believes itself connected before the
+server has judged its certificate.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from potluck.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+MAX_GREETING = 64 * 1024
+
+_LENGTH = struct.Struct("<I")
+
+
+class WindowOffer(msgspec.Struct, frozen=True):
+    """Where a peer on the same node can map my half of the link's shared memory."""
+
+    pid: int
+    fd: int
+    token: bytes
+    num_slots: int
+    slot_bytes: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Who calls, and what for. ``kind`` is ``data`` (rank to rank) or ``control`` (to an agent)."""
+
+    kind: str
+    namespace: str
+    job: str = ""
+    epoch: int = 0
+    rank: int = -1
+    to_rank: int = -1
+    worker: str = ""
+    version: int = PROTOCOL_VERSION
+    window: WindowOffer | None = None
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The server accepts: from here on both sides may send."""
+
+    rank: int = -1
+    version: int = PROTOCOL_VERSION
+    window: WindowOffer | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """The server declines. ``code`` is one word for programs, ``reason`` a sentence for people."""
+
+    code: str
+    reason: str
+
+
+Greeting = Hello | Welcome | Refusal
+
+_decoder = msgspec.msgpack.Decoder(Greeting)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_greeting(message: Greeting) -> bytes:
+    """The message with its length in front, ready to send."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_GREETING:
+        raise ProtocolError(f"a greeting of {len(body)} bytes; at most {MAX_GREETING} are allowed")
+    return _LENGTH.pack(len(body)) + body
+
+
+def greeting_length(prefix: bytes) -> int:
+    """The bytes that follow a 4-byte prefix; ProtocolError if they are more than a greeting has."""
+    length: int = _LENGTH.unpack(prefix)[0]
+    if not 0 < length <= MAX_GREETING:
+        raise ProtocolError(
+            f"a greeting announces {length} bytes; potluck's have 1 to {MAX_GREETING}"
+        )
+    return length
+
+
+def decode_greeting(body: bytes) -> Greeting:
+    """The message in ``body``; ProtocolError if it is none of potluck's."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a potluck greeting: {error}") from error
