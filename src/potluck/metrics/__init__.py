@@ -1,0 +1,5 @@
+"""What a context measures of itself: ``Metrics`` (the numbers) and its Prometheus face."""
+
+from potluck.metrics.metrics import LinkMeter, Metrics
+
+__all__ = ["LinkMeter", "Metrics"]

@@ -1,0 +1,44 @@
+# potluck's commands. Each one works from a fresh clone: what it needs goes into .venv, once.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+BIN := .venv/bin
+export PYTHON
+
+.PHONY: help
+help: ## Show this list
+	@echo 'potluck: train on the machines you already own'
+	@echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo 'Start with: make demo. Python 3.11 or newer is all it asks for;'
+	@echo 'another interpreter: make PYTHON=/path/to/python3 demo'
+
+.PHONY: demo
+demo: ## Train on four workers, lose one on the way, get the right answer
+	@tools/environment demo
+	@$(BIN)/potluck run --workers 4 --chaos "kill rank 2 at step 60" examples/digits.py
+
+.PHONY: check
+check: ## Lint, types and floors: ruff, mypy --strict, import-linter
+	@tools/environment dev
+	@echo 'potluck: ruff' && $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
+	@echo 'potluck: mypy' && $(BIN)/mypy --no-error-summary
+	@echo 'potluck: import-linter' && \
+		{ report=$$($(BIN)/lint-imports --no-logo) || { echo "$$report"; false; }; }
+
+.PHONY: test
+test: check ## Everything in check, then all tests (ARGS="-k window" for some)
+	@tools/system-packages
+	@$(BIN)/pytest $(ARGS)
+
+.PHONY: bench
+bench: ## potluck against Gloo, side by side (ARGS="--save" keeps the result)
+	@tools/environment dev
+	@$(BIN)/python benchmarks/all_reduce.py $(ARGS)
+
+.PHONY: clean
+clean: ## Remove .venv and everything else that these commands made
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		.import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,45 @@
+"""potluck: train on the machines you already own.
+
+Everything a script needs hangs on this name, and is imported when it is first used: ``import
+potluck`` itself loads no torch, no network and no cryptography.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from potluck import torch as torch
+    from potluck.types import Group as Group
+    from potluck.types import Member as Member
+    from potluck.types import ReduceOp as ReduceOp
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "potluck.types": ("Group", "Member", "ReduceOp"),
+}
+"""Where each public name lives. The block above says the same to type checkers; a test compares."""
+
+_MODULES = ("errors", "torch")
+"""Submodules that are reachable as attributes, without an import statement of their own."""
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [*_HOME_OF, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"potluck.{name}")
+    else:
+        raise AttributeError(f"module 'potluck' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,84 @@
+"""A context's metrics as Prometheus families, made from a snapshot when they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+if TYPE_CHECKING:
+    from potluck.metrics.metrics import Metrics
+    from potluck.metrics.snapshot import Snapshot
+
+_LINK_COUNTERS = {
+    "bytes_sent": "Bytes sent on a link, window included.",
+    "bytes_received": "Bytes received on a link, window included.",
+    "bytes_in_window": "The part of the bytes sent that went through shared memory.",
+    "messages_sent": "Frames sent on a link.",
+    "messages_received": "Frames received on a link.",
+}
+
+
+def registry_of(metrics: Metrics) -> CollectorRegistry:
+    """A registry of its own, so that contexts of one process never share or clash."""
+    registry = CollectorRegistry()
+    registry.register(_Collector(metrics))
+    return registry
+
+
+class _Collector:
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        yield from families(self._metrics.snapshot())
+
+
+def families(now: Snapshot) -> Iterator[Metric]:
+    """Every metric family of a snapshot; names and units as Prometheus' conventions want them."""
+    names, values = list(now.labels), list(now.labels.values())
+
+    epoch = GaugeMetricFamily("potluck_epoch", "Epoch of the current group.", labels=names)
+    epoch.add_metric(values, now.epoch)
+    yield epoch
+    size = GaugeMetricFamily("potluck_world_size", "Members of the group.", labels=names)
+    size.add_metric(values, now.world_size)
+    yield size
+
+    reforms = HistogramMetricFamily(
+        "potluck_reform_seconds", "From the loss of a group to the next one.", labels=names
+    )
+    reforms.add_metric(values, now.reforms.cumulative(), now.reforms.total)
+    yield reforms
+
+    per_collective = [*names, "operation", "algorithm"]
+    for name, text, histograms in (
+        ("potluck_collective_seconds", "From call to end of a collective.", now.seconds),
+        ("potluck_collective_bytes", "This rank's buffer in a collective.", now.nbytes),
+    ):
+        family = HistogramMetricFamily(name, text, labels=per_collective)
+        for key, histogram in histograms.items():
+            family.add_metric([*values, *key], histogram.cumulative(), histogram.total)
+        yield family
+
+    failures = CounterMetricFamily(
+        "potluck_collective_failures",
+        "Collectives that raised, by error.",
+        labels=[*names, "operation", "kind"],
+    )
+    for key, count in now.failures.items():
+        failures.add_metric([*values, *key], count)
+    yield failures
+
+    for field, text in _LINK_COUNTERS.items():
+        counter = CounterMetricFamily(f"potluck_link_{field}", text, labels=[*names, "peer"])
+        for peer, link in now.links.items():
+            counter.add_metric([*values, peer], link[field])
+        yield counter

@@ -1,0 +1,61 @@
+"""One moment's copy of a context's metrics, for people (``as_dict``) and for Prometheus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from potluck.metrics.histogram import Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """``seconds`` and ``nbytes`` are by (operation, algorithm), ``failures`` by (operation, kind).
+
+    ``links`` is by peer.
+    """
+
+    labels: dict[str, str]
+    epoch: int
+    world_size: int
+    reforms: Histogram
+    seconds: dict[tuple[str, str], Histogram]
+    nbytes: dict[tuple[str, str], Histogram]
+    failures: dict[tuple[str, str], int]
+    links: dict[str, dict[str, int]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts and numbers, ready for JSON.
+
+        ``operations`` maps an operation to count, bytes and seconds (sums), mean_s, p50_s and
+        p99_s (estimates from a histogram whose bounds are a factor of two apart), its finished
+        calls by algorithm, and its failures by kind. ``links`` maps a peer to the bytes and
+        messages in each direction.
+        """
+        names = [operation for operation, _ in (*self.seconds, *self.failures)]
+        return {
+            "epoch": self.epoch,
+            "world_size": self.world_size,
+            "reforms": self.reforms.count,
+            "reform_seconds": self.reforms.total,
+            "operations": {name: self._operation(name) for name in dict.fromkeys(names)},
+            "links": self.links,
+        }
+
+    def _operation(self, name: str) -> dict[str, Any]:
+        by_algorithm = {a: seconds for (o, a), seconds in self.seconds.items() if o == name}
+        failures = {kind: n for (o, kind), n in self.failures.items() if o == name}
+        if not by_algorithm:
+            return {"count": 0, "bytes": 0, "seconds": 0.0, "failures": failures}
+        seconds = reduce(Histogram.plus, by_algorithm.values())
+        return {
+            "count": seconds.count,
+            "bytes": sum(int(h.total) for (o, _), h in self.nbytes.items() if o == name),
+            "seconds": seconds.total,
+            "mean_s": seconds.total / seconds.count,
+            "p50_s": seconds.quantile(0.5),
+            "p99_s": seconds.quantile(0.99),
+            "algorithms": {algorithm: h.count for algorithm, h in by_algorithm.items()},
+            "failures": failures,
+        }
