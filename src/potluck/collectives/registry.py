@@ -1,0 +1,72 @@
+"""``make_plan``: from the names of an operation and an algorithm to one rank's plan."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from potluck.collectives import centralized, direct, ring
+from potluck.collectives.plan import Algorithm, Operation, Plan
+from potluck.collectives.seat import Builder, Seat
+
+_BUILDERS: dict[Algorithm, dict[Operation, Builder]] = {
+    Algorithm.RING: ring.BUILDERS,
+    Algorithm.DIRECT: direct.BUILDERS,
+    Algorithm.CENTRALIZED: centralized.BUILDERS,
+}
+
+ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Operation.GATHER})
+"""The operations in which one rank is the source or the destination."""
+
+
+def algorithms_for(operation: Operation) -> tuple[Algorithm, ...]:
+    """The algorithms that ``operation`` has, in the order of :class:`Algorithm`."""
+    return tuple(a for a in Algorithm if operation in _BUILDERS.get(a, {}))
+
+
+@lru_cache(maxsize=4096)
+def make_plan(
+    operation: Operation,
+    algorithm: Algorithm,
+    world_size: int,
+    rank: int,
+    *,
+    root: int = 0,
+    nodes: tuple[int, ...] | None = None,
+) -> Plan:
+    """The steps of ``rank`` in one collective of ``world_size`` ranks. Pure, and cached.
+
+    ``root`` is the source or destination of a rooted operation. Of the others only the centralized
+    algorithm takes one: the rank through which everything goes. ``nodes[r]`` is the node index of
+    rank ``r`` (any integers); the hierarchical algorithm needs it, the others ignore it. All ranks
+    must pass the same ``root`` and ``nodes``. A world of one has an empty plan.
+
+    Raises ``ValueError`` for a pair that does not exist (and lists those that do), a rank or root
+    outside the world, a ``root`` where none belongs, and ``nodes`` missing or of the wrong length.
+    """
+    operation, algorithm = Operation(operation), Algorithm(algorithm)
+    builder = _BUILDERS.get(algorithm, {}).get(operation)
+    if builder is None:
+        names = ", ".join(algorithms_for(operation))
+        raise ValueError(f"{operation} has no {algorithm} algorithm; it has: {names}")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, not {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is outside a world of {world_size}")
+    if not 0 <= root < world_size:
+        raise ValueError(f"root {root} is outside a world of {world_size}")
+    if root != 0 and operation not in ROOTED and algorithm is not Algorithm.CENTRALIZED:
+        raise ValueError(f"{algorithm} {operation} has no root, but root={root} was given")
+    if algorithm is Algorithm.HIERARCHICAL and nodes is None:
+        raise ValueError(f"hierarchical {operation} needs nodes, the node index of every rank")
+    if nodes is not None and len(nodes) != world_size:
+        raise ValueError(f"nodes names {len(nodes)} ranks in a world of {world_size}")
+    draft = builder(Seat(world_size, rank, root, nodes or ()))
+    return Plan(
+        operation=operation,
+        algorithm=algorithm,
+        world_size=world_size,
+        rank=rank,
+        num_chunks=draft.num_chunks,
+        steps=tuple(draft.steps),
+        root=root,
+    )
