@@ -92,7 +92,7 @@ class GroupError(PotluckError):
 
 
 class PeerLost(GroupError):
-    """A member is gone. Nothing of the interrupted step was applied: repeat it in the next group."""
+    """A member is gone. Nothing of the interrupted step was applied: run it in the next group."""
 
 
 class OperationTimeout(GroupError):

@@ -26,7 +26,7 @@ class Link(Protocol):
         """A descriptor to select on, or -1: then the link calls its waker instead."""
 
     def bind(self, wake: Callable[[], None]) -> None:
-        """Set what to call (from any thread) when bytes or room may have come, if fileno() is -1."""
+        """If fileno() is -1: what to call, from any thread, when bytes or room may have come."""
 
     def send(self, data: memoryview) -> int:
         """Take some bytes of ``data``; 0 means: full now, try when writable.
