@@ -3,12 +3,43 @@
 Each direction of a link has ``num_slots`` slots of ``slot_bytes``. The sender copies a segment into
 a free slot and sends a frame that names the slot; the receiver reads it there and returns the slot
 with a credit frame. The socket orders memory accesses and carries failures, so the window itself
-needs no locks. (Mapping, offering and verifying: see below.)
+needs no locks.
+
+The client of a connection makes the memory (``offer_window``) and names it in its ``Hello``; the
+server opens it through ``/proc/<pid>/fd/<fd>``, checks that it is what the offer says, maps it
+(``map_window``) and answers yes or no in its ``Welcome``. The memory is an anonymous file (Linux
+``memfd``) that has no name in any directory: it is gone when the last process that maps it is,
+however that process ends. Where any of this can't be had (another host, another container, another
+user, macOS) the link works without a window.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
+import hmac
+import logging
+import mmap
+import os
+import secrets
+import stat
+import struct
 from typing import Protocol
+
+from potluck.errors import LinkError, ProtocolError
+from potluck.wire.messages import WindowOffer
+
+_log = logging.getLogger(__name__)
+
+NUM_SLOTS = 4
+SLOT_BYTES = 1 << 20
+MAX_WINDOW_BYTES = 1 << 30
+
+_NAME = "potluck-window"
+_MAGIC = b"potluck\x01"
+_HEADER = struct.Struct("<8s32sIQ")
+_HEADER_BYTES = mmap.PAGESIZE
 
 
 class Window(Protocol):
@@ -23,3 +54,160 @@ class Window(Protocol):
 
     def close(self) -> None:
         """Unmap. Idempotent."""
+
+
+class SharedWindow:
+    """A mapped window: a header page, the client's slots, then the server's.
+
+    Slots are flat byte views that ``numpy.frombuffer`` takes as they are. A view that is still held
+    when the window closes stays valid; the memory goes when the last one does.
+    """
+
+    def __init__(self, memory: mmap.mmap, num_slots: int, slot_bytes: int, *, client: bool) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self._memory = memory
+        with memoryview(memory) as whole:
+            slots = [
+                whole[start : start + slot_bytes]
+                for start in range(_HEADER_BYTES, len(whole), slot_bytes)
+            ]
+        first, second = slots[:num_slots], slots[num_slots:]
+        self._outgoing, self._incoming = (first, second) if client else (second, first)
+
+    def outgoing(self, slot: int) -> memoryview:
+        self._check(slot)
+        return self._outgoing[slot]
+
+    def incoming(self, slot: int) -> memoryview:
+        self._check(slot)
+        return self._incoming[slot]
+
+    def _check(self, slot: int) -> None:
+        if not self._outgoing:
+            raise LinkError("this link's window is closed")
+        if not 0 <= slot < self.num_slots:
+            raise ProtocolError(f"window slot {slot} was named; there are {self.num_slots}")
+
+    def close(self) -> None:
+        slots, self._outgoing, self._incoming = self._outgoing + self._incoming, [], []
+        for view in slots:
+            # BufferError: an array still looks at it. It keeps its part of the memory alive.
+            with contextlib.suppress(BufferError):
+                view.release()
+        with contextlib.suppress(BufferError):
+            self._memory.close()
+
+
+class OfferedWindow:
+    """A window made here, until the peer has said whether it mapped it."""
+
+    def __init__(self, fd: int, window: SharedWindow, offer: WindowOffer) -> None:
+        self._fd = fd
+        self._window = window
+        self.offer = offer
+
+    def settle(self, accepted: bool) -> SharedWindow | None:
+        """The window if the peer ``accepted`` it; else it is gone. Call exactly once."""
+        os.close(self._fd)
+        if accepted:
+            return self._window
+        self._window.close()
+        return None
+
+
+def offer_window(num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> OfferedWindow | None:
+    """Make a window to offer: ``2 * num_slots * slot_bytes`` of memory, used as it is touched.
+
+    None where the system has no memfd or gives none (debug log).
+    """
+    size = _window_bytes(num_slots, slot_bytes)
+    boot = _boot_id()
+    if not boot or not hasattr(os, "memfd_create"):
+        return None
+    try:
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        _log.debug("no window: memfd_create failed: %s", error)
+        return None
+    try:
+        os.ftruncate(fd, size)
+        # A peer that shrank the file would kill this process with SIGBUS: forbid it to everybody.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        memory = mmap.mmap(fd, size)
+    except OSError as error:
+        os.close(fd)
+        _log.debug("no window: %s", error)
+        return None
+    token = secrets.token_bytes(32)
+    memory[: _HEADER.size] = _HEADER.pack(_MAGIC, token, num_slots, slot_bytes)
+    window = SharedWindow(memory, num_slots, slot_bytes, client=True)
+    return OfferedWindow(
+        fd, window, WindowOffer(boot, os.getpid(), fd, token, num_slots, slot_bytes)
+    )
+
+
+def map_window(offer: WindowOffer) -> SharedWindow | None:
+    """The window a client offered, mapped here; None if it can't be had, with the reason at debug.
+
+    The offer comes from another process and may name anything: nothing is opened that is not an
+    anonymous file of this name, and nothing is mapped that could be cut short under our feet.
+    """
+    try:
+        return _map_window(offer)
+    except (OSError, ValueError) as error:
+        _log.debug("no window with process %d: %s", offer.pid, error)
+        return None
+
+
+def _map_window(offer: WindowOffer) -> SharedWindow:
+    if not offer.boot or offer.boot != _boot_id():
+        raise ValueError("it runs on another host")
+    size = _window_bytes(offer.num_slots, offer.slot_bytes)
+    path = f"/proc/{offer.pid}/fd/{offer.fd}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise ValueError("the descriptor is not a window (another container?)")
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            raise ValueError(f"it has {status.st_size} bytes, {size} were offered")
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError("it is not sealed against resizing")
+        memory = mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+    expected = _HEADER.pack(_MAGIC, offer.token, offer.num_slots, offer.slot_bytes)
+    if not hmac.compare_digest(memory[: _HEADER.size], expected):
+        memory.close()
+        raise ValueError("its token is not the one offered")
+    return SharedWindow(memory, offer.num_slots, offer.slot_bytes, client=False)
+
+
+def _window_bytes(num_slots: int, slot_bytes: int) -> int:
+    if num_slots < 1 or slot_bytes < 1 or slot_bytes % mmap.PAGESIZE:
+        raise ValueError(
+            f"a window needs slots of whole pages ({mmap.PAGESIZE} bytes), "
+            f"not {num_slots} of {slot_bytes} bytes"
+        )
+    size = _HEADER_BYTES + 2 * num_slots * slot_bytes
+    if size > MAX_WINDOW_BYTES:
+        raise ValueError(f"a window of {size} bytes; at most {MAX_WINDOW_BYTES} are allowed")
+    return size
+
+
+_SEALS = (
+    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    if hasattr(fcntl, "F_SEAL_SHRINK")
+    else 0
+)
+
+
+@functools.cache
+def _boot_id() -> str:
+    """A name for this boot of this kernel; empty where there is none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -4,6 +4,8 @@ Client -> server: ``Hello``. Server -> client: ``Welcome`` or ``Refusal``. Each 
 little-endian u32 length of at most ``MAX_GREETING`` bytes, checked before anything is allocated.
 Nothing of value is sent before ``Welcome``: a TLS 1.3 client believes itself connected before the
 server has judged its certificate.
+
+Unknown fields are ignored, so that peers of different versions get as far as telling each other so.
 """
 
 from __future__ import annotations
@@ -16,13 +18,19 @@ from potluck.errors import ProtocolError
 
 PROTOCOL_VERSION = 1
 MAX_GREETING = 64 * 1024
+PREFIX_BYTES = 4
 
 _LENGTH = struct.Struct("<I")
 
 
 class WindowOffer(msgspec.Struct, frozen=True):
-    """Where a peer on the same node can map my half of the link's shared memory."""
+    """Where a peer on the same node finds the memory that both directions of this link may use.
 
+    The client makes it and offers it in ``Hello``; the server says in ``Welcome`` whether it could
+    map it. ``boot`` names the running kernel, so that no other host goes looking for ``pid``.
+    """
+
+    boot: str
     pid: int
     fd: int
     token: bytes
@@ -45,11 +53,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The server accepts: from here on both sides may send."""
+    """The server accepts: from here on both sides may send.
+
+    ``window`` says that the server mapped the offered window; else neither side uses one.
+    """
 
     rank: int = -1
     version: int = PROTOCOL_VERSION
-    window: WindowOffer | None = None
+    window: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -61,7 +72,7 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 Greeting = Hello | Welcome | Refusal
 
-_decoder = msgspec.msgpack.Decoder(Greeting)
+_decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -87,5 +98,5 @@ def decode_greeting(body: bytes) -> Greeting:
     """The message in ``body``; ProtocolError if it is none of potluck's."""
     try:
         return _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a potluck greeting: {error}") from error

@@ -1,0 +1,259 @@
+"""How a connection becomes a link: TCP, mutual TLS 1.3, ``Hello``, ``Welcome``.
+
+Each half is a generator that yields what it waits for (``READ`` or ``WRITE``) and never blocks, so
+one piece of code serves the blocking ``connect`` and the listener's loop. The client's half sends
+nothing but ``Hello`` before it has read ``Welcome``: a TLS 1.3 client finishes its handshake before
+the server has looked at its certificate, so a refusal arrives as an alert on the first read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Generator
+from typing import TypeVar
+
+import msgspec
+
+from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, SecurityError
+from potluck.transport.credentials import Credentials, node_id_of_certificate
+from potluck.transport.failures import translated
+from potluck.transport.tcp import TcpLink, tune
+from potluck.transport.window import NUM_SLOTS, SLOT_BYTES, offer_window
+from potluck.wire.messages import (
+    PREFIX_BYTES,
+    PROTOCOL_VERSION,
+    Greeting,
+    Hello,
+    Refusal,
+    Welcome,
+    decode_greeting,
+    encode_greeting,
+    greeting_length,
+)
+
+READ = selectors.EVENT_READ
+WRITE = selectors.EVENT_WRITE
+
+T = TypeVar("T")
+Steps = Generator[int, None, T]
+
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+_CONNECT_TIMEOUT_S = 5.0
+
+
+def connect(
+    host: str,
+    port: int,
+    hello: Hello,
+    credentials: Credentials,
+    *,
+    deadline: float,
+    max_retries: int | None = 3,
+    connection_timeout_s: float = _CONNECT_TIMEOUT_S,
+    window: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES),
+) -> tuple[TcpLink, Welcome]:
+    """Connect to a listener, prove who we are, and return the link and its welcome.
+
+    Blocks until ``deadline`` (``time.monotonic()``) at the latest. A connection that is refused,
+    unreachable, cut or silent for ``connection_timeout_s`` is tried again after a growing pause
+    (50 ms to 1 s), ``max_retries`` times (None: until the deadline). A data link offers a window of
+    ``window`` = (num_slots, slot_bytes) per direction; None offers none.
+
+    Raises WrongSecret (no Hello was sent, or none was read), Refused (the peer said no; ``code``
+    and text are its), ProtocolError (not a potluck peer), LinkError (no connection in time).
+    """
+    peer = f"{host}:{port}"
+    backoff = _FIRST_BACKOFF_S
+    attempts = 0
+    while True:
+        attempts += 1
+        limit = min(deadline, time.monotonic() + connection_timeout_s)
+        try:
+            return _connect_once(host, port, hello, credentials, limit, deadline, window)
+        except Refused:
+            raise
+        except LinkError as error:
+            left = deadline - time.monotonic() - backoff
+            if left <= 0 or (max_retries is not None and attempts > max_retries):
+                times = "once" if attempts == 1 else f"{attempts} times"
+                raise LinkError(f"no link to {peer} (tried {times}): {error}") from error
+        time.sleep(backoff)
+        backoff = min(2 * backoff, _MAX_BACKOFF_S)
+
+
+def _connect_once(
+    host: str,
+    port: int,
+    hello: Hello,
+    credentials: Credentials,
+    limit: float,
+    deadline: float,
+    window: tuple[int, int] | None,
+) -> tuple[TcpLink, Welcome]:
+    peer = f"{host}:{port}"
+    sock = _open(host, port, limit)
+    offered = None
+    welcome = None
+    try:
+        tls = credentials.client_context.wrap_socket(
+            sock, do_handshake_on_connect=False, suppress_ragged_eofs=False
+        )
+        sock = tls
+        drive(tls_handshake(tls), tls, limit, "the TLS handshake", peer)
+        node = node_id_of_certificate(tls.getpeercert(binary_form=True))
+        peer = f"{peer} (node {node[:12]})"
+        if hello.kind == "data" and window is not None:
+            offered = offer_window(*window)
+        said = msgspec.structs.replace(hello, window=None if offered is None else offered.offer)
+        drive(write_all(tls, encode_greeting(said)), tls, limit, "sending HELLO", peer)
+        # The server may hold a newcomer back until it is ready itself: the whole deadline counts.
+        answer = drive(read_greeting(tls), tls, deadline, "waiting for WELCOME", peer)
+        if isinstance(answer, Refusal):
+            raise Refused(f"{peer} refused this connection: {answer.reason}", answer.code)
+        if not isinstance(answer, Welcome):
+            raise ProtocolError(f"{peer} answered HELLO with another HELLO")
+        if answer.version != PROTOCOL_VERSION:
+            raise Refused(_version_text(peer, answer.version), "version")
+        welcome = answer
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        shared = None
+        if offered is not None:
+            shared = offered.settle(welcome is not None and welcome.window)
+    return TcpLink(tls, peer=peer, peer_node=node, window=shared), welcome
+
+
+def _open(host: str, port: int, limit: float) -> socket.socket:
+    """A non-blocking connected socket to the first address of ``host`` that answers."""
+    peer = f"{host}:{port}"
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise LinkError(f"the name {host!r} can't be resolved: {error}") from error
+    failure: PotluckError | None = None
+    for index, (family, kind, protocol, _, address) in enumerate(addresses):
+        now = time.monotonic()
+        share = now + max(0.0, limit - now) / (len(addresses) - index)
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            tune(sock)
+            drive(_tcp_connect(sock, address), sock, share, "connecting", peer)
+            return sock
+        except LinkError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure or LinkError(f"the name {host!r} has no address")
+
+
+def _tcp_connect(sock: socket.socket, address: tuple[object, ...]) -> Steps[None]:
+    code = sock.connect_ex(address)
+    if code in (errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EINTR):
+        yield WRITE
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
+def receive_hello(tls: ssl.SSLSocket) -> Steps[tuple[Hello, str]]:
+    """The server's half up to HELLO: what the client said, and the node id it proved."""
+    yield from tls_handshake(tls)
+    node = node_id_of_certificate(tls.getpeercert(binary_form=True))
+    hello = yield from read_greeting(tls)
+    if not isinstance(hello, Hello):
+        raise ProtocolError("the peer began with something else than HELLO")
+    return hello, node
+
+
+def objection(hello: Hello, credentials: Credentials) -> Refusal | None:
+    """Why a server must refuse ``hello`` whoever it is for, or None."""
+    if hello.version != PROTOCOL_VERSION:
+        return Refusal("version", _version_text("this node", PROTOCOL_VERSION, hello.version))
+    if hello.namespace != credentials.namespace:
+        return Refusal(
+            "namespace",
+            f"this node belongs to cluster {credentials.namespace}, not to {hello.namespace!r}",
+        )
+    return None
+
+
+def _version_text(who: str, theirs: int, ours: int = PROTOCOL_VERSION) -> str:
+    return (
+        f"{who} speaks protocol version {theirs}, the other side version {ours}: "
+        "install the same potluck on both"
+    )
+
+
+def tls_handshake(tls: ssl.SSLSocket) -> Steps[None]:
+    while True:
+        try:
+            tls.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            yield READ
+        except ssl.SSLWantWriteError:
+            yield WRITE
+
+
+def read_greeting(tls: ssl.SSLSocket) -> Steps[Greeting]:
+    """One greeting; reads not a byte further, so that a link can begin right after it."""
+    prefix = yield from _read_exactly(tls, PREFIX_BYTES)
+    body = yield from _read_exactly(tls, greeting_length(prefix))
+    return decode_greeting(body)
+
+
+def _read_exactly(tls: ssl.SSLSocket, count: int) -> Steps[bytes]:
+    data = bytearray()
+    while len(data) < count:
+        try:
+            some = tls.recv(count - len(data))
+            if not some:
+                raise ssl.SSLZeroReturnError
+            data += some
+        except ssl.SSLWantReadError:
+            yield READ
+        except ssl.SSLWantWriteError:
+            yield WRITE
+    return bytes(data)
+
+
+def write_all(tls: ssl.SSLSocket, data: bytes) -> Steps[None]:
+    while True:
+        try:
+            tls.send(data)  # all of it or SSLWantWriteError: OpenSSL does no partial writes here
+            return
+        except ssl.SSLWantWriteError:
+            yield WRITE
+        except ssl.SSLWantReadError:
+            yield READ
+
+
+def drive(steps: Steps[T], sock: socket.socket, deadline: float, doing: str, peer: str) -> T:
+    """Run one half to its end, blocking where it waits; errors are potluck's."""
+    poll = select.poll()
+    try:
+        while True:
+            event = next(steps)
+            poll.register(sock, select.POLLIN if event == READ else select.POLLOUT)
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(left * 1000):
+                raise LinkError(f"{peer} did not answer in time while {doing}")
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    except OSError as error:
+        raise translated(error, peer, doing) from error
+    except (ProtocolError, SecurityError) as error:
+        raise type(error)(f"{peer}, {doing}: {error}") from error

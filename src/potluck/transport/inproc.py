@@ -1,0 +1,141 @@
+"""Links between threads of one process: two bounded byte pipes, no socket.
+
+A real transport, not a mock: bytes are copied, the pipes fill up, and closing one end is an end for
+the other. There is no descriptor to select on; each end calls the other's waker.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from potluck.errors import LinkError
+from potluck.transport.window import Window
+
+
+class _Pipe:
+    """One direction: a ring of bytes. The lock belongs to the pair."""
+
+    def __init__(self, capacity: int) -> None:
+        self.ring = memoryview(bytearray(capacity))
+        self.start = 0
+        self.count = 0
+        self.closed = False  # by its writer: what is inside can still be read
+
+    def put(self, data: memoryview) -> int:
+        size = len(self.ring)
+        taken = min(len(data), size - self.count)
+        at = (self.start + self.count) % size
+        first = min(taken, size - at)
+        self.ring[at : at + first] = data[:first]
+        self.ring[: taken - first] = data[first:taken]
+        self.count += taken
+        return taken
+
+    def take(self, buffer: memoryview) -> int:
+        size = len(self.ring)
+        given = min(len(buffer), self.count)
+        first = min(given, size - self.start)
+        buffer[:first] = self.ring[self.start : self.start + first]
+        buffer[first:given] = self.ring[: given - first]
+        self.start = (self.start + given) % size
+        self.count -= given
+        return given
+
+
+class InprocLink:
+    """One end of a pair; see ``link.py``. Safe to close or sever from any thread."""
+
+    window: Window | None = None
+
+    def __init__(self, peer: str, lock: threading.Lock, outgoing: _Pipe, incoming: _Pipe) -> None:
+        self._peer = peer
+        self._lock = lock
+        self._out = outgoing
+        self._in = incoming
+        self._other: InprocLink = self
+        self._wake: Callable[[], None] | None = None
+        self._end: str = ""
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    def __repr__(self) -> str:
+        return f"<InprocLink to {self._peer}>"
+
+    def fileno(self) -> int:
+        return -1
+
+    def bind(self, wake: Callable[[], None]) -> None:
+        with self._lock:
+            self._wake = wake
+            waiting = self._in.count > 0 or self._in.closed or bool(self._end)
+        if waiting:
+            wake()
+
+    def send(self, data: memoryview) -> int:
+        with self._lock:
+            self._check()
+            if self._other._end or self._in.closed:
+                raise LinkError(f"{self._peer} closed the link while sending")
+            taken = self._out.put(data)
+        if taken:
+            self._other._notify()
+        return taken
+
+    def recv_into(self, buffer: memoryview) -> int:
+        with self._lock:
+            self._check()
+            given = self._in.take(buffer)
+            if given == 0 and len(buffer) and self._in.closed:
+                raise LinkError(f"{self._peer} closed the link while receiving")
+        if given:
+            self._other._notify()
+        return given
+
+    @property
+    def readable(self) -> bool:
+        with self._lock:
+            return self._in.count > 0 or self._in.closed or bool(self._end)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._end:
+                return
+            self._end = f"link to {self._peer} was closed here"
+            self._out.closed = True
+        self._other._notify()
+
+    def sever(self) -> None:
+        """Cut the link for both ends at once; bytes on the way are lost. For tests of faults."""
+        with self._lock:
+            for end in (self, self._other):
+                end._end = end._end or f"link to {end._peer} was cut"
+                end._out.closed = True
+        self._notify()
+        self._other._notify()
+
+    def _check(self) -> None:
+        if self._end:
+            raise LinkError(self._end)
+
+    def _notify(self) -> None:
+        wake = self._wake
+        if wake is not None:
+            wake()
+
+
+def inproc_pair(name_a: str, name_b: str, capacity: int = 1 << 20) -> tuple[InprocLink, InprocLink]:
+    """Two connected ends: the first is held by ``name_a`` and leads to ``name_b``.
+
+    ``capacity`` is what each direction holds, in bytes, before send returns 0.
+    """
+    if capacity < 1:
+        raise ValueError(f"a pipe needs room for at least 1 byte, not {capacity}")
+    lock = threading.Lock()
+    there, back = _Pipe(capacity), _Pipe(capacity)
+    a = InprocLink(name_b, lock, there, back)
+    b = InprocLink(name_a, lock, back, there)
+    a._other, b._other = b, a
+    return a, b
