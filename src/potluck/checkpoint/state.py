@@ -1,0 +1,263 @@
+"""Training state as bytes: nested Python values and tensors <-> safetensors, without pickle.
+
+A state is any nesting of dict, list and tuple over torch tensors, NumPy arrays, int, float, bool,
+str and None: what ``state_dict()`` returns. The tensors become the entries of one safetensors
+buffer, named after their paths; the shape of the nesting is a JSON tree in its metadata. Reading
+is safe for bytes from anywhere: nothing is evaluated, every length is checked before use, and
+whatever does not fit raises CheckpointError.
+
+torch is used only for a state that holds torch tensors; they come back on the CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from potluck.errors import CheckpointError
+from potluck.optional import require
+
+State = Any
+"""A nesting of dict, list and tuple over tensors, arrays and scalars."""
+
+MAX_DEPTH = 64
+_TREE = "potluck.tree"
+
+# safetensors' code of an element type -> its name in NumPy, ml_dtypes and torch.
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+_SUPPORTED = frozenset(_NAMES.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a state: its element type, shape, and bytes (little-endian, flat)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+
+    def sha3_256(self) -> str:
+        """Hex SHA3-256 of element type, shape and bytes."""
+        hashed = hashlib.sha3_256(f"{self.dtype}{list(self.shape)}".encode())
+        hashed.update(self.data.data)
+        return hashed.hexdigest()
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Hex SHA3-256 of ``data``."""
+    return hashlib.sha3_256(data).hexdigest()
+
+
+def fingerprint(state: State) -> str:
+    """Hex SHA3-256 of everything in ``state``: equal exactly when type, shape and bits are.
+
+    Raises TypeError naming the path of a value that a state can't hold. Reads every byte once
+    (about 0.4 GB/s); copies only what is not contiguous or not on the CPU.
+    """
+    tree, entries = flatten(state)
+    hashed = hashlib.sha3_256(json.dumps(tree).encode())
+    for name, entry in entries.items():
+        hashed.update(f"\0{name}\0{entry.dtype}{list(entry.shape)}\0".encode())
+        hashed.update(entry.data.data)
+    return hashed.hexdigest()
+
+
+def encode(state: State) -> bytes:
+    """``state`` as one safetensors buffer; the same state gives the same bytes.
+
+    Raises TypeError naming the path of a value that a state can't hold.
+    """
+    tree, entries = flatten(state)
+    return encode_entries(tree, entries)
+
+
+def encode_entries(tree: Any, entries: dict[str, Entry]) -> bytes:
+    """As ``encode``, for a state that is flat already."""
+    specs = {
+        name: safetensors.TensorSpec(
+            dtype=entry.dtype,
+            shape=list(entry.shape),
+            data_ptr=entry.data.ctypes.data,
+            data_len=entry.data.nbytes,
+        )
+        for name, entry in entries.items()
+    }
+    return bytes(safetensors.serialize(specs, metadata={_TREE: json.dumps(tree)}))
+
+
+def decode(data: bytes) -> State:
+    """The state in ``data``, which may come from anywhere; CheckpointError if it holds none.
+
+    Cost: one copy of the tensors.
+    """
+    return unflatten(*decode_entries(data))
+
+
+def decode_entries(data: bytes) -> tuple[Any, dict[str, Entry]]:
+    """The JSON tree and the tensors in ``data``, neither of them interpreted yet."""
+    try:
+        found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+        # safetensors has checked the header by now, its length and its JSON included.
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        tree = json.loads(header["__metadata__"][_TREE], parse_constant=_no_constant)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"not a potluck state: {error or type(error).__name__}") from error
+    entries = {}
+    for name, value in found:
+        if value["dtype"] not in _NAMES:
+            raise CheckpointError(f"{name} has the unknown element type {value['dtype']}")
+        array = np.frombuffer(value["data"], np.uint8)
+        entries[name] = Entry(_NAMES[value["dtype"]], tuple(value["shape"]), array)
+    return tree, entries
+
+
+def flatten(state: State) -> tuple[Any, dict[str, Entry]]:
+    """The JSON tree of ``state``, and its tensors by the names that the tree mentions."""
+    entries: dict[str, Entry] = {}
+    return _flatten(state, "", entries, 0), entries
+
+
+def unflatten(tree: Any, entries: dict[str, Entry]) -> State:
+    """The state that ``flatten`` took apart; CheckpointError if tree and tensors don't match."""
+    left = dict(entries)
+    state = _unflatten(tree, left, 0)
+    if left:
+        raise CheckpointError(f"{len(left)} tensors belong nowhere, the first is {min(left)!r}")
+    return state
+
+
+def _flatten(value: Any, path: str, entries: dict[str, Entry], depth: int) -> Any:
+    where = path or "the state"
+    if depth > MAX_DEPTH:
+        raise TypeError(f"{where} is nested more than {MAX_DEPTH} deep")
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, dict):
+        return {"dict": [_flatten_item(k, v, path, entries, depth) for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        parts = enumerate(value)
+        return {kind: [_flatten(v, _join(path, i), entries, depth + 1) for i, v in parts]}
+    if isinstance(value, np.ndarray):
+        return {"array": _add(_numpy_entry(value, where), path, entries)}
+    if isinstance(value, np.generic):
+        return {"scalar": _add(_numpy_entry(np.asarray(value), where), path, entries)}
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return {"tensor": _add(_torch_entry(torch, value, where), path, entries)}
+    raise TypeError(
+        f"{where} is a {type(value).__name__}; a state holds tensors, arrays, numbers, strings, "
+        "None, and dicts, lists and tuples of them"
+    )
+
+
+def _flatten_item(
+    key: Any, value: Any, path: str, entries: dict[str, Entry], depth: int
+) -> list[Any]:
+    if key is not None and type(key) not in (bool, int, str):
+        raise TypeError(f"{path or 'the state'} has a {type(key).__name__} as a key: {key!r}")
+    return [key, _flatten(value, _join(path, key), entries, depth + 1)]
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}/{key}" if path else str(key)
+
+
+def _add(entry: Entry, path: str, entries: dict[str, Entry]) -> str:
+    name = path or "value"
+    while name in entries or name == "__metadata__":
+        name += "~"
+    entries[name] = entry
+    return name
+
+
+def _numpy_entry(array: NDArray[Any], where: str) -> Entry:
+    if array.dtype.name not in _SUPPORTED:
+        raise TypeError(f"{where} is an array of dtype {array.dtype}, which a state can't hold")
+    little = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
+    flat = np.ascontiguousarray(array, dtype=little).reshape(-1).view(np.uint8)
+    return Entry(array.dtype.name, array.shape, flat)
+
+
+def _torch_entry(torch: Any, tensor: Any, where: str) -> Entry:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout != torch.strided or name not in _SUPPORTED:
+        raise TypeError(
+            f"{where} is a {tensor.layout} tensor of dtype {tensor.dtype}, which a state can't hold"
+        )
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return Entry(name, tuple(tensor.shape), plain.view(torch.uint8).numpy())
+
+
+def _unflatten(node: Any, left: dict[str, Entry], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise CheckpointError(f"a state is nested more than {MAX_DEPTH} deep")
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if not isinstance(node, dict) or len(node) != 1:
+        raise CheckpointError("the tree of a state holds something that potluck never writes")
+    kind, body = next(iter(node.items()))
+    if kind == "float" and body in ("nan", "inf", "-inf"):
+        return float(body)
+    if kind in ("list", "tuple") and isinstance(body, list):
+        parts = [_unflatten(part, left, depth + 1) for part in body]
+        return parts if kind == "list" else tuple(parts)
+    if kind == "dict" and isinstance(body, list):
+        return dict(_unflatten_item(item, left, depth) for item in body)
+    if kind in ("array", "scalar", "tensor") and isinstance(body, str):
+        entry = left.pop(body, None)
+        if entry is None:
+            raise CheckpointError(f"the tensor {body!r} is missing, or is used twice")
+        return _restore(kind, entry)
+    raise CheckpointError(f"the tree of a state holds an unknown node {kind!r:.40}")
+
+
+def _unflatten_item(item: Any, left: dict[str, Entry], depth: int) -> tuple[Any, Any]:
+    if not isinstance(item, list) or len(item) != 2:
+        raise CheckpointError("the tree of a state holds a dict item that is no pair")
+    key, value = item
+    if key is not None and not isinstance(key, bool | int | str):
+        raise CheckpointError("the tree of a state holds a dict key that potluck never writes")
+    return key, _unflatten(value, left, depth + 1)
+
+
+def _restore(kind: str, entry: Entry) -> Any:
+    if kind == "tensor":
+        torch = require("torch", "torch")
+        dtype = getattr(torch, entry.dtype)
+        if not entry.data.size:
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.frombuffer(entry.data, dtype=dtype).reshape(entry.shape)
+    dtype = ml_dtypes.bfloat16 if entry.dtype == "bfloat16" else entry.dtype
+    array = entry.data.view(dtype).reshape(entry.shape)
+    return array[()] if kind == "scalar" else array
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
