@@ -1,0 +1,116 @@
+"""Which samples a step is made of: a pure function of (seed, epoch, committed samples).
+
+An epoch is a permutation of the data set; a step takes the next ``batch_size`` samples of it (the
+last one of an epoch may be smaller) and gives every rank a contiguous, near-equal share. Because
+the position is counted in *committed* samples, a step that is interrupted, or that runs again in
+a smaller or larger group, covers the same samples: each one of an epoch is committed exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One global batch: ``size`` samples of ``epoch`` from position ``start`` of its order."""
+
+    epoch: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of a global batch.
+
+    ``indices`` (int64) are the samples to compute on, ``weight`` this rank's part of the global
+    mean: its samples divided by the batch's. A rank for which nothing is left gets one sample of
+    the batch with weight 0, so that its forward and backward still run.
+    """
+
+    epoch: int
+    indices: NDArray[np.int64]
+    weight: float
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples of the batch this rank stands for."""
+        return len(self.indices) if self.weight else 0
+
+
+@lru_cache(maxsize=4)
+def order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
+    """The permutation of ``range(num_samples)`` that ``epoch`` goes through; read-only int64.
+
+    Sorts the raw 64-bit output of Philox-4x64 (Salmon et al., "Parallel random numbers: as easy
+    as 1, 2, 3", SC 2011), which NumPy keeps equal across versions and machines; what its
+    Generator makes of it, it may change.
+    """
+    if seed < 0 or epoch < 0 or num_samples < 0:
+        raise ValueError(f"seed {seed}, epoch {epoch}, num_samples {num_samples}: negative")
+    key = np.array([seed & 0xFFFFFFFFFFFFFFFF, epoch], np.uint64)
+    keys = np.random.Philox(key=key).random_raw(num_samples)
+    permutation = np.argsort(keys, kind="stable").astype(np.int64)
+    permutation.flags.writeable = False
+    return permutation
+
+
+def shares(size: int, world_size: int) -> list[tuple[int, int]]:
+    """(start, stop) of every rank's part of ``size`` samples; the first ranks get one more."""
+    small, extra = divmod(size, world_size)
+    starts = [rank * small + min(rank, extra) for rank in range(world_size + 1)]
+    return list(pairwise(starts))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The course of a whole training: ``epochs`` times through ``num_samples`` samples.
+
+    ``committed`` counts samples from the start of the training, over all epochs. Without
+    ``shuffle`` every epoch goes through the samples in their own order.
+    """
+
+    num_samples: int
+    batch_size: int
+    epochs: int = 1
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError("the data set is empty")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if self.epochs < 0 or self.seed < 0:
+            raise ValueError(f"epochs {self.epochs} and seed {self.seed} must not be negative")
+
+    @property
+    def total(self) -> int:
+        """Samples to commit until the training is complete."""
+        return self.epochs * self.num_samples
+
+    def batch(self, committed: int) -> Batch:
+        """The global batch that follows ``committed`` samples; it never crosses an epoch's end."""
+        epoch, start = divmod(committed, self.num_samples)
+        return Batch(epoch, start, min(self.batch_size, self.num_samples - start))
+
+    def indices(self, batch: Batch) -> NDArray[np.int64]:
+        """The samples of ``batch``."""
+        if self.shuffle:
+            whole = order(self.seed, batch.epoch, self.num_samples)
+            return whole[batch.start : batch.start + batch.size]
+        return np.arange(batch.start, batch.start + batch.size, dtype=np.int64)
+
+    def share(self, batch: Batch, rank: int, world_size: int) -> Share:
+        """``rank``'s share of ``batch`` in a group of ``world_size``."""
+        start, stop = shares(batch.size, world_size)[rank]
+        samples = self.indices(batch)
+        if start == stop:
+            return Share(batch.epoch, samples[:1], 0.0)
+        return Share(batch.epoch, samples[start:stop], (stop - start) / batch.size)

@@ -1,0 +1,92 @@
+"""The order of samples: stable, complete, and independent of who computes it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.training.sampler import Schedule, order, shares
+
+
+def test_an_order_is_what_it_was_on_the_day_it_was_written_down() -> None:
+    """Machines with different NumPy versions must agree, so the values are pinned."""
+    assert order(0, 0, 8).tolist() == [0, 2, 1, 5, 4, 3, 6, 7]
+    assert order(7, 3, 8).tolist() == [2, 5, 7, 3, 0, 6, 4, 1]
+
+
+def test_epochs_and_seeds_have_different_orders() -> None:
+    assert len({tuple(order(s, e, 50)) for s in range(4) for e in range(4)}) == 16
+
+
+def test_every_sample_is_in_the_order_once() -> None:
+    for num_samples in (0, 1, 2, 1797):
+        assert sorted(order(5, 2, num_samples)) == list(range(num_samples))
+
+
+def test_an_order_cannot_be_changed_by_mistake() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        order(0, 0, 5)[0] = 1
+
+
+def test_shares_are_contiguous_and_near_equal() -> None:
+    assert shares(10, 4) == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert shares(2, 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
+
+
+def test_a_rank_with_nothing_left_gets_one_sample_of_weight_zero() -> None:
+    schedule = Schedule(num_samples=5, batch_size=3, seed=1)
+    last = schedule.batch(3)
+    assert (last.start, last.size) == (3, 2)
+    whole = schedule.indices(last)
+    parts = [schedule.share(last, rank, 4) for rank in range(4)]
+    assert [part.weight for part in parts] == [0.5, 0.5, 0.0, 0.0]
+    assert [part.num_samples for part in parts] == [1, 1, 0, 0]
+    assert parts[3].indices.tolist() == whole[:1].tolist()
+
+
+def test_without_shuffle_samples_keep_their_order() -> None:
+    schedule = Schedule(num_samples=5, batch_size=2, epochs=2, shuffle=False)
+    assert schedule.indices(schedule.batch(7)).tolist() == [2, 3]
+
+
+@settings(deadline=None)
+@given(
+    num_samples=st.integers(1, 40),
+    batch_size=st.integers(1, 50),
+    epochs=st.integers(1, 3),
+    worlds=st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=20),
+)
+def test_over_any_losses_and_joins_every_sample_is_committed_exactly_once_per_epoch(
+    num_samples: int, batch_size: int, epochs: int, worlds: list[tuple[int, bool]]
+) -> None:
+    """``worlds``: the world size of each step in turn, and whether that step is interrupted."""
+    schedule = Schedule(num_samples, batch_size, epochs, seed=3)
+    seen = [np.zeros(num_samples, int) for _ in range(epochs)]
+    committed = 0
+    steps = iter(worlds)
+    while committed < schedule.total:
+        world_size, interrupted = next(steps, (3, False))
+        batch = schedule.batch(committed)
+        if interrupted:
+            continue
+        parts = [schedule.share(batch, rank, world_size) for rank in range(world_size)]
+        assert sum(part.weight for part in parts) == pytest.approx(1)
+        for part in parts:
+            seen[batch.epoch][part.indices[: part.num_samples]] += 1
+        committed += batch.size
+    assert all((count == 1).all() for count in seen)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"num_samples": 0, "batch_size": 1}, "empty"),
+        ({"num_samples": 1, "batch_size": 0}, "batch_size"),
+        ({"num_samples": 1, "batch_size": 1, "seed": -1}, "negative"),
+    ],
+)
+def test_impossible_schedules_are_refused(arguments: dict[str, int], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        Schedule(**arguments)
