@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from potluck.collectives import centralized, direct, ring
+from potluck.collectives import centralized, direct, hierarchical, ring, tree
 from potluck.collectives.plan import Algorithm, Operation, Plan
 from potluck.collectives.seat import Builder, Seat
 
 _BUILDERS: dict[Algorithm, dict[Operation, Builder]] = {
     Algorithm.RING: ring.BUILDERS,
+    Algorithm.TREE: tree.BUILDERS,
     Algorithm.DIRECT: direct.BUILDERS,
     Algorithm.CENTRALIZED: centralized.BUILDERS,
+    Algorithm.HIERARCHICAL: hierarchical.BUILDERS,
 }
 
 ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Operation.GATHER})
@@ -20,7 +22,7 @@ ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Op
 
 def algorithms_for(operation: Operation) -> tuple[Algorithm, ...]:
     """The algorithms that ``operation`` has, in the order of :class:`Algorithm`."""
-    return tuple(a for a in Algorithm if operation in _BUILDERS.get(a, {}))
+    return tuple(a for a in Algorithm if operation in _BUILDERS[a])
 
 
 @lru_cache(maxsize=4096)
@@ -44,7 +46,7 @@ def make_plan(
     outside the world, a ``root`` where none belongs, and ``nodes`` missing or of the wrong length.
     """
     operation, algorithm = Operation(operation), Algorithm(algorithm)
-    builder = _BUILDERS.get(algorithm, {}).get(operation)
+    builder = _BUILDERS[algorithm].get(operation)
     if builder is None:
         names = ", ".join(algorithms_for(operation))
         raise ValueError(f"{operation} has no {algorithm} algorithm; it has: {names}")
