@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from potluck import errors as errors
     from potluck import torch as torch
     from potluck.types import Group as Group
     from potluck.types import Member as Member

@@ -59,10 +59,12 @@ class Group:
 
     @property
     def world_size(self) -> int:
+        """How many members there are."""
         return len(self.members)
 
     @property
     def me(self) -> Member:
+        """The member that this process is."""
         return self.members[self.rank]
 
     def describe(self, rank: int) -> str:

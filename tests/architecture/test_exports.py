@@ -1,0 +1,70 @@
+"""Each public name is listed once, can be imported, and says what it is."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from pathlib import Path
+
+import pytest
+
+import potluck
+
+ROOT = Path(potluck.__file__).parent
+SOURCES = sorted(ROOT.rglob("*.py"))
+
+
+def test_no_public_name_is_listed_twice() -> None:
+    assert sorted(potluck.__all__) == sorted(set(potluck.__all__))
+
+
+def test_type_checkers_see_exactly_the_names_that_exist() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    [block] = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    seen = [
+        (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    real = [(home, name) for home, names in potluck._HOMES.items() for name in names]
+    real += [("potluck", name) for name in potluck._MODULES]
+    assert sorted(seen) == sorted(real)
+
+
+@pytest.mark.parametrize("name", potluck.__all__)
+def test_each_public_name_is_importable_and_documented(name: str) -> None:
+    thing = getattr(potluck, name)
+    documentation = inspect.getdoc(thing) or ""
+    assert documentation.strip(), f"potluck.{name} has no docstring"
+    if inspect.isclass(thing) and not issubclass(thing, Exception):
+        own = [
+            method
+            for method, value in vars(thing).items()
+            if not method.startswith("_")
+            and isinstance(value, types.FunctionType | property | staticmethod | classmethod)
+            and not inspect.getdoc(getattr(thing, method))
+        ]
+        assert own == [], f"public methods of potluck.{name} without a docstring"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = potluck.nonsense
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert set(potluck.__all__) <= set(dir(potluck))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_module_says_what_it_is(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    if path.name == "__init__.py" and not tree.body:
+        return  # an empty file needs no words
+    assert ast.get_docstring(tree), f"{path.relative_to(ROOT)} has no module docstring"

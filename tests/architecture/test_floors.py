@@ -1,0 +1,53 @@
+"""The floors of ARCHITECTURE.md hold, and the contracts that say so do notice a breach."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINT = [str(Path(sys.executable).with_name("lint-imports")), "--no-logo", "--no-cache"]
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        LINT,
+        cwd=folder,
+        env={"PYTHONPATH": str(folder / "src"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_nothing_imports_upwards() -> None:
+    run = lint(ROOT)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("transport/breach.py", "import potluck.engine", "Nothing imports upwards"),
+        ("transport/breach.py", "import potluck.metrics", "Nothing imports upwards"),
+        ("engine/breach.py", "import potluck.cluster", "Nothing imports upwards"),
+        ("engine/breach.py", "import potluck.testing", "imports it"),
+        ("training/breach.py", "import torch", "PyTorch is imported only by"),
+        ("collectives/breach.py", "import time", "Plans, codecs and messages"),
+        ("wire/breach.py", "from socket import socket", "Plans, codecs and messages"),
+    ],
+)
+def test_a_breach_of_each_rule_is_found(
+    tmp_path: Path, module: str, line: str, contract: str
+) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src")
+    (tmp_path / "src" / "potluck" / module).write_text(f"{line}\n")
+    run = lint(tmp_path)
+    assert run.returncode == 1, run.stdout + run.stderr
+    broken = [text for text in run.stdout.splitlines() if text.endswith("BROKEN")]
+    assert any(contract in text for text in broken), run.stdout

@@ -1,0 +1,73 @@
+"""The leak guard in tests/conftest.py sees what it is there to see, and lets good tests pass."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+STORIES = """
+import os, subprocess, threading, time
+
+gate = threading.Event()
+
+def test_good_opens_and_closes_everything():
+    with open("/dev/null"):
+        subprocess.run(["true"], check=True)
+    thread = threading.Thread(target=time.sleep, args=(0.02,))
+    thread.start()
+
+def test_bad_descriptor():
+    os.open("/dev/null", os.O_RDONLY)
+
+def test_bad_thread():
+    threading.Thread(target=gate.wait, daemon=True).start()
+
+def test_good_again_although_the_thread_is_still_there():
+    pass
+
+def test_bad_child_process():
+    subprocess.Popen(["sleep", "60"]).returncode = 0
+
+def test_bad_orphan_whose_parent_is_gone():
+    subprocess.run(["sh", "-c", "sleep 60 & exit 0"], stdout=subprocess.DEVNULL, check=True)
+
+def test_bad_shared_memory():
+    open(f"/dev/shm/potluck-guard-{os.getpid()}", "w").close()
+
+def test_good_at_the_end():
+    os.unlink(f"/dev/shm/potluck-guard-{os.getpid()}")
+    gate.set()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the guard reads Linux's /proc")
+def test_each_kind_of_leak_fails_its_own_test_and_no_other(tmp_path: Path) -> None:
+    conftest = (TESTS / "conftest.py").read_text()
+    assert "GRACE_S = 2.0" in conftest
+    (tmp_path / "conftest.py").write_text(conftest.replace("GRACE_S = 2.0", "GRACE_S = 0.2"))
+    (tmp_path / "test_stories.py").write_text(STORIES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    lines = run.stdout.splitlines()
+    failed = sorted(line.split("::")[1].split(" ")[0] for line in lines if line[:6] == "ERROR ")
+    assert failed == [
+        "test_bad_child_process",
+        "test_bad_descriptor",
+        "test_bad_orphan_whose_parent_is_gone",
+        "test_bad_shared_memory",
+        "test_bad_thread",
+    ], run.stdout + run.stderr
+    assert "8 passed, 5 errors" in lines[-1]
+    for named in ("descriptor", "thread", "process", "shared memory", "sleep 60"):
+        assert named in run.stdout

@@ -1,0 +1,151 @@
+"""Rules for the source that no linter knows: no pickle, no eval, no sleeping tests, short files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+MAX_LINES = 500
+
+FORBIDDEN_MODULES = {
+    **dict.fromkeys(["pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib"], "pickle"),
+    **dict.fromkeys(["shelve", "marshal", "multiprocessing"], "pickle or worse underneath"),
+}
+FORBIDDEN_BUILTINS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_CALLS = {
+    "torch.load": "reads pickle; state goes through safetensors",
+    "torch.save": "writes pickle; state goes through safetensors",
+    "os.system": "a shell; use subprocess with a list",
+    "os.popen": "a shell; use subprocess with a list",
+}
+# torch.distributed's *_object_* collectives pickle what they carry.
+FORBIDDEN_ENDINGS = ("_object", "_object_list")
+
+MAY_SLEEP = {
+    "tests/conftest.py": "the leak guard polls /proc, which tells nobody when it changes",
+}
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` for a chain of names, empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def unsafe(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+            modules += [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            modules = []
+        for module in modules:
+            if module.split(".")[0] in FORBIDDEN_MODULES:
+                yield f"line {node.lineno}: imports {module}"
+            if module in FORBIDDEN_CALLS:
+                yield f"line {node.lineno}: imports {module}"
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        if name in FORBIDDEN_BUILTINS or name in FORBIDDEN_CALLS:
+            yield f"line {node.lineno}: calls {name}"
+        if name.startswith(("dist.", "torch.distributed.")) and name.endswith(FORBIDDEN_ENDINGS):
+            yield f"line {node.lineno}: calls {name}, which pickles"
+        for keyword in node.keywords:
+            value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+            if keyword.arg in ("allow_pickle", "shell") and value is not False:
+                yield f"line {node.lineno}: passes {keyword.arg}"
+
+
+def sleeps(tree: ast.AST) -> Iterator[str]:
+    """Calls of time.sleep and asyncio.sleep, under whatever name; asyncio.sleep(0) only yields."""
+    names = {"time.sleep", "asyncio.sleep"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "asyncio"):
+            names |= {a.asname or a.name for a in node.names if a.name == "sleep"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in names:
+            first = node.args[0] if node.args else None
+            if not (isinstance(first, ast.Constant) and first.value == 0):
+                yield f"line {node.lineno}: calls {dotted(node.func)}"
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=named)
+def test_no_pickle_and_no_eval_anywhere_in_the_source(path: Path) -> None:
+    assert list(unsafe(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize("path", TESTS, ids=named)
+def test_no_test_sleeps_to_synchronise(path: Path) -> None:
+    if named(path) not in MAY_SLEEP:
+        assert list(sleeps(ast.parse(path.read_text()))) == []
+
+
+def test_the_sleepers_still_sleep() -> None:
+    for name in MAY_SLEEP:
+        assert list(sleeps(ast.parse((ROOT / name).read_text()))), f"strike {name} off the list"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=named)
+def test_a_file_is_one_idea_and_that_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def test_tests_do_not_import_each_other() -> None:
+    assert [named(path) for path in TESTS if path.name == "__init__.py"] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import multiprocessing.connection",
+        "from torch import load",
+        "import torch; torch.load('x')",
+        "eval('1')",
+        "exec('1')",
+        "import numpy as np; np.load('x', allow_pickle=True)",
+        "import subprocess; subprocess.run('ls', shell=True)",
+        "import torch.distributed as dist; dist.broadcast_object_list([1])",
+    ],
+)
+def test_each_unsafe_line_is_found(line: str) -> None:
+    assert list(unsafe(ast.parse(line)))
+
+
+def test_harmless_lines_are_not_found() -> None:
+    text = "import re, json; re.compile('x'); json.load(f); os.execv(a, b); np.load('x')"
+    assert list(unsafe(ast.parse(text))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import time; time.sleep(1)",
+        "from time import sleep; sleep(0.1)",
+        "from time import sleep as nap; nap(0.1)",
+        "import asyncio\nasync def f(): await asyncio.sleep(0.1)",
+    ],
+)
+def test_each_way_to_sleep_is_found(line: str) -> None:
+    assert list(sleeps(ast.parse(line)))
+
+
+def test_giving_way_once_is_no_sleep() -> None:
+    assert list(sleeps(ast.parse("async def f(): await asyncio.sleep(0)"))) == []

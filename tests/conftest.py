@@ -1,0 +1,216 @@
+"""What holds in every test: a home of its own, a clean environment, a seed, and nothing left over.
+
+The leak guard compares open descriptors, threads, child processes and /dev/shm from before and
+after each test. Things that are on their way out get a bounded time to go; what remains fails the
+test and is named.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+SEED = int(os.environ.get("POTLUCK_TEST_SEED") or random.SystemRandom().randrange(2**32))
+GRACE_S = 2.0
+
+# A shared machine is no reason to fail an example, and a failure must be repeatable by hand.
+hypothesis.settings.register_profile("potluck", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("potluck")
+
+LAUNCHER_VARIABLES = (
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID"),
+)
+
+
+def pytest_report_header() -> str:
+    return f"seed: {SEED} (the same again: POTLUCK_TEST_SEED={SEED})"
+
+
+# ---------------------------------------------------------------- what a test may ask for
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed for this test's own randomness, printed when the test fails."""
+    value = zlib.crc32(request.node.nodeid.encode(), SEED)
+    print(f"seed of this test: {value} (POTLUCK_TEST_SEED={SEED})")
+    return value
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("needs_root_netns") and (reason := no_netns()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@functools.cache
+def no_netns() -> str:
+    """Why no network namespace can be made here; empty if one can."""
+    if os.name != "posix" or os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    if shutil.which("ip") is None:
+        return "needs the program 'ip' (Debian, Ubuntu: apt-get install iproute2)"
+    name = f"potluck-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=10)
+    if made.returncode:
+        return f"this system makes no network namespaces: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=True, timeout=10)
+    return ""
+
+
+# ---------------------------------------------------------------- what every test gets
+
+
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("homes")
+
+
+@pytest.fixture(autouse=True)
+def own_environment(
+    request: pytest.FixtureRequest, homes: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A POTLUCK_HOME that no other test has (not made yet, like a newcomer's), and no variables
+    of an outer launcher."""
+    home = homes / f"{zlib.crc32(request.node.nodeid.encode()):08x}-{os.urandom(4).hex()}"
+    for name in [*LAUNCHER_VARIABLES, *(name for name in os.environ if name[:8] == "POTLUCK_")]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("POTLUCK_HOME", str(home))
+    random.seed(SEED)
+    return home
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(own_environment: Path) -> Iterator[None]:
+    """Fail a test that leaves descriptors, threads, processes or shared memory behind."""
+    global _spawned
+    _spawned = False
+    before = left_over(own_environment)
+    yield
+    remaining = {}
+    deadline = time.monotonic() + GRACE_S
+    while remaining := new_since(before, left_over(own_environment)):
+        gc.collect()  # what only a reference cycle keeps is not a leak
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    if remaining:
+        put_away(remaining)
+        pytest.fail(
+            "left behind by this test:\n"
+            + "\n".join(f"  {kind} {name}: {what}" for (kind, name), what in remaining.items()),
+            pytrace=False,
+        )
+
+
+# ---------------------------------------------------------------- the leak guard's eyes
+
+_spawned = False
+
+
+def _watch(event: str, arguments: tuple[object, ...]) -> None:
+    global _spawned
+    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
+        _spawned = True
+
+
+sys.addaudithook(_watch)
+
+Things = dict[tuple[str, object], str]
+
+
+def left_over(home: Path) -> Things:
+    """Everything this process holds now, by kind and name."""
+    things: Things = {("thread", t.ident): t.name for t in threading.enumerate() if owned(t)}
+    things |= {("shared memory", name): f"/dev/shm/{name}" for name in listing("/dev/shm")}
+    things |= descriptors()
+    if _spawned:  # looking for processes costs milliseconds: only for tests that started some
+        things |= {("process", pid): what for pid, what in processes(home).items()}
+    return things
+
+
+def new_since(before: Things, after: Things) -> Things:
+    new = {key: what for key, what in after.items() if before.get(key) != what}
+    return {key: what for key, what in new.items() if key[0] != "shared memory" or mine(what)}
+
+
+def owned(thread: threading.Thread) -> bool:
+    """Python's stand-ins for threads that C++ started are not ours to join."""
+    return not isinstance(thread, threading._DummyThread)
+
+
+def listing(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def descriptors() -> Things:
+    found: Things = {}
+    for number in listing("/proc/self/fd"):
+        try:
+            found["descriptor", number] = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:  # the one that listed the folder
+            continue
+    return found
+
+
+def processes(home: Path) -> dict[int, str]:
+    """Living children of this process, and whoever else was started with this test's home.
+
+    The second catches orphans: a worker whose agent was killed has another parent by now.
+    """
+    mark = f"POTLUCK_HOME={home}\0".encode()
+    found = {}
+    for entry in listing("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() or (
+                state != "Z" and mark in Path(f"/proc/{entry}/environ").read_bytes() + b"\0"
+            ):
+                line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(entry)] = f"{line.strip() or 'ended, but nobody waited for it'}"
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def mine(path: str) -> bool:
+    """False for shared memory that only processes outside of this test run have mapped."""
+    holders = set()
+    for entry in listing("/proc"):
+        try:
+            if entry.isdigit() and path in Path(f"/proc/{entry}/maps").read_text():
+                holders.add(int(entry))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return not holders or os.getpid() in holders
+
+
+def put_away(things: Things) -> None:
+    """Keep one test's leak from failing the tests after it."""
+    for kind, name in things:
+        if kind == "process" and isinstance(name, int):
+            try:
+                os.kill(name, signal.SIGKILL)
+                os.waitpid(name, 0)
+            except (ProcessLookupError, ChildProcessError):
+                continue
