@@ -1,0 +1,174 @@
+"""What can happen to a membership (events), and what is to be done about it (actions).
+
+Every action carries the reason for it, in words a person can read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from potluck.types import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """``worker`` has no usable group and wants a view after ``after_epoch``; ``member`` says
+    where it can be reached."""
+
+    worker: str
+    member: Member
+    after_epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """``worker`` is in the group of ``epoch`` now."""
+
+    worker: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """``worker`` left group ``epoch`` because it does not work; ``rank`` is whom it blames, -1 for
+    nobody. ``certain``: a link ended, not merely silence."""
+
+    worker: str
+    epoch: int
+    rank: int = -1
+    certain: bool = False
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReply:
+    """``worker`` is there; ``blocked`` if a call of its own waits for other ranks."""
+
+    worker: str
+    probe: int
+    blocked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """``worker`` is done and leaves without being lost."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The code of ``worker`` raised. ``secondary``: only because another worker's did."""
+
+    worker: str
+    text: str
+    secondary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The control link of ``worker`` ended while its process lives."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The process of ``worker`` ended; ``code`` is negative for a signal, as in subprocess."""
+
+    worker: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The operator asked for the end with ``signal``."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; see ``State.next_wakeup``."""
+
+
+Event = (
+    Ready
+    | Installed
+    | Lost
+    | ProbeReply
+    | Finished
+    | Failed
+    | Disconnected
+    | Exited
+    | Interrupted
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Persist ``epoch``, then send this view to its members (in rank order)."""
+
+    epoch: int
+    members: tuple[Member, ...]
+    joined: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndGroup:
+    """Tell ``to`` that groups are over: all up to ``epoch`` with member ``worker``, or exactly
+    ``epoch`` when ``worker`` is empty."""
+
+    epoch: int
+    worker: str
+    certain: bool
+    to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendProbe:
+    """Ask ``to`` whether they are there."""
+
+    probe: int
+    to: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the process of ``worker``; ``attempt`` counts its restarts so far."""
+
+    worker: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End the processes of ``workers`` now."""
+
+    workers: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    """Ask ``workers`` to end, and end them when they have not after a grace period.
+    ``signal`` is sent to them at once unless it is 0."""
+
+    workers: tuple[str, ...]
+    signal: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Something to tell a person."""
+
+    reason: str
+
+
+Action = Announce | EndGroup | SendProbe | Start | Kill | StopWorkers | Log

@@ -1,0 +1,209 @@
+"""The nouns of membership: workers and their phases, live groups, an inquiry, the whole state.
+
+All are frozen; ``membership.handle`` turns one state into the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from potluck.types import Member
+
+
+class Phase(StrEnum):
+    """Where a worker stands, from the membership's side."""
+
+    STARTING = "starting"
+    """its process runs and has not asked for a view yet"""
+    READY = "ready"
+    """it asked for a view and is in none"""
+    MEMBER = "member"
+    """it is in the newest view"""
+    EVICTED = "evicted"
+    """it was put out of the view; its process still runs and may ask again"""
+    FINISHED = "finished"
+    """it said that it is done; its process still runs"""
+    STOPPING = "stopping"
+    """it was asked to end; its process still runs"""
+    WAITING = "waiting"
+    """its process is gone and will be started again"""
+    GONE = "gone"
+    """its process is gone for good"""
+
+
+ALIVE = frozenset(Phase) - {Phase.WAITING, Phase.GONE}
+EXPECTED = frozenset({Phase.STARTING, Phase.WAITING})
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the operator chose. Times are seconds.
+
+    A restart waits ``backoff_s`` doubled with every one before it, the first one not at all.
+    ``late_s``: a deadline noticed this much too late is not the members' fault but mine.
+    """
+
+    max_restarts: int = 3
+    backoff_s: float = 1.0
+    max_backoff_s: float = 30.0
+    min_workers: int = 1
+    probe_timeout_s: float = 1.0
+    grace_s: float = 0.3
+    late_s: float = 0.5
+
+    def restart_delay_s(self, restarts: int) -> float:
+        """How long restart number ``restarts`` (the first is 0) waits."""
+        if restarts == 0:
+            return 0.0
+        return min(self.backoff_s * 2.0 ** (restarts - 1), self.max_backoff_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One place in the job. ``joined`` is the epoch of the first view of its present membership
+    (0: none yet), ``installed`` the newest epoch that it said it had entered. ``finished``: it
+    left a view because it was done. ``failed``: it said that its code raised."""
+
+    name: str
+    phase: Phase = Phase.STARTING
+    member: Member | None = None
+    joined: int = 0
+    installed: int = 0
+    restarts: int = 0
+    restart_at: float = 0.0
+    finished: bool = False
+    failed: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.phase in ALIVE
+
+    @property
+    def seniority(self) -> tuple[int, int, str]:
+        """Sorts the most senior first: by the view it joined in, then by name (2 before 10)."""
+        return (self.joined, len(self.name), self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveGroup:
+    """A view that some members may still be working in: names in rank order."""
+
+    epoch: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """``worker`` says that its group ``epoch`` does not work, and blames ``blamed`` if anyone."""
+
+    worker: str
+    epoch: int
+    blamed: str | None
+    certain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """Somebody's group does not work and nobody is known to be dead: who is to blame?
+
+    ``waiting`` have not answered the probe; ``blocked`` answered that they wait themselves. When
+    all have answered, ``closing_at`` leaves a moment for their own reports to arrive.
+    """
+
+    probe: int
+    deadline: float
+    waiting: frozenset[str]
+    reports: tuple[Report, ...]
+    blocked: frozenset[str] = frozenset()
+    closing_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the job fails. ``code`` is the exit code of ``worker``, None while it still runs.
+    A ``secondary`` failure only follows from another worker's, which may still be reported."""
+
+    worker: str
+    text: str
+    code: int | None = None
+    secondary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that membership knows.
+
+    ``groups`` are live, oldest first; the last is the newest view. ``broken`` says why the newest
+    view has to be replaced. ``casualty`` is the last worker that was killed and not replaced.
+    """
+
+    policy: Policy
+    workers: tuple[Worker, ...]
+    epoch: int = 0
+    groups: tuple[LiveGroup, ...] = ()
+    inquiry: Inquiry | None = None
+    num_probes: int = 0
+    broken: str = ""
+    stopping: str = ""
+    interrupted: int = 0
+    failure: Failure | None = None
+    casualty: Failure | None = None
+
+    def worker(self, name: str) -> Worker:
+        for worker in self.workers:
+            if worker.name == name:
+                return worker
+        raise KeyError(name)
+
+    def having(self, *phases: Phase) -> tuple[Worker, ...]:
+        """The workers in one of ``phases``, the most senior first."""
+        found = (worker for worker in self.workers if worker.phase in phases)
+        return tuple(sorted(found, key=lambda worker: worker.seniority))
+
+    def with_worker(self, changed: Worker) -> State:
+        return replace(
+            self,
+            workers=tuple(
+                changed if worker.name == changed.name else worker for worker in self.workers
+            ),
+        )
+
+    def group(self, epoch: int) -> LiveGroup | None:
+        """The live group of ``epoch``, None if there is none (any more)."""
+        for group in self.groups:
+            if group.epoch == epoch:
+                return group
+        return None
+
+    @property
+    def view(self) -> LiveGroup | None:
+        """The newest view."""
+        return self.groups[-1] if self.groups else None
+
+    @property
+    def num_finished(self) -> int:
+        """How many workers have left a view because they were done."""
+        return sum(worker.finished for worker in self.workers)
+
+    @property
+    def over(self) -> bool:
+        """Every process is gone for good."""
+        return all(worker.phase is Phase.GONE for worker in self.workers)
+
+    @property
+    def exit_code(self) -> int:
+        """What the job's command should exit with: the first failing worker's code, or 0."""
+        if self.interrupted:
+            return 128 + self.interrupted
+        if self.failure is not None:
+            return self.failure.code or 1
+        return 0
+
+    def next_wakeup(self) -> float | None:
+        """When a Tick is due, in the clock of ``now``; None when only an event can change this."""
+        times = [worker.restart_at for worker in self.having(Phase.WAITING)]
+        if self.inquiry is not None:
+            closing = self.inquiry.closing_at
+            times.append(self.inquiry.deadline if closing is None else closing)
+        return min(times, default=None)

@@ -1,0 +1,244 @@
+"""What a worker and its agent say to each other after the greeting, and how a CLI asks for status.
+
+Each message is a tagged msgpack struct behind a little-endian u32 length of at most
+``MAX_MESSAGE`` bytes, checked before anything is allocated. Texts and collections are bounded, so
+that no peer can make the other hold more than it means to. The first messages of a connection
+(Hello, Welcome, Refusal) are in ``messages.py``.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated
+
+import msgspec
+
+from potluck.errors import ProtocolError
+from potluck.types import Member
+
+MAX_MESSAGE = 1 << 20
+MAX_TEXT = 16 * 1024
+MAX_MEMBERS = 4096
+MAX_FACTS = 128
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Fact = int | float | bool | Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Facts = Annotated[dict[Name, Fact], msgspec.Meta(max_length=MAX_FACTS)]
+
+_LENGTH = struct.Struct("<I")
+
+
+# From a worker to its agent.
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """I have no usable group and want a view with an epoch above ``after_epoch``.
+
+    ``host`` and ``port`` say where my listener is; an empty host means the agent's own machine.
+    """
+
+    after_epoch: int
+    port: int
+    pid: int
+    host: Name = ""
+    local_rank: int = 0
+    cause: Text = ""
+
+
+class Installed(msgspec.Struct, frozen=True, tag=True):
+    """I am in the group of ``epoch`` now."""
+
+    epoch: int
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """My group ``epoch`` does not work any more and I have left it; I want a later view.
+
+    ``rank`` is the member I blame (-1: nobody). ``certain`` says that its link ended; otherwise it
+    was silent for too long. ``step`` is the training step it happened in (-1: unknown).
+    """
+
+    epoch: int
+    rank: int
+    certain: bool
+    cause: Text
+    step: int = -1
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """What the training loop last said about itself. ``step`` is the last committed step."""
+
+    epoch: int = 0
+    step: int = -1
+    loss: float | None = None
+    samples_per_s: float | None = None
+    device: Name = ""
+    facts: Facts = {}
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """My own code raised. ``secondary`` marks a failure that only follows another worker's."""
+
+    kind: Name
+    text: Text
+    secondary: bool = False
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """I am done, not lost: later groups need not wait for me."""
+
+
+class ChaosDue(msgspec.Struct, frozen=True, tag=True):
+    """I stand before ``step``, for which a fault was ordered, and wait for ChaosDone."""
+
+    epoch: int
+    step: int
+
+
+class ProbeReply(msgspec.Struct, frozen=True, tag=True):
+    """I am here. ``blocked`` says that a call of mine in group ``epoch`` waits for other ranks."""
+
+    probe: int
+    epoch: int
+    blocked: bool
+
+
+# From an agent to a worker.
+
+
+class View(msgspec.Struct, frozen=True, tag=True):
+    """The members of ``epoch`` in rank order; the first is the leader.
+
+    ``chaos_steps`` are the steps before which this worker has to ask with ChaosDue.
+    """
+
+    job: Name
+    epoch: int
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    chaos_steps: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
+
+
+class GroupOver(msgspec.Struct, frozen=True, tag=True):
+    """Leave the group at once: a call blocked in it would wait in vain.
+
+    With a ``worker``: every group up to ``epoch`` that has this member is over, because it died
+    (``certain``) or was evicted. Without one: exactly the group ``epoch`` is over.
+    """
+
+    epoch: int
+    worker: Name
+    certain: bool
+    cause: Text
+
+    def ends(self, epoch: int, workers: tuple[str, ...]) -> bool:
+        """Whether the group of ``epoch`` with these members is over by this message."""
+        if self.worker:
+            return epoch <= self.epoch and self.worker in workers
+        return epoch == self.epoch
+
+
+class Probe(msgspec.Struct, frozen=True, tag=True):
+    """Answer with ProbeReply at once."""
+
+    probe: int
+
+
+class ChaosDone(msgspec.Struct, frozen=True, tag=True):
+    """The fault ordered for ``step`` was carried out; go on."""
+
+    step: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """The job ends: raise ``reason`` out of whatever blocks, and exit."""
+
+    reason: Text
+
+
+# Between the command line and an agent.
+
+
+class StatusRequest(msgspec.Struct, frozen=True, tag=True):
+    """Answer with StatusReply."""
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One worker in a status. ``rank`` is -1 outside the current view."""
+
+    worker: Name
+    rank: int
+    phase: Name
+    pid: int
+    restarts: int
+    device: Name
+    step: int
+    samples_per_s: float | None
+
+
+class StatusReply(msgspec.Struct, frozen=True, tag=True):
+    """One job as its agent sees it. ``started`` is Unix time in seconds."""
+
+    job: Name
+    node: Name
+    pid: int
+    script: Text
+    started: float
+    epoch: int
+    step: int
+    loss: float | None
+    workers: Annotated[tuple[WorkerStatus, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
+    events: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
+
+
+FromWorker = Ready | Installed | Lost | Progress | Failed | Finished | ChaosDue | ProbeReply
+FromAgent = View | GroupOver | Probe | ChaosDone | Stop | StatusReply
+FromClient = FromWorker | StatusRequest
+
+_encoder = msgspec.msgpack.Encoder()
+_from_client = msgspec.msgpack.Decoder(FromClient)
+_from_agent = msgspec.msgpack.Decoder(FromAgent)
+
+
+def encode(message: FromClient | FromAgent) -> bytes:
+    """The message with its length in front, ready to send."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE:
+        raise ProtocolError(
+            f"a {type(message).__name__} message of {len(body)} bytes; "
+            f"at most {MAX_MESSAGE} are allowed"
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+def message_length(prefix: bytes) -> int:
+    """The bytes that follow a 4-byte prefix; ProtocolError if they are more than a message has."""
+    length: int = _LENGTH.unpack(prefix)[0]
+    if not 0 < length <= MAX_MESSAGE:
+        raise ProtocolError(
+            f"a control message announces {length} bytes; potluck's have 1 to {MAX_MESSAGE}"
+        )
+    return length
+
+
+def decode_from_client(body: bytes) -> FromClient:
+    """What a worker or the command line said; ProtocolError if it is nothing of potluck's."""
+    try:
+        message: FromClient = _from_client.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a message to an agent: {error}") from error
+    return message
+
+
+def decode_from_agent(body: bytes) -> FromAgent:
+    """What an agent said; ProtocolError if it is nothing of potluck's."""
+    try:
+        message: FromAgent = _from_agent.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a message from an agent: {error}") from error
+    return message
+
+
+def clip(text: str) -> str:
+    """``text`` short enough for a message, with its end kept: the end of a traceback says most."""
+    return text if len(text) <= MAX_TEXT else "..." + text[-(MAX_TEXT - 3) :]
