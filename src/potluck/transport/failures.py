@@ -45,7 +45,8 @@ def translated(error: OSError, peer: str, doing: str) -> PotluckError:
         return ProtocolError(f"{peer} does not speak TLS 1.3 as potluck does ({reason}; {doing})")
     if isinstance(error, TimeoutError):
         return LinkError(f"{peer} did not answer in time while {doing}")
-    text = f"connection to {peer} failed while {doing}: {error.strerror or error}"
+    cause = error.strerror or str(error) or type(error).__name__
+    text = f"connection to {peer} failed while {doing}: {cause}"
     if error.errno == errno.EHOSTUNREACH and sys.platform == "darwin":
         text += (
             "; macOS answers this when the terminal may not use the local network: grant it in "

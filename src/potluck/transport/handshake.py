@@ -15,7 +15,8 @@ import selectors
 import socket
 import ssl
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -46,6 +47,7 @@ Steps = Generator[int, None, T]
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _CONNECT_TIMEOUT_S = 5.0
+_CANCEL_S = 0.1
 
 
 def connect(
@@ -58,34 +60,57 @@ def connect(
     max_retries: int | None = 3,
     connection_timeout_s: float = _CONNECT_TIMEOUT_S,
     window: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES),
+    cancelled: Callable[[], bool] | None = None,
 ) -> tuple[TcpLink, Welcome]:
     """Connect to a listener, prove who we are, and return the link and its welcome.
 
     Blocks until ``deadline`` (``time.monotonic()``) at the latest. A connection that is refused,
     unreachable, cut or silent for ``connection_timeout_s`` is tried again after a growing pause
     (50 ms to 1 s), ``max_retries`` times (None: until the deadline). A data link offers a window of
-    ``window`` = (num_slots, slot_bytes) per direction; None offers none.
+    ``window`` = (num_slots, slot_bytes) per direction; None offers none. ``cancelled`` is asked
+    every 0.1 s; once it says True, the call ends with LinkError.
 
     Raises WrongSecret (no Hello was sent, or none was read), Refused (the peer said no; ``code``
     and text are its), ProtocolError (not a potluck peer), LinkError (no connection in time).
     """
     peer = f"{host}:{port}"
-    backoff = _FIRST_BACKOFF_S
+    patience = _Patience(deadline, connection_timeout_s, cancelled)
+    backoff_s = _FIRST_BACKOFF_S
     attempts = 0
     while True:
         attempts += 1
-        limit = min(deadline, time.monotonic() + connection_timeout_s)
         try:
-            return _connect_once(host, port, hello, credentials, limit, deadline, window)
+            return _connect_once(host, port, hello, credentials, window, patience)
         except Refused:
             raise
         except LinkError as error:
-            left = deadline - time.monotonic() - backoff
-            if left <= 0 or (max_retries is not None and attempts > max_retries):
+            is_last = max_retries is not None and attempts > max_retries
+            if is_last or not patience.sleep(backoff_s):
                 times = "once" if attempts == 1 else f"{attempts} times"
                 raise LinkError(f"no link to {peer} (tried {times}): {error}") from error
-        time.sleep(backoff)
-        backoff = min(2 * backoff, _MAX_BACKOFF_S)
+        backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Patience:
+    """How long a caller of ``connect`` will wait."""
+
+    deadline: float
+    attempt_s: float
+    cancelled: Callable[[], bool] | None
+
+    def attempt(self) -> float:
+        """Until when one attempt may take that begins now."""
+        return min(self.deadline, time.monotonic() + self.attempt_s)
+
+    def sleep(self, seconds: float) -> bool:
+        """Pause before the next attempt; False if there is to be none."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if until >= self.deadline or (self.cancelled is not None and self.cancelled()):
+                return False
+            time.sleep(min(left, _CANCEL_S))
+        return True
 
 
 def _connect_once(
@@ -93,35 +118,33 @@ def _connect_once(
     port: int,
     hello: Hello,
     credentials: Credentials,
-    limit: float,
-    deadline: float,
     window: tuple[int, int] | None,
+    patience: _Patience,
 ) -> tuple[TcpLink, Welcome]:
     peer = f"{host}:{port}"
-    sock = _open(host, port, limit)
+    limit, cancelled = patience.attempt(), patience.cancelled
+    sock = _open(host, port, limit, cancelled)
     offered = None
     welcome = None
     try:
-        tls = credentials.client_context.wrap_socket(
+        sock = tls = credentials.client_context.wrap_socket(
             sock, do_handshake_on_connect=False, suppress_ragged_eofs=False
         )
-        sock = tls
-        drive(tls_handshake(tls), tls, limit, "the TLS handshake", peer)
+        drive(tls_handshake(tls), tls, limit, "setting up TLS", peer, cancelled)
         node = node_id_of_certificate(tls.getpeercert(binary_form=True))
         peer = f"{peer} (node {node[:12]})"
         if hello.kind == "data" and window is not None:
             offered = offer_window(*window)
         said = msgspec.structs.replace(hello, window=None if offered is None else offered.offer)
-        drive(write_all(tls, encode_greeting(said)), tls, limit, "sending HELLO", peer)
+        drive(write_all(tls, encode_greeting(said)), tls, limit, "sending HELLO", peer, cancelled)
         # The server may hold a newcomer back until it is ready itself: the whole deadline counts.
-        answer = drive(read_greeting(tls), tls, deadline, "waiting for WELCOME", peer)
-        if isinstance(answer, Refusal):
-            raise Refused(f"{peer} refused this connection: {answer.reason}", answer.code)
-        if not isinstance(answer, Welcome):
-            raise ProtocolError(f"{peer} answered HELLO with another HELLO")
-        if answer.version != PROTOCOL_VERSION:
-            raise Refused(_version_text(peer, answer.version), "version")
-        welcome = answer
+        answer = drive(
+            read_greeting(tls), tls, patience.deadline, "waiting for WELCOME", peer, cancelled
+        )
+        welcome = welcomed(answer, peer)
+    except OSError as error:  # from wrap_socket: the peer was gone already
+        sock.close()
+        raise translated(error, peer, "setting up TLS") from error
     except BaseException:
         sock.close()
         raise
@@ -132,7 +155,20 @@ def _connect_once(
     return TcpLink(tls, peer=peer, peer_node=node, window=shared), welcome
 
 
-def _open(host: str, port: int, limit: float) -> socket.socket:
+def welcomed(answer: Greeting, peer: str) -> Welcome:
+    """The server's answer if it is a welcome; else Refused, or ProtocolError."""
+    if isinstance(answer, Refusal):
+        raise Refused(f"{peer} refused this connection: {answer.reason}", answer.code)
+    if not isinstance(answer, Welcome):
+        raise ProtocolError(f"{peer} answered HELLO with another HELLO")
+    if answer.version != PROTOCOL_VERSION:
+        raise Refused(_version_text(peer, answer.version), "version")
+    return answer
+
+
+def _open(
+    host: str, port: int, limit: float, cancelled: Callable[[], bool] | None
+) -> socket.socket:
     """A non-blocking connected socket to the first address of ``host`` that answers."""
     peer = f"{host}:{port}"
     try:
@@ -147,7 +183,7 @@ def _open(host: str, port: int, limit: float) -> socket.socket:
         try:
             sock.setblocking(False)
             tune(sock)
-            drive(_tcp_connect(sock, address), sock, share, "connecting", peer)
+            drive(_tcp_connect(sock, address), sock, share, "connecting", peer, cancelled)
             return sock
         except LinkError as error:
             sock.close()
@@ -240,16 +276,28 @@ def write_all(tls: ssl.SSLSocket, data: bytes) -> Steps[None]:
             yield READ
 
 
-def drive(steps: Steps[T], sock: socket.socket, deadline: float, doing: str, peer: str) -> T:
+def drive(
+    steps: Steps[T],
+    sock: socket.socket,
+    deadline: float,
+    doing: str,
+    peer: str,
+    cancelled: Callable[[], bool] | None = None,
+) -> T:
     """Run one half to its end, blocking where it waits; errors are potluck's."""
     poll = select.poll()
     try:
         while True:
             event = next(steps)
             poll.register(sock, select.POLLIN if event == READ else select.POLLOUT)
-            left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
-                raise LinkError(f"{peer} did not answer in time while {doing}")
+            while True:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise LinkError(f"{peer} did not answer in time while {doing}")
+                if poll.poll((left if cancelled is None else min(left, _CANCEL_S)) * 1000):
+                    break
+                if cancelled is not None and cancelled():
+                    raise LinkError(f"gave up on {peer} while {doing}: no longer wanted")
     except StopIteration as stop:
         value: T = stop.value
         return value

@@ -90,7 +90,7 @@ class Listener:
         self._closing = False
         self._answering: dict[threading.Thread, ssl.SSLSocket] = {}
         self._strangers: list[_Stranger] = []
-        self._socket = _listen(host, port)
+        self._socket = listening_socket(host, port)
         self.host = host
         self.port: int = self._socket.getsockname()[1]
         self._wake, self._woken = socket.socketpair()
@@ -323,7 +323,8 @@ class Listener:
             raise
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A non-blocking listening socket; ConfigurationError if the port can't be had."""
     try:
         if host:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -1,0 +1,106 @@
+"""Small secret files: made once even if several processes try, read only if they are private."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from potluck.errors import IdentityError
+
+_MAX_BYTES = 64 * 1024
+
+
+def load_or_create(path: Path, what: str, make: Callable[[], bytes]) -> bytes:
+    """The content of ``path``, written first as ``make()`` if there is no such file.
+
+    The file appears whole or not at all, with mode 0600, and processes that race for it all get the
+    content of the one that won. ``what`` names the content in errors. IdentityError if the file is
+    readable by others, belongs to somebody else, or can't be read or written.
+    """
+    try:
+        return _read(path, what)
+    except FileNotFoundError:
+        pass
+    _create(path, what, make())
+    try:
+        return _read(path, what)
+    except FileNotFoundError as error:
+        raise IdentityError(f"{what} {path} vanished while it was being made") from error
+
+
+def write_private(path: Path, what: str, data: bytes) -> None:
+    """Write a file that must not exist yet; IdentityError if it does."""
+    if not _create(path, what, data):
+        raise IdentityError(f"{what} {path} exists already; it is not overwritten")
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise IdentityError(f"{what} {path} can't be opened: {error.strerror}") from error
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise IdentityError(f"{what} {path} is not a file")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise IdentityError(
+                f"{what} {path} belongs to user {status.st_uid}, not to you; "
+                "move it away, or point POTLUCK_HOME at a directory of your own"
+            )
+        if status.st_mode & 0o077:
+            raise IdentityError(
+                f"{what} {path} can be read or changed by other users "
+                f"(mode {stat.S_IMODE(status.st_mode):04o}); run: chmod 600 {path}"
+            )
+        try:
+            return file.read(_MAX_BYTES)
+        except OSError as error:
+            raise IdentityError(f"{what} {path} can't be read: {error.strerror}") from error
+
+
+def _create(path: Path, what: str, data: bytes) -> bool:
+    """Whether this call made the file (False: somebody else did)."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(fd)
+            # Unlike rename, link never replaces: the first process wins, all others read its file.
+            os.link(temporary, path)
+            _sync_directory(path.parent)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+    except FileExistsError as error:
+        if path.exists():
+            return False
+        raise _cannot_create(path, what, error) from error
+    except OSError as error:
+        raise _cannot_create(path, what, error) from error
+    return True
+
+
+def _cannot_create(path: Path, what: str, error: OSError) -> IdentityError:
+    return IdentityError(
+        f"{what} {path} can't be made: {error.strerror or error}. potluck keeps its keys in "
+        f"{path.parent}; set POTLUCK_HOME to a directory that can be written"
+    )
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,182 @@
+"""Every default of potluck, in one place, with its unit and its environment variable.
+
+``Settings()`` is the plain defaults; ``load_settings()`` is what a program uses: arguments win over
+environment variables (``POTLUCK_`` and the field's name in capitals), which win over defaults.
+Importing this module is cheap; pydantic is loaded by ``load_settings`` only.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, MultipleOf
+
+from potluck.errors import ConfigurationError
+
+PREFIX = "POTLUCK_"
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a setting is, in which unit: part of its type, for ``describe_settings``."""
+
+    text: str
+
+
+Port = Annotated[int, Ge(0), Le(65535)]
+Seconds = Annotated[float, Gt(0), Le(1e9)]
+Bytes = Annotated[int, Ge(1), Le(1 << 40)]
+Slots = Annotated[int, Ge(1), Le(1024)]
+SlotBytes = Annotated[int, Ge(4096), Le(1 << 28), MultipleOf(4096)]
+Level = Literal["debug", "info", "warning", "error"]
+
+
+def _default_home() -> Path:
+    return Path.home() / ".potluck"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """potluck's settings. What is left out of the repr is secret and appears in no error."""
+
+    home: Annotated[Path, About("directory of the node's key and the cluster's secret")] = field(
+        default_factory=_default_home
+    )
+    psk: Annotated[
+        str | None, About("the cluster secret, 64 hexadecimal digits; instead of the file")
+    ] = field(default=None, repr=False)
+    passphrase: Annotated[
+        str | None, About("words that the cluster secret is made from (scrypt); instead of a file")
+    ] = field(default=None, repr=False)
+    gradient_port: Annotated[
+        Port, About("TCP port of the first worker's links; the next worker's is one higher; 0: any")
+    ] = 52416
+    discovery_port: Annotated[Port, About("UDP port on which nodes look for each other")] = 52415
+    min_peers: Annotated[int, Ge(1), About("nodes to wait for before a job starts")] = 1
+    peer_timeout_s: Annotated[
+        Seconds, About("seconds an operation waits for a peer before it gives up")
+    ] = 30.0
+    connection_timeout_s: Annotated[Seconds, About("seconds for one attempt to connect")] = 5.0
+    max_retries: Annotated[
+        int, Ge(0), Le(1000), About("attempts to connect after the first one failed")
+    ] = 3
+    hello_timeout_s: Annotated[Seconds, About("seconds a caller has to say who it is")] = 5.0
+    max_pending: Annotated[
+        int, Ge(1), Le(10_000), About("callers at one time that have not said who they are")
+    ] = 64
+    bucket_size_mb: Annotated[
+        float, Gt(0), Le(65_536), About("megabytes (2**20 bytes) of gradients reduced together")
+    ] = 25.0
+    segment_bytes: Annotated[Bytes, About("bytes of the largest piece sent as one frame")] = 1 << 20
+    max_early_bytes: Annotated[
+        Bytes, About("bytes kept per link for operations this rank has not begun yet")
+    ] = 64 << 20
+    use_windows: Annotated[
+        bool, About("whether workers of one node exchange payloads through shared memory")
+    ] = True
+    window_slots: Annotated[Slots, About("shared memory slots per link and direction")] = 4
+    window_slot_bytes: Annotated[SlotBytes, About("bytes of one slot, whole pages")] = 1 << 20
+    log_level: Annotated[Level, About("least important log lines to show")] = "warning"
+
+
+def environment_name(setting: str) -> str:
+    """The environment variable of a field: ``POTLUCK_GRADIENT_PORT`` for ``gradient_port``."""
+    return PREFIX + setting.upper()
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One setting for people: its variable, its default as text, what it is, in which unit."""
+
+    name: str
+    environment: str
+    default: str
+    about: str
+
+
+def describe_settings() -> list[Description]:
+    """All settings, in the order of the class."""
+    return [
+        Description(name, environment_name(name), _default_text(each), _about(name))
+        for name, each in _fields().items()
+    ]
+
+
+def load_settings(**arguments: Any) -> Settings:
+    """Defaults, overridden by the environment, overridden by ``arguments`` that are not None.
+
+    ConfigurationError names the variable or argument, its value (never a secret's) and what is
+    expected there. An empty variable counts as not set. Costs about 0.1 s the first time.
+    """
+    from pydantic import ValidationError
+
+    given = {name: value for name, value in arguments.items() if value is not None}
+    unknown = sorted(given.keys() - _fields().keys())
+    if unknown:
+        raise TypeError(f"there is no setting {unknown[0]!r}")
+    try:
+        loaded = _reader()(**given)
+    except ValidationError as error:
+        raise ConfigurationError(_explain(error, given)) from None  # it may quote a secret
+    values = {name: getattr(loaded, name) for name in _fields()}
+    settings = Settings(**values | {"home": values["home"].expanduser()})
+    if settings.psk is not None and settings.passphrase is not None:
+        raise ConfigurationError(
+            "POTLUCK_PSK and POTLUCK_PASSPHRASE are both set: each gives the cluster secret; "
+            "unset one"
+        )
+    return settings
+
+
+@functools.cache
+def _reader() -> Any:
+    """The pydantic-settings model with the fields of Settings."""
+    from pydantic import Field as ModelField
+    from pydantic import create_model
+    from pydantic_settings import BaseSettings, SettingsConfigDict
+
+    class Base(BaseSettings):
+        model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="ignore")
+
+    models: dict[str, Any] = {}
+    for name, each in _fields().items():
+        if each.default_factory is not MISSING:
+            default = ModelField(default_factory=each.default_factory)
+        else:
+            default = ModelField(default=each.default)
+        models[name] = (_types()[name], default)
+    return create_model("PotluckEnvironment", __base__=Base, **models)
+
+
+def _explain(error: Any, given: dict[str, Any]) -> str:
+    texts = []
+    for problem in error.errors(include_url=False, include_context=False):
+        name = str(problem["loc"][0])
+        where = f"argument {name}" if name in given else environment_name(name)
+        shown = repr(problem["input"]) if _fields()[name].repr else "(not shown)"
+        expected = problem["msg"][:1].lower() + problem["msg"][1:]
+        texts.append(f"{where}={shown}: {expected} ({_about(name)})")
+    return "; ".join(texts)
+
+
+def _fields() -> dict[str, Field[Any]]:
+    return {each.name: each for each in fields(Settings)}
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    return typing.get_type_hints(Settings, include_extras=True)
+
+
+def _about(name: str) -> str:
+    return next(each.text for each in _types()[name].__metadata__ if isinstance(each, About))
+
+
+def _default_text(each: Field[Any]) -> str:
+    if each.name == "home":
+        return "~/.potluck"
+    return "" if each.default is None else str(each.default)
