@@ -22,7 +22,9 @@ def draw(result: dict[str, Any], file: Path) -> None:
     rows = result["rows"]
     worlds = sorted({row["world_size"] for row in rows})
     figure = Figure(figsize=(5 * len(worlds), 4), layout="constrained")
-    for axes, world in zip(figure.subplots(1, len(worlds), squeeze=False)[0], worlds, strict=True):
+    for axes, world in zip(
+        figure.subplots(1, len(worlds), squeeze=False, sharey=True)[0], worlds, strict=True
+    ):
         here = [row for row in rows if row["world_size"] == world]
         ticks = [row["nbytes"] for row in here]
         for name, color in COLORS.items():
@@ -32,6 +34,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
         axes.set(xscale="log", yscale="log", title=f"{world} processes")
         axes.set_xticks(ticks, [sizes.show(nbytes) for nbytes in ticks], rotation=30)
         axes.set(xlabel="buffer", ylabel="milliseconds per all-reduce")
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
