@@ -1,0 +1,147 @@
+"""Which algorithm for which operation, size and world: the one the model says is fastest.
+
+A function of its arguments alone, so that all ranks, asking with the same arguments, get the same
+answer. Answers are kept, one for every power of two of bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from potluck.collectives.links import DEFAULT_LINKS, SEGMENT_BYTES, LinkModel
+from potluck.collectives.plan import Action, Algorithm, Operation, Plan
+from potluck.collectives.registry import algorithms_for, make_plan
+from potluck.collectives.simulate import chunk_sizes, simulate, simulate_rotated
+
+ROTATED = frozenset(
+    {
+        (Algorithm.RING, Operation.ALL_REDUCE),
+        (Algorithm.RING, Operation.REDUCE_SCATTER),
+        (Algorithm.RING, Operation.ALL_GATHER),
+        (Algorithm.RING, Operation.ALL_TO_ALL),
+        (Algorithm.TREE, Operation.REDUCE_SCATTER),
+        (Algorithm.TREE, Operation.ALL_GATHER),
+        (Algorithm.DIRECT, Operation.ALL_REDUCE),
+        (Algorithm.DIRECT, Operation.REDUCE_SCATTER),
+        (Algorithm.DIRECT, Operation.ALL_GATHER),
+        (Algorithm.DIRECT, Operation.ALL_TO_ALL),
+        (Algorithm.DIRECT, Operation.BARRIER),
+    }
+)
+"""The plans that look alike from every rank."""
+
+_BUDGET = 1500
+"""Transfers of segments that one simulation may take, where it can be had by simulating less."""
+
+
+def choose(
+    operation: Operation,
+    nbytes: int,
+    world_size: int,
+    *,
+    nodes: tuple[int, ...] | None = None,
+    links: LinkModel | None = None,
+) -> Algorithm:
+    """The algorithm with the least simulated time, for ``root=0``.
+
+    ``nbytes`` is the whole data, as in :func:`~potluck.collectives.simulate.chunk_sizes`, and is
+    rounded up to a power of two. ``nodes`` is as in ``make_plan``; without it hierarchical is not a
+    candidate. ``links`` is the wires' model (its own ``nodes`` are ignored), else the defaults.
+    Cost: about a microsecond when asked before; the first time some tens of milliseconds for 64
+    ranks, and more beyond. Raises ``ValueError`` for negative ``nbytes`` and bad worlds.
+    """
+    if nbytes < 0:
+        raise ValueError(f"nbytes must not be negative: {nbytes}")
+    bucket = 0 if operation is Operation.BARRIER or nbytes == 0 else (nbytes - 1).bit_length() + 1
+    return _choose(operation, bucket, world_size, nodes, links)
+
+
+@lru_cache(maxsize=4096)
+def _choose(
+    operation: Operation,
+    bucket: int,
+    world_size: int,
+    nodes: tuple[int, ...] | None,
+    links: LinkModel | None,
+) -> Algorithm:
+    nbytes = 1 << bucket - 1 if bucket else 0
+    links = replace(links or DEFAULT_LINKS, nodes=nodes)
+    # On a single node, or on nodes of one rank, hierarchical is direct, or ring, by another name.
+    flat = nodes is None or len(set(nodes)) in (1, world_size)
+    candidates = [
+        (least_seconds(plan, nbytes, links), plan)
+        for plan in (
+            make_plan(operation, algorithm, world_size, 0, nodes=nodes)
+            for algorithm in algorithms_for(operation)
+            if not (flat and algorithm is Algorithm.HIERARCHICAL)
+        )
+    ]
+    candidates.sort(key=lambda candidate: candidate[0])
+    best, fastest = candidates[0][1].algorithm, float("inf")
+    for least, plan in candidates:
+        if least >= fastest:
+            break
+        seconds = estimate(plan, nbytes, links)
+        if seconds < fastest:
+            best, fastest = plan.algorithm, seconds
+    return best
+
+
+def least_seconds(plan: Plan, nbytes: int, links: LinkModel) -> float:
+    """A time that ``plan``'s rank needs in any case: its own frames, one after the other."""
+    betas = [links.remote.beta_s_per_byte, links.local.beta_s_per_byte]
+    beta = min(betas + [wire.beta_s_per_byte for _, _, wire in links.pairs])
+    sizes = chunk_sizes(plan, nbytes)
+    sent = received = 0.0
+    for action, _, chunk in plan.steps:
+        segments = max(1, -(-sizes[chunk] // SEGMENT_BYTES))
+        busy = segments * links.frame_s + sizes[chunk] * beta
+        if action is Action.SEND:
+            sent += busy
+        else:
+            received += busy
+    return max(sent, received)
+
+
+def estimate(plan: Plan, nbytes: int, links: LinkModel) -> float:
+    """The model's seconds for the collective of which ``plan`` is rank 0's.
+
+    Large data is not simulated to its end: once the pipelines are full, time grows in proportion
+    to the bytes, so two smaller simulations give the line on which it lies.
+    """
+    period = _period(plan, links)
+    plans = [
+        make_plan(plan.operation, plan.algorithm, plan.world_size, rank, nodes=links.nodes)
+        for rank in range(period)
+    ]
+
+    def seconds(size: int) -> float:
+        if period < plan.world_size:
+            return simulate_rotated(plans, size, links)
+        return simulate(plans, size, links).seconds
+
+    transfers = sum(len(one.steps) for one in plans) // 2
+    chunk = max(chunk_sizes(plan, nbytes), default=0)
+    segments = max(2, _BUDGET // max(1, transfers))
+    if chunk <= segments * SEGMENT_BYTES:
+        return seconds(nbytes)
+    far = nbytes * segments * SEGMENT_BYTES // chunk
+    near = far // 2
+    at_near, at_far = seconds(near), seconds(far)
+    return at_far + (at_far - at_near) * (nbytes - far) / (far - near)
+
+
+def _period(plan: Plan, links: LinkModel) -> int:
+    """After how many ranks the world looks the same again: 1 on uniform wires, else a node."""
+    w, nodes = plan.world_size, links.nodes
+    if (plan.algorithm, plan.operation) not in ROTATED or links.pairs:
+        return w
+    if links.is_uniform:
+        # The wire of a single node is no bottleneck, and that of a single rank is its own.
+        return 1
+    assert nodes is not None
+    first = nodes.count(nodes[0])
+    blocks = [set(nodes[i : i + first]) for i in range(0, w, first)]
+    alike = w % first == 0 and all(len(block) == 1 for block in blocks)
+    return first if alike and len(set(nodes)) == len(blocks) else w
