@@ -51,14 +51,14 @@ class _Ring:
             return self.root
         return ranks[self.lanes[chunk] % len(ranks)]
 
-    def carried(self, home: int) -> list[int]:
-        """The chunks of node ``home`` that this rank carries on its own node."""
-        home, node = home % len(self.members), self.node
-        return [
-            chunk
-            for chunk, its_home in enumerate(self.homes)
-            if its_home == home and self.carrier(node, chunk) == self.rank
-        ]
+    def carried(self) -> list[list[int]]:
+        """The chunks that this rank carries on its own node, by their home nodes."""
+        node = self.node
+        chunks: list[list[int]] = [[] for _ in self.members]
+        for chunk, home in enumerate(self.homes):
+            if self.carrier(node, chunk) == self.rank:
+                chunks[home].append(chunk)
+        return chunks
 
     def mates(self) -> list[int]:
         """The other workers of this node, the next one first."""
@@ -69,6 +69,7 @@ class _Ring:
     def inward(self) -> list[Step]:
         """Reduce every chunk to the carrier of its home node."""
         node, num_nodes, mates = self.node, len(self.members), self.mates()
+        carried = self.carried()
         steps: list[Step] = []
         chunks = range(len(self.homes))
         for chunk in sorted(chunks, key=lambda c: (node - 1 - self.homes[c]) % num_nodes):
@@ -78,17 +79,20 @@ class _Ring:
             else:
                 steps.append(send(carrier, chunk))
         for i in range(1, num_nodes):
-            steps += [send(self.carrier(node + 1, c), c) for c in self.carried(node - i)]
-            steps += [reduce_from(self.carrier(node - 1, c), c) for c in self.carried(node - 1 - i)]
+            steps += [send(self.carrier(node + 1, c), c) for c in carried[(node - i) % num_nodes]]
+            arriving = carried[(node - 1 - i) % num_nodes]
+            steps += [reduce_from(self.carrier(node - 1, c), c) for c in arriving]
         return steps
 
     def outward(self) -> list[Step]:
         """Copy every chunk from the carrier of its home node to all ranks."""
         node, num_nodes, mates = self.node, len(self.members), self.mates()
+        carried = self.carried()
         steps: list[Step] = []
         for i in range(num_nodes - 1):
-            steps += [send(self.carrier(node + 1, c), c) for c in self.carried(node - i)]
-            steps += [copy(self.carrier(node - 1, c), c) for c in self.carried(node - 1 - i)]
+            steps += [send(self.carrier(node + 1, c), c) for c in carried[(node - i) % num_nodes]]
+            arriving = carried[(node - 1 - i) % num_nodes]
+            steps += [copy(self.carrier(node - 1, c), c) for c in arriving]
         chunks = range(len(self.homes))
         for chunk in sorted(chunks, key=lambda c: (node - self.homes[c]) % num_nodes):
             carrier = self.carrier(node, chunk)
