@@ -67,7 +67,7 @@ class Entry:
         return hashed.hexdigest()
 
 
-def digest(data: bytes | memoryview) -> str:
+def digest(data: bytes | bytearray | memoryview) -> str:
     """Hex SHA3-256 of ``data``."""
     return hashlib.sha3_256(data).hexdigest()
 

@@ -1,0 +1,11 @@
+"""potluck for PyTorch: data parallelism and the elastic training loop."""
+
+from potluck.optional import require
+
+require("torch", "torch")
+
+from potluck.torch.ddp import DDP, DistributedDataParallel  # noqa: E402
+from potluck.torch.loop import ElasticLoop  # noqa: E402
+from potluck.torch.sampler import DistributedSampler  # noqa: E402
+
+__all__ = ["DDP", "DistributedDataParallel", "DistributedSampler", "ElasticLoop"]

@@ -1,0 +1,145 @@
+"""Data parallelism: every rank holds the whole model and computes on its own part of the batch.
+
+The idea and the name are torch's (Li et al., "PyTorch Distributed: Experiences on Accelerating
+Data Parallel Training", VLDB 2020); reducer.py holds what happens during backward. This version
+needs no process group, weighs ranks by their samples, and survives the loss of a peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from potluck.context import DistributedContext, init
+from potluck.torch.reducer import Reducer
+
+_PIECE_BYTES = 25 << 20
+
+
+class DistributedDataParallel(nn.Module):
+    """``module``, with gradients averaged over all ranks by the time ``backward()`` returns.
+
+    Parameters and buffers start as rank 0's: broadcast here, or, where workers come and go
+    (``ctx.elastic``), before the first forward or by the ElasticLoop, which brings newcomers in.
+    With ``broadcast_buffers`` every forward in training mode begins with rank 0's buffers.
+
+    ``weight`` is this rank's part in the mean: its samples divided by those of all ranks (which
+    the ElasticLoop sets), or None for equal parts. Gradients travel in buckets of
+    ``bucket_size_mb`` MiB while backward is still running; those on other devices go through host
+    memory. Parameters may have any float dtype, may be shared, and may be used by some ranks only.
+
+    Raises PeerLost and the other GroupErrors out of ``forward`` and ``backward()``: parameters are
+    as before, gradients are this rank's own, and the same module works in the next group.
+    ValueError if there is nothing to train, TypeError for parameters that are no floats.
+    Wire cost per backward: one all_reduce of all gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ctx: DistributedContext | None = None,
+        *,
+        bucket_size_mb: float = 25,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        super().__init__()
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError("no parameter of the module requires a gradient")
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and not parameter.is_floating_point():
+                raise TypeError(f"{name} is {parameter.dtype}; only floats can be averaged")
+        if bucket_size_mb <= 0:
+            raise ValueError(f"bucket_size_mb is {bucket_size_mb}; it must be positive")
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers
+        self._ctx = ctx if ctx is not None else init()
+        self._reducer = Reducer(trained, self._ctx, bucket_size_mb)
+        self.synchronized = False
+        """Whether this rank's parameters and buffers are known to be the group's."""
+        if not self._ctx.elastic:
+            self.synchronize()
+
+    @property
+    def weight(self) -> float | None:
+        return self._reducer.weight
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        self._reducer.weight = weight
+
+    def synchronize(self) -> None:
+        """Take over parameters and buffers from rank 0. Every rank must call it."""
+        broadcast_tensors(self._ctx, [*self.module.parameters(), *self.module.buffers()])
+        self.synchronized = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            self._reducer.reset()  # a backward that raised never came to its end
+        if not self.synchronized:
+            self.synchronize()
+        elif self.broadcast_buffers and self.training and self._reducer.enabled:
+            broadcast_tensors(self._ctx, self.module.buffers())
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this block gradients accumulate locally; the next backward outside sends them."""
+        before, self._reducer.enabled = self._reducer.enabled, False
+        try:
+            yield
+        finally:
+            self._reducer.enabled = before
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's own state, under its own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state of the wrapped module, or one that torch's DDP saved ("module." names)."""
+        if state_dict and all(name.startswith("module.") for name in state_dict):
+            own = self.module.state_dict().keys()
+            if not own & state_dict.keys():
+                state_dict = {k.removeprefix("module."): v for k, v in state_dict.items()}
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+DDP = DistributedDataParallel
+
+
+@torch.no_grad()
+def broadcast_tensors(ctx: DistributedContext, tensors: Iterable[Tensor], root: int = 0) -> None:
+    """Overwrite ``tensors`` (any dtypes and devices) with those of rank ``root``.
+
+    They travel as bytes, many in one broadcast of up to 25 MiB, so that ranks with tensors of
+    other sizes get a Desync rather than garbage.
+    """
+    if ctx.world_size == 1:
+        return
+    piece: list[Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        if piece and num_bytes + tensor.nbytes > _PIECE_BYTES:
+            _broadcast_piece(ctx, piece, root)
+            piece, num_bytes = [], 0
+        piece.append(tensor)
+        num_bytes += tensor.nbytes
+    if piece:
+        _broadcast_piece(ctx, piece, root)
+
+
+def _broadcast_piece(ctx: DistributedContext, tensors: list[Tensor], root: int) -> None:
+    raw = [t.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for t in tensors]
+    flat = ctx.broadcast(torch.cat(raw), root=root)
+    if ctx.rank == root:
+        return
+    parts = flat.split([part.numel() for part in raw])
+    for tensor, part in zip(tensors, parts, strict=True):
+        # cat has aligned nothing, so a part becomes a tensor of its own before it is reread.
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

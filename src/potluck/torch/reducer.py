@@ -1,0 +1,195 @@
+"""Gradients on their way: from a parameter's hook during backward to the mean over all ranks.
+
+Autograd calls ``_on_gradient`` as each parameter's gradient is complete. It goes, multiplied by
+this rank's weight, into its bucket; a full bucket is all-reduced in the background while backward
+goes on. Buckets start in the same order on every rank. When backward ends, autograd calls
+``_finish``: what is left is sent, all results are awaited and only then written into ``.grad``, so
+a peer lost on the way leaves every ``.grad`` as backward made it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from potluck.torch.buckets import Bucket, Slot, assign
+
+if TYPE_CHECKING:
+    from potluck.context import DistributedContext
+
+_MB = 1 << 20
+
+
+class _Flat:
+    """A bucket's buffers: ``device`` beside the parameters, ``host`` what travels."""
+
+    __slots__ = ("device", "host")
+
+    def __init__(self, bucket: Bucket, like: Tensor) -> None:
+        self.device = torch.zeros(bucket.length, dtype=like.dtype, device=like.device)
+        on_host = like.device.type == "cpu"
+        self.host = self.device if on_host else torch.empty_like(self.device, device="cpu")
+
+
+class Reducer:
+    """Averages the gradients of ``parameters`` over the ranks of ``ctx`` during backward.
+
+    The result is the sum of ``weight * gradient`` over all ranks, ``weight`` being 1/world size
+    while it is None; a rank with weight 0 contributes exact zeros whatever its gradients are. A
+    parameter that no rank has used keeps its ``.grad`` as it was. While ``enabled`` is False
+    gradients only accumulate. Bytes on the wire: those of one all_reduce over all gradients.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], ctx: DistributedContext, bucket_size_mb: float
+    ) -> None:
+        self.enabled = True
+        self.weight: float | None = None
+        self._ctx = ctx
+        self._parameters = list(parameters)
+        self._buckets = assign(
+            [Slot(p.numel(), p.element_size(), (p.device, p.dtype)) for p in self._parameters],
+            bucket_bytes=int(bucket_size_mb * _MB),
+            first_bucket_bytes=int(min(bucket_size_mb, 1) * _MB),
+        )
+        self._place = {
+            index: (number, offset, bucket.numel + position)
+            for number, bucket in enumerate(self._buckets)
+            for position, (index, offset) in enumerate(
+                zip(bucket.parameters, bucket.offsets, strict=True)
+            )
+        }
+        self._flats: list[_Flat | None] = [None] * len(self._buckets)
+        self._used: set[int] = set()  # since gradients were last reduced
+        self._failed = -1
+        self.reset()
+        for index, parameter in enumerate(self._parameters):
+            hook = _hook(weakref.ref(self), index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def reset(self) -> None:
+        """Forget a backward that did not end."""
+        self._backward = -1  # autograd's number of the backward under way
+        self._ready: set[int] = set()
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        self._works: list[Any] = []
+
+    def _on_gradient(self, index: int) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward == self._failed:
+            return
+        if not self.enabled:
+            self._used.add(index)
+            return
+        if self._ctx.world_size == 1 and self.weight in (None, 1.0):
+            return
+        try:
+            if self._backward == -1:
+                self._backward = backward
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            if self._backward != backward or index in self._ready:
+                raise RuntimeError(
+                    "a backward inside backward reached parameters of a DistributedDataParallel "
+                    "module: pass use_reentrant=False to torch.utils.checkpoint"
+                )
+            self._ready.add(index)
+            self._used.add(index)
+            self._fill(index)
+            number = self._place[index][0]
+            self._missing[number] -= 1
+            while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
+                self._launch()
+        except BaseException:
+            self._abandon(backward)
+            raise
+
+    def _finish(self) -> None:
+        """Called by autograd when every gradient of this backward is there."""
+        try:
+            for index in self._place.keys() - self._ready:
+                self._fill(index)
+            while len(self._works) < len(self._buckets):
+                self._launch()
+            for work in self._works:
+                work.wait()
+            with torch.no_grad():
+                for number in range(len(self._buckets)):
+                    self._write_back(number)
+        except BaseException:
+            self._abandon(self._backward)
+            raise
+        self._used.clear()
+        self.reset()
+
+    def _abandon(self, backward: int) -> None:
+        # An operation that failed may still own its buffer: later backwards get new ones.
+        self._failed = backward
+        self._flats = [None] * len(self._buckets)
+        self._used.clear()
+        self.reset()
+
+    def _flat(self, number: int) -> _Flat:
+        flat = self._flats[number]
+        if flat is None:
+            bucket = self._buckets[number]
+            flat = _Flat(bucket, self._parameters[bucket.parameters[0]])
+            self._flats[number] = flat
+        return flat
+
+    @torch.no_grad()
+    def _fill(self, index: int) -> None:
+        """Put this rank's contribution to one parameter's gradient into its bucket.
+
+        A gradient that this backward did not touch counts too: it is what no_sync() accumulated,
+        or the same on all ranks, and then their weights add up to it again.
+        """
+        number, offset, flag = self._place[index]
+        flat = self._flat(number).device
+        parameter = self._parameters[index]
+        view = flat[offset : offset + parameter.numel()].view(parameter.shape)
+        weight = 1 / self._ctx.world_size if self.weight is None else self.weight
+        gradient = parameter.grad
+        if gradient is None or weight == 0:
+            view.zero_()
+        elif gradient.layout != torch.strided:
+            raise TypeError(f"gradients of layout {gradient.layout} can't be reduced; use dense")
+        else:
+            torch.mul(gradient, weight, out=view)
+        flat[flag] = float(index in self._used and weight != 0)
+
+    def _launch(self) -> None:
+        flat = self._flat(len(self._works))
+        if flat.host is not flat.device:
+            flat.host.copy_(flat.device)
+        self._works.append(self._ctx.all_reduce(flat.host, op="sum", async_op=True))
+
+    def _write_back(self, number: int) -> None:
+        bucket, flat = self._buckets[number], self._flat(number)
+        if flat.host is not flat.device:
+            flat.device.copy_(flat.host)
+        used = flat.host[bucket.numel :].ne(0).tolist()
+        for index, offset, is_used in zip(bucket.parameters, bucket.offsets, used, strict=True):
+            if not is_used:
+                continue
+            parameter = self._parameters[index]
+            view = flat.device[offset : offset + parameter.numel()].view(parameter.shape)
+            if parameter.grad is None:
+                parameter.grad = view.clone()
+            else:
+                parameter.grad.copy_(view)
+
+
+def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
+    """A parameter's hook that does not keep the reducer alive."""
+
+    def on_gradient(_: Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive._on_gradient(index)
+
+    return on_gradient

@@ -1,0 +1,97 @@
+"""``DistributedSampler``: each rank's mini-batches, for torch's DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from potluck.context import DistributedContext, init
+from potluck.training.sampler import Schedule
+
+
+class DistributedSampler(Sampler[list[int]]):
+    """The indices of this rank's share of each global batch, for ``batch_sampler=``.
+
+    ::
+
+        sampler = DistributedSampler(dataset, batch_size=64)
+        loader = DataLoader(dataset, batch_sampler=sampler)
+        for epoch in range(10):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                ...
+                sampler.commit()
+
+    ``batch_size`` counts the samples of all ranks together. The order is a function of (seed,
+    epoch, committed samples), so over any change of the group every sample of an epoch is
+    committed exactly once: when a step is interrupted, begin a new iterator, which goes on behind
+    the last ``commit``. Rank and world size are the context's at the time of each batch. In the
+    last batch of an epoch a rank may be left without samples; it then gets one of the batch, and
+    ``weight`` says 0. (The ElasticLoop does all of this by itself.)
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        ctx: DistributedContext | None = None,
+    ) -> None:
+        self._schedule = Schedule(len(dataset), batch_size, seed=seed, shuffle=shuffle)
+        self._ctx = ctx if ctx is not None else init()
+        self.committed = 0
+        """Samples committed since the training began, over all epochs."""
+
+    @property
+    def epoch(self) -> int:
+        return self._schedule.batch(self.committed).epoch
+
+    @property
+    def weight(self) -> float:
+        """This rank's part of the batch that the next ``commit`` is about."""
+        batch = self._schedule.batch(self.committed)
+        return self._schedule.share(batch, self._ctx.rank, self._ctx.world_size).weight
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of ``epoch``, or stay where training is if that is within it."""
+        if epoch != self.epoch:
+            self.committed = epoch * self._schedule.num_samples
+
+    def commit(self) -> None:
+        """The next global batch counts."""
+        self.committed += self._schedule.batch(self.committed).size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's shares from the last commit to the end of that epoch."""
+        position, epoch = self.committed, self.epoch
+        while (batch := self._schedule.batch(position)).epoch == epoch:
+            share = self._schedule.share(batch, self._ctx.rank, self._ctx.world_size)
+            yield share.indices.tolist()
+            position += batch.size
+
+    def __len__(self) -> int:
+        """Global batches from the last commit to the end of that epoch."""
+        left = self._schedule.num_samples - self._schedule.batch(self.committed).start
+        return -(-left // self._schedule.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` needs to go on from here."""
+        return {
+            "committed": self.committed,
+            "seed": self._schedule.seed,
+            "num_samples": self._schedule.num_samples,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken; ValueError if it is that of another order."""
+        for name in ("seed", "num_samples"):
+            if state[name] != getattr(self._schedule, name):
+                raise ValueError(
+                    f"this state has {name} {state[name]}, the sampler "
+                    f"{getattr(self._schedule, name)}: their orders differ"
+                )
+        self.committed = int(state["committed"])
