@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from potluck import errors as errors
     from potluck import torch as torch
+    from potluck.backends.inprocess import InProcessBackend as InProcessBackend
+    from potluck.backends.local import LocalBackend as LocalBackend
+    from potluck.backends.ring import RingBackend as RingBackend
+    from potluck.context import Commit as Commit
+    from potluck.context import DistributedContext as DistributedContext
+    from potluck.context import all_reduce_mean as all_reduce_mean
+    from potluck.context import all_reduce_sum as all_reduce_sum
+    from potluck.context import init as init
+    from potluck.engine.work import Work as Work
     from potluck.types import Group as Group
     from potluck.types import Member as Member
     from potluck.types import ReduceOp as ReduceOp
@@ -19,6 +28,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "potluck.backends.inprocess": ("InProcessBackend",),
+    "potluck.backends.local": ("LocalBackend",),
+    "potluck.backends.ring": ("RingBackend",),
+    "potluck.context": (
+        *("Commit", "DistributedContext", "all_reduce_mean", "all_reduce_sum", "init"),
+    ),
+    "potluck.engine.work": ("Work",),
     "potluck.types": ("Group", "Member", "ReduceOp"),
 }
 """Where each public name lives. The block above says the same to type checkers; a test compares."""
