@@ -31,7 +31,7 @@ ROTATED = frozenset(
 )
 """The plans that look alike from every rank."""
 
-_BUDGET = 1500
+_BUDGET = 1000
 """Transfers of segments that one simulation may take, where it can be had by simulating less."""
 
 
@@ -90,11 +90,12 @@ def _choose(
 
 def least_seconds(plan: Plan, nbytes: int, links: LinkModel) -> float:
     """A time that ``plan``'s rank needs in any case: its own frames, one after the other."""
-    betas = [links.remote.beta_s_per_byte, links.local.beta_s_per_byte]
-    beta = min(betas + [wire.beta_s_per_byte for _, _, wire in links.pairs])
+    wire_of = links.wires()
     sizes = chunk_sizes(plan, nbytes)
     sent = received = 0.0
-    for action, _, chunk in plan.steps:
+    for action, peer, chunk in plan.steps:
+        # Both directions of a wire may differ: the faster one, to be on the safe side.
+        beta = min(wire_of(plan.rank, peer)[1], wire_of(peer, plan.rank)[1])
         segments = max(1, -(-sizes[chunk] // SEGMENT_BYTES))
         busy = segments * links.frame_s + sizes[chunk] * beta
         if action is Action.SEND:
@@ -123,7 +124,7 @@ def estimate(plan: Plan, nbytes: int, links: LinkModel) -> float:
 
     transfers = sum(len(one.steps) for one in plans) // 2
     chunk = max(chunk_sizes(plan, nbytes), default=0)
-    segments = max(2, _BUDGET // max(1, transfers))
+    segments = max(3, _BUDGET // max(1, transfers))
     if chunk <= segments * SEGMENT_BYTES:
         return seconds(nbytes)
     far = nbytes * segments * SEGMENT_BYTES // chunk

@@ -6,6 +6,7 @@ has measured its own links passes a :class:`LinkModel` of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +47,18 @@ class LinkModel:
         if self.pairs:
             return False
         return self.nodes is None or len(set(self.nodes)) in (1, len(self.nodes))
+
+    def wires(self) -> Callable[[int, int], Wire]:
+        """A function from two ranks to the wire between them."""
+        pairs = {(src, dst): wire for src, dst, wire in self.pairs}
+        nodes, local, remote = self.nodes, self.local, self.remote
+
+        def wire(src: int, dst: int) -> Wire:
+            if pairs and (src, dst) in pairs:
+                return pairs[src, dst]
+            return local if nodes is not None and nodes[src] == nodes[dst] else remote
+
+        return wire
 
 
 SEGMENT_BYTES = 1 << 20

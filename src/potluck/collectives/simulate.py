@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from potluck.collectives.links import SEGMENT_BYTES, LinkModel, Wire
+from potluck.collectives.links import SEGMENT_BYTES, LinkModel
 from potluck.collectives.plan import Action, Operation, Plan
 
 
@@ -153,7 +153,7 @@ class _Run:
         frame_s, gamma = links.frame_s, links.gamma_s_per_byte
         steps = [step for plan in self.plans for step in plan.steps]
         num_places = len(self.plans)
-        pairs = {(src, dst): wire for src, dst, wire in links.pairs}
+        wire_of = links.wires()
         nodes = links.nodes or tuple(range(self.plans[0].world_size))
         shared = links.shared_wire and links.nodes is not None
         node_out, node_in = dict.fromkeys(nodes, 0.0), dict.fromkeys(nodes, 0.0)
@@ -168,11 +168,6 @@ class _Run:
         )
         events: list[tuple[float, int]] = []
         now = 0.0
-
-        def wire_of(src: int, dst: int) -> Wire:
-            if pairs and (src, dst) in pairs:
-                return pairs[src, dst]
-            return links.local if nodes[src] == nodes[dst] else links.remote
 
         def size_of(chunk: int, segment: int) -> int:
             base, rest = divmod(sizes[chunk], num_segments[chunk])
