@@ -1,0 +1,1 @@
+"""Tools to test distributed code: worlds of threads, faults, proxies. For tests only."""

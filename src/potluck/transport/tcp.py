@@ -39,6 +39,12 @@ class TcpLink:
     def peer(self) -> str:
         return self._peer
 
+    @property
+    def peer_host(self) -> str:
+        """The peer's address without its port, as this side sees it."""
+        host: str = self._sock.getpeername()[0]
+        return host.removeprefix("::ffff:")
+
     def __repr__(self) -> str:
         return f"<TcpLink to {self._peer}>"
 

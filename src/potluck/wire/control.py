@@ -56,7 +56,8 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     """My group ``epoch`` does not work any more and I have left it; I want a later view.
 
     ``rank`` is the member I blame (-1: nobody). ``certain`` says that its link ended; otherwise it
-    was silent for too long. ``step`` is the training step it happened in (-1: unknown).
+    was silent for too long. ``step`` is the training step it happened in, counted from 0 (-1:
+    unknown).
     """
 
     epoch: int
@@ -67,7 +68,8 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """What the training loop last said about itself. ``step`` is the last committed step."""
+    """What the training loop last said about itself. ``step`` is the number of committed steps,
+    -1 while there is nothing to say about it; ``facts`` are those that are new."""
 
     epoch: int = 0
     step: int = -1
@@ -75,6 +77,12 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     samples_per_s: float | None = None
     device: Name = ""
     facts: Facts = {}
+
+
+class Said(msgspec.Struct, frozen=True, tag=True):
+    """A line for people."""
+
+    text: Text
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -191,7 +199,7 @@ class StatusReply(msgspec.Struct, frozen=True, tag=True):
     events: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
 
 
-FromWorker = Ready | Installed | Lost | Progress | Failed | Finished | ChaosDue | ProbeReply
+FromWorker = Ready | Installed | Lost | Progress | Said | Failed | Finished | ChaosDue | ProbeReply
 FromAgent = View | GroupOver | Probe | ChaosDone | Stop | StatusReply
 FromClient = FromWorker | StatusRequest
 

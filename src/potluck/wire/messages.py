@@ -39,7 +39,12 @@ class WindowOffer(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Who calls, and what for. ``kind`` is ``data`` (rank to rank) or ``control`` (to an agent)."""
+    """Who calls, and what for.
+
+    ``kind`` is ``data`` (rank to rank), ``control`` (to an agent) or ``rendezvous`` (to rank
+    0, which tells everyone's address; ``port`` is where the caller listens, ``world_size`` what it
+    expects).
+    """
 
     kind: str
     namespace: str
@@ -50,6 +55,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     worker: str = ""
     version: int = PROTOCOL_VERSION
     window: WindowOffer | None = None
+    port: int = 0
+    world_size: int = 0
+    local_rank: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

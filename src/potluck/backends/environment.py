@@ -1,0 +1,218 @@
+"""``EnvironmentBackend``: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torch's tools set them.
+
+Rank 0 listens at MASTER_ADDR:MASTER_PORT. The others call there, say where they listen, and get
+the roster of all members once everyone has called. After that all links are between peers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+
+from potluck.backends.base import StaticBackend
+from potluck.backends.tcp import TcpBase
+from potluck.engine.communicator import Communicator
+from potluck.errors import ConfigurationError, GroupError, LinkError, OperationTimeout, Refused
+from potluck.settings import Settings, load_settings
+from potluck.transport.blocking import recv_exactly, send_all
+from potluck.transport.handshake import connect
+from potluck.transport.listener import Admission
+from potluck.transport.tcp import TcpLink
+from potluck.types import Group, Member
+from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.roster import PREFIX, decode_roster, encode_roster, roster_length
+
+_EPOCH = 1
+
+
+class EnvironmentBackend(StaticBackend):
+    """One rank of a fixed group described by environment variables.
+
+    ConfigurationError names the variable that is missing or can't be read.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Settings | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._settings = settings or load_settings()
+        self._rank = _number(environment, "RANK", 0)
+        self._world_size = _number(environment, "WORLD_SIZE", 1)
+        self._local_rank = _number(environment, "LOCAL_RANK", 0, default=0)
+        if self._rank >= self._world_size:
+            raise ConfigurationError(
+                f"RANK={self._rank} is not below WORLD_SIZE={self._world_size}; ranks begin at 0"
+            )
+        self._master_host = environment.get("MASTER_ADDR") or "127.0.0.1"
+        self._master_port = _number(environment, "MASTER_PORT", 1, default=29500)
+        port = self._master_port if self._rank == 0 else 0
+        self._base = TcpBase("", port, self._settings)
+
+    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
+        if after_epoch >= _EPOCH:
+            raise ConfigurationError(
+                "a group made from environment variables has no next group; start the script with "
+                "`potluck run` to survive the loss of a worker"
+            ) from cause
+        deadline = time.monotonic() + timeout_s
+        members = self._host(deadline) if self._rank == 0 else self._call(deadline)
+        return self._base.open(Group(_EPOCH, self._rank, members))
+
+    def close(self) -> None:
+        self._base.close()
+
+    # -- rank 0
+
+    def _host(self, deadline: float) -> tuple[Member, ...]:
+        rendezvous = _Rendezvous(self._world_size)
+        self._base.switchboard.answer("rendezvous", rendezvous.admit)
+        try:
+            links = rendezvous.wait(deadline)
+            me = Member(
+                "0",
+                node=self._base.credentials.node_id,
+                host=self._master_host,
+                port=self._base.port,
+                local_rank=self._local_rank,
+            )
+            members = (me, *(rendezvous.members[rank] for rank in sorted(rendezvous.members)))
+            roster = encode_roster(members)
+            for link in links:
+                send_all(link, roster, deadline)
+            return members
+        finally:
+            rendezvous.close()
+
+    # -- the others
+
+    def _call(self, deadline: float) -> tuple[Member, ...]:
+        hello = Hello(
+            kind="rendezvous",
+            namespace=self._base.credentials.namespace,
+            rank=self._rank,
+            to_rank=0,
+            worker=str(self._rank),
+            port=self._base.port,
+            world_size=self._world_size,
+            local_rank=self._local_rank,
+        )
+        where = f"rank 0 at MASTER_ADDR:MASTER_PORT {self._master_host}:{self._master_port}"
+        try:
+            link, _ = connect(
+                self._master_host,
+                self._master_port,
+                hello,
+                self._base.credentials,
+                deadline=deadline,
+                max_retries=None,
+            )
+        except Refused:
+            raise
+        except LinkError as error:
+            raise LinkError(
+                f"{where} could not be reached; is rank 0 started, and the port right? ({error})"
+            ) from error
+        try:
+            length = roster_length(recv_exactly(link, PREFIX.size, deadline))
+            members = decode_roster(recv_exactly(link, length, deadline))
+        except LinkError as error:
+            raise LinkError(
+                f"{where} did not tell who is in; are all {self._world_size} ranks started? "
+                f"({error})"
+            ) from error
+        finally:
+            link.close()
+        if len(members) != self._world_size:
+            raise ConfigurationError(
+                f"rank 0 has a world of {len(members)}, this rank one of {self._world_size}"
+            )
+        return members
+
+
+class _Rendezvous:
+    """Rank 0's list of who has called."""
+
+    def __init__(self, world_size: int) -> None:
+        self.members: dict[int, Member] = {}
+        self._world_size = world_size
+        self._changed = threading.Condition()
+        self._links: dict[int, TcpLink] = {}
+        self._is_closed = False
+
+    def admit(self, hello: Hello, node: str) -> Admission:
+        world, rank = self._world_size, hello.rank
+        with self._changed:
+            if self._is_closed:
+                return _refuse("closed", "everyone is in; the group has been formed")
+            if hello.world_size != world:
+                return _refuse(
+                    "world",
+                    f"rank 0 has WORLD_SIZE={world}, rank {rank} has {hello.world_size}; "
+                    "give all ranks the same",
+                )
+            if not 0 < rank < world:
+                return _refuse("rank", f"RANK={rank} is taken or outside 0 to {world - 1}")
+            if rank in self.members:
+                return _refuse("duplicate", f"RANK={rank} has called already from another process")
+            self.members[rank] = Member(
+                str(rank), node=node, port=hello.port, local_rank=hello.local_rank
+            )
+        return Admission(Welcome(rank=0), lambda link: self._take(rank, link))
+
+    def _take(self, rank: int, link: TcpLink) -> None:
+        with self._changed:
+            if self._is_closed:
+                link.close()
+                return
+            member = self.members[rank]
+            self.members[rank] = Member(
+                member.worker,
+                node=member.node,
+                host=link.peer_host,
+                port=member.port,
+                local_rank=member.local_rank,
+            )
+            self._links[rank] = link
+            self._changed.notify_all()
+
+    def wait(self, deadline: float) -> list[TcpLink]:
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: len(self._links) == self._world_size - 1,
+                max(0.0, deadline - time.monotonic()),
+            ):
+                missing = sorted(set(range(1, self._world_size)) - set(self._links))
+                raise OperationTimeout(
+                    f"rank {', '.join(map(str, missing))} of {self._world_size} did not call rank "
+                    "0 in time; are all ranks started with the same MASTER_ADDR and MASTER_PORT?"
+                )
+            return list(self._links.values())
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            for link in self._links.values():
+                link.close()
+
+
+def _refuse(code: str, reason: str) -> Admission:
+    return Admission(Refusal(code, reason))
+
+
+def _number(
+    environment: Mapping[str, str], name: str, least: int, *, default: int | None = None
+) -> int:
+    text = environment.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text:
+        raise ConfigurationError(
+            f"{name} is not set; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe a group"
+        )
+    if not text.isdigit() or int(text) < least:
+        raise ConfigurationError(f"{name}={text!r} is not an integer from {least} up")
+    return int(text)

@@ -1,0 +1,199 @@
+"""``InProcessBackend``: the workers are threads of one process. Real semantics, no network.
+
+The hub plays the part of the agent: it knows who is alive, forms groups, and can kill a member
+(its links are cut, nothing else) or let a newcomer join.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from potluck.engine.communicator import SEGMENT_BYTES, Communicator
+from potluck.engine.connector import Deliver, Fail
+from potluck.errors import Evicted, GroupError, LinkError, OperationTimeout
+from potluck.metrics import Metrics
+from potluck.transport.inproc import inproc_pair
+from potluck.transport.link import Link
+from potluck.types import Group, Member
+
+
+class Hub:
+    """Who is in, and the links between them. Thread-safe."""
+
+    def __init__(self, world_size: int, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._changed = threading.Condition()
+        self._names = itertools.count()
+        self._alive: list[str] = [str(next(self._names)) for _ in range(world_size)]
+        self._left: set[str] = set()
+        self._epoch = 1 if world_size else 0
+        self._members: tuple[str, ...] = tuple(self._alive)
+        self._connectors: dict[tuple[int, int], _Connector] = {}
+        self._links: dict[str, list[Link]] = {}
+        self.segment_bytes = segment_bytes
+
+    # -- faults and joins
+
+    def kill(self, worker: str) -> None:
+        """``worker`` is gone: its links end, and the next group is without it."""
+        with self._changed:
+            self._alive.remove(worker)
+            links = self._links.pop(worker, [])
+            self._announce()
+        for link in links:
+            link.close()
+
+    def join(self) -> InProcessBackend:
+        """A newcomer, the last rank of the next group."""
+        with self._changed:
+            name = str(next(self._names))
+            self._alive.append(name)
+            self._announce()
+        return InProcessBackend(self, name)
+
+    def rejoin(self, worker: str) -> None:
+        """Members that found each other unreachable try again in a new group."""
+        with self._changed:
+            if worker in self._members and worker in self._alive:
+                self._announce()
+
+    def _announce(self) -> None:
+        self._epoch += 1
+        self._members = tuple(self._alive)
+        self._changed.notify_all()
+
+    # -- what a backend asks
+
+    @property
+    def epoch(self) -> int:
+        with self._changed:
+            return self._epoch
+
+    def group(self, worker: str, after_epoch: int, timeout_s: float) -> Group:
+        """The newest group after ``after_epoch``."""
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._epoch > after_epoch or worker not in self._alive, timeout_s
+            ):
+                raise OperationTimeout(f"no group after epoch {after_epoch} within {timeout_s} s")
+            if worker not in self._alive:
+                raise Evicted(f"worker {worker} was killed")
+            members = tuple(Member(name, node="in-process") for name in self._members)
+            return Group(self._epoch, self._members.index(worker), members, job="in-process")
+
+    # -- links
+
+    def register(self, connector: _Connector) -> None:
+        key = (connector.group.epoch, connector.group.rank)
+        with self._changed:
+            self._connectors[key] = connector
+            wanted = [
+                other
+                for (epoch, _), other in self._connectors.items()
+                if epoch == key[0] and key[1] in other.wanted
+            ]
+        for other in wanted:
+            self.link(other, key[1])
+
+    def unregister(self, connector: _Connector) -> None:
+        with self._changed:
+            self._connectors.pop((connector.group.epoch, connector.group.rank), None)
+
+    def link(self, caller: _Connector, rank: int) -> None:
+        """Join two ranks, once; if the other is not there yet, when it comes."""
+        group = caller.group
+        name, other_name = group.me.worker, group.members[rank].worker
+        with self._changed:
+            caller.wanted.add(rank)
+            if other_name not in self._alive:
+                error = LinkError(f"worker {other_name} was killed")
+                caller.fail_later(rank, error)
+                return
+            other = self._connectors.get((group.epoch, rank))
+            if other is None or rank in caller.linked:
+                return
+            caller.linked.add(rank)
+            other.linked.add(group.rank)
+            mine, theirs = inproc_pair(name, other_name)
+            self._links.setdefault(name, []).append(mine)
+            self._links.setdefault(other_name, []).append(theirs)
+        caller.deliver(rank, mine)
+        other.deliver(group.rank, theirs)
+
+
+class _Connector:
+    """One member's links in one group."""
+
+    def __init__(self, hub: Hub, group: Group) -> None:
+        self.group = group
+        self.wanted: set[int] = set()
+        self.linked: set[int] = set()
+        self._hub = hub
+        self._deliver: Deliver | None = None
+        self._fail: Fail | None = None
+
+    def start(self, deliver: Deliver, fail: Fail) -> None:
+        self._deliver, self._fail = deliver, fail
+        self._hub.register(self)
+
+    def request(self, rank: int) -> None:
+        self._hub.link(self, rank)
+
+    def deliver(self, rank: int, link: Link) -> None:
+        assert self._deliver is not None
+        self._deliver(rank, link)
+
+    def fail_later(self, rank: int, error: Exception) -> None:
+        assert self._fail is not None
+        self._fail(rank, error)
+
+    def close(self) -> None:
+        self._hub.unregister(self)
+
+
+class InProcessBackend:
+    """One worker of an in-process world; make them with ``world``."""
+
+    elastic = True
+
+    def __init__(self, hub: Hub, worker: str) -> None:
+        self.hub = hub
+        self.worker = worker
+        self.metrics = Metrics(rank=worker)
+        self.reports: list[dict[str, Any]] = []
+        self.on_step: Callable[[int], None] | None = None
+        """Called with the number of each step that begins, for fault tests."""
+
+    @classmethod
+    def world(
+        cls, world_size: int, *, segment_bytes: int = SEGMENT_BYTES
+    ) -> list[InProcessBackend]:
+        """The backends of ``world_size`` workers, in rank order."""
+        hub = Hub(world_size, segment_bytes=segment_bytes)
+        return [cls(hub, str(rank)) for rank in range(world_size)]
+
+    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
+        if cause is not None and self.hub.epoch <= after_epoch:
+            self.hub.rejoin(self.worker)
+        group = self.hub.group(self.worker, after_epoch, timeout_s)
+        return Communicator.open(
+            group,
+            _Connector(self.hub, group),
+            metrics=self.metrics,
+            segment_bytes=self.hub.segment_bytes,
+        )
+
+    def next_epoch(self) -> int:
+        return self.hub.epoch
+
+    def begin_step(self, step: int) -> None:
+        if self.on_step is not None:
+            self.on_step(step)
+
+    def report(self, facts: dict[str, Any]) -> None:
+        self.reports.append(facts)
+
+    def close(self) -> None:
+        return None

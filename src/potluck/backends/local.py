@@ -1,0 +1,34 @@
+"""``LocalBackend``: one worker, no network. The serial baseline every other backend must match."""
+
+from __future__ import annotations
+
+from potluck.backends.base import StaticBackend
+from potluck.engine.communicator import Communicator
+from potluck.engine.connector import Deliver, Fail
+from potluck.errors import ConfigurationError, GroupError
+from potluck.types import Group, Member
+
+
+class _Alone:
+    """A connector in a world of one: nobody to connect to."""
+
+    def start(self, deliver: Deliver, fail: Fail) -> None:
+        return None
+
+    def request(self, rank: int) -> None:
+        raise AssertionError(f"a world of one has no rank {rank}")
+
+    def close(self) -> None:
+        return None
+
+
+class LocalBackend(StaticBackend):
+    """A group of one."""
+
+    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
+        if after_epoch:
+            raise ConfigurationError("a single worker has no next group") from cause
+        return Communicator.open(Group(1, 0, (Member("0"),)), _Alone())
+
+    def close(self) -> None:
+        return None

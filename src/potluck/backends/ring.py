@@ -1,0 +1,58 @@
+"""``RingBackend``: a fixed list of peers over TCP, no agent, no discovery.
+
+Every worker gets the same list of addresses and its own rank. All must hold the cluster secret
+(``POTLUCK_HOME``, ``POTLUCK_PSK`` or ``POTLUCK_PASSPHRASE``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from potluck.backends.base import StaticBackend
+from potluck.backends.tcp import TcpBase
+from potluck.engine.communicator import Communicator
+from potluck.errors import ConfigurationError, GroupError
+from potluck.settings import Settings, load_settings
+from potluck.types import Group, Member
+
+
+class RingBackend(StaticBackend):
+    """One rank of a fixed group. ``peers``: every rank's ``"host:port"``, in rank order.
+
+    ConfigurationError if an address can't be read or this rank's port is taken.
+    """
+
+    def __init__(
+        self, peers: Sequence[str], rank: int, *, settings: Settings | None = None
+    ) -> None:
+        members = tuple(
+            Member(str(index), host=host, port=port, local_rank=0)
+            for index, (host, port) in enumerate(map(parse_address, peers))
+        )
+        if len(set(peers)) != len(peers):
+            raise ConfigurationError(f"two ranks have the same address in {list(peers)}")
+        if not 0 <= rank < len(members):
+            raise ConfigurationError(
+                f"rank {rank} is not in a list of {len(members)} peers; ranks begin at 0"
+            )
+        self._group = Group(1, rank, members)
+        self._base = TcpBase("", members[rank].port, settings or load_settings())
+
+    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
+        if after_epoch >= self._group.epoch:
+            raise ConfigurationError("a fixed list of peers has no next group") from cause
+        return self._base.open(self._group)
+
+    def close(self) -> None:
+        self._base.close()
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """``"host:port"`` or ``"[ipv6]:port"`` as a pair; ConfigurationError otherwise."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigurationError(
+            f"{text!r} is not an address; write host:port, for example 192.168.1.20:52416"
+        )
+    return host, int(port)

@@ -1,0 +1,65 @@
+"""What every backend over TCP has: one listener, one switchboard, one way to a communicator."""
+
+from __future__ import annotations
+
+from potluck.cluster.credentials import load_credentials
+from potluck.engine.communicator import Communicator
+from potluck.engine.mesh import Mesh, Switchboard
+from potluck.metrics import Metrics
+from potluck.settings import Settings
+from potluck.transport.credentials import Credentials
+from potluck.transport.listener import Listener
+from potluck.types import Group
+
+
+class TcpBase:
+    """This process's listener and the communicators that answer on it, one after the other."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        settings: Settings,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self.settings = settings
+        self.credentials = credentials or load_credentials(settings)
+        self.metrics = Metrics()
+        self.listener = Listener(
+            host,
+            port,
+            self.credentials,
+            hello_timeout_s=settings.hello_timeout_s,
+            max_pending=settings.max_pending,
+            use_windows=settings.use_windows,
+        )
+        self.switchboard = Switchboard(
+            self.listener, self.credentials, wait_s=settings.connection_timeout_s
+        )
+
+    @property
+    def port(self) -> int:
+        return self.listener.port
+
+    def open(self, group: Group) -> Communicator:
+        """The communicator of ``group``; earlier groups' connections are refused from now on."""
+        settings = self.settings
+        mesh = Mesh(
+            group,
+            self.switchboard,
+            connect_s=settings.peer_timeout_s,
+            max_retries=settings.max_retries,
+            window=(settings.window_slots, settings.window_slot_bytes)
+            if settings.use_windows
+            else None,
+        )
+        return Communicator.open(
+            group,
+            mesh,
+            metrics=self.metrics,
+            segment_bytes=settings.segment_bytes,
+            max_early_bytes=settings.max_early_bytes,
+        )
+
+    def close(self) -> None:
+        self.switchboard.close()

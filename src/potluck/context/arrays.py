@@ -1,0 +1,95 @@
+"""Between users' arrays and the engine's: NumPy arrays and torch tensors, without copies if we can.
+
+torch is never imported here: whoever hands us a tensor has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.wire.dtypes import code_of
+
+Array = NDArray[Any]
+
+
+class Adapted:
+    """A user's array as a C-contiguous NumPy array of the same shape.
+
+    ``array`` shares the user's memory where it is contiguous host memory; otherwise it is a copy,
+    and ``write_back`` puts results where the user will look for them.
+    """
+
+    __slots__ = ("_store", "array", "user")
+
+    def __init__(self, user: Any, array: Array, store: Callable[[], None] | None) -> None:
+        self.user = user
+        self.array = array
+        self._store = store
+
+    def write_back(self) -> Any:
+        """Bring the result into the user's array, and return that."""
+        if self._store is not None:
+            self._store()
+        return self.user
+
+
+def adapt(user: Any, *, writable: bool = True) -> Adapted:
+    """The engine's view of an array or tensor.
+
+    TypeError for anything else and for dtypes that can't travel; ValueError for a result that
+    would have to go into read-only memory.
+    """
+    if isinstance(user, np.ndarray):
+        return _adapt_numpy(user, writable)
+    if is_tensor(user):
+        return _adapt_tensor(user)
+    raise TypeError(
+        f"expected a NumPy array or a torch tensor, got {type(user).__name__}; "
+        "wrap it with numpy.asarray(...)"
+    )
+
+
+def is_tensor(user: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(user, torch.Tensor)
+
+
+def empty_like(user: Any, shape: tuple[int, ...]) -> Any:
+    """A new array or tensor of the same kind, dtype and device, with this shape."""
+    if is_tensor(user):
+        return user.detach().new_empty(shape)
+    return np.empty(shape, dtype=user.dtype)
+
+
+def _adapt_numpy(user: Array, writable: bool) -> Adapted:
+    code_of(user.dtype)
+    if not user.dtype.isnative:
+        raise TypeError(f"arrays in foreign byte order can't be communicated: {user.dtype.str}")
+    if writable and not user.flags.writeable:
+        raise ValueError("the array is read-only, and the result would go into it; pass a copy")
+    if user.flags.c_contiguous:
+        return Adapted(user, user, None)
+    array = np.ascontiguousarray(user)
+    return Adapted(user, array, lambda: np.copyto(user, array))
+
+
+def _adapt_tensor(user: Any) -> Adapted:
+    torch = sys.modules["torch"]
+    detached = user.detach()
+    if detached.layout != torch.strided:
+        raise TypeError(f"tensors of layout {user.layout} can't be communicated; use .to_dense()")
+    host = detached.cpu().contiguous()
+    shares_memory = host.data_ptr() == detached.data_ptr() and host.device == detached.device
+    store = None if shares_memory else lambda: detached.copy_(host)
+    if host.dtype == torch.bfloat16:
+        array = host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    else:
+        array = host.numpy()
+    code_of(array.dtype)
+    return Adapted(user, array, store)

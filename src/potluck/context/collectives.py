@@ -1,0 +1,276 @@
+"""The operations on a group, as users call them: arrays in, arrays out, blocking or as a Work.
+
+Common to all: arrays are NumPy arrays or torch tensors of any shape (also empty or not
+contiguous) in float16, bfloat16, float32, float64, int8, int32, int64 or uint8. All ranks must
+make the same calls in the same order with the same shapes and dtypes; if they do not, every rank
+gets ``Desync``. ``timeout`` is in seconds; past it every rank gets ``OperationTimeout``. A member
+that dies gives ``PeerLost`` on every other. ``async_op=True`` returns a ``Work`` whose ``wait()``
+gives the result; until then leave the arrays alone. ``algorithm`` is ``ring``, ``tree``,
+``direct``, ``centralized`` or ``hierarchical``; by default the one with the least modelled time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from potluck.context.arrays import adapt, empty_like
+from potluck.engine.communicator import Communicator
+from potluck.engine.work import Work
+from potluck.types import ReduceOp
+
+
+class Collectives:
+    """Collective and point-to-point operations on one group."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+
+    @property
+    def communicator(self) -> Communicator:
+        """The engine's face of the current group."""
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.communicator.world_size
+
+    def all_reduce(
+        self,
+        array: Any,
+        op: str = "sum",
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combine all ranks' arrays, in place, and return the array.
+
+        Bit-identical on every rank. ``op``: sum, mean (floats only), min, max, product.
+        Ring: ``2 (w - 1)`` steps and ``2 (w - 1) / w`` times the array's bytes from each rank.
+        """
+        mine = adapt(array)
+        work = self.communicator.all_reduce(
+            mine.array, _op(op), algorithm=algorithm, timeout_s=self._patience(timeout)
+        )
+        return _end(work, mine.write_back, async_op)
+
+    def reduce_scatter(
+        self,
+        array: Any,
+        op: str = "sum",
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """``array`` has shape (world, *s); returns a new array of shape s: part ``rank``, combined.
+
+        ``array`` itself stays as it is.
+        """
+        parts = adapt(array, writable=False)
+        self._check_parts(parts.array.shape, "reduce_scatter")
+        result = adapt(empty_like(array, parts.array.shape[1:]))
+        work = self.communicator.reduce_scatter(
+            result.array,
+            parts.array,
+            _op(op),
+            algorithm=algorithm,
+            timeout_s=self._patience(timeout),
+        )
+        return _end(work, result.write_back, async_op)
+
+    def all_gather(
+        self,
+        array: Any,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """A new array of shape (world, *array.shape) with every rank's array, in rank order."""
+        mine = adapt(array, writable=False)
+        result = adapt(empty_like(array, (self.world_size, *mine.array.shape)))
+        work = self.communicator.all_gather(
+            result.array, mine.array, algorithm=algorithm, timeout_s=self._patience(timeout)
+        )
+        return _end(work, result.write_back, async_op)
+
+    def broadcast(
+        self,
+        array: Any,
+        root: int = 0,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Make every rank's array equal to the root's, in place, and return it."""
+        mine = adapt(array, writable=self.rank != root)
+        work = self.communicator.broadcast(
+            mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
+        )
+        return _end(work, mine.write_back, async_op)
+
+    def reduce(
+        self,
+        array: Any,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Combine all ranks' arrays into the root's, in place; the others' stay as they are."""
+        mine = adapt(array, writable=self.rank == root)
+        work = self.communicator.reduce(
+            mine.array, _op(op), root, algorithm=algorithm, timeout_s=self._patience(timeout)
+        )
+        done = mine.write_back if self.rank == root else (lambda: array)
+        return _end(work, done, async_op)
+
+    def scatter(
+        self,
+        output: Any,
+        parts: Any = None,
+        root: int = 0,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fill ``output`` (shape s) with part ``rank`` of the root's ``parts`` (world, *s)."""
+        mine = adapt(output)
+        source = None
+        if self.rank == root:
+            if parts is None:
+                raise ValueError(f"scatter: rank {root} is the root and must pass the parts")
+            source = adapt(parts, writable=False).array
+            self._check_parts(source.shape, "scatter")
+            if source.shape[1:] != mine.array.shape or source.dtype != mine.array.dtype:
+                raise ValueError(
+                    f"scatter: each part is {source.dtype} of shape {source.shape[1:]}, but the "
+                    f"output is {mine.array.dtype} of shape {mine.array.shape}"
+                )
+        work = self.communicator.scatter(
+            mine.array, source, root, algorithm=algorithm, timeout_s=self._patience(timeout)
+        )
+        return _end(work, mine.write_back, async_op)
+
+    def gather(
+        self,
+        array: Any,
+        root: int = 0,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """On the root a new array of shape (world, *array.shape); None on the others."""
+        mine = adapt(array, writable=False)
+        if self.rank != root:
+            work = self.communicator.gather(
+                None, mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
+            )
+            return _end(work, lambda: None, async_op)
+        result = adapt(empty_like(array, (self.world_size, *mine.array.shape)))
+        work = self.communicator.gather(
+            result.array, mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
+        )
+        return _end(work, result.write_back, async_op)
+
+    def all_to_all(
+        self,
+        array: Any,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """``array`` (world, *s): row ``i`` goes to rank ``i``; returns what came, by rank."""
+        mine = adapt(array, writable=False)
+        self._check_parts(mine.array.shape, "all_to_all")
+        result = adapt(empty_like(array, mine.array.shape))
+        work = self.communicator.all_to_all(
+            result.array, mine.array, algorithm=algorithm, timeout_s=self._patience(timeout)
+        )
+        return _end(work, result.write_back, async_op)
+
+    def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
+        """Return once every rank has called it."""
+        self.communicator.barrier(algorithm=algorithm, timeout_s=self._patience(timeout)).wait()
+
+    def send(
+        self,
+        array: Any,
+        dst: int,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send ``array`` to rank ``dst``; returns it when its memory may be reused."""
+        mine = adapt(array, writable=False)
+        work = self.communicator.send(mine.array, dst, _tag(tag), timeout_s=self._patience(timeout))
+        return _end(work, lambda: array, async_op)
+
+    def recv(
+        self,
+        array: Any,
+        src: int = -1,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fill ``array`` with the next message with this tag from ``src`` (-1: from any rank).
+
+        With ``async_op=True`` the Work's ``source`` then tells the sender's rank. A message of
+        another size or dtype than ``array``'s is a ``Desync``.
+        """
+        mine = adapt(array)
+        work = self.communicator.recv(mine.array, src, _tag(tag), timeout_s=self._patience(timeout))
+        return _end(work, mine.write_back, async_op)
+
+    # -- inside
+
+    def _patience(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self.timeout_s
+        if not timeout > 0:
+            raise ValueError(f"timeout is in seconds and must be above 0, not {timeout}")
+        return timeout
+
+    def _check_parts(self, shape: tuple[int, ...], operation: str) -> None:
+        if not shape or shape[0] != self.world_size:
+            raise ValueError(
+                f"{operation} takes one part per rank: the first dimension must be "
+                f"{self.world_size}, the shape is {shape}"
+            )
+
+
+def _end(work: Work, result: Callable[[], Any], async_op: bool) -> Any:
+    work.then(lambda _: result())
+    return work if async_op else work.wait()
+
+
+def _op(name: str) -> ReduceOp:
+    try:
+        return ReduceOp(name)
+    except ValueError:
+        raise ValueError(
+            f"op {name!r} is unknown; choose from {', '.join(op.value for op in ReduceOp)}"
+        ) from None
+
+
+def _tag(tag: int) -> int:
+    if not isinstance(tag, int | np.integer) or not 0 <= tag < 2**31:
+        raise ValueError(f"a tag is an integer from 0 to 2**31 - 1, not {tag!r}")
+    return int(tag)

@@ -1,0 +1,241 @@
+"""``DistributedContext``: joins control and data plane, and re-forms the group after a loss.
+
+A group never changes; after a member was lost or has come, the context replaces its communicator
+by the next group's. Between these two moments every call raises what ended the old group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from potluck.backends.base import Backend
+from potluck.cluster.commit import Vote, tally
+from potluck.context.collectives import Collectives
+from potluck.engine.communicator import Communicator
+from potluck.errors import ConfigurationError, Diverged, GroupError, PotluckError, RemoteError
+from potluck.types import Group, Member
+from potluck.wire.frames import MAX_CONTROL
+
+_log = logging.getLogger(__name__)
+
+PEER_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What came of a vote; truthy if the step is committed. Equal on all ranks.
+
+    ``loss`` is the weighted mean over the ranks that gave one. ``reform`` says that a newer view
+    waits: every rank must call ``reform`` before the next operation.
+    """
+
+    committed: bool
+    loss: float
+    reform: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.committed
+
+
+class DistributedContext(Collectives):
+    """One worker's place in a cluster, and every operation on its current group."""
+
+    def __init__(self, backend: Backend, *, timeout_s: float = PEER_TIMEOUT_S) -> None:
+        """Forms the first group; blocks until all its members are there, at most ``timeout_s``.
+
+        ``timeout_s`` is also the default deadline of every operation.
+        """
+        super().__init__(timeout_s)
+        self._backend = backend
+        self._is_closed = False
+        self._communicator = backend.form(0, None, timeout_s)
+        _close_at_exit(self)
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._communicator
+
+    @property
+    def group(self) -> Group:
+        """The current group, immutable."""
+        return self._communicator.group
+
+    @property
+    def epoch(self) -> int:
+        return self.group.epoch
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self.group.members
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number on its own node."""
+        return self.group.me.local_rank
+
+    @property
+    def is_master(self) -> bool:
+        """Whether this worker is the leader: the most senior member, rank 0."""
+        return self.rank == 0
+
+    @property
+    def elastic(self) -> bool:
+        """Whether a lost member can be survived: ``reform`` gives another group."""
+        return self._backend.elastic
+
+    def new_group(self, ranks: Sequence[int]) -> SubGroup | None:
+        """The operations on some of the ranks, None on the others. Every rank must call it.
+
+        It lives until the context re-forms.
+        """
+        communicator = self._communicator.subgroup(ranks)
+        return None if communicator is None else SubGroup(communicator, self.timeout_s)
+
+    # -- the elastic face
+
+    def begin_step(self, step: int) -> None:
+        """Training step ``step`` begins here."""
+        self._backend.begin_step(step)
+
+    def commit(
+        self,
+        step: int,
+        *,
+        ok: bool = True,
+        state_hash: int = 0,
+        loss: float = math.nan,
+        weight: float = 1.0,
+        timeout: float | None = None,
+    ) -> Commit:
+        """Vote on ``step``: committed on all ranks or on none.
+
+        ``state_hash`` (0: none) is compared between ranks; unequal ones raise ``Diverged`` on all.
+        A GroupError means that the outcome is unknown: keep what you would apply and ``reform``.
+        Costs one all_gather of 48 bytes per rank.
+        """
+        ballot = np.array(
+            [step, ok, state_hash & (2**63 - 1), max(self._backend.next_epoch(), self.epoch), 0, 0],
+            dtype=np.int64,
+        )
+        ballot[4:].view(np.float64)[:] = (loss, weight)
+        rows = self.all_gather(ballot, timeout=timeout)
+        outcome = tally(
+            [
+                Vote(
+                    int(row[0]),
+                    bool(row[1]),
+                    int(row[2]),
+                    int(row[3]),
+                    *map(float, row[4:].view(np.float64)),
+                )
+                for row in rows
+            ]
+        )
+        if outcome.diverged:
+            raise Diverged(
+                f"step {step} in epoch {self.epoch}: {outcome.reason} from the others'; resume "
+                "from the last checkpoint"
+            )
+        return Commit(
+            outcome.committed, outcome.loss, outcome.next_epoch > self.epoch, outcome.reason
+        )
+
+    def reform(self, cause: BaseException | None = None) -> None:
+        """Leave the current group and enter the next one.
+
+        ``cause`` is the GroupError that ended it, or None when all ranks agreed to leave
+        (``Commit.reform``). Sub-groups of the old group end. Raises if this backend has no next
+        group or none can be formed within the context's timeout.
+        """
+        if not self.elastic:
+            raise ConfigurationError(
+                "this context can't re-form after a loss: start the script with `potluck run`"
+            ) from cause
+        error = cause if isinstance(cause, GroupError) else None
+        started = time.monotonic()
+        self._communicator.close()
+        self._communicator = self._backend.form(self.epoch, error, self.timeout_s)
+        if error is not None:
+            self._communicator.metrics.reformed(time.monotonic() - started)
+
+    def abort(self, error: BaseException) -> None:
+        """This rank's own code failed: every other rank raises ``RemoteError`` saying so."""
+        reason = f"{type(error).__name__}: {error}"[: MAX_CONTROL // 4]
+        self._communicator.abort(
+            RemoteError(
+                f"{self.group.describe(self.rank)} failed: {reason}",
+                rank=self.rank,
+                epoch=self.epoch,
+            )
+        )
+
+    def report(self, **facts: Any) -> None:
+        """Tell whoever watches (the agent's live view); never blocks, never fails."""
+        self._backend.report(facts)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts, bytes and seconds per operation, algorithm and link so far, ready for JSON."""
+        return self._communicator.metrics.stats()
+
+    def metrics_text(self) -> bytes:
+        """The same for Prometheus, in its text format."""
+        return self._communicator.metrics.exposition()
+
+    def close(self) -> None:
+        """Leave in order: what was sent arrives. Idempotent; also done at interpreter exit."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._communicator.close()
+        self._backend.close()
+
+    def __enter__(self) -> DistributedContext:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, GroupError):
+            self.abort(error)
+        self.close()
+
+
+class SubGroup(Collectives):
+    """The operations on a sub-group; see ``DistributedContext.new_group``."""
+
+    def __init__(self, communicator: Communicator, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self._communicator = communicator
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._communicator
+
+
+def _close_at_exit(context: DistributedContext) -> None:
+    """A script that just ends has left in order too."""
+    reference = weakref.ref(context)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            with contextlib.suppress(PotluckError):
+                alive.close()
+
+    atexit.register(close)
+    weakref.finalize(context, atexit.unregister, close)

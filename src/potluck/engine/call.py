@@ -1,0 +1,48 @@
+"""A call: what one rank asked for, in a form that ranks can compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+
+from potluck.collectives.plan import Algorithm, Operation
+from potluck.types import ReduceOp
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective as this rank called it.
+
+    Ranks that make different calls have different fingerprints, and every frame carries the
+    fingerprint, so a disagreement is found before any payload is combined.
+    """
+
+    operation: Operation
+    algorithm: Algorithm
+    dtype: str
+    shape: tuple[int, ...]
+    op: ReduceOp | None = None
+    root: int = 0
+    segment_bytes: int = 0
+
+    def __str__(self) -> str:
+        parts = [self.dtype, f"shape {self.shape}"]
+        if self.op is not None:
+            parts.append(f"op {self.op}")
+        if self.operation in _ROOTED:
+            parts.append(f"root {self.root}")
+        parts.append(self.algorithm.value)
+        return f"{self.operation}({', '.join(parts)})"
+
+    @cached_property
+    def fingerprint(self) -> int:
+        return _fingerprint(f"{self} {self.root} {self.segment_bytes}")
+
+
+_ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Operation.GATHER})
+
+
+@lru_cache(maxsize=4096)
+def _fingerprint(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,331 @@
+"""The communicator: the collectives of one group, over links.
+
+Arrays here are NumPy and C-contiguous; the context turns whatever users pass into that. Every call
+returns a Work at once. A communicator and its sub-groups share one progress loop and one link per pair of ranks; ``channel`` keeps their frames apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from potluck.collectives.choose import choose
+from potluck.collectives.plan import Algorithm, Operation
+from potluck.collectives.registry import make_plan
+from potluck.engine.call import Call
+from potluck.engine.connector import Connector
+from potluck.engine.layout import Array, lay_out
+from potluck.engine.mailbox import ANY_SOURCE, Receiving, sending
+from potluck.engine.progress import ProgressLoop
+from potluck.engine.reduction import check
+from potluck.engine.running import RunningPlan, as_bytes
+from potluck.engine.work import Work, deadline_after, finished
+from potluck.errors import GroupError
+from potluck.metrics import Metrics
+from potluck.types import Group, ReduceOp
+from potluck.wire.dtypes import code_of
+
+SEGMENT_BYTES = 1024 * 1024
+MAX_EARLY_BYTES = 64 * 1024 * 1024
+
+_EMPTY = np.empty(0, dtype=np.uint8)
+
+
+@dataclass(slots=True)
+class _Family:
+    """What a communicator and its sub-groups share."""
+
+    loop: ProgressLoop
+    metrics: Metrics
+    nodes: tuple[int, ...]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    channels: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+
+class Communicator:
+    """One rank's face of one immutable group.
+
+    ``ranks`` are this channel's members in the numbering of the whole group. After the first
+    GroupError every call raises the same error: form a new group.
+    """
+
+    def __init__(self, group: Group, family: _Family, channel: int, ranks: tuple[int, ...]) -> None:
+        self.group = group
+        self._family = family
+        self._channel = channel
+        self._ranks = ranks
+        self._rank_of = {engine: rank for rank, engine in enumerate(ranks)}
+        self._nodes = tuple(family.nodes[rank] for rank in ranks)
+        self._sequence = 0
+        self.rank = self._rank_of[group.rank]
+        self.world_size = len(ranks)
+
+    @classmethod
+    def open(
+        cls,
+        group: Group,
+        connector: Connector,
+        *,
+        metrics: Metrics | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+        max_early_bytes: int = MAX_EARLY_BYTES,
+    ) -> Communicator:
+        """The communicator of a whole group. Links are made when first needed."""
+        meter = metrics or Metrics()
+
+        def on_operation(running: RunningPlan, seconds: float, error: BaseException | None) -> None:
+            call = running.call
+            if error is None:
+                meter.observe(call.operation, call.algorithm, running.nbytes, seconds)
+            else:
+                meter.failed(call.operation, type(error).__name__)
+
+        loop = ProgressLoop(
+            group,
+            connector,
+            segment_bytes=segment_bytes,
+            max_early_bytes=max_early_bytes,
+            on_operation=on_operation,
+            meter=meter.link,
+        )
+        meter.group(group.epoch, group.world_size)
+        order: dict[str, int] = {}
+        nodes = tuple(order.setdefault(member.node, len(order)) for member in group.members)
+        family = _Family(loop, meter, nodes)
+        return cls(group, family, 0, tuple(range(group.world_size)))
+
+    # -- collectives; `count` below is the length of one rank's part
+
+    def all_reduce(
+        self, array: Array, op: ReduceOp, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        """In place: every rank ends with the combination of all ranks' arrays."""
+        return self._run(Operation.ALL_REDUCE, array, array, array, op, algorithm, timeout_s)
+
+    def reduce_scatter(
+        self,
+        output: Array,
+        array: Array,
+        op: ReduceOp,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        """``output`` (count) ends with part ``rank`` of the combined ``array`` (world * count)."""
+        return self._run(Operation.REDUCE_SCATTER, array, output, output, op, algorithm, timeout_s)
+
+    def all_gather(
+        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        """``output`` (world * count) ends with every rank's ``array`` (count), in rank order."""
+        return self._run(Operation.ALL_GATHER, array, output, array, None, algorithm, timeout_s)
+
+    def broadcast(
+        self, array: Array, root: int, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        """In place: every rank ends with the root's array."""
+        return self._run(Operation.BROADCAST, array, array, array, None, algorithm, timeout_s, root)
+
+    def reduce(
+        self,
+        array: Array,
+        op: ReduceOp,
+        root: int,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        """In place on the root; other ranks' arrays stay as they are."""
+        result = array if self.rank == root else None
+        return self._run(Operation.REDUCE, array, result, array, op, algorithm, timeout_s, root)
+
+    def scatter(
+        self,
+        output: Array,
+        array: Array | None,
+        root: int,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        """``output`` (count) ends with part ``rank`` of the root's ``array`` (world * count)."""
+        return self._run(Operation.SCATTER, array, output, output, None, algorithm, timeout_s, root)
+
+    def gather(
+        self,
+        output: Array | None,
+        array: Array,
+        root: int,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        """The root's ``output`` (world * count) ends with every rank's ``array`` (count)."""
+        return self._run(Operation.GATHER, array, output, array, None, algorithm, timeout_s, root)
+
+    def all_to_all(
+        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        """Part ``i`` of ``array`` goes to rank ``i``; part ``j`` of ``output`` comes from ``j``."""
+        return self._run(Operation.ALL_TO_ALL, array, output, array, None, algorithm, timeout_s)
+
+    def barrier(self, *, algorithm: str | None = None, timeout_s: float) -> Work:
+        """Ends once every rank has called it."""
+        return self._run(Operation.BARRIER, _EMPTY, _EMPTY, _EMPTY, None, algorithm, timeout_s)
+
+    # -- point to point
+
+    def send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        """Send ``array`` to ``peer``; done when its memory may be reused."""
+        self._check_peer(peer)
+        work = Work(f"send({array.dtype}, shape {array.shape}, to rank {peer}, tag {tag})", array)
+        item = sending(
+            self._ranks[peer],
+            self._channel,
+            tag,
+            code_of(array.dtype),
+            0,
+            array.reshape(-1),
+            work,
+            deadline_after(timeout_s),
+        )
+        self._family.loop.send(item)
+        return work
+
+    def recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        """Fill ``array`` with a message of exactly its size; ``peer`` -1 takes any sender's.
+
+        The work's ``source`` is then the sender's rank in this communicator.
+        """
+        if peer != ANY_SOURCE:
+            self._check_peer(peer)
+        whom = "any rank" if peer == ANY_SOURCE else f"rank {peer}"
+        work = Work(f"recv({array.dtype}, shape {array.shape}, from {whom}, tag {tag})", array)
+        item = Receiving(
+            source=ANY_SOURCE if peer == ANY_SOURCE else self._ranks[peer],
+            channel=self._channel,
+            tag=tag,
+            dtype=code_of(array.dtype),
+            array=array,
+            data=as_bytes(array.reshape(-1)),
+            work=work,
+            deadline=deadline_after(timeout_s),
+        )
+        self._family.loop.receive(item)
+        return work
+
+    def rank_of(self, engine_rank: int) -> int:
+        """A rank of the whole group in this communicator's numbering."""
+        return self._rank_of[engine_rank]
+
+    # -- groups
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of some of the ranks, None on the others. Every rank must call it.
+
+        Costs nothing on the wire: all ranks count their calls alike.
+        """
+        chosen = tuple(ranks)
+        if len(set(chosen)) != len(chosen) or not chosen:
+            raise ValueError(f"the ranks of a group must be distinct and at least one: {chosen}")
+        for rank in chosen:
+            if not 0 <= rank < self.world_size:
+                raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        with self._family.lock:
+            channel = next(self._family.channels)
+        if self.rank not in chosen:
+            return None
+        members = tuple(self._ranks[rank] for rank in chosen)
+        return Communicator(self.group, self._family, channel, members)
+
+    # -- life
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the group is over, None while it is not."""
+        return self._family.loop.error
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._family.metrics
+
+    def abort(self, error: GroupError) -> None:
+        """End the group with ``error``, here and on every rank that can be reached."""
+        self._family.loop.abort(error)
+
+    def close(self) -> None:
+        """Leave in order, within about a second. Idempotent."""
+        self._family.loop.close()
+
+    # -- inside
+
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self.world_size:
+            raise ValueError(f"rank {peer} is outside a world of {self.world_size}")
+        if peer == self.rank:
+            raise ValueError(f"rank {peer} is this rank; a message to oneself needs no network")
+
+    def _run(
+        self,
+        operation: Operation,
+        source: Array | None,
+        result: Array | None,
+        described: Array,
+        op: ReduceOp | None,
+        algorithm: str | None,
+        timeout_s: float,
+        root: int = 0,
+    ) -> Work:
+        dtype = described.dtype
+        code_of(dtype)
+        if op is not None:
+            check(op, dtype)
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"root {root} is outside a world of {self.world_size}")
+        chosen = (
+            Algorithm(algorithm)
+            if algorithm is not None
+            else choose(operation, described.nbytes, self.world_size, nodes=self._nodes)
+        )
+        plan = make_plan(
+            operation, chosen, self.world_size, self.rank, root=root, nodes=self._nodes
+        )
+        call = Call(
+            operation,
+            chosen,
+            dtype.name,
+            described.shape,
+            op,
+            root,
+            self._family.loop.segment_bytes,
+        )
+        work = Work(str(call), result)
+        chunks = lay_out(plan, _flat(source), _flat(result))
+        with self._family.lock:
+            sequence = self._sequence
+            self._sequence += 1
+        running = RunningPlan(
+            plan=plan,
+            call=call,
+            chunks=chunks,
+            channel=self._channel,
+            sequence=sequence,
+            deadline=deadline_after(timeout_s),
+            work=work,
+            peers=self._ranks,
+            nbytes=described.nbytes,
+            conclude=_flat(result) if op is ReduceOp.MEAN else None,
+        )
+        if not plan.steps and self.error is None:
+            running.conclude()
+            return finished(str(call), result)
+        self._family.loop.start(running)
+        return work
+
+
+def _flat(array: Array | None) -> Array | None:
+    return None if array is None else array.reshape(-1)

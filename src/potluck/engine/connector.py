@@ -1,0 +1,25 @@
+"""How the engine gets links. Implementations: ``mesh.py`` (TCP), ``backends/inprocess.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from potluck.transport.link import Link
+
+Deliver = Callable[[int, Link], None]
+"""``deliver(rank, link)``: a link to ``rank`` is there. Called from any thread."""
+
+Fail = Callable[[int, Exception], None]
+"""``fail(rank, error)``: no link to ``rank`` can be had."""
+
+
+class Connector(Protocol):
+    def start(self, deliver: Deliver, fail: Fail) -> None:
+        """From now on links may be delivered, also such as peers asked for."""
+
+    def request(self, rank: int) -> None:
+        """A link to ``rank`` is wanted. Returns at once; asking again changes nothing."""
+
+    def close(self) -> None:
+        """No more links: attempts under way end, links delivered later are closed."""

@@ -1,0 +1,127 @@
+"""Point-to-point messages: matching sends with receives.
+
+Messages of up to ``EAGER_BYTES`` travel at once and wait here if nobody asked for them yet. Larger
+ones send a REQUEST first, and their bytes only when a matching receive has answered with a GRANT,
+so an unexpected message never takes more than a small buffer. Between two ranks, messages with the
+same tag arrive in the order they were sent. Runs on the progress loop; touches no link.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from potluck.engine.layout import Array
+from potluck.engine.running import as_bytes
+from potluck.engine.work import Work
+from potluck.wire.frames import Frame
+
+ANY_SOURCE = -1
+
+
+@dataclass(slots=True, eq=False)
+class Sending:
+    """A large message that waits for its GRANT, or moves."""
+
+    peer: int
+    channel: int
+    tag: int
+    dtype: int
+    number: int
+    data: memoryview
+    work: Work
+    deadline: float
+    keep: Array
+    offset: int = 0
+
+    def awaited(self) -> list[tuple[int, str]]:
+        return [(self.peer, f"send of {len(self.data)} bytes, tag {self.tag}")]
+
+    def __str__(self) -> str:
+        return self.work.call
+
+
+@dataclass(slots=True, eq=False)
+class Receiving:
+    """A posted receive; ``matched`` is the engine rank it receives from, once known."""
+
+    source: int
+    channel: int
+    tag: int
+    dtype: int
+    array: Array
+    data: memoryview
+    work: Work
+    deadline: float
+    matched: int = ANY_SOURCE
+    offset: int = 0
+
+    def awaited(self) -> list[tuple[int, str]]:
+        source = self.source if self.matched < 0 else self.matched
+        return [(source, f"receive of {len(self.data)} bytes, tag {self.tag}")]
+
+    def __str__(self) -> str:
+        return self.work.call
+
+
+@dataclass(slots=True)
+class Arrived:
+    """A message that came before its receive: its bytes, or only the request to send them."""
+
+    source: int
+    frame: Frame
+    nbytes: int
+    payload: bytearray | None
+
+
+class Mailbox:
+    """Posted receives and early messages of one rank, over all channels."""
+
+    def __init__(self) -> None:
+        self.sending: dict[int, Sending] = {}
+        self.granted: dict[int, deque[Sending]] = {}
+        self.receiving: dict[tuple[int, int], Receiving] = {}
+        self.posted: list[Receiving] = []
+        self._early: list[Arrived] = []
+
+    def post(self, receive: Receiving) -> Arrived | None:
+        """A receive was called: the message that already waits for it, if one does."""
+        for index, arrived in enumerate(self._early):
+            if _matches(receive, arrived):
+                return self._early.pop(index)
+        self.posted.append(receive)
+        return None
+
+    def arrive(self, arrived: Arrived) -> Receiving | None:
+        """A message came: the receive that waits for it, if one does; else it is kept."""
+        for index, receive in enumerate(self.posted):
+            if _matches(receive, arrived):
+                return self.posted.pop(index)
+        self._early.append(arrived)
+        return None
+
+    def pending(self) -> list[Sending | Receiving]:
+        return [*self.sending.values(), *self.posted, *self.receiving.values()]
+
+
+def mismatch(receive: Receiving, arrived: Arrived) -> str | None:
+    """Why the message does not fit the array that waits for it, None if it does."""
+    if arrived.nbytes != len(receive.data) or arrived.frame.dtype != receive.dtype:
+        return f"it sends {arrived.nbytes} bytes of dtype code {arrived.frame.dtype}"
+    return None
+
+
+def sending(
+    peer: int, channel: int, tag: int, dtype: int, number: int, array: Array, work: Work,
+    deadline: float,
+) -> Sending:  # fmt: skip
+    return Sending(peer, channel, tag, dtype, number, as_bytes(array), work, deadline, keep=array)
+
+
+def _matches(receive: Receiving, arrived: Arrived) -> bool:
+    frame = arrived.frame
+    return (
+        frame.channel == receive.channel
+        and frame.tag == receive.tag
+        and receive.source in (ANY_SOURCE, arrived.source)
+    )

@@ -1,0 +1,257 @@
+"""Links over TCP: one listener per process, one connection per pair of ranks and epoch.
+
+Either side of a pair may connect first. If both do at once, the attempt of the lower rank wins:
+it refuses the other's HELLO ("collision"), and the other accepts its. The ``Switchboard`` gives
+arriving connections to the group they name; a HELLO for an epoch this process has not reached
+waits a while, one for an epoch that is over is refused ("stale").
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from potluck.engine.connector import Deliver, Fail
+from potluck.errors import LinkError, PotluckError, Refused
+from potluck.transport.credentials import Credentials
+from potluck.transport.handshake import connect
+from potluck.transport.listener import Admission, Admit, Listener
+from potluck.transport.tcp import TcpLink
+from potluck.types import Group
+from potluck.wire.messages import Hello, Refusal, Welcome
+
+_LATE = {"collision", "not_ready"}
+
+
+class Switchboard:
+    """Hands the connections that arrive at one listener to the mesh of their epoch."""
+
+    def __init__(self, listener: Listener, credentials: Credentials, *, wait_s: float) -> None:
+        """``wait_s``: how long a connection for a later epoch may wait for this process."""
+        self.listener = listener
+        self.credentials = credentials
+        self._wait_s = wait_s
+        self._changed = threading.Condition()
+        self._mesh: Mesh | None = None
+        self._epoch = 0
+        self._is_closed = False
+        self._others: dict[str, Admit] = {}
+        listener.serve(self._admit)
+
+    def answer(self, kind: str, admit: Admit) -> None:
+        """Connections of another ``kind`` than data go to ``admit``."""
+        with self._changed:
+            self._others[kind] = admit
+            self._changed.notify_all()
+
+    def connect_mesh(self, mesh: Mesh) -> None:
+        """``mesh`` answers from now on; earlier epochs are stale."""
+        with self._changed:
+            self._mesh = mesh
+            self._epoch = mesh.group.epoch
+            self._changed.notify_all()
+
+    def disconnect_mesh(self, mesh: Mesh) -> None:
+        """``mesh`` no longer answers."""
+        with self._changed:
+            if self._mesh is mesh:
+                self._mesh = None
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._mesh = None
+            self._changed.notify_all()
+        self.listener.close()
+
+    def _admit(self, hello: Hello, node: str) -> Admission:
+        if hello.kind != "data":
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_closed or hello.kind in self._others, self._wait_s
+                )
+                admit = self._others.get(hello.kind)
+            if admit is None:
+                return _refuse("kind", f"this port does not take {hello.kind!r} connections")
+            return admit(hello, node)
+        deadline = time.monotonic() + self._wait_s
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_closed or self._epoch >= hello.epoch,
+                deadline - time.monotonic(),
+            )
+            mesh, epoch = self._mesh, self._epoch
+        if hello.epoch < epoch:
+            return _refuse("stale", f"epoch {hello.epoch} is over; this worker is in {epoch}")
+        if mesh is None or hello.epoch > epoch:
+            return _refuse(
+                "not_ready", f"this worker has not formed epoch {hello.epoch} (it is at {epoch})"
+            )
+        return mesh.admit(hello, node)
+
+
+class Mesh:
+    """The Connector of one group over TCP."""
+
+    def __init__(
+        self,
+        group: Group,
+        switchboard: Switchboard,
+        *,
+        connect_s: float,
+        max_retries: int,
+        window: tuple[int, int] | None,
+    ) -> None:
+        """``connect_s``: how long to try for a link before its rank counts as lost."""
+        self.group = group
+        self._switchboard = switchboard
+        self._connect_s = connect_s
+        self._max_retries = max_retries
+        self._window = window
+        self._lock = threading.Lock()
+        self._threads: dict[int, threading.Thread] = {}
+        self._calling: set[int] = set()
+        self._linked: set[int] = set()
+        self._is_closed = threading.Event()
+        self._deliver: Deliver | None = None
+        self._fail: Fail | None = None
+
+    def start(self, deliver: Deliver, fail: Fail) -> None:
+        self._deliver, self._fail = deliver, fail
+        self._switchboard.connect_mesh(self)
+
+    def request(self, rank: int) -> None:
+        with self._lock:
+            if self._is_closed.is_set() or rank in self._linked or rank in self._threads:
+                return
+            self._calling.add(rank)
+            thread = threading.Thread(
+                target=self._call, args=(rank,), name=f"potluck-connect-{rank}", daemon=True
+            )
+            self._threads[rank] = thread
+        thread.start()
+
+    def close(self) -> None:
+        self._switchboard.disconnect_mesh(self)
+        self._is_closed.set()
+        for thread in list(self._threads.values()):
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def admit(self, hello: Hello, node: str) -> Admission:
+        """Decide on a connection that names this epoch."""
+        group = self.group
+        if hello.job != group.job:
+            return _refuse("job", f"this worker is in job {group.job!r}, not {hello.job!r}")
+        if hello.to_rank != group.rank:
+            return _refuse("rank", f"this worker is rank {group.rank}, not {hello.to_rank}")
+        if not 0 <= hello.rank < group.world_size or hello.rank == group.rank:
+            return _refuse(
+                "duplicate",
+                f"rank {hello.rank} can't call rank {group.rank} in a world of {group.world_size}: "
+                "is RANK set to the same number on two workers?",
+            )
+        expected = group.members[hello.rank].node
+        if expected and expected != node:
+            return _refuse(
+                "identity", f"rank {hello.rank} is on node {expected[:12]}, not on {node[:12]}"
+            )
+        with self._lock:
+            if self._is_closed.is_set():
+                return _refuse("stale", f"epoch {group.epoch} is over on this worker")
+            if hello.rank in self._linked:
+                return _refuse(
+                    "duplicate",
+                    f"rank {hello.rank} is connected already: is RANK set to the same number on "
+                    "two workers?",
+                )
+            if hello.rank in self._calling and group.rank < hello.rank:
+                return _refuse("collision", f"rank {group.rank} is calling rank {hello.rank}")
+            self._linked.add(hello.rank)
+        return Admission(Welcome(rank=group.rank), lambda link: self._hand_over(hello.rank, link))
+
+    def _hand_over(self, rank: int, link: TcpLink) -> None:
+        if self._is_closed.is_set() or self._deliver is None:
+            link.close()
+        else:
+            self._deliver(rank, link)
+
+    def _call(self, rank: int) -> None:
+        """Connect to ``rank``, unless its own call arrives first."""
+        error: Exception
+        deadline = time.monotonic() + self._connect_s
+        while True:
+            try:
+                link = self._connect(rank, deadline)
+            except (PotluckError, OSError) as failure:
+                error = failure
+                if isinstance(failure, Refused) and failure.code in _LATE:
+                    if self._wait_for_call(rank, failure, deadline):
+                        return
+                    if time.monotonic() < deadline:
+                        continue
+                break
+            with self._lock:
+                self._calling.discard(rank)
+                is_first = rank not in self._linked
+                self._linked.add(rank)
+            if is_first:
+                self._hand_over(rank, link)
+            else:
+                link.close()
+            return
+        with self._lock:
+            self._calling.discard(rank)
+            if rank in self._linked or self._is_closed.is_set():
+                return
+        assert self._fail is not None
+        self._fail(rank, error)
+
+    def _connect(self, rank: int, deadline: float) -> TcpLink:
+        group = self.group
+        member = group.members[rank]
+        if not member.port:
+            raise LinkError(f"{group.describe(rank)} has no address")
+        hello = Hello(
+            kind="data",
+            namespace=self._switchboard.credentials.namespace,
+            job=group.job,
+            epoch=group.epoch,
+            rank=group.rank,
+            to_rank=rank,
+            worker=group.me.worker,
+        )
+        link, _ = connect(
+            member.host,
+            member.port,
+            hello,
+            self._switchboard.credentials,
+            deadline=deadline,
+            max_retries=self._max_retries,
+            window=self._window,
+            cancelled=self._is_closed.is_set,
+        )
+        if member.node and link.peer_node != member.node:
+            link.close()
+            raise LinkError(
+                f"{group.describe(rank)} should be on node {member.node[:12]}, but node "
+                f"{link.peer_node[:12]} answered there"
+            )
+        return link
+
+    def _wait_for_call(self, rank: int, refusal: Refused, deadline: float) -> bool:
+        """After a refusal that is only about timing: True if the peer's call has come."""
+        patience = 0.5 if refusal.code == "collision" else 0.02
+        limit = min(deadline, time.monotonic() + patience)
+        while time.monotonic() < limit and not self._is_closed.wait(0.005):
+            with self._lock:
+                if rank in self._linked:
+                    self._calling.discard(rank)
+                    return True
+        return self._is_closed.is_set()
+
+
+def _refuse(code: str, reason: str) -> Admission:
+    return Admission(Refusal(code, reason))

@@ -1,0 +1,763 @@
+"""The progress loop: one thread that moves all bytes of one group.
+
+User threads post operations and wait; this loop owns every link and all state of the group, so
+nothing here is locked. One turn: take what was posted, read what has come, write what may go,
+fail what is overdue. What a plan allows next is decided in ``running.py``, how a frame crosses a
+link in ``port.py``, who gets a point-to-point message in ``mailbox.py``.
+
+The first failure ends the group: every operation under way and every later one raises the same
+error, and every peer is told (ABORT frames, passed on once by each rank), so no rank waits for
+its deadline to learn what another already knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from potluck.engine.connector import Connector
+from potluck.engine.mailbox import Arrived, Mailbox, Receiving, Sending, mismatch
+from potluck.engine.port import Outgoing, Port, Sink
+from potluck.engine.running import RunningPlan, Segment, as_bytes, from_bytes
+from potluck.engine.verdict import (
+    abort_of,
+    desync,
+    error_of,
+    overdue,
+    peer_lost,
+)
+from potluck.errors import GroupClosed, GroupError, LinkError, PotluckError, ProtocolError
+from potluck.metrics import LinkMeter
+from potluck.transport.link import Link
+from potluck.types import Group
+from potluck.wire import frames
+from potluck.wire.dtypes import code_of
+from potluck.wire.frames import EAGER_BYTES, IN_WINDOW, Frame, Kind
+
+_log = logging.getLogger(__name__)
+
+_FLUSH_S = 0.2
+"""How long a failing group tries to tell its peers before it closes the links."""
+
+_FAREWELL_S = 1.0
+"""How long an orderly close waits for every peer to have everything."""
+
+_NOTHING = memoryview(b"")
+
+Pending = RunningPlan | Sending | Receiving
+
+
+class ProgressLoop:
+    """The data plane of one rank in one group (and in that group's sub-groups)."""
+
+    def __init__(
+        self,
+        group: Group,
+        connector: Connector,
+        *,
+        segment_bytes: int,
+        max_early_bytes: int,
+        on_operation: Callable[[RunningPlan, float, BaseException | None], None],
+        meter: Callable[[str], LinkMeter],
+    ) -> None:
+        self.group = group
+        self.segment_bytes = segment_bytes
+        self._connector = connector
+        self._max_early_bytes = max_early_bytes
+        self._on_operation = on_operation
+        self._meter = meter
+        self._error: BaseException | None = None
+        self._ports: dict[int, Port] = {}
+        self._departed: set[int] = set()
+        self._running: dict[tuple[int, int], RunningPlan] = {}
+        self._posted: dict[int, int] = {}
+        self._early: dict[tuple[int, int], dict[int, deque[tuple[Frame, bytearray]]]] = {}
+        self._mailbox = Mailbox()
+        self._message = 0
+        self._dirty: set[int] = set()
+        self._ready: set[int] = set()
+        self._woken: deque[int] = deque()
+        self._paused: set[int] = set()
+        self._watched: dict[int, int] = {}
+        self._unsent: dict[int, deque[Outgoing]] = {}
+        self._closing: float | None = None
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._is_awake = False
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(
+            target=self._run, name=f"potluck-progress-{group.rank}", daemon=True
+        )
+        self._thread.start()
+        connector.start(self._deliver, self._no_link)
+
+    # -- called from any thread
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the group is over, None while it is not."""
+        return self._error
+
+    def start(self, running: RunningPlan) -> None:
+        """Run a plan; its work ends with the result or an error."""
+        self._post(lambda: self._begin(running), running.work)
+
+    def send(self, sending: Sending) -> None:
+        self._post(lambda: self._begin_send(sending), sending.work)
+
+    def receive(self, receiving: Receiving) -> None:
+        self._post(lambda: self._begin_receive(receiving), receiving.work)
+
+    def abort(self, error: GroupError) -> None:
+        """End the group with ``error`` on every rank."""
+        self._post(lambda: self._fail(error), None)
+
+    def close(self) -> None:
+        """Leave in order: what was sent arrives, nothing new begins. Idempotent."""
+        self._post(self._begin_close, None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, command: Callable[[], None], work: Any) -> None:
+        with self._lock:
+            if not self._is_over.is_set():
+                self._inbox.append(command)
+                self._wake()
+                return
+        if work is not None:
+            work.finish(self._error)
+
+    def _wake(self) -> None:
+        if not self._is_awake:
+            self._is_awake = True
+            with contextlib.suppress(BlockingIOError):
+                self._wake_writer.send(b"\0")
+
+    def _deliver(self, rank: int, link: Link) -> None:
+        with self._lock:
+            if not self._is_over.is_set():
+                self._inbox.append(lambda: self._adopt(rank, link))
+                self._wake()
+                return
+        link.close()
+
+    def _no_link(self, rank: int, error: Exception) -> None:
+        self._post(lambda: self._fail(peer_lost(self.group, rank, error, self._current())), None)
+
+    # -- the loop
+
+    def _run(self) -> None:
+        try:
+            while not self._should_end():
+                self._turn()
+        except BaseException as error:
+            _log.exception("the progress loop of %s broke", self.group.describe(self.group.rank))
+            self._set_error(
+                GroupError(
+                    f"potluck's progress loop on {self.group.describe(self.group.rank)} broke: "
+                    f"{type(error).__name__}: {error}; please report this",
+                    rank=self.group.rank,
+                    epoch=self.group.epoch,
+                )
+            )
+        finally:
+            self._end()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self._patience()):
+            rank = key.data
+            if rank is None:
+                self._drain_wake()
+            else:
+                self._ready.add(rank)
+        while self._woken:
+            self._ready.add(self._woken.popleft())
+        while self._inbox:
+            self._inbox.popleft()()
+        ready, self._ready = self._ready, set()
+        for rank in ready:
+            port = self._ports.get(rank)
+            if port is not None:
+                self._read(port)
+                self._dirty.add(rank)
+        dirty, self._dirty = self._dirty, set()
+        for rank in dirty:
+            port = self._ports.get(rank)
+            if port is not None:
+                self._write(port)
+        self._check_deadlines()
+
+    def _patience(self) -> float:
+        if self._ready or self._dirty or self._inbox or self._woken:
+            return 0.0
+        deadlines = [item.deadline for item in self._pending()]
+        if self._closing is not None:
+            deadlines.append(self._closing)
+        if not deadlines:
+            return 5.0
+        return max(0.0, min(5.0, min(deadlines) - time.monotonic()))
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_reader.recv(4096):
+                pass
+        # Only now: whoever posted before this line is served in this turn, later ones wake again.
+        self._is_awake = False
+
+    def _pending(self) -> Iterable[Pending]:
+        yield from self._running.values()
+        yield from self._mailbox.pending()
+
+    def _current(self) -> Pending | None:
+        return next(iter(self._pending()), None)
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        for item in list(self._pending()):
+            if now >= item.deadline:
+                self._fail(overdue(self.group, item))
+                return
+
+    # -- links
+
+    def _adopt(self, rank: int, link: Link) -> None:
+        if rank in self._ports or self._error is not None or self._closing is not None:
+            link.close()
+            return
+        port = Port(rank, link, self._meter(f"worker {self.group.members[rank].worker}"))
+        self._ports[rank] = port
+        port.control.extend(self._unsent.pop(rank, ()))
+        if link.fileno() >= 0:
+            self._watch(port)
+        else:
+            link.bind(lambda: self._wake_for(rank))
+        self._ready.add(rank)
+
+    def _wake_for(self, rank: int) -> None:
+        with self._lock:
+            if not self._is_over.is_set():
+                self._woken.append(rank)
+                self._wake()
+
+    def _need(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank not in self._ports and rank not in self._departed:
+                self._connector.request(rank)
+
+    def _drop(self, port: Port) -> None:
+        if self._ports.pop(port.rank, None) is None:
+            return
+        if self._watched.pop(port.rank, 0):
+            self._selector.unregister(port.link.fileno())
+        port.link.close()
+
+    def _read(self, port: Port) -> None:
+        if port.rank in self._paused:
+            return
+        try:
+            more = port.read(self._route)
+        except LinkError as error:
+            self._link_ended(port, error)
+            return
+        except ProtocolError as error:
+            self._fail(peer_lost(self.group, port.rank, error, self._current()))
+            return
+        if port.early_bytes >= self._max_early_bytes:
+            self._paused.add(port.rank)
+            self._watch(port)
+        elif more or port.link.readable:
+            self._ready.add(port.rank)
+
+    def _write(self, port: Port) -> None:
+        was_blocked = port.is_blocked
+        try:
+            if port.write(self._next_outgoing):
+                self._dirty.add(port.rank)
+        except LinkError as error:
+            self._link_ended(port, error)
+            return
+        if port.is_blocked != was_blocked:
+            self._watch(port)
+
+    def _watch(self, port: Port) -> None:
+        """Select on what this link can do next. A paused link is not read."""
+        descriptor = port.link.fileno()
+        if descriptor < 0:
+            return
+        events = 0 if port.rank in self._paused else selectors.EVENT_READ
+        if port.is_blocked:
+            events |= selectors.EVENT_WRITE
+        before = self._watched.get(port.rank, 0)
+        self._watched[port.rank] = events
+        if before and events:
+            self._selector.modify(descriptor, events, port.rank)
+        elif events:
+            self._selector.register(descriptor, events, port.rank)
+        elif before:
+            self._selector.unregister(descriptor)
+
+    def _link_ended(self, port: Port, error: LinkError) -> None:
+        self._drop(port)
+        if not port.said_goodbye:
+            self._fail(peer_lost(self.group, port.rank, error, self._current()))
+            return
+        self._departed.add(port.rank)
+        for item in list(self._pending()):
+            self._check_departed(item)
+
+    def _check_departed(self, item: Pending) -> None:
+        """An operation that still needs something from a rank that left can't end."""
+        for peer, _ in item.awaited():
+            if peer in self._departed:
+                gone = LinkError("it left the group (its context was closed)")
+                self._fail(peer_lost(self.group, peer, gone, item))
+                return
+
+    # -- collectives
+
+    def _begin(self, running: RunningPlan) -> None:
+        if self._refuse(running.work):
+            return
+        running.started = time.monotonic()
+        key = (running.channel, running.sequence)
+        self._running[key] = running
+        self._posted[running.channel] = running.sequence + 1
+        self._need((*running.send_peers, *running.receive_peers))
+        for peer, queue in self._early.pop(key, {}).items():
+            if queue[0][0].fingerprint != running.call.fingerprint:
+                self._fail(desync(self.group, peer, running))
+                return
+            running.early[peer] = queue
+        self._dirty.update(running.send_peers)
+        self._advance(running)
+        if self._departed and key in self._running:
+            self._check_departed(running)
+
+    def _refuse(self, work: Any) -> bool:
+        if self._error is None and self._closing is not None:
+            work.finish(self._closed_error())
+            return True
+        if self._error is not None:
+            work.finish(self._error)
+            return True
+        return False
+
+    def _advance(self, running: RunningPlan) -> None:
+        """Apply early frames that have become due; wake the links; end what is complete."""
+        key = (running.channel, running.sequence)
+        moved = True
+        while moved and running.early and self._error is None:
+            moved = False
+            for peer in list(running.early):
+                moved |= self._apply_early(running, peer)
+        self._dirty.update(running.send_peers)
+        if running.is_complete and self._running.pop(key, None) is not None:
+            running.conclude()
+            self._on_operation(running, time.monotonic() - running.started, None)
+            running.work.finish()
+
+    def _apply_early(self, running: RunningPlan, peer: int) -> bool:
+        queue = running.early[peer]
+        moved = False
+        while queue:
+            frame, payload = queue[0]
+            segment = self._due(running, peer, frame)
+            if segment is None or not running.is_ready(segment):
+                break
+            queue.popleft()
+            running.received(peer, segment, from_bytes(payload, segment.data.dtype))
+            self._release(peer, len(payload))
+            moved = True
+        if not queue:
+            del running.early[peer]
+        return moved
+
+    def _release(self, peer: int, nbytes: int) -> None:
+        port = self._ports.get(peer)
+        if port is not None:
+            port.early_bytes -= nbytes
+            if peer in self._paused and port.early_bytes < self._max_early_bytes:
+                self._paused.discard(peer)
+                self._watch(port)
+                self._ready.add(peer)
+
+    def _due(self, running: RunningPlan, peer: int, frame: Frame) -> Segment | None:
+        """The segment that ``frame`` must be; None (and a failed group) if it is another one."""
+        if frame.fingerprint != running.call.fingerprint:
+            self._fail(desync(self.group, peer, running))
+            return None
+        segment = running.next_receive(peer)
+        if (
+            segment is None
+            or (frame.chunk, frame.segment) != (segment.chunk, segment.number)
+            or frame.length != segment.data.nbytes
+            or frame.dtype != code_of(segment.data.dtype)
+        ):
+            self._fail(desync(self.group, peer, running))
+            return None
+        return segment
+
+    def _next_outgoing(self, port: Port) -> Outgoing | None:
+        peer = port.rank
+        granted = self._mailbox.granted.get(peer)
+        if granted:
+            return self._next_piece(port, granted)
+        if self._error is not None:
+            return None
+        for running in self._running.values():
+            segment = running.next_send(peer)
+            if segment is None or not port.can_take(segment.data.nbytes):
+                continue
+            running.issue(peer, segment)
+            return Outgoing(
+                Frame(
+                    Kind.DATA,
+                    self.group.epoch,
+                    running.channel,
+                    segment.chunk,
+                    running.sequence,
+                    segment.number,
+                    segment.data.nbytes,
+                    running.call.fingerprint,
+                    self.group.rank,
+                    code_of(segment.data.dtype),
+                ),
+                as_bytes(segment.data),
+                partial(self._sent, running, segment),
+            )
+        return None
+
+    def _sent(self, running: RunningPlan, segment: Segment) -> None:
+        running.sent(segment)
+        self._advance(running)
+
+    # -- arriving frames
+
+    def _route(self, port: Port, frame: Frame) -> Sink:
+        if frame.epoch != self.group.epoch:
+            raise ProtocolError(f"a frame of epoch {frame.epoch} in epoch {self.group.epoch}")
+        if frame.kind is not Kind.CREDIT and frame.source != port.rank:
+            raise ProtocolError(f"a frame of rank {frame.source} on the link to rank {port.rank}")
+        if frame.kind is Kind.DATA:
+            return self._route_data(port, frame)
+        if frame.kind is Kind.EAGER:
+            return self._keep(port, frame, self._on_eager)
+        if frame.kind is Kind.PIECE:
+            return self._route_piece(port, frame)
+        handlers: dict[Kind, Callable[[Port, Frame, memoryview], None]] = {
+            Kind.REQUEST: self._on_request,
+            Kind.GRANT: self._on_grant,
+            Kind.ABORT: self._on_abort,
+            Kind.GOODBYE: self._on_goodbye,
+            Kind.FAREWELL: self._on_farewell,
+        }
+        handler = handlers[frame.kind]
+        return Sink(None, lambda payload: handler(port, frame, payload))
+
+    def _keep(
+        self, port: Port, frame: Frame, then: Callable[[Port, Frame, bytearray], None]
+    ) -> Sink:
+        """Take a payload that nobody waits for yet into memory of its own."""
+        payload = bytearray(frame.length)
+        port.early_bytes += frame.length
+        return Sink(memoryview(payload), lambda _: then(port, frame, payload))
+
+    def _route_data(self, port: Port, frame: Frame) -> Sink:
+        running = self._running.get((frame.channel, frame.operation))
+        if running is None or port.rank in running.early:
+            if running is None and frame.operation < self._posted.get(frame.channel, 0):
+                raise ProtocolError(f"a frame of operation #{frame.operation}, which has ended")
+            return self._keep(port, frame, self._on_early)
+        segment = self._due(running, port.rank, frame)
+        if segment is None or not running.is_ready(segment):
+            return self._keep(port, frame, self._on_early)
+        if frame.flags & IN_WINDOW:
+            buffer = None
+        elif running.combines(segment):
+            buffer = port.scratch(frame.length)
+        else:
+            buffer = as_bytes(segment.data)
+        in_place = buffer is not None and not running.combines(segment)
+
+        def complete(payload: memoryview) -> None:
+            theirs = None if in_place else from_bytes(payload, segment.data.dtype)
+            running.received(port.rank, segment, theirs)
+            self._advance(running)
+
+        return Sink(buffer, complete)
+
+    def _on_early(self, port: Port, frame: Frame, payload: bytearray) -> None:
+        key = (frame.channel, frame.operation)
+        running = self._running.get(key)
+        if running is None:
+            self._early.setdefault(key, {}).setdefault(port.rank, deque()).append((frame, payload))
+            return
+        running.early.setdefault(port.rank, deque()).append((frame, payload))
+        self._advance(running)
+
+    # -- point to point
+
+    def _begin_send(self, sending: Sending) -> None:
+        if self._refuse(sending.work):
+            return
+        self._need((sending.peer,))
+        self._message += 1
+        frame = Frame(
+            Kind.EAGER,
+            self.group.epoch,
+            sending.channel,
+            operation=self._message,
+            length=len(sending.data),
+            source=self.group.rank,
+            dtype=sending.dtype,
+            tag=sending.tag,
+        )
+        sending.number = self._message
+        self._mailbox.sending[self._message] = sending
+        if self._departed:
+            self._check_departed(sending)
+            if self._error is not None:
+                return
+        if len(sending.data) <= EAGER_BYTES:
+            number = self._message
+            self._tell(sending.peer, Outgoing(frame, sending.data, lambda: self._end_send(number)))
+        else:
+            body = frames.encode_request(frames.Request(len(sending.data)))
+            frame = frame._replace(kind=Kind.REQUEST, length=len(body))
+            self._tell(sending.peer, Outgoing(frame, memoryview(body)))
+
+    def _tell(self, peer: int, outgoing: Outgoing) -> None:
+        port = self._ports.get(peer)
+        if port is None:
+            self._connector.request(peer)
+            self._unsent.setdefault(peer, deque()).append(outgoing)
+            return
+        port.control.append(outgoing)
+        self._dirty.add(peer)
+
+    def _end_send(self, number: int) -> None:
+        sending = self._mailbox.sending.pop(number, None)
+        if sending is not None:
+            sending.work.finish()
+
+    def _next_piece(self, port: Port, granted: deque[Sending]) -> Outgoing | None:
+        sending = granted[0]
+        start = sending.offset
+        data = sending.data[start : start + self.segment_bytes]
+        if not port.can_take(len(data)):
+            return None
+        sending.offset += len(data)
+        is_last = sending.offset == len(sending.data)
+        if is_last:
+            granted.popleft()
+        frame = Frame(
+            Kind.PIECE,
+            self.group.epoch,
+            sending.channel,
+            operation=sending.number,
+            segment=start // self.segment_bytes,
+            length=len(data),
+            source=self.group.rank,
+            dtype=sending.dtype,
+        )
+        number = sending.number
+        return Outgoing(frame, data, (lambda: self._end_send(number)) if is_last else None)
+
+    def _begin_receive(self, receiving: Receiving) -> None:
+        if self._refuse(receiving.work):
+            return
+        if receiving.source >= 0:
+            self._need((receiving.source,))
+        arrived = self._mailbox.post(receiving)
+        if arrived is not None:
+            self._match(receiving, arrived)
+        elif self._departed:
+            self._check_departed(receiving)
+
+    def _on_eager(self, port: Port, frame: Frame, payload: bytearray) -> None:
+        self._arrive(Arrived(port.rank, frame, len(payload), payload))
+
+    def _on_request(self, port: Port, frame: Frame, payload: memoryview) -> None:
+        nbytes = frames.decode_request(bytes(payload)).nbytes
+        self._arrive(Arrived(port.rank, frame, nbytes, None))
+
+    def _arrive(self, arrived: Arrived) -> None:
+        receiving = self._mailbox.arrive(arrived)
+        if receiving is not None:
+            self._match(receiving, arrived)
+
+    def _match(self, receiving: Receiving, arrived: Arrived) -> None:
+        receiving.matched = arrived.source
+        reason = mismatch(receiving, arrived)
+        if reason is not None:
+            self._mailbox.posted.append(receiving)
+            self._fail(desync(self.group, arrived.source, receiving, reason))
+            return
+        if arrived.payload is not None:
+            receiving.data[:] = arrived.payload
+            self._release(arrived.source, len(arrived.payload))
+            receiving.work.source = arrived.source
+            receiving.work.finish()
+            return
+        self._mailbox.receiving[arrived.source, arrived.frame.operation] = receiving
+        self._tell(
+            arrived.source,
+            Outgoing(
+                Frame(
+                    Kind.GRANT,
+                    self.group.epoch,
+                    receiving.channel,
+                    operation=arrived.frame.operation,
+                    source=self.group.rank,
+                ),
+                _NOTHING,
+            ),
+        )
+
+    def _on_grant(self, port: Port, frame: Frame, _: memoryview) -> None:
+        sending = self._mailbox.sending.get(frame.operation)
+        if sending is None or sending.peer != port.rank or sending.offset:
+            raise ProtocolError(f"a GRANT for message #{frame.operation}, which was not announced")
+        self._mailbox.granted.setdefault(port.rank, deque()).append(sending)
+        self._dirty.add(port.rank)
+
+    def _route_piece(self, port: Port, frame: Frame) -> Sink:
+        key = (port.rank, frame.operation)
+        receiving = self._mailbox.receiving.get(key)
+        if (
+            receiving is None
+            or frame.segment * self.segment_bytes != receiving.offset
+            or receiving.offset + frame.length > len(receiving.data)
+        ):
+            raise ProtocolError(f"a piece of message #{frame.operation} that is not due")
+
+        def complete(_: memoryview) -> None:
+            receiving.offset += frame.length
+            if receiving.offset == len(receiving.data):
+                del self._mailbox.receiving[key]
+                receiving.work.source = port.rank
+                receiving.work.finish()
+
+        start = receiving.offset
+        return Sink(receiving.data[start : start + frame.length], complete)
+
+    # -- the end
+
+    def _on_abort(self, port: Port, _: Frame, payload: memoryview) -> None:
+        abort = frames.decode_abort(bytes(payload))
+        self._fail(error_of(self.group, abort, self._current()))
+
+    def _on_goodbye(self, port: Port, _: Frame, __: memoryview) -> None:
+        port.said_goodbye = True
+        self._tell(
+            port.rank,
+            Outgoing(Frame(Kind.FAREWELL, self.group.epoch, source=self.group.rank), _NOTHING),
+        )
+
+    def _on_farewell(self, port: Port, _: Frame, __: memoryview) -> None:
+        port.is_acknowledged = True
+
+    def _begin_close(self) -> None:
+        if self._closing is not None or self._error is not None:
+            return
+        if any(True for _ in self._pending()):
+            self._fail(self._closed_error())
+            return
+        self._closing = time.monotonic() + _FAREWELL_S
+        for rank in self._ports:
+            self._tell(
+                rank,
+                Outgoing(Frame(Kind.GOODBYE, self.group.epoch, source=self.group.rank), _NOTHING),
+            )
+
+    def _closed_error(self) -> GroupClosed:
+        return GroupClosed(
+            f"the group of epoch {self.group.epoch} was closed on this rank",
+            rank=self.group.rank,
+            epoch=self.group.epoch,
+        )
+
+    def _should_end(self) -> bool:
+        if self._error is not None:
+            return True
+        if self._closing is None:
+            return False
+        settled = all(port.is_acknowledged and not port.is_writing for port in self._ports.values())
+        return settled or time.monotonic() >= self._closing
+
+    def _set_error(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+    def _fail(self, error: GroupError) -> None:
+        """End the group: the first failure wins, and every peer hears of it."""
+        if self._error is not None:
+            return
+        self._set_error(error)
+
+    def _flush_abort(self, error: BaseException) -> None:
+        """Tell every linked peer why, within a bound; works end only after this.
+
+        Until then user buffers are still ours, so frames half written stay what they were.
+        """
+        if not isinstance(error, GroupError) or isinstance(error, GroupClosed):
+            return
+        body = frames.encode_abort(abort_of(error))
+        frame = Frame(Kind.ABORT, self.group.epoch, length=len(body), source=self.group.rank)
+        deadline = time.monotonic() + _FLUSH_S
+        waiting = dict(self._ports)
+        for port in waiting.values():
+            port.control.clear()
+            port.control.append(Outgoing(frame, memoryview(body)))
+        while waiting and time.monotonic() < deadline:
+            for rank, port in list(waiting.items()):
+                try:
+                    port.write(lambda _: None)
+                except PotluckError:
+                    port.control.clear()
+                    del waiting[rank]
+                    continue
+                if not port.is_writing:
+                    del waiting[rank]
+                self._watch(port)
+            if waiting:
+                self._selector.select(0.02)
+                self._drain_wake()
+
+    def _end(self) -> None:
+        """Tell the peers, then let every waiting caller go: whatever breaks here, nobody hangs."""
+        try:
+            if self._error is not None:
+                self._flush_abort(self._error)
+        except Exception:
+            _log.exception("could not tell the peers why epoch %d ended", self.group.epoch)
+        with self._lock:
+            if self._error is None:
+                self._error = self._closed_error()
+            self._is_over.set()
+        while self._inbox:
+            self._inbox.popleft()()
+        for item in list(self._pending()):
+            if isinstance(item, RunningPlan):
+                self._on_operation(item, time.monotonic() - item.started, self._error)
+            item.work.finish(self._error)
+        for port in list(self._ports.values()):
+            self._drop(port)
+        self._connector.close()
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()

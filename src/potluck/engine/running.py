@@ -1,0 +1,191 @@
+"""A plan under way: which segment each link may move next. Decides only; moves no bytes.
+
+This is where the three rules of ``collectives.plan`` live. Per link and direction there is a queue
+of steps (rule 2). A segment of a step may move once the step before it on the same chunk has
+finished that segment (rule 1). Segments of a step move in order, so one counter a step is enough.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from potluck.collectives.plan import Action, Plan
+from potluck.engine import reduction
+from potluck.engine.call import Call
+from potluck.engine.layout import Array, Chunks
+from potluck.engine.work import Work
+from potluck.types import ReduceOp
+from potluck.wire.frames import Frame
+
+
+class Segment(NamedTuple):
+    """One segment of one step. ``data`` is a view of the chunk's memory."""
+
+    step: int
+    chunk: int
+    number: int
+    data: Array
+
+
+class RunningPlan:
+    """One collective under way on one rank."""
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        call: Call,
+        chunks: Chunks,
+        channel: int,
+        sequence: int,
+        deadline: float,
+        work: Work,
+        peers: tuple[int, ...],
+        nbytes: int,
+        conclude: Array | None = None,
+    ) -> None:
+        """``peers`` maps the plan's ranks to engine ranks; ``conclude`` is where a mean divides."""
+        self.plan = plan
+        self.call = call
+        self.channel = channel
+        self.sequence = sequence
+        self.deadline = deadline
+        self.work = work
+        self.nbytes = nbytes
+        self.started = 0.0
+        self.early: dict[int, deque[tuple[Frame, bytearray]]] = {}
+        self._chunks = chunks
+        self._conclude = conclude
+        self._sends: dict[int, deque[int]] = {}
+        self._receives: dict[int, deque[int]] = {}
+        self._previous: list[int] = []
+        self._issued = [0] * len(plan.steps)
+        self._done = [0] * len(plan.steps)
+        latest: dict[int, int] = {}
+        for index, step in enumerate(plan.steps):
+            queues = self._sends if step.action == Action.SEND else self._receives
+            queues.setdefault(peers[step.peer], deque()).append(index)
+            self._previous.append(latest.get(step.chunk, -1))
+            latest[step.chunk] = index
+        self._elements: dict[int, int] = {}
+        self._segments: dict[int, int] = {}
+        for chunk in latest:
+            array = chunks[chunk]
+            elements = max(1, call.segment_bytes // array.itemsize)
+            self._elements[chunk] = elements
+            self._segments[chunk] = max(1, -(-array.shape[0] // elements))
+        self._left = sum(self._segments[step.chunk] for step in plan.steps)
+
+    # -- sending
+
+    @property
+    def send_peers(self) -> tuple[int, ...]:
+        return tuple(self._sends)
+
+    @property
+    def receive_peers(self) -> tuple[int, ...]:
+        return tuple(self._receives)
+
+    def next_send(self, peer: int) -> Segment | None:
+        """The segment to send to ``peer`` now, None if there is none (yet)."""
+        queue = self._sends.get(peer)
+        if not queue:
+            return None
+        step = queue[0]
+        segment = self._issued[step]
+        if not self._is_ready(step, segment):
+            return None
+        return self._segment(step, segment)
+
+    def issue(self, peer: int, segment: Segment) -> None:
+        """``segment`` is being sent; the next call of next_send gives the one after it."""
+        self._issued[segment.step] += 1
+        if self._issued[segment.step] == self._segments[segment.chunk]:
+            self._sends[peer].popleft()
+
+    def sent(self, segment: Segment) -> None:
+        """The bytes of ``segment`` have left its memory."""
+        self._advance(segment.step)
+
+    # -- receiving
+
+    def next_receive(self, peer: int) -> Segment | None:
+        """The segment that ``peer`` must send next, None if nothing more is due from it."""
+        queue = self._receives.get(peer)
+        if not queue:
+            return None
+        step = queue[0]
+        return self._segment(step, self._done[step])
+
+    def is_ready(self, segment: Segment) -> bool:
+        """Whether the memory of a due segment may be written now."""
+        return self._is_ready(segment.step, segment.number)
+
+    def combines(self, segment: Segment) -> bool:
+        """Whether the arriving bytes are combined with what is there (else they replace it)."""
+        return self.plan.steps[segment.step].action == Action.REDUCE
+
+    def received(self, peer: int, segment: Segment, theirs: Array | None) -> None:
+        """``segment`` has arrived: in its own memory already, or in ``theirs``."""
+        if theirs is not None:
+            if self.combines(segment):
+                reduction.combine(self.call.op or ReduceOp.SUM, segment.data, theirs)
+            else:
+                np.copyto(segment.data, theirs)
+        if segment.number + 1 == self._segments[segment.chunk]:
+            self._receives[peer].popleft()
+        self._advance(segment.step)
+
+    # -- the whole
+
+    @property
+    def is_complete(self) -> bool:
+        return self._left == 0
+
+    def conclude(self) -> None:
+        if self._conclude is not None and self.call.op is not None:
+            reduction.conclude(self.call.op, self._conclude, self.plan.world_size)
+
+    def awaited(self) -> list[tuple[int, str]]:
+        """(peer, what is missing) for every link this rank still waits on, for errors."""
+        waits: list[tuple[int, str]] = []
+        for queues in (self._receives, self._sends):
+            for peer, queue in queues.items():
+                if queue:
+                    step = self.plan.steps[queue[0]]
+                    what = f"step {queue[0] + 1} of {len(self.plan.steps)}"
+                    waits.append((peer, f"{what}, {step.action.name} chunk {step.chunk}"))
+        return waits
+
+    def __str__(self) -> str:
+        return f"{self.call} #{self.sequence}"
+
+    # -- inside
+
+    def _is_ready(self, step: int, segment: int) -> bool:
+        previous = self._previous[step]
+        return previous < 0 or self._done[previous] > segment
+
+    def _segment(self, step: int, index: int) -> Segment:
+        chunk = self.plan.steps[step].chunk
+        elements = self._elements[chunk]
+        return Segment(
+            step, chunk, index, self._chunks[chunk][index * elements : (index + 1) * elements]
+        )
+
+    def _advance(self, step: int) -> None:
+        self._done[step] += 1
+        self._left -= 1
+
+
+def as_bytes(array: Array) -> memoryview:
+    """The memory of a contiguous array as bytes, whatever its dtype."""
+    return array.view(np.uint8).reshape(-1).data if array.size else memoryview(b"")
+
+
+def from_bytes(data: Any, dtype: np.dtype[Any]) -> Array:
+    """Bytes as a one-dimensional array of ``dtype``, without a copy."""
+    return np.frombuffer(data, dtype=dtype)

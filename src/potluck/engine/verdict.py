@@ -1,0 +1,126 @@
+"""What to call a failure: the errors that end a group, and how they travel in ABORT frames.
+
+Every text names who, where, which operation and which step, so that a reader of one rank's log
+knows what happened on another.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from potluck.errors import (
+    Desync,
+    Evicted,
+    GroupClosed,
+    GroupError,
+    LinkError,
+    OperationTimeout,
+    PeerLost,
+    Refused,
+    RemoteError,
+)
+from potluck.types import Group
+from potluck.wire.frames import Abort
+
+
+class Awaiting(Protocol):
+    """An operation under way, and whom it waits for."""
+
+    def awaited(self) -> list[tuple[int, str]]: ...
+
+
+_BY_NAME: dict[str, type[GroupError]] = {
+    cls.__name__: cls
+    for cls in (PeerLost, OperationTimeout, Desync, RemoteError, Evicted, GroupClosed, GroupError)
+}
+
+
+def peer_lost(group: Group, rank: int, cause: Exception, item: Awaiting | None) -> GroupError:
+    """The link to ``rank`` ended or could not be made."""
+    if isinstance(cause, Refused) and cause.code == "stale":
+        error: GroupError = Evicted(
+            f"the others have gone on without {group.describe(group.rank)}: {cause}",
+            rank=group.rank,
+            epoch=group.epoch,
+            operation=_name(item),
+        )
+    else:
+        certain = isinstance(cause, LinkError) and not isinstance(cause, Refused)
+        error = PeerLost(
+            f"lost {group.describe(rank)} in epoch {group.epoch}{_during(group, item)}: {cause}",
+            rank=rank,
+            epoch=group.epoch,
+            operation=_name(item),
+            certain=certain,
+        )
+    error.__cause__ = cause
+    return error
+
+
+def overdue(group: Group, item: Awaiting) -> OperationTimeout:
+    """``item`` has passed its deadline."""
+    waits = item.awaited()
+    rank = next((peer for peer, _ in waits if peer >= 0), -1)
+    missing = "; ".join(
+        f"{'any rank' if peer < 0 else group.describe(peer)} ({what})" for peer, what in waits
+    )
+    return OperationTimeout(
+        f"{item} in epoch {group.epoch} passed its deadline on {group.describe(group.rank)}; "
+        f"it still waits for {missing or 'its own last segment'}",
+        rank=rank,
+        epoch=group.epoch,
+        operation=str(item),
+    )
+
+
+def desync(group: Group, peer: int, item: Awaiting, reason: str | None = None) -> Desync:
+    """``peer`` sent a frame of another call than the one this rank made."""
+    why = reason or "its call differs in operation, dtype, shape, op, root, algorithm or order"
+    return Desync(
+        f"ranks disagree in epoch {group.epoch}: {group.describe(group.rank)} called {item}, but "
+        f"{group.describe(peer)} made another call ({why})",
+        rank=peer,
+        epoch=group.epoch,
+        operation=str(item),
+    )
+
+
+def abort_of(error: GroupError) -> Abort:
+    """What to tell the peers."""
+    return Abort(
+        error=type(error).__name__,
+        text=str(error),
+        rank=error.rank,
+        operation=error.operation,
+        certain=error.certain,
+    )
+
+
+def error_of(group: Group, abort: Abort, item: Awaiting | None) -> GroupError:
+    """What to raise when a peer told us. An unknown class name becomes a plain GroupError."""
+    error = _BY_NAME.get(abort.error, GroupError)
+    text = abort.text
+    if error is Desync and item is not None:
+        text += f"; this rank, {group.rank}, called {item}"
+    if error is Evicted and abort.rank != group.rank:
+        error = PeerLost
+    rank = abort.rank if -1 <= abort.rank < group.world_size else -1
+    return error(
+        text,
+        rank=rank,
+        epoch=group.epoch,
+        operation=abort.operation or _name(item),
+        certain=abort.certain,
+    )
+
+
+def _name(item: Awaiting | None) -> str:
+    return "" if item is None else str(item)
+
+
+def _during(group: Group, item: Awaiting | None) -> str:
+    if item is None:
+        return ""
+    waits = item.awaited()
+    what = f", at {waits[0][1]}" if waits else ""
+    return f" during {item} on {group.describe(group.rank)}{what}"

@@ -1,0 +1,112 @@
+"""A Work: one operation under way, and its result."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from potluck.errors import GroupError, OperationTimeout
+
+
+def again(error: BaseException) -> BaseException:
+    """A fresh error that says the same, so that raising it twice does not grow one traceback."""
+    if isinstance(error, GroupError):
+        copy: GroupError = type(error)(
+            str(error),
+            rank=error.rank,
+            epoch=error.epoch,
+            operation=error.operation,
+            certain=error.certain,
+        )
+        copy.__cause__ = error.__cause__
+        return copy
+    return error
+
+
+class Work:
+    """One operation under way on the progress loop.
+
+    The buffers handed to the operation must not be read or changed before ``wait`` has returned.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_error",
+        "_event",
+        "_lock",
+        "_result",
+        "_transform",
+        "call",
+        "source",
+    )
+
+    def __init__(self, call: str, result: Any = None) -> None:
+        self.call = call
+        self.source = -1
+        """Point-to-point: the rank that a receive got its message from."""
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._result = result
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Work], None]] = []
+        self._transform: Callable[[Any], Any] | None = None
+
+    def done(self) -> bool:
+        return self._event.is_set()
+
+    def exception(self) -> BaseException | None:
+        """What the operation raised, None while it runs or when it succeeded."""
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result, once there is one; raises what the operation raised.
+
+        The operation has its own deadline, so without ``timeout`` (seconds) this returns too.
+        """
+        if not self._event.wait(timeout):
+            raise OperationTimeout(
+                f"{self.call} has not ended after {timeout} s", operation=self.call
+            )
+        if self._error is not None:
+            raise again(self._error)
+        if self._transform is not None:
+            transform, self._transform = self._transform, None
+            self._result = transform(self._result)
+        return self._result
+
+    def then(self, transform: Callable[[Any], Any]) -> Work:
+        """Let ``wait`` return ``transform(result)``, computed once in the waiting thread."""
+        before = self._transform
+        self._transform = transform if before is None else lambda value: transform(before(value))
+        return self
+
+    def add_done_callback(self, callback: Callable[[Work], None]) -> None:
+        """Call ``callback(work)`` when the operation ends, on the progress loop, or now."""
+        with self._lock:
+            if not self._event.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the operation (called by whoever runs it). Later calls are ignored."""
+        with self._lock:
+            if self._event.is_set():
+                return
+            self._error = error
+            self._event.set()
+        for callback in self._callbacks:
+            callback(self)
+
+
+def finished(call: str, result: Any) -> Work:
+    """A Work that has ended already, for operations with nothing to do."""
+    work = Work(call, result)
+    work.finish()
+    return work
+
+
+def deadline_after(timeout_s: float) -> float:
+    return time.monotonic() + timeout_s

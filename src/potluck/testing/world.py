@@ -1,0 +1,61 @@
+"""``run_world``: one function on every rank of an in-process world, each in its own thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from potluck.backends.inprocess import InProcessBackend
+from potluck.context import DistributedContext
+
+T = TypeVar("T")
+
+
+class WorldError(AssertionError):
+    """A rank of the world raised; ``errors`` maps each such rank to what it raised."""
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        lines = [f"rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(errors.items())]
+        super().__init__("\n".join(lines))
+        self.errors = errors
+
+
+def run_world(
+    world_size: int,
+    function: Callable[[DistributedContext], T],
+    *,
+    timeout_s: float = 30.0,
+    backends: Sequence[InProcessBackend] | None = None,
+) -> list[T]:
+    """``[function(ctx) for each rank]``, run at the same time; contexts are closed afterwards.
+
+    Raises WorldError from the lowest rank's error if any rank raised or did not end within
+    ``timeout_s`` (also the default deadline of its operations).
+    """
+    worlds = list(backends or InProcessBackend.world(world_size))
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(index: int) -> None:
+        try:
+            with DistributedContext(worlds[index], timeout_s=timeout_s) as context:
+                results[index] = function(context)
+        except BaseException as error:
+            errors[index] = error
+
+    threads = [
+        threading.Thread(target=run, args=(index,), name=f"world-{index}", daemon=True)
+        for index in range(len(worlds))
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s + 10
+    for index, thread in enumerate(threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            errors.setdefault(index, TimeoutError(f"still running after {timeout_s} s"))
+    if errors:
+        raise WorldError(errors) from errors[min(errors)]
+    return [results[index] for index in range(len(worlds))]

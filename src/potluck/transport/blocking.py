@@ -1,0 +1,39 @@
+"""A link used the plain way, for a few bytes before the engine takes over: wait until it is done."""
+
+from __future__ import annotations
+
+import select
+import time
+
+from potluck.errors import LinkError
+from potluck.transport.tcp import TcpLink
+
+
+def send_all(link: TcpLink, data: bytes, deadline: float) -> None:
+    """Send all of ``data``; LinkError if that takes longer than ``deadline`` (monotonic)."""
+    left = memoryview(data)
+    while left:
+        taken = link.send(left)
+        left = left[taken:]
+        if not taken:
+            _wait(link, select.POLLOUT, deadline)
+
+
+def recv_exactly(link: TcpLink, count: int, deadline: float) -> bytes:
+    """The next ``count`` bytes; LinkError if they do not come by ``deadline`` (monotonic)."""
+    buffer = bytearray(count)
+    left = memoryview(buffer)
+    while left:
+        taken = link.recv_into(left)
+        left = left[taken:]
+        if not taken and not link.readable:
+            _wait(link, select.POLLIN, deadline)
+    return bytes(buffer)
+
+
+def _wait(link: TcpLink, event: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(link.fileno(), event)
+    left = deadline - time.monotonic()
+    if left <= 0 or not poll.poll(left * 1000):
+        raise LinkError(f"{link.peer} did not answer in time")

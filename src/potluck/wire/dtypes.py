@@ -1,0 +1,40 @@
+"""The element types that travel, and their one-byte codes on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+_CODES: dict[str, int] = {
+    "float16": 1,
+    "bfloat16": 2,
+    "float32": 3,
+    "float64": 4,
+    "int8": 5,
+    "int32": 6,
+    "int64": 7,
+    "uint8": 8,
+}
+_DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    for name, code in _CODES.items()
+}
+
+NAMES = tuple(_CODES)
+
+
+def code_of(dtype: np.dtype[Any]) -> int:
+    """The wire code of ``dtype``; TypeError naming the supported ones if it has none."""
+    try:
+        return _CODES[dtype.name]
+    except KeyError:
+        raise TypeError(
+            f"arrays of dtype {dtype} can't be communicated; supported: {', '.join(NAMES)}"
+        ) from None
+
+
+def dtype_of(code: int) -> np.dtype[Any] | None:
+    """The dtype behind a wire code, None if there is no such code."""
+    return _DTYPES.get(code)

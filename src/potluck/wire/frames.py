@@ -1,0 +1,170 @@
+"""The frame: 48 bytes that precede every payload between two ranks.
+
+=============  ====  ========================================================================
+field          type  meaning
+=============  ====  ========================================================================
+magic          2s    ``PL``
+version        u8    protocol version
+kind           u8    see ``Kind``
+epoch          u32   the group this frame belongs to; any other epoch is refused
+channel        u32   0 for the group itself, else a sub-group of it
+chunk          u32   DATA: the plan's chunk
+operation      u64   DATA: number of the collective on this channel; p2p: number of the message
+segment        u32   DATA, PIECE: which segment
+length         u32   bytes of payload, also when they lie in the window
+fingerprint    u64   DATA: hash of the call (operation, dtype, shape, algorithm, ...)
+source         u16   sending rank, in the whole group's numbering
+dtype          u8    element type code
+flags          u8    bit 0: the payload lies in window slot ``tag``, not in the stream
+tag            i32   p2p: the message's tag; otherwise see flags; CREDIT: the slot
+=============  ====  ========================================================================
+
+All integers are little-endian, and so are payloads.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+
+from potluck.errors import ProtocolError
+from potluck.wire.messages import PROTOCOL_VERSION
+
+_FRAME = struct.Struct("<2sBBIIIQIIQHBBi")
+FRAME_BYTES = _FRAME.size
+_MAGIC = b"PL"
+
+MAX_PAYLOAD = 16 * 1024 * 1024
+"""No frame announces more than this; checked before memory is taken."""
+
+EAGER_BYTES = 64 * 1024
+"""Point-to-point messages up to this size travel at once; larger ones ask first."""
+
+MAX_CONTROL = 16 * 1024
+"""Payload bound of ABORT and REQUEST frames."""
+
+IN_WINDOW = 1
+
+
+class Kind(IntEnum):
+    DATA = 1
+    """A segment of a collective."""
+    EAGER = 2
+    """A whole small point-to-point message."""
+    REQUEST = 3
+    """A large point-to-point message asks to be received."""
+    GRANT = 4
+    """Its receiver is ready."""
+    PIECE = 5
+    """A segment of it."""
+    CREDIT = 6
+    """A window slot is free again."""
+    ABORT = 7
+    """The group is over; the payload says why."""
+    GOODBYE = 8
+    """Nothing more will come; the sender closes once this is acknowledged."""
+    FAREWELL = 9
+    """Acknowledges GOODBYE."""
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+_BOUNDS = {
+    Kind.DATA: MAX_PAYLOAD,
+    Kind.EAGER: EAGER_BYTES,
+    Kind.REQUEST: MAX_CONTROL,
+    Kind.PIECE: MAX_PAYLOAD,
+    Kind.ABORT: MAX_CONTROL,
+}
+
+
+class Frame(NamedTuple):
+    kind: Kind
+    epoch: int
+    channel: int = 0
+    chunk: int = 0
+    operation: int = 0
+    segment: int = 0
+    length: int = 0
+    fingerprint: int = 0
+    source: int = 0
+    dtype: int = 0
+    flags: int = 0
+    tag: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """Why a group is over. ``error`` is the name of the error class every rank raises."""
+
+    error: str
+    text: str
+    rank: int
+    operation: str = ""
+    certain: bool = False
+
+
+class Request(msgspec.Struct, frozen=True):
+    """The size of a large point-to-point message."""
+
+    nbytes: int
+
+
+_abort = msgspec.msgpack.Decoder(Abort)
+_request = msgspec.msgpack.Decoder(Request)
+
+
+def encode(frame: Frame) -> bytes:
+    kind, epoch, channel, chunk, operation, segment, length, fingerprint, source, *rest = frame
+    return _FRAME.pack(
+        _MAGIC, PROTOCOL_VERSION, kind, epoch, channel, chunk, operation, segment, length,
+        fingerprint, source, *rest,
+    )  # fmt: skip
+
+
+def decode(header: bytes | bytearray | memoryview) -> Frame:
+    """The frame in 48 bytes; ProtocolError on anything potluck would not have sent."""
+    magic, version, number, *fields = _FRAME.unpack(header)
+    if magic != _MAGIC:
+        raise ProtocolError(f"not a potluck frame: it begins with {bytes(header[:4])!r}")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(f"a frame of protocol {version}; this is protocol {PROTOCOL_VERSION}")
+    kind = _KINDS.get(number)
+    if kind is None:
+        raise ProtocolError(f"a frame of unknown kind {number}")
+    frame = Frame(kind, *fields)
+    if frame.length > _BOUNDS.get(kind, 0):
+        raise ProtocolError(
+            f"a {kind.name} frame announces {frame.length} bytes; at most {_BOUNDS.get(kind, 0)}"
+            " are allowed"
+        )
+    if frame.flags & ~IN_WINDOW:
+        raise ProtocolError(f"a frame with unknown flags {frame.flags:#x}")
+    return frame
+
+
+def encode_abort(abort: Abort) -> bytes:
+    body = msgspec.msgpack.encode(abort)
+    if len(body) <= MAX_CONTROL:
+        return body
+    short = abort.text.encode()[: MAX_CONTROL // 2].decode(errors="ignore") + " ..."
+    return msgspec.msgpack.encode(msgspec.structs.replace(abort, text=short, operation=""))
+
+
+def decode_abort(body: bytes) -> Abort:
+    try:
+        return _abort.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"a malformed ABORT frame: {error}") from error
+
+
+def encode_request(request: Request) -> bytes:
+    return msgspec.msgpack.encode(request)
+
+
+def decode_request(body: bytes) -> Request:
+    try:
+        return _request.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"a malformed REQUEST frame: {error}") from error
