@@ -281,6 +281,8 @@ class _Turn:
         """Everybody answered the probe: evict who holds the others up, or renew their group."""
         silences = [report for report in inquiry.reports if not report.certain]
         excused = inquiry.blocked | {report.worker for report in inquiry.reports}
+        for report in silences:
+            excused |= self.still_busy(report.epoch)
         blamed = {report.blamed for report in silences if report.blamed in members} - excused
         if silences and not blamed:
             groups = (self.state.group(report.epoch) for report in silences)
@@ -292,6 +294,14 @@ class _Turn:
         if not blamed:
             epochs = {report.epoch for report in inquiry.reports}
             self.end_groups(epochs, "its links failed and nobody is to blame")
+
+    def still_busy(self, epoch: int) -> set[str]:
+        """The members that rightly have not entered ``epoch``: as long as none of their group has,
+        they are in a long step there, and only the newcomers wait."""
+        seniors = [worker for worker in self.state.having(Phase.MEMBER) if worker.joined < epoch]
+        if any(worker.installed >= epoch for worker in seniors):
+            return set()
+        return {worker.name for worker in seniors}
 
     def give_up_or_wind_up(self) -> None:
         """End what can't or need not go on."""

@@ -393,6 +393,29 @@ def test_a_loss_in_the_old_group_while_a_newcomer_waits_sends_all_to_the_newer_v
     assert (story.only(EndGroup).epoch, story.only(EndGroup).to) == (2, ("0", "1"))
 
 
+def test_members_in_a_long_step_are_not_evicted_because_a_newcomer_is_impatient() -> None:
+    story = training(3)
+    story.tell(Exited("2", -SIGKILL))
+    story.enter()
+    story.tell(ready("2"), Installed("2", 3))
+    story.tell(Lost("2", 3, rank=0), at=40.0)
+    story.tell(ProbeReply("0", 1), ProbeReply("1", 1), at=40.1)
+    story.tell(Tick(), at=40.5)
+    assert story.view == (4, "0 1 2")
+    assert story.state.group(2) is not None, "their group is not touched"
+    assert story.only(EndGroup).epoch == 3
+
+
+def test_a_member_that_hangs_between_two_groups_is_evicted() -> None:
+    story = training(3)
+    story.tell(Exited("2", -SIGKILL))
+    story.enter()
+    story.tell(ready("2"), Installed("2", 3), Installed("0", 3))
+    story.tell(Lost("2", 3, rank=1), Lost("0", 3, rank=1), ProbeReply("1", 1), at=40.0)
+    story.tell(Tick(), at=40.5)
+    assert story.view == (4, "0 2")
+
+
 def test_when_the_agent_was_late_itself_nobody_is_evicted_for_it() -> None:
     story = training(2)
     story.tell(Lost("0", 1, rank=1), at=1.0)

@@ -1,0 +1,502 @@
+"""``AgentBackend``: the worker's side of the agent that started it.
+
+A thread of its own talks to the agent (one asyncio loop, one control link), so that a probe is
+answered and a death is heard of while the script computes or blocks. ``form`` asks for a view and
+opens its communicator; when the agent says that a group is over, that communicator is aborted and
+the blocked call raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from potluck.backends.tcp import TcpBase
+from potluck.cluster.links import ControlLink
+from potluck.engine.communicator import Communicator
+from potluck.errors import (
+    AgentLost,
+    ConfigurationError,
+    Desync,
+    Evicted,
+    GroupError,
+    LinkError,
+    OperationTimeout,
+    PeerLost,
+    PotluckError,
+    ProtocolError,
+    RemoteError,
+)
+from potluck.settings import Settings, load_settings
+from potluck.transport import aio
+from potluck.types import Group
+from potluck.wire import control
+from potluck.wire.messages import Hello
+
+FIRST_VIEW_S = 600.0
+"""How long the first view may take: other workers may still be importing, or be started again."""
+
+_REPORT_EVERY_S = 0.1
+_GOODBYE_S = 2.0
+_ORPHAN_S = 5.0
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+class AgentBackend:
+    """The group of a worker that ``potluck run`` started.
+
+    Reads POTLUCK_AGENT (host:port), POTLUCK_JOB and POTLUCK_WORKER. ConfigurationError if they are
+    missing, LinkError or Refused if the agent can't be reached or declines.
+    """
+
+    elastic = True
+
+    def __init__(self, *, settings: Settings | None = None) -> None:
+        host, port = _agent_address()
+        self.job = os.environ.get("POTLUCK_JOB", "")
+        self.worker = os.environ.get("POTLUCK_WORKER", "")
+        self._local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+        self._base = TcpBase("127.0.0.1", 0, settings or load_settings())
+        self._changed = threading.Condition()
+        self._view: control.View | None = None
+        self._overs: deque[control.GroupOver] = deque(maxlen=64)
+        self._stopped: PotluckError | None = None
+        self._communicator: Communicator | None = None
+        self._asking_after: int | None = None
+        self._chaos_steps: frozenset[int] = frozenset()
+        self._chaos_done = -1
+        self._step = -1
+        self._failed = False
+        self._is_closed = False
+        self._progress = _Progress()
+        self._talk = _Talk(self, host, port)
+        self._thread = threading.Thread(
+            target=self._talk.run, name="potluck-agent-link", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._talk.connected.wait()
+            if self._talk.failure is not None:
+                raise self._talk.failure
+        except BaseException:
+            self._base.close()
+            self._talk.end()
+            self._thread.join()
+            raise
+        self._previous_hook: Hook = sys.excepthook
+        sys.excepthook = self._uncaught
+        atexit.register(self._end)
+
+    # -- what the context asks
+
+    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
+        """The communicator of the newest view after ``after_epoch``; see ``Backend.form``.
+
+        The first group may take longer than ``timeout_s``: as long as the agent starts workers.
+        Raises AgentLost, or RemoteError once the agent has stopped the job.
+        """
+        if after_epoch == 0:
+            timeout_s = max(timeout_s, FIRST_VIEW_S)
+        with self._changed:
+            self._communicator = None
+            self._asking_after = after_epoch
+            self._talk.say(self._request(after_epoch, cause))
+            found = self._changed.wait_for(
+                lambda: self._stopped is not None or self._usable(after_epoch) is not None,
+                timeout_s,
+            )
+            self._asking_after = None
+            if self._stopped is not None:
+                raise self._stopped from cause
+            view = self._usable(after_epoch)
+            if not found or view is None:
+                raise OperationTimeout(
+                    f"the agent announced no group after epoch {after_epoch} within "
+                    f"{timeout_s:g} s; `potluck status` shows what it waits for",
+                    epoch=after_epoch,
+                ) from cause
+            names = [member.worker for member in view.members]
+            group = Group(view.epoch, names.index(self.worker), view.members, job=self.job)
+            communicator = self._base.open(group)
+            self._communicator = communicator
+            self._chaos_steps = frozenset(view.chaos_steps)
+        self._talk.say(control.Installed(view.epoch))
+        return communicator
+
+    def next_epoch(self) -> int:
+        with self._changed:
+            return 0 if self._view is None else self._view.epoch
+
+    def begin_step(self, step: int) -> None:
+        """Remember the step for reports; if a fault is ordered for it, let the agent do it."""
+        self._step = step
+        communicator = self._communicator
+        if communicator is None or step not in self._chaos_steps:
+            return
+        with self._changed:
+            self._chaos_done = -1
+            self._talk.say(control.ChaosDue(communicator.group.epoch, step))
+            self._changed.wait_for(lambda: self._chaos_done == step or self._stopped is not None)
+
+    def report(self, facts: dict[str, Any]) -> None:
+        """``step`` (number of committed steps), ``loss``, ``samples_per_s`` and ``device`` are
+        progress, ``event`` alone a line for people; all else is kept for the summary."""
+        communicator = self._communicator
+        if "event" in facts and len(facts) == 1:
+            self._talk.say(control.Said(control.clip(str(facts["event"]))))
+            return
+        self._progress.add(facts, communicator.group.epoch if communicator else 0)
+        self._talk.progress_waits()
+
+    def close(self) -> None:
+        """Leave: the agent hears that this worker has finished, unless it is failing right now."""
+        self._base.close()
+        if sys.exc_info()[1] is None:
+            self._end()
+
+    # -- inside, on the script's threads
+
+    def _request(self, after_epoch: int, cause: GroupError | None) -> control.Ready | control.Lost:
+        if cause is None or isinstance(cause, Evicted) or after_epoch == 0:
+            return control.Ready(
+                after_epoch=after_epoch,
+                port=self._base.port,
+                pid=os.getpid(),
+                local_rank=self._local_rank,
+                cause=control.clip(str(cause or "")),
+            )
+        return control.Lost(
+            epoch=after_epoch,
+            rank=cause.rank,
+            certain=cause.certain,
+            cause=control.clip(str(cause)),
+            step=self._step,
+        )
+
+    def _usable(self, after_epoch: int) -> control.View | None:
+        view = self._view
+        if view is None or view.epoch <= after_epoch:
+            return None
+        names = tuple(member.worker for member in view.members)
+        return None if any(over.ends(view.epoch, names) for over in self._overs) else view
+
+    def _uncaught(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        """The script's own code raised: print it as ever, then tell the agent and all ranks."""
+        self._previous_hook(kind, error, traceback)
+        if isinstance(error, KeyboardInterrupt | AgentLost) or self._failed:
+            return
+        self._failed = True
+        secondary = isinstance(error, GroupError) and not isinstance(error, Desync)
+        text = f"{kind.__name__}: {error}"
+        if not isinstance(error, RemoteError):
+            text = f"worker {self.worker}: {text}"
+        self._talk.say(control.Failed(kind.__name__[:256], control.clip(text), secondary))
+        self._talk.flush(_GOODBYE_S)
+        communicator = self._communicator
+        if communicator is not None and not secondary:
+            group = communicator.group
+            communicator.abort(
+                RemoteError(
+                    f"{group.describe(group.rank)} failed: {kind.__name__}: {error}",
+                    rank=group.rank,
+                    epoch=group.epoch,
+                )
+            )
+
+    def _end(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self._failed and self._stopped is None:
+            self._talk.finish()
+        self._talk.end()
+        self._thread.join()
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._previous_hook
+        atexit.unregister(self._end)
+
+    # -- inside, on the agent link's thread
+
+    def take(self, message: control.FromAgent) -> control.FromWorker | None:
+        """What the agent said; the answer to it, if it wants one at once."""
+        with self._changed:
+            self._changed.notify_all()
+            match message:
+                case control.View(job=job, epoch=epoch, members=members):
+                    if job != self.job or self.worker not in {each.worker for each in members}:
+                        raise ProtocolError(f"a view of epoch {epoch} that does not concern me")
+                    if self._view is None or epoch > self._view.epoch:
+                        self._view = message
+                case control.GroupOver():
+                    return self._group_over(message)
+                case control.Probe(number):
+                    communicator = self._communicator
+                    epoch = 0 if communicator is None else communicator.group.epoch
+                    return control.ProbeReply(number, epoch, self._asking_after is not None)
+                case control.ChaosDone(step):
+                    self._chaos_done = step
+                case control.Stop(reason):
+                    self._stop(RemoteError(f"the job ends: {reason}"))
+                case control.StatusReply():
+                    raise ProtocolError("a status that nobody asked for")
+        return None
+
+    def _group_over(self, over: control.GroupOver) -> control.FromWorker | None:
+        self._overs.append(over)
+        communicator = self._communicator
+        if communicator is not None:
+            group = communicator.group
+            names = tuple(member.worker for member in group.members)
+            if over.ends(group.epoch, names):
+                communicator.abort(_error_of(over, group, self.worker))
+        asking = self._asking_after
+        if over.worker == self.worker and asking is not None and self._usable(asking) is None:
+            return self._request(asking, None)
+        return None
+
+    def lost_agent(self, cause: Exception) -> None:
+        """The control link ended though nobody closed it."""
+        with self._changed:
+            if self._stopped is None:
+                self._stop(AgentLost(f"the agent that started this worker is gone: {cause}"))
+
+    def _stop(self, error: PotluckError) -> None:
+        self._stopped = error
+        self._changed.notify_all()
+        if self._communicator is not None:
+            self._communicator.abort(error)
+
+
+class _Progress:
+    """Facts on their way to the agent: only the newest of each is sent."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, Any] = {}
+        self._facts: control.Facts = {}
+        self._epoch = 0
+
+    def add(self, facts: dict[str, Any], epoch: int) -> None:
+        with self._lock:
+            self._epoch = epoch
+            for name, value in facts.items():
+                if name in ("step", "loss", "samples_per_s", "device"):
+                    self._known[name] = value
+                elif name not in ("event", "epoch") and len(self._facts) < control.MAX_FACTS:
+                    self._facts[str(name)[:256]] = _plain(value)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def take(self) -> control.Progress:
+        with self._lock:
+            facts, self._facts = self._facts, {}
+            known = self._known
+            return control.Progress(
+                epoch=self._epoch,
+                step=int(known.get("step", -1)),
+                loss=_number(known.get("loss")),
+                samples_per_s=_number(known.get("samples_per_s")),
+                device=str(known.get("device", ""))[:256],
+                facts=facts,
+            )
+
+
+class _Talk:
+    """The thread that talks to the agent. Its loop is the only one to touch the link."""
+
+    def __init__(self, backend: AgentBackend, host: str, port: int) -> None:
+        self.connected = threading.Event()
+        self.failure: Exception | None = None
+        self._backend = backend
+        self._host, self._port = host, port
+        self._loop = asyncio.new_event_loop()
+        self._link: ControlLink[control.FromAgent] | None = None
+        self._ending = False
+        self._is_over = False
+        self._lock = threading.Lock()
+        self._sent_at = 0.0
+        self._sent_epoch = -1
+        self._timer: asyncio.TimerHandle | None = None
+
+    # Called from any thread.
+
+    def say(self, message: control.FromWorker) -> None:
+        self._call(lambda: self._send(message))
+
+    def progress_waits(self) -> None:
+        self._call(self._progress_waits)
+
+    def finish(self) -> None:
+        """Send what is left to say, and that this worker has finished."""
+        self._call(self._send_progress)
+        self.say(control.Finished())
+
+    def flush(self, timeout_s: float) -> None:
+        """Return once everything said so far is on its way, or ``timeout_s`` have passed."""
+        done = threading.Event()
+
+        async def flush() -> None:
+            if self._link is not None:
+                await self._link.flush(timeout_s)
+            done.set()
+
+        self._call(lambda: self._spawn(flush()))
+        done.wait(timeout_s)
+
+    def end(self) -> None:
+        """Close the link in order; run() returns."""
+        self._call(self._begin_end)
+
+    def _call(self, action: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._loop.call_soon_threadsafe(action)
+
+    # The thread.
+
+    def run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                try:
+                    runner.run(self._main())
+                finally:
+                    with self._lock:
+                        self._is_over = True
+        finally:
+            self.connected.set()
+
+    async def _main(self) -> None:
+        backend = self._backend
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._done = asyncio.Event()
+        credentials = backend._base.credentials
+        hello = Hello(
+            kind="control",
+            namespace=credentials.namespace,
+            job=backend.job,
+            worker=backend.worker,
+        )
+        try:
+            reader, writer, _ = await aio.connect(self._host, self._port, hello, credentials)
+        except (PotluckError, TimeoutError) as error:
+            failure = LinkError(f"the agent at {self._host}:{self._port} can't be reached: {error}")
+            self.failure = error if isinstance(error, PotluckError) else failure
+            return
+        self._link = ControlLink(reader, writer, control.decode_from_agent)
+        listening = asyncio.create_task(self._listen(self._link))
+        self.connected.set()
+        await self._done.wait()
+        listening.cancel()
+        await asyncio.gather(listening, *self._tasks, return_exceptions=True)
+        await self._link.close(_GOODBYE_S)
+
+    async def _listen(self, link: ControlLink[control.FromAgent]) -> None:
+        try:
+            while True:
+                answer = self._backend.take(await link.receive())
+                if answer is not None:
+                    link.send(answer)
+        except PotluckError as error:
+            if not self._ending:
+                self._backend.lost_agent(error)
+                self._loop.call_later(_ORPHAN_S, _end_orphan)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _begin_end(self) -> None:
+        self._ending = True
+        if self._link is not None:
+            self._done.set()
+
+    def _send(self, message: control.FromWorker) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def _progress_waits(self) -> None:
+        """Send the first word of a new epoch at once, later ones every ``_REPORT_EVERY_S``."""
+        waited = self._loop.time() - self._sent_at
+        if self._backend._progress.epoch != self._sent_epoch or waited >= _REPORT_EVERY_S:
+            self._send_progress()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(_REPORT_EVERY_S - waited, self._send_progress)
+
+    def _send_progress(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        told = self._backend._progress.take()
+        self._sent_at, self._sent_epoch = self._loop.time(), told.epoch
+        self._send(told)
+
+
+def _error_of(over: control.GroupOver, group: Group, worker: str) -> GroupError:
+    """What a call that is blocked in ``group`` raises when the agent ends it."""
+    if over.worker == worker:
+        return Evicted(
+            f"the others went on without {group.describe(group.rank)}: {over.cause}",
+            rank=group.rank,
+            epoch=group.epoch,
+        )
+    rank = next(
+        (rank for rank, member in enumerate(group.members) if member.worker == over.worker), -1
+    )
+    who = "the group" if rank < 0 else group.describe(rank)
+    return PeerLost(
+        f"lost {who} in epoch {group.epoch}: {over.cause}",
+        rank=rank,
+        epoch=group.epoch,
+        certain=over.certain,
+    )
+
+
+def _agent_address() -> tuple[str, int]:
+    text = os.environ.get("POTLUCK_AGENT", "")
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit():
+        raise ConfigurationError(
+            f"POTLUCK_AGENT={text!r} is not host:port; `potluck run SCRIPT` sets it for its workers"
+        )
+    return host, int(port)
+
+
+def _end_orphan() -> None:
+    """The agent is gone and the script has not ended by itself: nobody would ever end it."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _plain(value: Any) -> control.Fact:
+    """A fact that can be sent: numbers as they are (out of arrays too), all else as text."""
+    with contextlib.suppress(Exception):
+        value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, bool | float):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    return control.clip(str(value))
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,152 @@
+"""What happened in a job, in words and figures: notes, recoveries, each worker's last facts. Pure.
+
+The agent tells it what it does and hears; the views, the status and the summary read it. Times are
+in the clock of ``now``, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from potluck.wire.control import Fact, Progress
+
+MAX_NOTES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line for people. ``at`` is seconds since the job began."""
+
+    at: float
+    text: str
+
+
+@dataclass(slots=True)
+class Recovery:
+    """From a loss to the next committed step.
+
+    ``reformed_s`` until all remaining members were in the next group, ``recovered_s`` until a step
+    was committed in it; both from the moment the loss was detected, None if it never came to it.
+    ``step`` is that step, counted from 0; ``run_again`` if it had been begun before the loss.
+    """
+
+    workers: tuple[str, ...]
+    cause: str
+    detected: float
+    epoch: int = 0
+    reformed_s: float | None = None
+    recovered_s: float | None = None
+    step: int | None = None
+    run_again: bool = False
+
+
+@dataclass(slots=True)
+class WorkerFacts:
+    """What one worker last said about itself, restarts included."""
+
+    epoch: int = 0
+    step: int = -1
+    loss: float | None = None
+    samples_per_s: float | None = None
+    device: str = ""
+    facts: dict[str, Fact] = field(default_factory=dict)
+
+
+class Journal:
+    """The story of one job so far."""
+
+    def __init__(self, workers: Sequence[str], now: float) -> None:
+        self.began = now
+        self.notes: list[Note] = []
+        self.recoveries: list[Recovery] = []
+        self.workers = {name: WorkerFacts() for name in workers}
+        self.epoch = 0
+        self.step = -1
+        self.loss: float | None = None
+        self._members: tuple[str, ...] = ()
+        self._entered: set[str] = set()
+        self._rejoining: dict[str, int] = {}
+        self._interrupted = -1
+
+    def note(self, text: str, now: float) -> None:
+        self.notes.append(Note(now - self.began, text))
+        del self.notes[:-MAX_NOTES]
+
+    @property
+    def open_recovery(self) -> Recovery | None:
+        """The last loss, while no step was committed since."""
+        if self.recoveries and self.recoveries[-1].recovered_s is None:
+            return self.recoveries[-1]
+        return None
+
+    def lost(self, worker: str, cause: str, now: float) -> None:
+        """A member is out. Several before the next committed step are one recovery."""
+        recovery = self.open_recovery
+        if recovery is None:
+            self.recoveries.append(Recovery((worker,), cause, now))
+            self._interrupted = -1
+        else:
+            recovery.workers += (worker,)
+            recovery.cause += f"; {cause}"
+            recovery.reformed_s = None
+        self.workers[worker].samples_per_s = None
+
+    def interrupted(self, step: int) -> None:
+        """A worker said in which step its group ended."""
+        self._interrupted = max(self._interrupted, step)
+
+    def announced(self, epoch: int, members: tuple[str, ...], joined: tuple[str, ...]) -> None:
+        """A new view. Workers that were in an earlier one come back."""
+        if self.epoch:
+            self._rejoining |= dict.fromkeys(joined, epoch)
+        self._rejoining = {name: at for name, at in self._rejoining.items() if name in members}
+        self.epoch, self._members, self._entered = epoch, members, set()
+        recovery = self.open_recovery
+        if (recovery is not None and not recovery.epoch) or (
+            recovery is not None and recovery.reformed_s is None
+        ):
+            recovery.epoch = epoch
+
+    def installed(self, worker: str, epoch: int, now: float) -> None:
+        """``worker`` is in the group of ``epoch``."""
+        if epoch != self.epoch:
+            return
+        self._entered.add(worker)
+        recovery = self.open_recovery
+        if recovery is None or recovery.epoch != epoch or recovery.reformed_s is not None:
+            return
+        if self._entered >= set(self._members):
+            recovery.reformed_s = now - recovery.detected
+
+    def progress(self, worker: str, told: Progress, now: float) -> None:
+        """A worker committed ``told.step``, or said something else about itself."""
+        facts = self.workers[worker]
+        is_newer = (told.epoch, told.step) > (facts.epoch, facts.step)
+        facts.epoch, facts.step = told.epoch, told.step
+        facts.loss, facts.samples_per_s = told.loss, told.samples_per_s
+        facts.device = told.device or facts.device
+        facts.facts |= told.facts
+        if told.step < 0 or not is_newer:
+            return
+        if told.step >= self.step or told.epoch >= self.epoch:
+            self.step, self.loss = told.step, told.loss if told.loss is not None else self.loss
+        self._conclude_recovery(told, now)
+        if self._rejoining.get(worker, told.epoch + 1) <= told.epoch:
+            del self._rejoining[worker]
+            self.note(f"worker {worker} rejoined at step {told.step - 1}", now)
+
+    def _conclude_recovery(self, told: Progress, now: float) -> None:
+        recovery = self.open_recovery
+        if recovery is None or not recovery.epoch or told.epoch < recovery.epoch:
+            return
+        recovery.recovered_s = now - recovery.detected
+        recovery.step = told.step - 1
+        recovery.run_again = recovery.step == self._interrupted
+        parts = [recovery.cause]
+        if recovery.reformed_s is not None:
+            parts.append(f"re-formed in {recovery.reformed_s:.1f} s")
+        if recovery.run_again:
+            parts.append(f"step {recovery.step} run again")
+        parts.append(f"training on after {recovery.recovered_s:.1f} s")
+        self.note(", ".join(parts), now)
