@@ -1,7 +1,8 @@
 """The communicator: the collectives of one group, over links.
 
 Arrays here are NumPy and C-contiguous; the context turns whatever users pass into that. Every call
-returns a Work at once. A communicator and its sub-groups share one progress loop and one link per pair of ranks; ``channel`` keeps their frames apart.
+returns a Work at once. A communicator and its sub-groups share one progress loop and one link per
+pair of ranks; ``channel`` keeps their frames apart.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from potluck.engine.progress import ProgressLoop
 from potluck.engine.reduction import check
 from potluck.engine.running import RunningPlan, as_bytes
 from potluck.engine.work import Work, deadline_after, finished
-from potluck.errors import GroupError
+from potluck.errors import GroupError, PotluckError
 from potluck.metrics import Metrics
 from potluck.types import Group, ReduceOp
 from potluck.wire.dtypes import code_of
@@ -253,7 +254,7 @@ class Communicator:
     def metrics(self) -> Metrics:
         return self._family.metrics
 
-    def abort(self, error: GroupError) -> None:
+    def abort(self, error: PotluckError) -> None:
         """End the group with ``error``, here and on every rank that can be reached."""
         self._family.loop.abort(error)
 
