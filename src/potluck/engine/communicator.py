@@ -25,7 +25,7 @@ from potluck.engine.progress import ProgressLoop
 from potluck.engine.reduction import check
 from potluck.engine.running import RunningPlan, as_bytes
 from potluck.engine.work import Work, deadline_after, finished
-from potluck.errors import GroupError, PotluckError
+from potluck.errors import PotluckError
 from potluck.metrics import Metrics
 from potluck.types import Group, ReduceOp
 from potluck.wire.dtypes import code_of

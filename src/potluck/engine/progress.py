@@ -121,7 +121,7 @@ class ProgressLoop:
     def receive(self, receiving: Receiving) -> None:
         self._post(lambda: self._begin_receive(receiving), receiving.work)
 
-    def abort(self, error: GroupError) -> None:
+    def abort(self, error: PotluckError) -> None:
         """End the group with ``error`` on every rank."""
         self._post(lambda: self._fail(error), None)
 
@@ -703,7 +703,7 @@ class ProgressLoop:
             if self._error is None:
                 self._error = error
 
-    def _fail(self, error: GroupError) -> None:
+    def _fail(self, error: PotluckError) -> None:
         """End the group: the first failure wins, and every peer hears of it."""
         if self._error is not None:
             return
