@@ -57,11 +57,11 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}; it must be positive")
         self.module = module
         self.broadcast_buffers = broadcast_buffers
-        self._ctx = ctx if ctx is not None else init()
-        self._reducer = Reducer(trained, self._ctx, bucket_size_mb)
+        self.ctx = ctx if ctx is not None else init()
+        self._reducer = Reducer(trained, self.ctx, bucket_size_mb)
         self.synchronized = False
         """Whether this rank's parameters and buffers are known to be the group's."""
-        if not self._ctx.elastic:
+        if not self.ctx.elastic:
             self.synchronize()
 
     @property
@@ -74,7 +74,7 @@ class DistributedDataParallel(nn.Module):
 
     def synchronize(self) -> None:
         """Take over parameters and buffers from rank 0. Every rank must call it."""
-        broadcast_tensors(self._ctx, [*self.module.parameters(), *self.module.buffers()])
+        broadcast_tensors(self.ctx, [*self.module.parameters(), *self.module.buffers()])
         self.synchronized = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class DistributedDataParallel(nn.Module):
         if not self.synchronized:
             self.synchronize()
         elif self.broadcast_buffers and self.training and self._reducer.enabled:
-            broadcast_tensors(self._ctx, self.module.buffers())
+            broadcast_tensors(self.ctx, self.module.buffers())
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager

@@ -49,6 +49,9 @@ class ElasticLoop:
     receive that state; ``checkpoint`` (a directory) also keeps it on the leader's disk, and a
     training of which nobody is left goes on from there.
 
+    The context is the model's own, if it is a DistributedDataParallel, else ``ctx`` or
+    ``potluck.init()``.
+
     ``losses``, ``recoveries``, ``num_reruns``, ``step_number`` and ``epoch`` are those of
     training.elastic.ElasticLoop.
     """
@@ -69,7 +72,9 @@ class ElasticLoop:
         policy: Policy | None = None,
         ctx: DistributedContext | None = None,
     ) -> None:
-        self.ctx = ctx if ctx is not None else init()
+        if ctx is None:
+            ctx = model.ctx if isinstance(model, DistributedDataParallel) else init()
+        self.ctx = ctx
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         if isinstance(dataset, tuple):
             dataset = TensorDataset(*map(torch.as_tensor, dataset))

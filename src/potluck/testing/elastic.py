@@ -1,0 +1,138 @@
+"""An in-process world whose workers die and are joined by newcomers at chosen moments."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from potluck.backends.inprocess import InProcessBackend
+from potluck.context import DistributedContext
+
+T = TypeVar("T")
+
+
+class Killed(BaseException):
+    """This worker has just died. Its links are cut; no ``except Exception`` stops it."""
+
+
+class MortalContext(DistributedContext):
+    """A context that asks before and after each collective whether this worker dies here.
+
+    ``dies(name, number)`` gets the operation's name and its number on this worker, counted from
+    0 in halves: even before the operation starts, odd when it has started (not: has ended).
+    """
+
+    def __init__(
+        self,
+        backend: InProcessBackend,
+        dies: Callable[[str, int], bool],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._dies = dies
+        self._moment = 0
+        self.backend = backend
+        super().__init__(backend, timeout_s=timeout_s)
+
+    def all_reduce(self, array: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._mortal("all_reduce", array, *args, **kwargs)
+
+    def all_gather(self, array: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._mortal("all_gather", array, *args, **kwargs)
+
+    def broadcast(self, array: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._mortal("broadcast", array, *args, **kwargs)
+
+    def die(self) -> None:
+        """Cut this worker's links and leave its thread."""
+        self.backend.hub.kill(self.backend.worker)
+        raise Killed(f"worker {self.backend.worker}")
+
+    def _mortal(self, name: str, array: Any, *args: Any, **kwargs: Any) -> Any:
+        self._ask(name)
+        blocking = not kwargs.pop("async_op", False)
+        work = getattr(super(), name)(array, *args, async_op=True, **kwargs)
+        self._ask(name)
+        return work.wait() if blocking else work
+
+    def _ask(self, name: str) -> None:
+        moment, self._moment = self._moment, self._moment + 1
+        if self._dies(name, moment):
+            self.die()
+
+
+class ElasticWorld(Generic[T]):
+    """Workers that all run ``work(ctx)``, each in its own thread; more of them with ``join``.
+
+    ``dies(worker, name, number)``: see MortalContext. ``results`` and ``errors`` are by worker.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        work: Callable[[MortalContext], T],
+        *,
+        dies: Callable[[str, str, int], bool] = lambda worker, name, number: False,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self.results: dict[str, T] = {}
+        self.errors: dict[str, BaseException] = {}
+        self._work = work
+        self._dies = dies
+        self._timeout_s = timeout_s
+        self._backends = InProcessBackend.world(world_size)
+        self.hub = self._backends[0].hub
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def run(self, *, limit_s: float = 60.0) -> dict[str, T]:
+        """Results of the workers that came to their end, once all are there or dead.
+
+        Raises what a worker raised, if it was not killed.
+        """
+        deadline = time.monotonic() + limit_s
+        for backend in self._backends:
+            self._start(backend)
+        position = 0
+        while position < len(self._threads):
+            thread = self._threads[position]
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise TimeoutError(f"{thread.name} still runs after {limit_s} s: {self.errors}")
+            position += 1
+        for error in self.errors.values():
+            raise error
+        return self.results
+
+    def join(self) -> str:
+        """Start a newcomer; returns its name. Any thread may call it."""
+        backend = self.hub.join()
+        self._start(backend)
+        return backend.worker
+
+    def _start(self, backend: InProcessBackend) -> None:
+        thread = threading.Thread(
+            target=self._run, args=(backend,), name=f"worker-{backend.worker}", daemon=True
+        )
+        with self._lock:
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(self, backend: InProcessBackend) -> None:
+        def dies(name: str, number: int) -> bool:
+            return self._dies(backend.worker, name, number)
+
+        context: MortalContext | None = None
+        try:
+            context = MortalContext(backend, dies, timeout_s=self._timeout_s)
+            self.results[backend.worker] = self._work(context)
+        except Killed:
+            pass
+        except BaseException as error:
+            self.errors[backend.worker] = error
+        finally:
+            if context is not None:
+                context.close()
+            backend.close()
