@@ -45,6 +45,13 @@ class Hub:
         for link in links:
             link.close()
 
+    def leave(self, worker: str) -> None:
+        """``worker`` has done its work; the next group does not wait for it."""
+        with self._changed:
+            if worker in self._alive:
+                self._alive.remove(worker)
+                self._announce()
+
     def join(self) -> InProcessBackend:
         """A newcomer, the last rank of the next group."""
         with self._changed:
@@ -196,4 +203,4 @@ class InProcessBackend:
         self.reports.append(facts)
 
     def close(self) -> None:
-        return None
+        self.hub.leave(self.worker)
