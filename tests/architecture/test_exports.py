@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import potluck
+from potluck.backends.base import Backend
 
 ROOT = Path(potluck.__file__).parent
+INTERFACE = [name for name, value in vars(Backend).items() if inspect.getdoc(value)]
 SOURCES = sorted(ROOT.rglob("*.py"))
 
 
@@ -49,6 +51,8 @@ def test_each_public_name_is_importable_and_documented(name: str) -> None:
             if not method.startswith("_")
             and isinstance(value, types.FunctionType | property | staticmethod | classmethod)
             and not inspect.getdoc(getattr(thing, method))
+            # What the protocol says of a method holds for whoever implements it.
+            and method not in INTERFACE
         ]
         assert own == [], f"public methods of potluck.{name} without a docstring"
 

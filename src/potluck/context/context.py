@@ -74,10 +74,12 @@ class DistributedContext(Collectives):
 
     @property
     def epoch(self) -> int:
+        """The number of the current group; it rises with every reform()."""
         return self.group.epoch
 
     @property
     def members(self) -> tuple[Member, ...]:
+        """The current group's members in rank order."""
         return self.group.members
 
     @property

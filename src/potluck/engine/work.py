@@ -54,6 +54,7 @@ class Work:
         self._transform: Callable[[Any], Any] | None = None
 
     def done(self) -> bool:
+        """Whether the operation has ended, well or not; never blocks."""
         return self._event.is_set()
 
     def exception(self) -> BaseException | None:
