@@ -113,7 +113,7 @@ def _spread(seat: Seat) -> _Ring:
         seat.rank,
         members,
         homes=[c % num_nodes for c in chunks],
-        lanes=[c // num_nodes + c % num_nodes for c in chunks],
+        lanes=list(chunks),
     )
 
 

@@ -1,0 +1,117 @@
+"""The choice: deterministic, the model's best, and kept."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from potluck.collectives import choose
+from potluck.collectives.choose import ROTATED, _choose, estimate, least_seconds
+from potluck.collectives.links import DEFAULT_LINKS, LinkModel, Wire
+from potluck.collectives.plan import Action, Algorithm, Operation, Plan
+from potluck.collectives.registry import algorithms_for, make_plan
+from potluck.collectives.simulate import simulate
+
+PAIRS = [(operation, a) for operation in Operation for a in algorithms_for(operation)]
+NODES = (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def world_of(operation: Operation, algorithm: Algorithm, nodes: tuple[int, ...]) -> list[Plan]:
+    return [make_plan(operation, algorithm, len(nodes), r, nodes=nodes) for r in range(len(nodes))]
+
+
+@pytest.mark.parametrize("nodes", [NODES, tuple(range(6)), (0,) * 5, (0, 1, 0, 1, 2)])
+@pytest.mark.parametrize("operation", Operation)
+def test_nothing_is_faster_in_the_model_than_what_was_chosen(
+    operation: Operation, nodes: tuple[int, ...]
+) -> None:
+    links = replace(DEFAULT_LINKS, nodes=nodes)
+    for nbytes in (0, 1 << 12, 1 << 22):
+        seconds = {
+            algorithm: simulate(world_of(operation, algorithm, nodes), nbytes, links).seconds
+            for algorithm in algorithms_for(operation)
+        }
+        chosen = choose(operation, nbytes, len(nodes), nodes=nodes)
+        assert seconds[chosen] <= min(seconds.values()) * 1.01
+
+
+def test_ring_moves_much_and_fewer_hops_move_little() -> None:
+    assert choose(Operation.ALL_REDUCE, 100 << 20, 8) is Algorithm.RING
+    assert choose(Operation.ALL_REDUCE, 4, 8) is not Algorithm.RING
+    assert choose(Operation.ALL_REDUCE, 100 << 20, 8, nodes=NODES) is Algorithm.HIERARCHICAL
+
+
+def test_without_nodes_or_on_flat_ones_hierarchical_is_no_candidate() -> None:
+    for operation in Operation:
+        for nodes in (None, (3,) * 8, tuple(range(8))):
+            for nbytes in (0, 1 << 16, 1 << 26):
+                chosen = choose(operation, nbytes, 8, nodes=nodes)
+                assert chosen is not Algorithm.HIERARCHICAL
+
+
+def test_measured_links_change_the_answer() -> None:
+    """Where latency is everything, two hops beat fourteen."""
+    far = Wire(alpha_s=0.5, beta_s_per_byte=1e-9)
+    links = LinkModel(far, far, frame_s=1e-6, gamma_s_per_byte=0.0)
+    assert choose(Operation.ALL_REDUCE, 100 << 20, 8) is Algorithm.RING
+    assert choose(Operation.ALL_REDUCE, 100 << 20, 8, links=links) is Algorithm.DIRECT
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
+def test_the_bound_that_saves_simulations_is_a_bound(
+    operation: Operation, algorithm: Algorithm
+) -> None:
+    links = replace(DEFAULT_LINKS, nodes=NODES)
+    for nbytes in (0, 1000, 10 << 20):
+        plan = make_plan(operation, algorithm, 8, 0, nodes=NODES)
+        least = least_seconds(plan, nbytes, links)
+        assert 0 < least <= estimate(plan, nbytes, links) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
+def test_the_shortened_simulation_of_large_data_is_near_the_whole_one(
+    operation: Operation, algorithm: Algorithm
+) -> None:
+    links = replace(DEFAULT_LINKS, nodes=NODES)
+    nbytes = 250 << 20
+    whole = simulate(world_of(operation, algorithm, NODES), nbytes, links).seconds
+    plan = make_plan(operation, algorithm, 8, 0, nodes=NODES)
+    assert estimate(plan, nbytes, links) == pytest.approx(whole, rel=0.25)
+
+
+def test_rotated_plans_do_look_alike_from_every_rank() -> None:
+    for algorithm, operation in ROTATED:
+        plans = [make_plan(operation, algorithm, 9, rank) for rank in range(9)]
+
+        def seen_from(plan: Plan) -> list[tuple[Action, int]]:
+            return [(action, (peer - plan.rank) % 9) for action, peer, _ in plan.steps]
+
+        assert all(seen_from(plan) == seen_from(plans[0]) for plan in plans)
+
+
+def test_sizes_of_one_power_of_two_share_an_answer() -> None:
+    _choose.cache_clear()
+    for nbytes in (513, 700, 1024):
+        choose(Operation.ALL_REDUCE, nbytes, 4)
+    assert _choose.cache_info().misses == 1
+    choose(Operation.ALL_REDUCE, 1025, 4)
+    assert _choose.cache_info().misses == 2
+
+
+def test_the_first_answer_for_64_ranks_does_not_hold_training_up() -> None:
+    nodes = tuple(rank // 4 for rank in range(64))
+    started = time.monotonic()
+    for operation in Operation:
+        choose(operation, 1 << 20, 64, nodes=nodes)
+    assert time.monotonic() - started < 10, "nine answers; under half a second on an idle machine"
+
+
+def test_a_world_of_one_gets_an_answer_and_a_bad_question_none() -> None:
+    for operation in Operation:
+        assert choose(operation, 100, 1) in algorithms_for(operation)
+    with pytest.raises(ValueError, match="nbytes must not be negative"):
+        choose(Operation.ALL_REDUCE, -1, 4)
+    with pytest.raises(ValueError, match="world_size must be at least 1"):
+        choose(Operation.ALL_REDUCE, 1, 0)

@@ -1,0 +1,186 @@
+"""The model of time: closed forms from the literature, limits, and what sharing a wire costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from potluck.collectives.links import DEFAULT_LINKS, LinkModel, Wire
+from potluck.collectives.plan import Algorithm, Operation, Plan
+from potluck.collectives.registry import algorithms_for, make_plan
+from potluck.collectives.simulate import chunk_sizes, simulate, simulate_rotated
+
+ALPHA, BETA, GAMMA = 1e-3, 1e-8, 3e-9
+NBYTES = 5040 * 1000
+WHOLE = 1 << 40
+"""A segment longer than any chunk: no pipelining, as closed forms assume."""
+
+PLAIN = LinkModel(Wire(ALPHA, BETA), Wire(ALPHA, BETA), frame_s=0.0, gamma_s_per_byte=GAMMA)
+
+
+def world_of(
+    operation: Operation,
+    algorithm: Algorithm,
+    world_size: int,
+    nodes: tuple[int, ...] | None = None,
+) -> list[Plan]:
+    make = make_plan.__wrapped__
+    return [make(operation, algorithm, world_size, r, nodes=nodes) for r in range(world_size)]
+
+
+Formula = Callable[[int, float], float]
+CLOSED_FORMS: dict[tuple[Operation, Algorithm], Formula] = {
+    (Operation.ALL_REDUCE, Algorithm.RING): lambda p, n: (
+        2 * (p - 1) * ALPHA + 2 * (p - 1) / p * n * BETA + (p - 1) / p * n * GAMMA
+    ),
+    (Operation.REDUCE_SCATTER, Algorithm.RING): lambda p, n: (
+        (p - 1) * ALPHA + (p - 1) / p * n * (BETA + GAMMA)
+    ),
+    (Operation.ALL_GATHER, Algorithm.RING): lambda p, n: (p - 1) * (ALPHA + n / p * BETA),
+    (Operation.BROADCAST, Algorithm.RING): lambda p, n: (p - 1) * (ALPHA + n * BETA),
+    (Operation.REDUCE, Algorithm.RING): lambda p, n: (p - 1) * (ALPHA + n * (BETA + GAMMA)),
+    # The root's port sends w-1 chunks; the last of them has one hop to go.
+    (Operation.SCATTER, Algorithm.RING): lambda p, n: ALPHA + (p - 1) / p * n * BETA,
+    (Operation.SCATTER, Algorithm.DIRECT): lambda p, n: ALPHA + (p - 1) / p * n * BETA,
+    (Operation.GATHER, Algorithm.DIRECT): lambda p, n: ALPHA + (p - 1) / p * n * BETA,
+    (Operation.BROADCAST, Algorithm.CENTRALIZED): lambda p, n: ALPHA + (p - 1) * n * BETA,
+    (Operation.ALL_GATHER, Algorithm.DIRECT): lambda p, n: ALPHA + (p - 1) / p * n * BETA,
+    (Operation.ALL_TO_ALL, Algorithm.DIRECT): lambda p, n: ALPHA + (p - 1) / p * n * BETA,
+    (Operation.REDUCE, Algorithm.CENTRALIZED): lambda p, n: ALPHA + (p - 1) * n * BETA + n * GAMMA,
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize(("operation", "algorithm"), sorted(CLOSED_FORMS))
+def test_the_model_agrees_with_the_closed_form(
+    operation: Operation, algorithm: Algorithm, world_size: int
+) -> None:
+    links = PLAIN
+    if (operation, algorithm) == (Operation.SCATTER, Algorithm.RING) and world_size > 2:
+        # A relay's port is as busy as the root's, less the latency it starts with.
+        links = replace(PLAIN, remote=Wire(0.0, BETA))
+        expected = (world_size - 1) / world_size * NBYTES * BETA
+    else:
+        expected = CLOSED_FORMS[operation, algorithm](world_size, NBYTES)
+    simulated = simulate(world_of(operation, algorithm, world_size), NBYTES, links, WHOLE)
+    assert simulated.seconds == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_tree_takes_a_logarithm_of_rounds() -> None:
+    latency_only = LinkModel(Wire(1.0, 0.0), Wire(1.0, 0.0), 0.0, 0.0)
+    for p in (2, 3, 4, 5, 8, 13, 16, 32):
+        # On a binomial tree a chunk makes one hop for every binary digit 1 of its way.
+        hops, rounds = max(way.bit_count() for way in range(p)), (p - 1).bit_length()
+        for operation in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.SCATTER):
+            plans = world_of(operation, Algorithm.TREE, p)
+            assert hops <= simulate(plans, NBYTES, latency_only, WHOLE).seconds <= rounds
+        plans = world_of(Operation.BROADCAST, Algorithm.TREE, p)
+        height = p.bit_length()
+        assert hops <= simulate(plans, NBYTES, latency_only, WHOLE).seconds <= height
+
+
+def test_a_pipelined_chain_takes_segments_plus_hops_minus_one() -> None:
+    links = replace(PLAIN, remote=Wire(0.0, BETA))
+    for p, segments in ((2, 10), (5, 10), (9, 100)):
+        plans = world_of(Operation.BROADCAST, Algorithm.RING, p)
+        segment = NBYTES // segments
+        expected = (segments + p - 2) * segment * BETA
+        assert simulate(plans, NBYTES, links, segment).seconds == pytest.approx(expected)
+
+
+def test_a_segmented_double_tree_broadcast_nears_full_bandwidth() -> None:
+    """One binary tree would need 2 n beta: its inner ranks send everything twice."""
+    links = replace(PLAIN, remote=Wire(0.0, BETA))
+    plans = world_of(Operation.BROADCAST, Algorithm.TREE, 15)
+    seconds = simulate(plans, NBYTES, links, NBYTES // 400).seconds
+    assert NBYTES * BETA <= seconds < 1.1 * NBYTES * BETA
+
+
+def test_every_frame_costs_its_fixed_price() -> None:
+    links = LinkModel(Wire(0.0, 0.0), Wire(0.0, 0.0), frame_s=1.0, gamma_s_per_byte=0.0)
+    plans = world_of(Operation.BROADCAST, Algorithm.RING, 2)
+    assert simulate(plans, 1000, links, 100).seconds == 10.0
+    assert simulate(plans, 0, links, 100).seconds == 1.0  # an empty chunk is one empty segment
+
+
+def test_a_slow_pair_slows_the_ring_and_not_the_plan_that_avoids_it() -> None:
+    slow = replace(PLAIN, pairs=((1, 2, Wire(ALPHA, 10 * BETA)),))
+    ring = world_of(Operation.BROADCAST, Algorithm.RING, 4)
+    star = world_of(Operation.BROADCAST, Algorithm.CENTRALIZED, 4)
+    assert simulate(ring, NBYTES, slow).seconds > simulate(ring, NBYTES, PLAIN).seconds
+    assert simulate(star, NBYTES, slow).seconds == simulate(star, NBYTES, PLAIN).seconds
+
+
+def test_hierarchical_pays_where_workers_share_a_wire() -> None:
+    nodes = tuple(rank // 4 for rank in range(16))
+    links = replace(DEFAULT_LINKS, nodes=nodes)
+    hierarchical = world_of(Operation.ALL_REDUCE, Algorithm.HIERARCHICAL, 16, nodes)
+    direct = world_of(Operation.ALL_REDUCE, Algorithm.DIRECT, 16)
+    nbytes = 20_000_000
+    assert (
+        3 * simulate(hierarchical, nbytes, links).seconds < simulate(direct, nbytes, links).seconds
+    )
+    alone = replace(links, shared_wire=False)
+    assert simulate(direct, nbytes, alone).seconds < simulate(direct, nbytes, links).seconds / 2
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_bytes_are_counted_where_they_are_sent(operation: Operation) -> None:
+    nodes = (0, 0, 1, 1, 1)
+    for algorithm in algorithms_for(operation):
+        plans = world_of(operation, algorithm, 5, nodes)
+        sizes = chunk_sizes(plans[0], 1003)
+        expected = [sum(sizes[s.chunk] for s in p.steps if s.action == 0) for p in plans]
+        simulated = simulate(plans, 1003, replace(DEFAULT_LINKS, nodes=nodes), 64)
+        assert simulated.bytes_sent == tuple(expected)
+        assert all(w <= b for w, b in zip(simulated.wire_bytes_sent, expected, strict=True))
+        assert simulated.seconds == max(simulated.rank_seconds)
+
+
+def test_chunks_are_near_equal_and_add_up() -> None:
+    ring = make_plan(Operation.ALL_REDUCE, Algorithm.RING, 4, 0)
+    assert chunk_sizes(ring, 10) == [3, 3, 2, 2]
+    exchange = make_plan(Operation.ALL_TO_ALL, Algorithm.DIRECT, 3, 0)
+    assert chunk_sizes(exchange, 7) == [3, 2, 2] * 3
+    barrier = make_plan(Operation.BARRIER, Algorithm.DIRECT, 3, 0)
+    assert chunk_sizes(barrier, 7) == [0, 0, 0]
+
+
+def test_one_rank_tells_all_where_all_do_the_same() -> None:
+    for algorithm in (Algorithm.RING, Algorithm.DIRECT):
+        plans = world_of(Operation.ALL_REDUCE, algorithm, 8)
+        whole = simulate(plans, 8_000_000, DEFAULT_LINKS, 1 << 18).seconds
+        assert simulate_rotated(plans[:1], 8_000_000, DEFAULT_LINKS, 1 << 18) == pytest.approx(
+            whole
+        )
+        links = replace(DEFAULT_LINKS, nodes=(0, 0, 1, 1, 2, 2, 3, 3))
+        whole = simulate(plans, 8_000_000, links, 1 << 18).seconds
+        assert simulate_rotated(plans[:2], 8_000_000, links, 1 << 18) == pytest.approx(whole)
+
+
+def test_a_thousand_ranks_are_no_obstacle() -> None:
+    """Trees need a few rounds, chains a thousand hops; both fit the closed form's order."""
+    links = replace(PLAIN, gamma_s_per_byte=0.0)
+    tree = simulate(world_of(Operation.BROADCAST, Algorithm.TREE, 1000), 0, links)
+    assert tree.seconds <= 11 * ALPHA
+    chain = simulate(world_of(Operation.BROADCAST, Algorithm.RING, 1000), 0, links)
+    assert chain.seconds == pytest.approx(999 * ALPHA)
+
+
+def test_impossible_questions_are_refused() -> None:
+    plans = world_of(Operation.ALL_REDUCE, Algorithm.RING, 3)
+    with pytest.raises(ValueError, match="-1 bytes"):
+        simulate(plans, -1, PLAIN)
+    with pytest.raises(ValueError, match="segments of 0"):
+        simulate(plans, 1, PLAIN, 0)
+    with pytest.raises(ValueError, match="nodes names 2 ranks in a world of 3"):
+        simulate(plans, 1, replace(PLAIN, nodes=(0, 1)))
+
+
+def test_plans_that_never_finish_are_not_given_a_time() -> None:
+    plans = world_of(Operation.ALL_REDUCE, Algorithm.CENTRALIZED, 2)
+    stuck = [plans[0], replace(plans[1], steps=tuple(reversed(plans[1].steps)))]
+    with pytest.raises(AssertionError, match="never finish"):
+        simulate(stuck, 1, PLAIN)
