@@ -81,16 +81,19 @@ class Journal:
         return None
 
     def lost(self, worker: str, cause: str, now: float) -> None:
-        """A member is out. Several before the next committed step are one recovery."""
+        """A member is out (or, if ``worker`` is empty, a group ended with nobody to blame).
+        Several before the next committed step are one recovery."""
         recovery = self.open_recovery
+        who = (worker,) if worker else ()
         if recovery is None:
-            self.recoveries.append(Recovery((worker,), cause, now))
+            self.recoveries.append(Recovery(who, cause, now))
             self._interrupted = -1
         else:
-            recovery.workers += (worker,)
+            recovery.workers += who
             recovery.cause += f"; {cause}"
             recovery.reformed_s = None
-        self.workers[worker].samples_per_s = None
+        if worker:
+            self.workers[worker].samples_per_s = None
 
     def interrupted(self, step: int) -> None:
         """A worker said in which step its group ended."""

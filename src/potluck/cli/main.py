@@ -1,0 +1,48 @@
+"""The command ``potluck``."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from potluck.cli.run import run
+from potluck.cli.status import status
+
+app = typer.Typer(
+    name="potluck",
+    help="Train on the machines you already own.",
+    epilog="Begin with: potluck run --workers 4 train.py",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(
+    context_settings={"allow_interspersed_args": False},
+    epilog=(
+        "Examples:\n\n"
+        "potluck run train.py\n\n"
+        "potluck run --workers 4 train.py --epochs 3 --lr 0.1\n\n"
+        'potluck run --workers 4 --chaos "kill rank 2 at step 60" train.py'
+    ),
+)(run)
+app.command(epilog="Examples:\n\npotluck status\n\npotluck status --json")(status)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"potluck {version('potluck')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Train on the machines you already own."""

@@ -1,0 +1,96 @@
+"""``potluck run``: train with several workers, watch them, survive the loss of some."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from potluck.errors import PotluckError
+
+
+def run(
+    script: Annotated[
+        Path, typer.Argument(help="The Python script that every worker runs.", show_default=False)
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ARGS]...", help="Everything after SCRIPT is the script's.", show_default=False
+        ),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", help="How many workers to start on this machine.")
+    ] = 1,
+    max_restarts: Annotated[
+        int,
+        typer.Option(help="How often a worker that was killed by a signal is started again."),
+    ] = 3,
+    peer_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds an operation waits for a silent worker (default 30).", show_default=False
+        ),
+    ] = None,
+    chaos: Annotated[
+        str,
+        typer.Option(
+            help="Faults to inject, for real: 'kill rank 2 at step 60', "
+            "'stop rank 1 at step 20 for 5 s', several with ';' between.",
+            show_default=False,
+        ),
+    ] = "",
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write the summary to this file, as JSON.", show_default=False),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Lines instead of the live table, also on a terminal.")
+    ] = False,
+) -> None:
+    """Run SCRIPT in several worker processes that train together.
+
+    Each line a worker writes is shown with the worker's number in front. A worker that is killed
+    is left behind by the others within a step, started again, and taken back in. Ctrl-C is passed
+    on to all workers; a second Ctrl-C kills them.
+
+    The exit code is that of the first worker whose own code failed; 0 if all went well.
+    """
+    from potluck.cli.report import print_summary
+    from potluck.cli.views import watcher_for
+    from potluck.launch.chaos import parse_chaos
+    from potluck.launch.job import Options, run_job
+    from potluck.settings import load_settings
+
+    try:
+        options = Options(
+            script=script,
+            arguments=tuple(arguments or ()),
+            num_workers=workers,
+            max_restarts=max_restarts,
+            chaos=parse_chaos(chaos),
+        )
+        options.check()
+        _check_json(json)
+        settings = load_settings(peer_timeout_s=peer_timeout)
+        summary = run_job(options, settings, watcher_for(sys.stdout, plain=plain))
+    except PotluckError as error:
+        typer.echo(f"potluck: {error}", err=True)
+        raise typer.Exit(2) from None
+    print_summary(summary)
+    if json is not None:
+        import msgspec
+
+        text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+        json.write_bytes(text + b"\n")
+    raise typer.Exit(summary.exit_code)
+
+
+def _check_json(path: Path | None) -> None:
+    """Better before the training than after it."""
+    from potluck.errors import ConfigurationError
+
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"--json {path}: there is no directory {path.absolute().parent}")

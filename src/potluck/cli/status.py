@@ -1,0 +1,130 @@
+"""``potluck status``: which jobs run on this machine, and how they are doing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from potluck.errors import PotluckError
+
+if TYPE_CHECKING:
+    from potluck.cluster.runfile import RunRecord
+    from potluck.settings import Settings
+    from potluck.transport.credentials import Credentials
+    from potluck.wire.control import StatusReply
+
+SCHEMA_VERSION = 1
+_ANSWER_S = 3.0
+
+
+def status(
+    json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Show the jobs that run on this machine: workers, devices, speed, steps, events.
+
+    With --json: {"version": 1, "jobs": [...]}; each job has job, node, pid, script, started (Unix
+    time), epoch, step, loss, events, and workers with worker, rank (-1: not in the group now),
+    phase, pid, restarts, device, step, samples_per_s. Fields may be added, none will change.
+    """
+    from potluck.settings import load_settings
+
+    try:
+        settings = load_settings()
+        jobs, silent = asyncio.run(_ask(settings))
+    except PotluckError as error:
+        typer.echo(f"potluck: {error}", err=True)
+        raise typer.Exit(2) from None
+    for reason in silent:
+        typer.echo(f"potluck: {reason}", err=True)
+    if json:
+        import msgspec
+
+        text = msgspec.json.encode({"version": SCHEMA_VERSION, "jobs": jobs})
+        typer.echo(msgspec.json.format(text, indent=2).decode())
+    elif jobs:
+        _show(jobs)
+    else:
+        typer.echo("No job runs here. Start one with: potluck run --workers 4 train.py")
+
+
+async def _ask(settings: Settings) -> tuple[list[StatusReply], list[str]]:
+    """What each running agent of this home answers, and who did not."""
+    from potluck.cluster.credentials import load_credentials
+    from potluck.cluster.runfile import running_agents
+
+    records = running_agents(settings.home)
+    if not records:
+        return [], []
+    credentials = load_credentials(settings)
+    answers = await asyncio.gather(
+        *(_ask_one(record, credentials) for record in records), return_exceptions=True
+    )
+    jobs, silent = [], []
+    for record, answer in zip(records, answers, strict=True):
+        if isinstance(answer, PotluckError | TimeoutError | OSError):
+            why = str(answer) or "it did not answer in time"
+            silent.append(f"the agent of {record.job} (process {record.pid}): {why}")
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            jobs.append(answer)
+    return jobs, silent
+
+
+async def _ask_one(record: RunRecord, credentials: Credentials) -> StatusReply:
+    from potluck.cluster.links import ControlLink
+    from potluck.errors import ProtocolError
+    from potluck.transport import aio
+    from potluck.wire import control
+    from potluck.wire.messages import Hello
+
+    hello = Hello(kind="control", namespace=credentials.namespace, job=record.job)
+    async with asyncio.timeout(_ANSWER_S):
+        reader, writer, _ = await aio.connect(record.host, record.port, hello, credentials)
+        link = ControlLink(reader, writer, control.decode_from_agent)
+        try:
+            link.send(control.StatusRequest())
+            answer = await link.receive()
+        finally:
+            await link.close()
+    if not isinstance(answer, control.StatusReply):
+        raise ProtocolError(f"it answered with {type(answer).__name__}")
+    return answer
+
+
+def _show(jobs: list[StatusReply]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from potluck.cli.views import duration, number
+
+    console = Console()
+    for job in jobs:
+        loss = "-" if job.loss is None or math.isnan(job.loss) else f"{job.loss:.4f}"
+        table = Table(
+            title=f"{Path(job.script).name} · {job.job} · process {job.pid} · "
+            f"{duration(time.time() - job.started)}",
+            caption=f"epoch {job.epoch} · step {max(job.step, 0)} · loss {loss}",
+            title_justify="left",
+            caption_justify="left",
+        )
+        for title in ("worker", "rank", "state", "device", "samples/s", "step", "restarts"):
+            table.add_column(title, justify="left" if title in ("state", "device") else "right")
+        for worker in job.workers:
+            table.add_row(
+                worker.worker,
+                str(worker.rank) if worker.rank >= 0 else "-",
+                worker.phase,
+                worker.device or "-",
+                number(worker.samples_per_s),
+                str(worker.step) if worker.step >= 0 else "-",
+                str(worker.restarts),
+            )
+        console.print(table)
+        for event in job.events[-5:]:
+            console.print(f"  {event}", markup=False, highlight=False)

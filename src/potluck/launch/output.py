@@ -1,0 +1,77 @@
+"""Lines out of a worker's pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+MAX_LINE = 64 * 1024
+_READ = 64 * 1024
+
+
+class LineSplitter:
+    """Bytes in, lines out. A carriage return ends a line as well (progress bars), and so does
+    ``MAX_LINE``. Bytes that are not UTF-8 become U+FFFD."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that are whole now, without their ends."""
+        text = (self._rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if data.endswith(b"\r"):  # its line feed may follow
+            text = text[:-1]
+            *lines, last = text.split(b"\n")
+            self._rest = last + b"\r"
+        else:
+            *lines, self._rest = text.split(b"\n")
+        while len(self._rest) > MAX_LINE:
+            lines.append(self._rest[:MAX_LINE])
+            self._rest = self._rest[MAX_LINE:]
+        return [piece for line in lines for piece in _pieces(line)]
+
+    def finish(self) -> list[str]:
+        """What is left after the last line end."""
+        rest, self._rest = self._rest.rstrip(b"\r"), b""
+        return _pieces(rest) if rest else []
+
+
+def _pieces(line: bytes) -> list[str]:
+    """A line cut to the permitted length."""
+    starts = range(0, max(len(line), 1), MAX_LINE)
+    return [line[start : start + MAX_LINE].decode(errors="replace") for start in starts]
+
+
+class PipeReader:
+    """Reads one pipe of a worker into ``sink``, line by line, from the event loop."""
+
+    def __init__(
+        self, descriptor: int, loop: asyncio.AbstractEventLoop, sink: Callable[[str], None]
+    ) -> None:
+        self._descriptor = descriptor
+        self._loop = loop
+        self._sink = sink
+        self._splitter = LineSplitter()
+        self.ended = asyncio.Event()
+        os.set_blocking(descriptor, False)
+        loop.add_reader(descriptor, self._read)
+
+    def _read(self) -> None:
+        try:
+            data = os.read(self._descriptor, _READ)
+        except BlockingIOError:
+            return
+        if not data:
+            self.close()
+            return
+        for line in self._splitter.feed(data):
+            self._sink(line)
+
+    def close(self) -> None:
+        """Stop reading. Idempotent."""
+        if not self.ended.is_set():
+            self._loop.remove_reader(self._descriptor)
+            for line in self._splitter.finish():
+                self._sink(line)
+            self.ended.set()

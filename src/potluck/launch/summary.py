@@ -1,0 +1,163 @@
+"""How a job ended: what the workers reported, what was survived, and whether all is well. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from potluck.cluster.journal import Journal
+from potluck.cluster.membership import name_exit
+from potluck.cluster.roster import State
+from potluck.wire.control import Fact
+
+HASH = "parameter_hash"
+_COMMITTED = "committed_steps"
+_AGAIN = "steps_run_again"
+_TOLD_ELSEWHERE = {HASH, _COMMITTED, _AGAIN, "recoveries"}
+
+_PIP_NAMES = {"sklearn": "scikit-learn", "cv2": "opencv-python", "PIL": "pillow", "yaml": "pyyaml"}
+
+
+class WorkerSummary(msgspec.Struct, frozen=True):
+    """``exit`` is None for a worker that never ran to an end; ``finished``: it said it was done."""
+
+    worker: str
+    finished: bool
+    exit: int | None
+    restarts: int
+    parameter_hash: str | None
+    facts: dict[str, Fact]
+
+
+class RecoverySummary(msgspec.Struct, frozen=True):
+    """Seconds from the moment the loss was detected; None if it never came to it."""
+
+    workers: tuple[str, ...]
+    cause: str
+    reformed_s: float | None
+    recovered_s: float | None
+    step: int | None
+    run_again: bool
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What ``potluck run --json`` writes. ``version`` rises when a field changes its meaning.
+
+    ``hashes_equal`` is None when no worker reported a parameter hash. ``problems`` are sentences;
+    ``exit_code`` is 0 exactly if there are none.
+    """
+
+    job: str
+    script: str
+    exit_code: int
+    seconds: float
+    committed_steps: int
+    steps_run_again: int
+    facts: dict[str, Fact]
+    hashes_equal: bool | None
+    workers: tuple[WorkerSummary, ...]
+    recoveries: tuple[RecoverySummary, ...]
+    problems: tuple[str, ...]
+    events: tuple[str, ...]
+    version: int = 1
+
+
+def summarize(
+    *,
+    job: str,
+    script: str,
+    state: State,
+    journal: Journal,
+    exit_codes: Mapping[str, int],
+    unfired: Sequence[str],
+    last_words: Mapping[str, Sequence[str]],
+    python: str,
+    now: float,
+) -> Summary:
+    """The summary of a job that is over. ``unfired`` are ordered faults that never happened,
+    ``last_words`` the last lines of each worker's stderr."""
+    workers = tuple(
+        WorkerSummary(
+            worker=worker.name,
+            finished=worker.finished,
+            exit=exit_codes.get(worker.name),
+            restarts=worker.restarts,
+            parameter_hash=_text(journal.workers[worker.name].facts.get(HASH)),
+            facts=dict(journal.workers[worker.name].facts),
+        )
+        for worker in state.workers
+    )
+    hashes = {w.parameter_hash for w in workers if w.finished and w.parameter_hash is not None}
+    problems = list(_failures(state, last_words, python))
+    if len(hashes) > 1:
+        problems.append("the workers ended with different parameters")
+    problems += [f"the fault {fault!r} never happened" for fault in unfired]
+    return Summary(
+        job=job,
+        script=script,
+        exit_code=state.exit_code or (1 if problems else 0),
+        seconds=now - journal.began,
+        committed_steps=max([journal.step, 0, *_numbers(workers, _COMMITTED)]),
+        steps_run_again=max([0, *_numbers(workers, _AGAIN)]),
+        facts=_common_facts(workers),
+        hashes_equal=len(hashes) == 1 if hashes else None,
+        workers=workers,
+        recoveries=tuple(
+            RecoverySummary(r.workers, r.cause, r.reformed_s, r.recovered_s, r.step, r.run_again)
+            for r in journal.recoveries
+        ),
+        problems=tuple(problems),
+        events=tuple(f"{note.at:.1f} s: {note.text}" for note in journal.notes),
+    )
+
+
+def explain(lines: Sequence[str], python: str) -> str | None:
+    """What the end of a traceback means, in one sentence with what to do; None if unknown."""
+    for line in reversed(lines):
+        missing = re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", line)
+        if missing is not None:
+            module = missing[1].split(".")[0]
+            package = _PIP_NAMES.get(module, module)
+            return (
+                f"the script needs the Python package {module!r}, which is not installed for "
+                f"{python}: {python} -m pip install {package}"
+            )
+        told = re.match(r"potluck\.errors\.\w+: (.+)", line)
+        if told is not None:
+            return told[1]
+    return None
+
+
+def _failures(state: State, last_words: Mapping[str, Sequence[str]], python: str) -> Sequence[str]:
+    if state.interrupted:
+        return [state.stopping]
+    failure = state.failure
+    if failure is None:
+        return []
+    said = explain(last_words.get(failure.worker, ()), python)
+    text = failure.text
+    if failure.code is not None and "exited" not in text and "killed" not in text:
+        code = failure.code if failure.code <= 128 else 128 - failure.code
+        text += f" ({name_exit(code)})"
+    return [text if said is None or said in text else f"{text}: {said}"]
+
+
+def _common_facts(workers: Sequence[WorkerSummary]) -> dict[str, Fact]:
+    """One value of each fact: the one of the first worker that has finished and reported it."""
+    facts: dict[str, Fact] = {}
+    for worker in sorted(workers, key=lambda each: not each.finished):
+        for name, value in worker.facts.items():
+            if name not in _TOLD_ELSEWHERE:
+                facts.setdefault(name, value)
+    return facts
+
+
+def _numbers(workers: Sequence[WorkerSummary], name: str) -> list[int]:
+    values = (worker.facts.get(name) for worker in workers)
+    return [int(value) for value in values if isinstance(value, int | float)]
+
+
+def _text(value: Fact | None) -> str | None:
+    return None if value is None else str(value)
