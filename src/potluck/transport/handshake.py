@@ -24,7 +24,7 @@ import msgspec
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, SecurityError
 from potluck.transport.credentials import Credentials, node_id_of_certificate
 from potluck.transport.failures import translated
-from potluck.transport.tcp import TcpLink, tune
+from potluck.transport.tcp import TcpLink, secured, tune
 from potluck.transport.window import NUM_SLOTS, SLOT_BYTES, offer_window
 from potluck.wire.messages import (
     PREFIX_BYTES,
@@ -127,9 +127,7 @@ def _connect_once(
     offered = None
     welcome = None
     try:
-        sock = tls = credentials.client_context.wrap_socket(
-            sock, do_handshake_on_connect=False, suppress_ragged_eofs=False
-        )
+        sock = tls = secured(sock, credentials.client_context)
         drive(tls_handshake(tls), tls, limit, "setting up TLS", peer, cancelled)
         node = node_id_of_certificate(tls.getpeercert(binary_form=True))
         peer = f"{peer} (node {node[:12]})"
@@ -142,7 +140,7 @@ def _connect_once(
             read_greeting(tls), tls, patience.deadline, "waiting for WELCOME", peer, cancelled
         )
         welcome = welcomed(answer, peer)
-    except OSError as error:  # from wrap_socket: the peer was gone already
+    except OSError as error:  # from secured: the peer is gone already
         sock.close()
         raise translated(error, peer, "setting up TLS") from error
     except BaseException:

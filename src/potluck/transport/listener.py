@@ -27,7 +27,7 @@ from potluck.transport.credentials import Credentials
 from potluck.transport.failures import translated
 from potluck.transport.handshake import Steps, drive, objection, receive_hello, write_all
 from potluck.transport.rate import RateLimitedLog
-from potluck.transport.tcp import TcpLink, tune
+from potluck.transport.tcp import TcpLink, secured, tune
 from potluck.transport.window import map_window
 from potluck.wire.messages import Hello, Refusal, Welcome, encode_greeting
 
@@ -126,6 +126,7 @@ class Listener:
             self._wake.send(b"x")
             self._thread.join()
             self._wake.close()
+            self._woken.close()
         deadline = time.monotonic() + self.admit_timeout_s
         for thread in answering:
             if thread is not threading.current_thread():
@@ -144,7 +145,6 @@ class Listener:
                 self._drop(stranger)
             self._selector.close()
             self._socket.close()
-            self._woken.close()
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -181,12 +181,7 @@ class Listener:
         try:
             sock.setblocking(False)
             tune(sock)
-            tls = self._credentials.server_context.wrap_socket(
-                sock,
-                server_side=True,
-                do_handshake_on_connect=False,
-                suppress_ragged_eofs=False,
-            )
+            tls = secured(sock, self._credentials.server_context)
         except OSError as error:
             sock.close()
             self._complain.warning(str(translated(error, peer, "greeting it")))

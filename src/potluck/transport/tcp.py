@@ -123,3 +123,17 @@ class TcpLink:
 def tune(sock: socket.socket) -> None:
     """What every potluck connection sets: small frames must not wait for acknowledgements."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def secured(sock: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+    """``sock`` under TLS, its handshake still to be made; OSError if the peer is gone already.
+
+    Takes ``sock`` over. Its end without TLS's own goodbye is reported, not hidden.
+    """
+    sock.getpeername()  # wrap_socket would lose track of a socket that is reset by now
+    return context.wrap_socket(
+        sock,
+        server_side=context.protocol == ssl.PROTOCOL_TLS_SERVER,
+        do_handshake_on_connect=False,
+        suppress_ragged_eofs=False,
+    )

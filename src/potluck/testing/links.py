@@ -1,0 +1,118 @@
+"""Connected pairs of every kind of link, and a simple blocking way to use one end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from potluck.transport.credentials import Credentials, make_credentials
+from potluck.transport.handshake import connect
+from potluck.transport.inproc import inproc_pair
+from potluck.transport.link import Link
+from potluck.transport.listener import Admission, Listener
+from potluck.transport.tcp import TcpLink
+from potluck.transport.window import NUM_SLOTS, SLOT_BYTES
+from potluck.wire.messages import Hello, Welcome
+
+
+def psk(cluster: str = "ours") -> bytes:
+    """A secret for tests, the same for the same name: no secret at all."""
+    return hashlib.sha256(cluster.encode()).digest()
+
+
+def new_credentials(cluster: str = "ours") -> Credentials:
+    """A new node of a cluster."""
+    return make_credentials(psk(cluster), Ed25519PrivateKey.generate())
+
+
+class Blocking:
+    """One end of a link, used the simple way: each call waits until it is done, or TimeoutError."""
+
+    def __init__(self, link: Link, timeout_s: float = 30.0) -> None:
+        self.link = link
+        self._timeout_s = timeout_s
+        self._woken = threading.Event()
+        link.bind(self._woken.set)
+
+    def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data)
+        while len(view):
+            view = view[self._wait(functools.partial(self.link.send, view), select.POLLOUT) :]
+
+    def receive(self, count: int) -> bytes:
+        data = bytearray(count)
+        view = memoryview(data)
+        while len(view):
+            view = view[self._wait(functools.partial(self.link.recv_into, view), select.POLLIN) :]
+        return bytes(data)
+
+    def _wait(self, attempt: Callable[[], int], event: int) -> int:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            self._woken.clear()
+            if count := attempt():
+                return count
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"nothing moved on {self.link!r} for {self._timeout_s} s")
+            if self.link.fileno() < 0:
+                self._woken.wait(left)
+            else:
+                poll = select.poll()
+                poll.register(self.link.fileno(), event)
+                poll.poll(left * 1000)
+
+
+@contextlib.contextmanager
+def tls_pair(
+    *, window: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES), use_windows: bool = True
+) -> Iterator[tuple[TcpLink, TcpLink]]:
+    """The client's and the server's end of a real connection over loopback.
+
+    The client offers ``window`` (slots, bytes), the server takes it if ``use_windows``.
+    """
+    server = Listener("127.0.0.1", 0, new_credentials(), use_windows=use_windows)
+    delivered: queue.Queue[TcpLink] = queue.Queue()
+    server.serve(lambda hello, node: Admission(Welcome(rank=1), delivered.put))
+    credentials = new_credentials()
+    try:
+        client_end, _ = connect(
+            "127.0.0.1",
+            server.port,
+            Hello("data", credentials.namespace, rank=0, to_rank=1),
+            credentials,
+            deadline=time.monotonic() + 30,
+            window=window,
+        )
+        with contextlib.closing(client_end), contextlib.closing(delivered.get(timeout=30)) as other:
+            server.close()  # links outlive the listener that made them
+            yield client_end, other
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def inproc_ends(capacity: int = 1 << 20) -> Iterator[tuple[Link, Link]]:
+    """Both ends of a link between threads."""
+    a, b = inproc_pair("rank 0", "rank 1", capacity)
+    try:
+        yield a, b
+    finally:
+        a.close()
+        b.close()
+
+
+LINK_KINDS: dict[str, Callable[[], contextlib.AbstractContextManager[tuple[Link, Link]]]] = {
+    "inproc": inproc_ends,
+    "tls": functools.partial(tls_pair, window=None),
+    "tls+window": tls_pair,
+}
+"""Every implementation of Link, for the conformance suite."""

@@ -1,0 +1,75 @@
+"""What only links between threads do: capacity to the byte, wakers, cuts."""
+
+from __future__ import annotations
+
+import pytest
+
+from potluck.errors import LinkError
+from potluck.transport.inproc import inproc_pair
+
+
+def test_a_pipe_holds_its_capacity_and_not_a_byte_more() -> None:
+    a, b = inproc_pair("a", "b", capacity=10)
+    assert a.send(memoryview(b"0123456")) == 7
+    assert a.send(memoryview(b"789abc")) == 3
+    assert a.send(memoryview(b"abc")) == 0
+    buffer = bytearray(4)
+    assert b.recv_into(memoryview(buffer)) == 4
+    assert a.send(memoryview(b"abcdef")) == 4  # round the end of the ring
+    rest = bytearray(20)
+    assert b.recv_into(memoryview(rest)) == 10
+    assert buffer + rest[:10] == b"0123456789abcd"
+
+
+def test_a_pipe_without_room_is_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        inproc_pair("a", "b", capacity=0)
+
+
+def test_each_end_names_the_other_and_has_no_descriptor() -> None:
+    a, b = inproc_pair("rank 0", "rank 1")
+    assert (a.peer, b.peer) == ("rank 1", "rank 0")
+    assert (a.fileno(), b.fileno()) == (-1, -1)
+    assert a.window is None
+
+
+def test_wakers_hear_of_bytes_of_room_and_of_the_end() -> None:
+    a, b = inproc_pair("a", "b", capacity=4)
+    heard: list[str] = []
+    a.bind(lambda: heard.append("a"))
+    b.bind(lambda: heard.append("b"))
+    assert heard == []
+    a.send(memoryview(b"12345678"))
+    assert heard == ["b"]
+    b.recv_into(memoryview(bytearray(2)))
+    assert heard == ["b", "a"]
+    b.recv_into(memoryview(bytearray(2)))
+    b.recv_into(memoryview(bytearray(2)))  # nothing there: nothing to tell
+    assert heard == ["b", "a", "a"]
+    a.close()
+    assert heard == ["b", "a", "a", "b"]
+
+
+def test_a_waker_bound_after_the_bytes_came_is_called_at_once() -> None:
+    a, b = inproc_pair("a", "b")
+    a.send(memoryview(b"x"))
+    heard: list[str] = []
+    b.bind(lambda: heard.append("b"))
+    assert heard == ["b"]
+
+
+def test_a_cut_ends_both_sides_and_loses_what_was_on_the_way() -> None:
+    a, b = inproc_pair("a", "b")
+    heard: list[str] = []
+    a.bind(lambda: heard.append("a"))
+    b.bind(lambda: heard.append("b"))
+    a.send(memoryview(b"lost"))
+    heard.clear()
+    a.sever()
+    assert sorted(heard) == ["a", "b"]
+    for end, peer in ((a, "b"), (b, "a")):
+        assert end.readable
+        with pytest.raises(LinkError, match=f"link to {peer} was cut"):
+            end.recv_into(memoryview(bytearray(4)))
+        with pytest.raises(LinkError, match="was cut"):
+            end.send(memoryview(b"x"))

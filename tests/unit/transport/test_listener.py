@@ -1,0 +1,619 @@
+"""Who gets through the door, who does not, and what it costs: real sockets, real TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import random
+import select
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from potluck.errors import (
+    ConfigurationError,
+    LinkError,
+    PotluckError,
+    ProtocolError,
+    Refused,
+    WrongSecret,
+)
+from potluck.testing.links import Blocking, new_credentials
+from potluck.testing.proxy import RecordingProxy
+from potluck.transport.credentials import Credentials
+from potluck.transport.handshake import connect, drive, read_greeting, tls_handshake
+from potluck.transport.listener import Admission, Listener
+from potluck.transport.tcp import TcpLink
+from potluck.wire.messages import Hello, Refusal, Welcome, encode_greeting
+
+MARKER = b"these are the parameters of my model"
+# What `python -c 'import pickle, os; pickle.dumps(os.system)'` style attacks look like.
+PICKLE = b"\x80\x04\x95\x1e\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."
+JUNK = {
+    "nothing": b"",
+    "truncated TLS": b"\x16\x03\x01\x02",
+    "a length of 4 GiB": struct.pack("<I", 0xFFFFFFFF) + b"x" * 100,
+    "a TLS record longer than any": b"\x16\x03\x01\xff\xff" + b"x" * 70_000,
+    "random": random.Random(1).randbytes(100_000),
+    "pickle": PICKLE,
+    "HTTP": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "zeros": bytes(100_000),
+}
+
+
+class Door:
+    """A listener that welcomes everybody and counts."""
+
+    def __init__(self, **options: float) -> None:
+        self.credentials = new_credentials()
+        self.listener = Listener("127.0.0.1", 0, self.credentials, **options)  # type: ignore[arg-type]
+        self.links: queue.Queue[TcpLink] = queue.Queue()
+        self.asked: list[Hello] = []
+        self.answer: Welcome | Refusal = Welcome(rank=1)
+        self.listener.serve(self.admit)
+
+    @property
+    def port(self) -> int:
+        return self.listener.port
+
+    def admit(self, hello: Hello, node: str) -> Admission:
+        self.asked.append(hello)
+        return Admission(self.answer, self.links.put)
+
+    def close(self) -> None:
+        self.listener.close()
+        while not self.links.empty():
+            self.links.get().close()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with contextlib.closing(Door()) as door:
+        yield door
+
+
+def call(
+    port: int,
+    credentials: Credentials | None = None,
+    *,
+    timeout_s: float = 30.0,
+    max_retries: int = 0,
+    **hello: object,
+) -> TcpLink:
+    credentials = credentials or new_credentials()
+    said = Hello(**{"kind": "data", "namespace": credentials.namespace} | hello)  # type: ignore[arg-type]
+    link, _ = connect(
+        "127.0.0.1",
+        port,
+        said,
+        credentials,
+        deadline=time.monotonic() + timeout_s,
+        max_retries=max_retries,
+    )
+    return link
+
+
+def assert_a_good_peer_gets_through(door: Door) -> None:
+    with contextlib.closing(call(door.port)) as link:
+        Blocking(link).send_all(b"ping")
+        with contextlib.closing(door.links.get(timeout=30)) as other:
+            assert Blocking(other).receive(4) == b"ping"
+
+
+def raw(port: int) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.settimeout(30)
+    return sock
+
+
+def read_to_end(sock: socket.socket) -> bytes:
+    """Everything until the other side ends the connection, with whatever kind of end."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while some := sock.recv(65536):
+            data += some
+    return data
+
+
+def trusting_context(credentials: Credentials) -> ssl.SSLContext:
+    """A client that shows ``credentials`` but accepts whatever the server shows: an attacker's."""
+    context = credentials.client_context
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+# -- the right secret
+
+
+def test_peers_of_one_cluster_learn_each_others_identity(door: Door) -> None:
+    mine = new_credentials()
+    link = call(door.port, mine)
+    with contextlib.closing(link), contextlib.closing(door.links.get(timeout=30)) as other:
+        assert link.peer_node == door.credentials.node_id
+        assert other.peer_node == mine.node_id
+        assert f"127.0.0.1:{door.port}" in link.peer
+
+
+def test_admit_sees_who_calls_and_its_word_reaches_the_caller(door: Door) -> None:
+    door.answer = Refusal("epoch", "this group is in epoch 7, not 6")
+    with pytest.raises(Refused, match="this group is in epoch 7, not 6") as caught:
+        call(door.port, epoch=6, rank=2, to_rank=0, job="j")
+    assert caught.value.code == "epoch"
+    assert f"127.0.0.1:{door.port}" in str(caught.value)
+    (hello,) = door.asked
+    assert (hello.epoch, hello.rank, hello.to_rank, hello.job) == (6, 2, 0, "j")
+    assert door.links.empty()
+
+
+def test_serve_replaces_who_decides(door: Door) -> None:
+    door.listener.serve(lambda hello, node: Admission(Refusal("rank", "not this time")))
+    with pytest.raises(Refused, match="not this time"):
+        call(door.port)
+    door.listener.serve(door.admit)
+    assert_a_good_peer_gets_through(door)
+
+
+def test_an_admit_that_raises_is_a_refusal_and_a_log_entry(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(hello: Hello, node: str) -> Admission:
+        raise RuntimeError("a bug")
+
+    door.listener.serve(broken)
+    with pytest.raises(Refused, match="see its log"):
+        call(door.port)
+    assert "a bug" in caplog.text
+
+
+def test_what_the_client_sends_right_after_welcome_is_not_lost(door: Door) -> None:
+    with contextlib.closing(call(door.port)) as link:
+        Blocking(link).send_all(b"z" * 100_000)
+        with contextlib.closing(door.links.get(timeout=30)) as other:
+            assert Blocking(other).receive(100_000) == b"z" * 100_000
+
+
+# -- the wrong secret
+
+
+HANDSHAKE, ALERT, ENCRYPTED = 22, 21, 23
+
+
+def tls_records(data: bytes | bytearray) -> list[tuple[int, int]]:
+    """(type, length) of each TLS record in a stream of whole ones, without ChangeCipherSpec."""
+    records = []
+    while data:
+        kind, _, length = struct.unpack(">BHH", data[:5])
+        if kind != 20:
+            records.append((kind, length))
+        data = data[5 + length :]
+    return records
+
+
+ALERT_BYTES = 2 + 1 + 16  # level and description, inner type, authentication tag
+
+
+def test_a_server_with_another_secret_gets_nothing_but_an_alert(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RecordingProxy("127.0.0.1", door.port) as proxy:
+        with pytest.raises(WrongSecret, match="another cluster secret"):
+            call(proxy.port, new_credentials("another"), worker=MARKER.decode())
+        wait_for(lambda: "another cluster secret" in caplog.text)
+    kinds = [kind for kind, _ in tls_records(proxy.recordings[0].to_server)]
+    assert kinds == [HANDSHAKE, ALERT], "a ClientHello, then the alert: no payload"
+    assert door.asked == []
+    assert_a_good_peer_gets_through(door)
+
+
+def test_a_client_with_another_secret_that_trusts_anybody_is_refused_unheard(door: Door) -> None:
+    intruder = new_credentials("another")
+    context = trusting_context(intruder)
+    with (
+        RecordingProxy("127.0.0.1", door.port) as proxy,
+        context.wrap_socket(raw(proxy.port)) as tls,
+    ):
+        # TLS 1.3: this side is done before the server has looked at its certificate.
+        tls.sendall(encode_greeting(Hello("data", door.credentials.namespace)))
+        with pytest.raises(ssl.SSLError, match="UNKNOWN_CA"):
+            tls.recv(1)
+    assert door.asked == []
+    # ServerHello, five encrypted handshake messages (extensions, request, certificate, proof,
+    # finished), then the alert: no Welcome, no Refusal.
+    records = tls_records(proxy.recordings[0].to_client)
+    assert [kind for kind, _ in records] == [HANDSHAKE, *[ENCRYPTED] * 6]
+    assert records[-1] == (ENCRYPTED, ALERT_BYTES)
+    assert_a_good_peer_gets_through(door)
+
+
+def test_the_refused_client_hears_why_even_if_it_went_on_talking(door: Door) -> None:
+    tls = trusting_context(new_credentials("another")).wrap_socket(raw(door.port))
+    with tls:
+        deadline = time.monotonic() + 30
+        with pytest.raises(WrongSecret, match="refused this node's certificate"):
+            drive(talk_then_listen(tls), tls, deadline, "waiting for WELCOME", "the door")
+
+
+def talk_then_listen(tls: ssl.SSLSocket) -> Iterator[int]:
+    tls.sendall(bytes(50_000))
+    tls.setblocking(False)
+    return read_greeting(tls)
+
+
+def test_a_client_without_a_certificate_is_refused(door: Door) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    tls = context.wrap_socket(raw(door.port))
+    with tls, pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
+        tls.recv(1)
+    assert door.asked == []
+
+
+def test_tls_1_2_is_refused(door: Door) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with raw(door.port) as sock, pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+        context.wrap_socket(sock)
+    assert door.asked == []
+
+
+def test_the_bytes_of_a_good_peer_replayed_are_worth_nothing(door: Door) -> None:
+    with RecordingProxy("127.0.0.1", door.port) as proxy:
+        link = call(proxy.port)
+        Blocking(link).send_all(MARKER)
+        with contextlib.closing(door.links.get(timeout=30)) as other:
+            assert Blocking(other).receive(len(MARKER)) == MARKER
+        link.close()
+    assert len(door.asked) == 1
+    with raw(door.port) as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(proxy.recordings[0].to_server)
+            sock.shutdown(socket.SHUT_WR)
+        read_to_end(sock)
+    assert_a_good_peer_gets_through(door)
+    assert len(door.asked) == 2, "the replay must not have reached admit"
+
+
+def test_nothing_readable_crosses_the_wire(door: Door) -> None:
+    mine = new_credentials()
+    with RecordingProxy("127.0.0.1", door.port) as proxy:
+        link = call(proxy.port, mine, worker=MARKER.decode())
+        with contextlib.closing(door.links.get(timeout=30)) as other:
+            Blocking(link).send_all(MARKER * 1000)
+            Blocking(other).send_all(MARKER)
+            assert Blocking(other).receive(1000 * len(MARKER)) == MARKER * 1000
+            assert Blocking(link).receive(len(MARKER)) == MARKER
+        link.close()
+    (recording,) = proxy.recordings
+    wire = bytes(recording.to_server + recording.to_client)
+    assert len(recording.to_server) > 1000 * len(MARKER)
+    for secret in (MARKER, mine.namespace.encode(), mine.node_id[:16].encode()):
+        assert secret not in wire
+
+
+# -- junk
+
+
+@pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK)
+def test_junk_on_the_port_ends_its_connection_and_disturbs_nobody(junk: bytes, door: Door) -> None:
+    with raw(door.port) as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(junk)
+            assert_a_good_peer_gets_through(door)  # while the junk is still connected
+            sock.shutdown(socket.SHUT_WR)
+        assert MARKER not in read_to_end(sock)
+    assert_a_good_peer_gets_through(door)
+    assert len(door.asked) == 2
+
+
+@pytest.mark.parametrize(
+    "junk",
+    {
+        "a length of 4 GiB": struct.pack("<I", 0xFFFFFFFF) + b"x" * 1000,
+        "a length of nothing": bytes(4),
+        "pickle": struct.pack("<I", len(PICKLE)) + PICKLE,
+        "random": struct.pack("<I", 1000) + random.Random(2).randbytes(1000),
+        "a welcome": encode_greeting(Welcome()),
+        "cut short": struct.pack("<I", 1000) + b"x",
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_junk_under_tls_ends_its_connection_and_disturbs_nobody(
+    junk: tuple[str, bytes], door: Door
+) -> None:
+    with new_credentials().client_context.wrap_socket(raw(door.port)) as tls:
+        tls.sendall(junk[1])
+        socket.socket.shutdown(tls, socket.SHUT_WR)
+        with contextlib.suppress(ssl.SSLError, ConnectionError):  # an end or an alert
+            assert tls.recv(100) == b""
+    assert door.asked == []
+    assert_a_good_peer_gets_through(door)
+
+
+def test_a_crowd_of_bad_callers_is_worth_one_log_line_a_second(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    begin = time.monotonic()
+    for _ in range(100):
+        with raw(door.port) as sock:
+            sock.sendall(JUNK["HTTP"])
+            read_to_end(sock)
+    seconds = time.monotonic() - begin
+    lines = [record for record in caplog.records if record.name == "potluck.transport.listener"]
+    assert 1 <= len(lines) <= seconds + 1
+
+
+# -- callers that do not speak
+
+
+def test_five_hundred_idle_connections_do_not_keep_a_peer_out(door: Door) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(500):
+            stack.enter_context(raw(door.port))
+        assert_a_good_peer_gets_through(door)
+
+
+def test_a_caller_that_drips_its_bytes_has_no_more_time_than_one_that_is_silent() -> None:
+    with contextlib.closing(Door(hello_timeout_s=0.3)) as door, raw(door.port) as sock:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = new_credentials().client_context.wrap_bio(incoming, outgoing)
+        with pytest.raises(ssl.SSLWantReadError):
+            tls.do_handshake()
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        sent = 0
+        for byte in outgoing.read():
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(bytes([byte]))
+            sent += 1
+            if poll.poll(20):  # the end of the connection, else the pause between two drips
+                break
+        assert read_to_end(sock) == b""
+        assert sent < 200
+        assert door.asked == []
+
+
+def test_a_peer_that_waits_to_be_admitted_is_not_counted_among_strangers() -> None:
+    with contextlib.closing(Door(max_pending=4, hello_timeout_s=0.2)) as door:
+        asked, decide = threading.Event(), threading.Event()
+
+        def slowly(hello: Hello, node: str) -> Admission:
+            asked.set()
+            decide.wait(30)
+            return door.admit(hello, node)
+
+        door.listener.serve(slowly)
+        links: list[TcpLink] = []
+        caller = threading.Thread(target=lambda: links.append(call(door.port)))
+        caller.start()
+        assert asked.wait(30)
+        with contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(raw(door.port)) for _ in range(20)]
+            for sock in idle:  # all dropped: by the crowd, or because their time was up
+                assert read_to_end(sock) == b""
+        decide.set()
+        caller.join()
+        links[0].close()
+
+
+def test_a_peer_that_comes_before_serve_is_called_waits_for_it() -> None:
+    credentials = new_credentials()
+    links: queue.Queue[TcpLink] = queue.Queue()
+    with contextlib.closing(Listener("127.0.0.1", 0, credentials)) as listener:
+        called: list[TcpLink] = []
+        caller = threading.Thread(target=lambda: called.append(call(listener.port)))
+        caller.start()
+        wait_for(lambda: any(t.name.startswith("potluck-admit") for t in threading.enumerate()))
+        listener.serve(lambda hello, node: Admission(Welcome(), links.put))
+        links.get(timeout=30).close()
+        caller.join()
+        called[0].close()
+
+
+def test_closing_the_listener_ends_the_wait_of_peers_that_nobody_serves() -> None:
+    listener = Listener("127.0.0.1", 0, new_credentials())
+    caught: list[PotluckError] = []
+
+    def try_to_call() -> None:
+        try:
+            call(listener.port)
+        except PotluckError as error:
+            caught.append(error)
+
+    caller = threading.Thread(target=try_to_call)
+    caller.start()
+    wait_for(lambda: any(t.name.startswith("potluck-admit") for t in threading.enumerate()))
+    listener.close()
+    listener.close()
+    caller.join()
+    assert isinstance(caught[0], LinkError)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Wait for something that announces itself to nobody."""
+    deadline = time.monotonic() + timeout_s
+    tick = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        tick.wait(0.005)
+
+
+# -- disagreement
+
+
+def test_another_protocol_version_is_refused_and_both_are_named(door: Door) -> None:
+    with pytest.raises(Refused, match=r"version 1.*version 99.*install") as caught:
+        call(door.port, version=99)
+    assert caught.value.code == "version"
+    assert door.asked == []
+
+
+def test_a_server_of_another_protocol_version_is_not_accepted(door: Door) -> None:
+    door.answer = Welcome(version=2)
+    with pytest.raises(Refused, match=r"version 2.*version 1") as caught:
+        call(door.port)
+    assert caught.value.code == "version"
+
+
+def test_another_namespace_is_refused(door: Door) -> None:
+    with pytest.raises(Refused, match="cluster") as caught:
+        call(door.port, namespace="somewhere else")
+    assert caught.value.code == "namespace"
+    assert door.asked == []
+
+
+# -- the port
+
+
+def test_a_port_in_use_is_named_together_with_the_way_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"port {port}.*POTLUCK_GRADIENT_PORT"):
+            Listener("127.0.0.1", port, new_credentials())
+
+
+def test_a_listener_on_all_interfaces_takes_ipv4() -> None:
+    with contextlib.closing(Listener("", 0, new_credentials())) as listener:
+        listener.serve(lambda hello, node: Admission(Refusal("full", "no room today")))
+        with pytest.raises(Refused, match="no room today"):
+            call(listener.port)
+
+
+# -- the client's side
+
+
+def test_a_closed_port_is_tried_again_and_then_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    with pytest.raises(LinkError, match=rf"127.0.0.1:{port} \(tried 3 times\).*refused"):
+        call(port, max_retries=2)
+
+
+def test_a_listener_that_opens_late_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        late: list[Listener] = []
+
+        def open_it() -> bool:
+            """Asked by connect after its first attempt has failed."""
+            if not late:
+                late.append(Listener("127.0.0.1", port, new_credentials()))
+                stack.callback(late[0].close)
+                late[0].serve(lambda hello, node: Admission(Refusal("full", "found you")))
+            return False
+
+        credentials = new_credentials()
+        with pytest.raises(Refused, match="found you"):
+            connect(
+                "127.0.0.1",
+                port,
+                Hello("data", credentials.namespace),
+                credentials,
+                deadline=time.monotonic() + 30,
+                cancelled=open_it,
+            )
+
+
+def test_a_server_that_says_nothing_costs_the_connection_timeout_only() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        credentials = new_credentials()
+        with pytest.raises(LinkError, match="did not answer in time while setting up TLS"):
+            connect(
+                "127.0.0.1",
+                silent.getsockname()[1],
+                Hello("data", credentials.namespace),
+                credentials,
+                deadline=time.monotonic() + 30,
+                connection_timeout_s=0.1,
+                max_retries=0,
+            )
+
+
+def test_a_call_that_is_no_longer_wanted_ends_before_its_deadline(door: Door) -> None:
+    asked, gone = threading.Event(), threading.Event()
+
+    def never(hello: Hello, node: str) -> Admission:
+        asked.set()
+        gone.wait(30)
+        return Admission(Refusal("late", "too late"))
+
+    door.listener.serve(never)
+    credentials = new_credentials()
+    with pytest.raises(LinkError, match="no longer wanted"):
+        connect(
+            "127.0.0.1",
+            door.port,
+            Hello("data", credentials.namespace),
+            credentials,
+            deadline=time.monotonic() + 3600,
+            cancelled=asked.is_set,
+        )
+    gone.set()
+
+
+def test_a_web_server_is_not_taken_for_a_peer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as web:
+
+        def answer() -> None:
+            sock, _ = web.accept()
+            with sock:
+                sock.recv(65536)
+                sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ProtocolError, match="does not speak TLS"):
+            call(web.getsockname()[1], max_retries=5)
+        thread.join()
+
+
+def test_a_name_that_does_not_exist_is_a_link_error_that_says_so() -> None:
+    credentials = new_credentials()
+    with pytest.raises(LinkError, match=r"nowhere\.invalid"):
+        connect(
+            "nowhere.invalid",
+            1,
+            Hello("data", credentials.namespace),
+            credentials,
+            deadline=time.monotonic() + 30,
+            max_retries=0,
+        )
+
+
+def test_a_bit_flipped_on_the_way_ends_the_link_and_delivers_nothing_wrong(door: Door) -> None:
+    flip = threading.Event()
+
+    def alter(to_server: bool, offset: int, data: bytes) -> bytes:
+        if to_server and flip.is_set():
+            return data[:-1] + bytes([data[-1] ^ 1])
+        return data
+
+    with RecordingProxy("127.0.0.1", door.port, alter=alter) as proxy:
+        link = call(proxy.port)
+        with contextlib.closing(door.links.get(timeout=30)) as other:
+            flip.set()
+            Blocking(link).send_all(b"12345678")
+            with pytest.raises(LinkError, match="broke"):
+                Blocking(other).receive(1)
+        link.close()
+
+
+def test_the_handshake_functions_serve_a_socket_that_blocks_in_neither_direction(
+    door: Door,
+) -> None:
+    credentials = new_credentials()
+    sock = raw(door.port)
+    sock.setblocking(False)
+    with credentials.client_context.wrap_socket(sock, do_handshake_on_connect=False) as tls:
+        drive(tls_handshake(tls), tls, time.monotonic() + 30, "setting up TLS", "the door")
+        assert tls.version() == "TLSv1.3"

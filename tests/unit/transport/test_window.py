@@ -1,0 +1,212 @@
+"""Memory shared by two processes: what is accepted, what is not, and what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from potluck.errors import LinkError, ProtocolError
+from potluck.testing.links import Blocking, new_credentials, psk, tls_pair
+from potluck.transport.listener import Admission, Listener
+from potluck.transport.tcp import TcpLink
+from potluck.transport.window import OfferedWindow, map_window, offer_window
+from potluck.wire.messages import Welcome
+
+PAGE = mmap.PAGESIZE
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="windows need memfd (Linux); links work without them"
+)
+
+
+@pytest.fixture
+def offered() -> Iterator[OfferedWindow]:
+    """An offer that the peer declines in the end."""
+    offered = offer_window(2, PAGE)
+    assert offered is not None
+    yield offered
+    offered.settle(False)
+
+
+def test_an_offer_that_is_true_is_mapped(offered: OfferedWindow) -> None:
+    window = map_window(offered.offer)
+    assert window is not None
+    assert (window.num_slots, window.slot_bytes) == (2, PAGE)
+    window.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"boot": "another host's"},
+        {"boot": ""},
+        {"pid": 2**22 + 1},
+        {"fd": 100_000},
+        {"fd": 0},
+        {"token": bytes(32)},
+        {"token": b""},
+        {"num_slots": 3},
+        {"num_slots": 1},
+        {"num_slots": 0},
+        {"num_slots": 10**12},
+        {"num_slots": -2, "slot_bytes": -PAGE},
+        {"slot_bytes": 2 * PAGE},
+        {"slot_bytes": PAGE - 1},
+        {"slot_bytes": 0},
+    ],
+    ids=str,
+)
+def test_an_offer_that_is_not_true_gives_a_link_without_a_window(
+    offered: OfferedWindow, change: dict[str, object]
+) -> None:
+    assert map_window(msgspec.structs.replace(offered.offer, **change)) is None
+
+
+def test_no_file_of_another_process_is_opened(offered: OfferedWindow) -> None:
+    reader, writer = os.pipe()  # opening a pipe for both would keep its reader from its end
+    try:
+        assert map_window(msgspec.structs.replace(offered.offer, fd=reader)) is None
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_memory_that_could_be_cut_short_under_our_feet_is_not_mapped() -> None:
+    """A peer that shrinks a mapped file kills with SIGBUS: only sealed files are taken."""
+    whole = offer_window(2, PAGE)
+    assert whole is not None
+    fd = os.memfd_create("potluck-window", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, PAGE + 4 * PAGE)
+        with mmap.mmap(fd, 0) as copy, mmap.mmap(whole._fd, 0) as original:
+            copy[:] = original[:]
+        offer = msgspec.structs.replace(whole.offer, fd=fd)
+        assert map_window(offer) is None
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        assert map_window(offer) is None, "a seal that can be followed by others is no promise"
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+        window = map_window(offer)
+        assert window is not None
+        window.close()
+    finally:
+        os.close(fd)
+        whole.settle(False)
+
+
+def test_a_window_that_was_offered_can_not_be_resized_by_anybody(offered: OfferedWindow) -> None:
+    fd = os.open(f"/proc/self/fd/{offered.offer.fd}", os.O_RDWR)
+    try:
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+    finally:
+        os.close(fd)
+
+
+def test_a_system_without_descriptors_to_spare_gives_a_link_without_a_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = os.memfd_create
+
+    def full(name: str, *flags: int) -> int:
+        if name == "potluck-window":
+            raise OSError(24, "Too many open files")
+        return make(name, *flags)
+
+    monkeypatch.setattr(os, "memfd_create", full)
+    assert offer_window() is None
+    with tls_pair() as (near, far):
+        assert near.window is None
+        assert far.window is None
+
+
+def test_a_server_that_uses_no_windows_says_so_and_both_ends_have_none() -> None:
+    with tls_pair(use_windows=False) as (near, far):
+        assert near.window is None
+        assert far.window is None
+
+
+def test_a_slot_that_does_not_exist_is_the_peers_mistake() -> None:
+    with tls_pair(window=(2, PAGE)) as (near, _):
+        assert near.window is not None
+        for slot in (-1, 2, 1 << 40):
+            with pytest.raises(ProtocolError, match="there are 2"):
+                near.window.incoming(slot)
+
+
+def test_a_closed_window_gives_no_slots_and_can_be_closed_again() -> None:
+    with tls_pair() as (near, _):
+        window = near.window
+        assert window is not None
+        window.close()
+        window.close()
+        with pytest.raises(LinkError, match="closed"):
+            window.outgoing(0)
+
+
+def test_an_array_over_a_slot_outlives_the_window() -> None:
+    with tls_pair(window=(1, PAGE)) as (near, far):
+        assert near.window is not None
+        assert far.window is not None
+        array = np.frombuffer(far.window.incoming(0), dtype=np.float32)
+        np.frombuffer(near.window.outgoing(0), dtype=np.float32)[:] = 1.5
+        near.close()
+        far.close()
+    assert array.sum() == 1.5 * PAGE / 4
+
+
+def test_links_keep_no_descriptor_but_their_socket_and_their_memory() -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    with tls_pair():
+        assert count() - before <= 4
+    assert count() == before
+
+
+CHILD = """
+import os, signal, sys, time
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from potluck.transport.credentials import make_credentials
+from potluck.transport.handshake import connect
+from potluck.wire.messages import Hello
+
+mine = make_credentials(bytes.fromhex(sys.argv[2]), Ed25519PrivateKey.generate())
+link, _ = connect(
+    "127.0.0.1", int(sys.argv[1]), Hello("data", mine.namespace), mine,
+    deadline=time.monotonic() + 60,
+)
+link.window.outgoing(0)[:5] = b"hello"
+link.send(memoryview(b"x"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_its_words_and_no_memory_behind() -> None:
+    links: queue.Queue[TcpLink] = queue.Queue()
+    with contextlib.closing(Listener("127.0.0.1", 0, new_credentials())) as listener:
+        listener.serve(lambda hello, node: Admission(Welcome(), links.put))
+        command = [sys.executable, "-c", CHILD, str(listener.port), psk().hex()]
+        with subprocess.Popen(command) as child, contextlib.closing(links.get(timeout=60)) as link:
+            end = Blocking(link)
+            assert end.receive(1) == b"x"
+            assert child.wait(60) == -signal.SIGKILL
+            with pytest.raises(LinkError):
+                end.receive(1)
+            assert link.window is not None
+            assert bytes(link.window.incoming(0)[:5]) == b"hello"
+            with open("/proc/self/maps") as maps:
+                assert "potluck-window" in maps.read()
+    with open("/proc/self/maps") as maps:
+        assert "potluck-window" not in maps.read()
