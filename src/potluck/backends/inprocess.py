@@ -13,7 +13,7 @@ from typing import Any
 
 from potluck.engine.communicator import SEGMENT_BYTES, Communicator
 from potluck.engine.connector import Deliver, Fail
-from potluck.errors import Evicted, GroupError, LinkError, OperationTimeout
+from potluck.errors import Evicted, GroupError, LinkError, OperationTimeout, Refused
 from potluck.metrics import Metrics
 from potluck.transport.inproc import inproc_pair
 from potluck.transport.link import Link
@@ -41,16 +41,23 @@ class Hub:
         with self._changed:
             self._alive.remove(worker)
             links = self._links.pop(worker, [])
+            waiting = self._waiting_for(worker)
             self._announce()
         for link in links:
             link.close()
+        for connector, rank in waiting:
+            connector.fail_later(rank, LinkError(f"worker {worker} was killed"))
 
     def leave(self, worker: str) -> None:
         """``worker`` has done its work; the next group does not wait for it."""
         with self._changed:
-            if worker in self._alive:
-                self._alive.remove(worker)
-                self._announce()
+            if worker not in self._alive:
+                return
+            self._alive.remove(worker)
+            waiting = self._waiting_for(worker)
+            self._announce()
+        for connector, rank in waiting:
+            connector.fail_later(rank, LinkError(f"worker {worker} has left"))
 
     def join(self) -> InProcessBackend:
         """A newcomer, the last rank of the next group."""
@@ -101,8 +108,11 @@ class Hub:
                 for (epoch, _), other in self._connectors.items()
                 if epoch == key[0] and key[1] in other.wanted
             ]
+            behind = self._waiting_for(connector.group.me.worker, before=key[0])
         for other in wanted:
             self.link(other, key[1])
+        for other, rank in behind:
+            other.fail_later(rank, _stale(connector.group))
 
     def unregister(self, connector: _Connector) -> None:
         with self._changed:
@@ -118,6 +128,10 @@ class Hub:
                 error = LinkError(f"worker {other_name} was killed")
                 caller.fail_later(rank, error)
                 return
+            for newer in self._connectors.values():
+                if newer.group.epoch > group.epoch and newer.group.me.worker == other_name:
+                    caller.fail_later(rank, _stale(newer.group))
+                    return
             other = self._connectors.get((group.epoch, rank))
             if other is None or rank in caller.linked:
                 return
@@ -128,6 +142,21 @@ class Hub:
             self._links.setdefault(other_name, []).append(theirs)
         caller.deliver(rank, mine)
         other.deliver(group.rank, theirs)
+
+    def _waiting_for(self, worker: str, before: int | None = None) -> list[tuple[_Connector, int]]:
+        """Who waits for a link to ``worker``, in an epoch before that one, and as which rank."""
+        return [
+            (connector, rank)
+            for connector in self._connectors.values()
+            for rank in connector.wanted - connector.linked
+            if connector.group.members[rank].worker == worker
+            and (before is None or connector.group.epoch < before)
+        ]
+
+
+def _stale(group: Group) -> Refused:
+    """What a member of ``group`` tells those who knock in an earlier epoch, as over TCP."""
+    return Refused(f"worker {group.me.worker} is in epoch {group.epoch}", code="stale")
 
 
 class _Connector:
