@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from potluck.collectives.links import DEFAULT_LINKS, SEGMENT_BYTES, LinkModel
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
-from potluck.collectives.registry import algorithms_for, make_plan
+from potluck.collectives.registry import algorithms_for, build_plan
 from potluck.collectives.simulate import chunk_sizes, simulate, simulate_rotated
 
 ROTATED = frozenset(
@@ -72,7 +72,7 @@ def _choose(
     candidates = [
         (least_seconds(plan, nbytes, links), plan)
         for plan in (
-            make_plan(operation, algorithm, world_size, 0, nodes=nodes)
+            build_plan(operation, algorithm, world_size, 0, nodes=nodes)
             for algorithm in algorithms_for(operation)
             if not (flat and algorithm is Algorithm.HIERARCHICAL)
         )
@@ -113,7 +113,7 @@ def estimate(plan: Plan, nbytes: int, links: LinkModel) -> float:
     """
     period = _period(plan, links)
     plans = [
-        make_plan(plan.operation, plan.algorithm, plan.world_size, rank, nodes=links.nodes)
+        build_plan(plan.operation, plan.algorithm, plan.world_size, rank, nodes=links.nodes)
         for rank in range(period)
     ]
 

@@ -25,7 +25,6 @@ def algorithms_for(operation: Operation) -> tuple[Algorithm, ...]:
     return tuple(a for a in Algorithm if operation in _BUILDERS[a])
 
 
-@lru_cache(maxsize=4096)
 def make_plan(
     operation: Operation,
     algorithm: Algorithm,
@@ -45,6 +44,18 @@ def make_plan(
     Raises ``ValueError`` for a pair that does not exist (and lists those that do), a rank or root
     outside the world, a ``root`` where none belongs, and ``nodes`` missing or of the wrong length.
     """
+    return _kept(operation, algorithm, world_size, rank, root, nodes)
+
+
+def build_plan(
+    operation: Operation,
+    algorithm: Algorithm,
+    world_size: int,
+    rank: int,
+    root: int = 0,
+    nodes: tuple[int, ...] | None = None,
+) -> Plan:
+    """:func:`make_plan` without the cache, for those who look at the plans of all ranks once."""
     operation, algorithm = Operation(operation), Algorithm(algorithm)
     builder = _BUILDERS[algorithm].get(operation)
     if builder is None:
@@ -72,3 +83,6 @@ def make_plan(
         steps=tuple(draft.steps),
         root=root,
     )
+
+
+_kept = lru_cache(maxsize=1024)(build_plan)

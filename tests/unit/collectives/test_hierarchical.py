@@ -10,17 +10,16 @@ from hypothesis import strategies as st
 
 from potluck.collectives.links import DEFAULT_LINKS
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
-from potluck.collectives.registry import make_plan
+from potluck.collectives.registry import build_plan, make_plan
 from potluck.collectives.simulate import chunk_sizes, simulate
 
 LAYOUTS = st.lists(st.integers(-2, 4), min_size=2, max_size=16).map(tuple)
 
 
 def plans_of(operation: Operation, nodes: tuple[int, ...], root: int = 0) -> list[Plan]:
-    make = make_plan.__wrapped__
     world = len(nodes)
     return [
-        make(operation, Algorithm.HIERARCHICAL, world, rank, root=root, nodes=nodes)
+        build_plan(operation, Algorithm.HIERARCHICAL, world, rank, root=root, nodes=nodes)
         for rank in range(world)
     ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from potluck.collectives.links import DEFAULT_LINKS, LinkModel, Wire
 from potluck.collectives.plan import Algorithm, Operation, Plan
-from potluck.collectives.registry import algorithms_for, make_plan
+from potluck.collectives.registry import algorithms_for, build_plan, make_plan
 from potluck.collectives.simulate import chunk_sizes, simulate, simulate_rotated
 
 ALPHA, BETA, GAMMA = 1e-3, 1e-8, 3e-9
@@ -26,8 +26,7 @@ def world_of(
     world_size: int,
     nodes: tuple[int, ...] | None = None,
 ) -> list[Plan]:
-    make = make_plan.__wrapped__
-    return [make(operation, algorithm, world_size, r, nodes=nodes) for r in range(world_size)]
+    return [build_plan(operation, algorithm, world_size, r, nodes=nodes) for r in range(world_size)]
 
 
 Formula = Callable[[int, float], float]

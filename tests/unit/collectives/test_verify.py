@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
-from potluck.collectives.registry import ROOTED, algorithms_for, make_plan
+from potluck.collectives.registry import ROOTED, algorithms_for, build_plan, make_plan
 from potluck.collectives.verify import VerificationError, verify
 
 PAIRS = [(operation, a) for operation in Operation for a in algorithms_for(operation)]
@@ -24,10 +24,8 @@ def world_of(
     root: int = 0,
     nodes: tuple[int, ...] | None = None,
 ) -> list[Plan]:
-    # Past the cache, which would keep every plan of every test alive.
-    make = make_plan.__wrapped__
     return [
-        make(operation, algorithm, world_size, rank, root=root, nodes=nodes)
+        build_plan(operation, algorithm, world_size, rank, root=root, nodes=nodes)
         for rank in range(world_size)
     ]
 
