@@ -45,7 +45,7 @@ def _read(path: Path, what: str) -> bytes:
         raise
     except OSError as error:
         raise IdentityError(f"{what} {path} can't be opened: {error.strerror}") from error
-    with os.fdopen(fd, "rb") as file:
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise IdentityError(f"{what} {path} is not a file")
@@ -59,10 +59,11 @@ def _read(path: Path, what: str) -> bytes:
                 f"{what} {path} can be read or changed by other users "
                 f"(mode {stat.S_IMODE(status.st_mode):04o}); run: chmod 600 {path}"
             )
-        try:
-            return file.read(_MAX_BYTES)
-        except OSError as error:
-            raise IdentityError(f"{what} {path} can't be read: {error.strerror}") from error
+        return os.read(fd, _MAX_BYTES)
+    except OSError as error:
+        raise IdentityError(f"{what} {path} can't be read: {error.strerror}") from error
+    finally:
+        os.close(fd)
 
 
 def _create(path: Path, what: str, data: bytes) -> bool:

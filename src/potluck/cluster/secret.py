@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import string
 import unicodedata
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def load_secret(settings: Settings) -> bytes:
 def parse_psk(text: str) -> bytes:
     """32 bytes from 64 hexadecimal digits; ValueError for anything else."""
     digits = text.strip()
-    if len(digits) != 2 * PSK_BYTES or not digits.isascii() or not digits.isalnum():
+    if len(digits) != 2 * PSK_BYTES or not set(digits) <= set(string.hexdigits):
         raise ValueError("a cluster secret has 64 hexadecimal digits")
     return bytes.fromhex(digits)
 

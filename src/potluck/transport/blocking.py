@@ -1,4 +1,4 @@
-"""A link used the plain way, for a few bytes before the engine takes over: wait until it is done."""
+"""A link used the plain way, for a few bytes before the engine takes over: wait until done."""
 
 from __future__ import annotations
 

@@ -1,0 +1,124 @@
+"""Where a setting comes from, and what is said when it is unusable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from potluck.errors import ConfigurationError
+from potluck.settings import Settings, describe_settings, environment_name, load_settings
+
+HEX = "0123456789abcdef" * 4
+
+
+def test_the_defaults_are_those_of_the_design(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POTLUCK_HOME")
+    settings = load_settings()
+    assert settings == Settings()
+    assert settings.home == Path.home() / ".potluck"
+    assert (settings.gradient_port, settings.discovery_port) == (52416, 52415)
+    assert (settings.peer_timeout_s, settings.connection_timeout_s) == (30.0, 5.0)
+    assert (settings.min_peers, settings.max_retries, settings.bucket_size_mb) == (1, 3, 25.0)
+    assert settings.max_early_bytes == 64 * 2**20
+
+
+def test_the_environment_wins_over_defaults_and_arguments_over_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("POTLUCK_GRADIENT_PORT", "6000")
+    monkeypatch.setenv("POTLUCK_PEER_TIMEOUT_S", "1.5")
+    monkeypatch.setenv("POTLUCK_USE_WINDOWS", "no")
+    settings = load_settings(peer_timeout_s=2.5, max_retries=None)
+    assert settings.gradient_port == 6000
+    assert settings.peer_timeout_s == 2.5
+    assert settings.use_windows is False
+    assert settings.max_retries == 3
+
+
+def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POTLUCK_MAX_RETRIES", "")
+    assert load_settings().max_retries == 3
+
+
+def test_a_home_may_begin_with_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POTLUCK_HOME", "~/elsewhere")
+    assert load_settings().home == Path.home() / "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("POTLUCK_GRADIENT_PORT", "many", "valid integer"),
+        ("POTLUCK_GRADIENT_PORT", "65536", "65535"),
+        ("POTLUCK_GRADIENT_PORT", "-1", "0"),
+        ("POTLUCK_PEER_TIMEOUT_S", "0", "greater than 0"),
+        ("POTLUCK_PEER_TIMEOUT_S", "nan", "input should be"),
+        ("POTLUCK_PEER_TIMEOUT_S", "inf", "less than"),
+        ("POTLUCK_USE_WINDOWS", "perhaps", "valid boolean"),
+        ("POTLUCK_WINDOW_SLOT_BYTES", "5000", "multiple of 4096"),
+        ("POTLUCK_LOG_LEVEL", "loud", "'debug', 'info', 'warning' or 'error'"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_variable_and_what_is_expected(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, expected: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings()
+    text = str(caught.value)
+    assert f"{variable}={value!r}" in text
+    assert expected in text
+
+
+def test_several_bad_values_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POTLUCK_MIN_PEERS", "x")
+    with pytest.raises(ConfigurationError, match=r"POTLUCK_MIN_PEERS='x'") as caught:
+        load_settings(max_retries=-1)
+    assert "argument max_retries=-1" in str(caught.value)
+
+
+def test_an_argument_that_is_no_setting_is_the_callers_mistake() -> None:
+    with pytest.raises(TypeError, match="no setting 'colour'"):
+        load_settings(colour="red")
+
+
+def test_a_secret_is_in_no_error_and_no_repr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POTLUCK_PSK", HEX)
+    assert HEX not in repr(load_settings())
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(passphrase=["correct horse"], min_peers=0)
+    assert "correct horse" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def test_two_secrets_at_once_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POTLUCK_PSK", HEX)
+    monkeypatch.setenv("POTLUCK_PASSPHRASE", "correct horse battery")
+    with pytest.raises(ConfigurationError, match="POTLUCK_PSK and POTLUCK_PASSPHRASE"):
+        load_settings()
+
+
+def test_every_setting_is_described_with_its_variable() -> None:
+    described = {each.name: each for each in describe_settings()}
+    assert list(described) == list(Settings.__dataclass_fields__)
+    for name, each in described.items():
+        assert each.environment == environment_name(name) == f"POTLUCK_{name.upper()}"
+        assert each.about
+    assert described["peer_timeout_s"].default == "30.0"
+    assert described["home"].default == "~/.potluck"
+    assert described["psk"].default == ""
+
+
+def test_pydantic_is_loaded_only_when_settings_are() -> None:
+    script = (
+        "import sys, potluck, potluck.settings\n"
+        "potluck.settings.Settings()\n"
+        "assert 'pydantic' not in sys.modules\n"
+        "potluck.settings.load_settings()\n"
+        "assert 'pydantic' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,219 @@
+"""The greeting over asyncio streams: the same answers as over links."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from potluck.errors import ConfigurationError, LinkError, ProtocolError, Refused, WrongSecret
+from potluck.testing.links import new_credentials
+from potluck.transport import aio
+from potluck.wire.messages import Hello, Refusal, Welcome, encode_greeting
+
+Test = Callable[["Host"], Awaitable[None]]
+
+
+class Host:
+    """A server that welcomes everybody and echoes one line."""
+
+    def __init__(self) -> None:
+        self.credentials = new_credentials()
+        self.asked: list[tuple[Hello, str]] = []
+        self.server: aio.Server
+
+    async def greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
+    ) -> None:
+        self.asked.append((hello, node))
+        if hello.job == "unwanted":
+            await aio.write_greeting(writer, Refusal("job", "there is no such job"))
+            return
+        await aio.write_greeting(writer, Welcome(rank=5))
+        with contextlib.suppress(ConnectionError):
+            writer.write(await reader.readline())
+            await writer.drain()
+            await reader.read()
+
+
+@contextlib.asynccontextmanager
+async def hosting(**options: float) -> AsyncIterator[Host]:
+    host = Host()
+    host.server = await aio.serve("127.0.0.1", 0, host.credentials, host.greeted, **options)  # type: ignore[arg-type]
+    try:
+        yield host
+    finally:
+        await host.server.close()
+
+
+def hello(**fields: object) -> Hello:
+    return Hello(**{"kind": "control", "namespace": new_credentials().namespace} | fields)  # type: ignore[arg-type]
+
+
+async def call(host: Host, message: Hello | None = None, cluster: str = "ours"):
+    return await aio.connect(
+        "127.0.0.1",
+        host.server.port,
+        message or hello(),
+        new_credentials(cluster),
+        timeout_s=30,
+    )
+
+
+async def assert_a_good_peer_gets_through(host: Host) -> None:
+    reader, writer, welcome = await call(host)
+    assert welcome.rank == 5
+    writer.write(b"ping\n")
+    assert await reader.readline() == b"ping\n"
+    await aio.end(writer)
+
+
+def test_peers_learn_each_others_identity_and_talk() -> None:
+    async def story() -> None:
+        async with hosting() as host:
+            mine = new_credentials()
+            reader, writer, welcome = await aio.connect(
+                "127.0.0.1", host.server.port, hello(worker="2"), mine
+            )
+            assert welcome == Welcome(rank=5)
+            assert aio.peer_node(writer) == host.credentials.node_id
+            assert host.asked == [(hello(worker="2"), mine.node_id)]
+            await aio.end(writer)
+            del reader
+
+    asyncio.run(story())
+
+
+def test_another_secret_is_refused() -> None:
+    async def story() -> None:
+        async with hosting() as host:
+            with pytest.raises(WrongSecret, match="another cluster secret"):
+                await call(host, cluster="another")
+            assert host.asked == []
+            await assert_a_good_peer_gets_through(host)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (hello(version=7), "version"),
+        (hello(namespace="elsewhere"), "namespace"),
+        (hello(job="unwanted"), "job"),
+    ],
+)
+def test_a_refusal_carries_its_code_and_reason(message: Hello, code: str) -> None:
+    async def story() -> None:
+        async with hosting() as host:
+            with pytest.raises(Refused) as caught:
+                await call(host, message)
+            assert caught.value.code == code
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("junk", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000])
+def test_junk_ends_its_connection_and_disturbs_nobody(junk: bytes) -> None:
+    async def story() -> None:
+        async with hosting() as host:
+            reader, writer = await asyncio.open_connection("127.0.0.1", host.server.port)
+            with contextlib.suppress(ConnectionError):
+                writer.write(junk)
+                writer.write_eof()
+                await asyncio.wait_for(reader.read(), 30)
+            await aio.end(writer)
+            await assert_a_good_peer_gets_through(host)
+
+    asyncio.run(story())
+
+
+def test_a_greeting_of_4_gib_is_refused_under_tls_too() -> None:
+    async def story() -> None:
+        async with hosting() as host:
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1",
+                host.server.port,
+                ssl=new_credentials().client_context,
+                server_hostname="",
+            )
+            writer.write(b"\xff\xff\xff\xff" + bytes(100))
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 30) == b""
+            await aio.end(writer)
+            assert host.asked == []
+            await assert_a_good_peer_gets_through(host)
+
+    asyncio.run(story())
+
+
+def test_a_crowd_of_idle_connections_does_not_keep_a_peer_out() -> None:
+    async def story() -> None:
+        async with hosting(max_pending=8) as host:
+            idle = [
+                await asyncio.open_connection("127.0.0.1", host.server.port) for _ in range(100)
+            ]
+            await assert_a_good_peer_gets_through(host)
+            for _, writer in idle:
+                await aio.end(writer)
+
+    asyncio.run(story())
+
+
+def test_a_silent_caller_is_dropped_when_its_time_is_up() -> None:
+    async def story() -> None:
+        async with hosting(hello_timeout_s=0.2) as host:
+            reader, writer = await asyncio.open_connection("127.0.0.1", host.server.port)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 30) == b""
+            await aio.end(writer)
+
+    asyncio.run(story())
+
+
+def test_closing_the_server_ends_its_conversations() -> None:
+    async def story() -> None:
+        async with hosting() as host:
+            reader, writer, _ = await call(host)
+            await host.server.close()
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 30) == b""
+            await aio.end(writer)
+
+    asyncio.run(story())
+
+
+def test_a_port_in_use_is_a_configuration_error() -> None:
+    async def story() -> None:
+        async with hosting() as host:
+            with pytest.raises(ConfigurationError, match=f"port {host.server.port}"):
+                await aio.serve("127.0.0.1", host.server.port, host.credentials, host.greeted)
+
+    asyncio.run(story())
+
+
+def test_nobody_there_is_a_link_error_that_names_the_place() -> None:
+    async def story() -> None:
+        async with hosting() as host:
+            port = host.server.port
+        with pytest.raises(LinkError, match=f"127.0.0.1:{port}"):
+            await aio.connect("127.0.0.1", port, hello(), new_credentials())
+
+    asyncio.run(story())
+
+
+def test_a_stream_that_ends_within_a_greeting_is_a_link_error_and_junk_a_protocol_error() -> None:
+    async def story() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(encode_greeting(Welcome())[:-1])
+        reader.feed_eof()
+        with pytest.raises(LinkError, match="before its greeting was whole"):
+            await aio.read_greeting(reader)
+        reader = asyncio.StreamReader()
+        reader.feed_data(bytes(4))
+        with pytest.raises(ProtocolError):
+            await aio.read_greeting(reader)
+
+    asyncio.run(story())
