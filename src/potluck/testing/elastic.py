@@ -75,7 +75,7 @@ class ElasticWorld(Generic[T]):
         work: Callable[[MortalContext], T],
         *,
         dies: Callable[[str, str, int], bool] = lambda worker, name, number: False,
-        timeout_s: float = 10.0,
+        timeout_s: float = 60.0,
     ) -> None:
         self.results: dict[str, T] = {}
         self.errors: dict[str, BaseException] = {}
@@ -87,10 +87,11 @@ class ElasticWorld(Generic[T]):
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def run(self, *, limit_s: float = 60.0) -> dict[str, T]:
+    def run(self, *, limit_s: float = 50.0) -> dict[str, T]:
         """Results of the workers that came to their end, once all are there or dead.
 
-        Raises what a worker raised, if it was not killed.
+        Raises what a worker raised, if it was not killed. No operation may run into its deadline:
+        that is beyond ``limit_s``.
         """
         deadline = time.monotonic() + limit_s
         for backend in self._backends:

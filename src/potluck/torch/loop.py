@@ -159,7 +159,8 @@ class ElasticLoop:
     def _before_optimizer_step(self, _: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._core.in_step:
             return
-        if any(value is not None for value in (*args, *kwargs.values())):
+        # args begins with the optimizer itself.
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ValueError("an optimizer that takes a closure can't step on all ranks or on none")
         self._core.commit()
 

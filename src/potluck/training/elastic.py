@@ -77,8 +77,8 @@ class ElasticLoop:
 
     ``step_number`` and ``committed`` are the steps and samples committed since the training began.
     ``losses`` are the global losses of the steps committed while this worker was there (NaN where
-    none was told). ``recoveries`` are the seconds from each loss to the next commit, ``num_reruns``
-    the steps that this worker ran again.
+    none was told, or where it went down with a rank). ``recoveries`` are the seconds from each
+    lost peer to the next commit, ``num_reruns`` the steps that this worker ran again.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class ElasticLoop:
 
     def log(self, **facts: Any) -> None:
         """Tell whoever watches. ``loss`` in a step, before its commit, becomes the global loss."""
-        if self._open:
+        if self._open and not self._counted:
             self._told.update(facts)
         else:
             self.ctx.report(**{name: _plain(value) for name, value in facts.items()})
@@ -269,9 +269,10 @@ class ElasticLoop:
             self._lost_at = None
         rate = self._share.num_samples / max(now - self._began, 1e-9)
         self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+        if not math.isnan(loss):
+            self._told["loss"] = loss
         self.ctx.report(
             step=self.step_number,
-            loss=loss,
             samples_per_s=self._rate,
             device=self._replica.device,
             **{name: _plain(value) for name, value in self._told.items()},
