@@ -202,12 +202,11 @@ class AgentBackend:
             return
         self._failed = True
         secondary = isinstance(error, GroupError) and not isinstance(error, Desync)
-        text = f"{kind.__name__}: {error}"
-        if not isinstance(error, RemoteError):
-            text = f"worker {self.worker}: {text}"
+        communicator = self._communicator
+        rank = "" if communicator is None else f"rank {communicator.group.rank}, "
+        text = f"{rank}worker {self.worker} failed: {kind.__name__}: {error}"
         self._talk.say(control.Failed(kind.__name__[:256], control.clip(text), secondary))
         self._talk.flush(_GOODBYE_S)
-        communicator = self._communicator
         if communicator is not None and not secondary:
             group = communicator.group
             communicator.abort(

@@ -16,6 +16,7 @@ app = typer.Typer(
     epilog="Begin with: potluck run --workers 4 train.py",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(

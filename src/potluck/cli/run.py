@@ -13,12 +13,15 @@ from potluck.errors import PotluckError
 
 def run(
     script: Annotated[
-        Path, typer.Argument(help="The Python script that every worker runs.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="SCRIPT", help="The Python script that every worker runs.", show_default=False
+        ),
     ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[ARGS]...", help="Everything after SCRIPT is the script's.", show_default=False
+            metavar="ARGS", help="Everything after SCRIPT is the script's.", show_default=False
         ),
     ] = None,
     workers: Annotated[

@@ -409,7 +409,7 @@ class Agent:
                 self.journal.installed(worker, epoch, now)
                 self._handle(events.Installed(worker, epoch))
             case control.Lost(epoch, rank, certain, cause, step):
-                self.journal.interrupted(step)
+                self.journal.reported(epoch, step, now)
                 self._handle(events.Lost(worker, epoch, rank, certain, cause))
             case control.ProbeReply(probe, _, blocked):
                 self._handle(events.ProbeReply(worker, probe, blocked))

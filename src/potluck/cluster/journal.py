@@ -68,6 +68,7 @@ class Journal:
         self._entered: set[str] = set()
         self._rejoining: dict[str, int] = {}
         self._interrupted = -1
+        self._suspected: float | None = None
 
     def note(self, text: str, now: float) -> None:
         self.notes.append(Note(now - self.began, text))
@@ -86,8 +87,8 @@ class Journal:
         recovery = self.open_recovery
         who = (worker,) if worker else ()
         if recovery is None:
-            self.recoveries.append(Recovery(who, cause, now))
-            self._interrupted = -1
+            detected = now if self._suspected is None else self._suspected
+            self.recoveries.append(Recovery(who, cause, detected))
         else:
             recovery.workers += who
             recovery.cause += f"; {cause}"
@@ -95,9 +96,12 @@ class Journal:
         if worker:
             self.workers[worker].samples_per_s = None
 
-    def interrupted(self, step: int) -> None:
-        """A worker said in which step its group ended."""
+    def reported(self, epoch: int, step: int, now: float) -> None:
+        """A worker said that its group failed it, in ``step``: the moment a loss is detected, if
+        it was not known before."""
         self._interrupted = max(self._interrupted, step)
+        if self._suspected is None and self.open_recovery is None and epoch == self.epoch:
+            self._suspected = now
 
     def announced(self, epoch: int, members: tuple[str, ...], joined: tuple[str, ...]) -> None:
         """A new view. Workers that were in an earlier one come back."""
@@ -146,6 +150,7 @@ class Journal:
         recovery.recovered_s = now - recovery.detected
         recovery.step = told.step - 1
         recovery.run_again = recovery.step == self._interrupted
+        self._interrupted, self._suspected = -1, None
         parts = [recovery.cause]
         if recovery.reformed_s is not None:
             parts.append(f"re-formed in {recovery.reformed_s:.1f} s")

@@ -183,6 +183,7 @@ class _Turn:
         if worker.phase is Phase.STOPPING:
             self.judge_exit_of_stopped(worker, code, reason)
         elif code > 0:
+            self.update(worker.name, phase=phase)
             self.fail(Failure(worker.name, reason, code=code))
         elif code < 0:
             phase, note = self.after_signal(worker, code, reason)
