@@ -31,12 +31,16 @@ class Link(Protocol):
     def send(self, data: memoryview) -> int:
         """Take some bytes of ``data``; 0 means: full now, try when writable.
 
-        After 0 the next call must begin with the same bytes (TLS has committed to them).
-        Raises LinkError when the link has ended.
+        What it does not take must be offered again, before anything else and no shorter: TLS may
+        have committed to it. An empty view is 0. Raises LinkError when the link has ended.
         """
 
     def recv_into(self, buffer: memoryview) -> int:
-        """Put some bytes into ``buffer``; 0 means: none now. Raises LinkError at the end."""
+        """Put some bytes into ``buffer``; 0 means: none now.
+
+        Raises LinkError at the end, after the bytes that came before it. What a call has to say may
+        be spread over several: go on until 0 or the error.
+        """
 
     @property
     def readable(self) -> bool:

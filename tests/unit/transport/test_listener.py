@@ -178,6 +178,55 @@ def test_what_the_client_sends_right_after_welcome_is_not_lost(door: Door) -> No
             assert Blocking(other).receive(100_000) == b"z" * 100_000
 
 
+def test_a_caller_that_gave_up_while_it_waited_is_withdrawn_and_not_delivered(door: Door) -> None:
+    asked, gone = threading.Event(), threading.Event()
+    happened: queue.Queue[str] = queue.Queue()
+
+    def slowly(hello: Hello, node: str) -> Admission:
+        asked.set()
+        gone.wait(30)
+        return Admission(
+            Welcome(), lambda link: happened.put("delivered"), lambda: happened.put("withdrawn")
+        )
+
+    door.listener.serve(slowly)
+    credentials = new_credentials()
+    with pytest.raises(LinkError, match="no longer wanted"):
+        connect(
+            "127.0.0.1",
+            door.port,
+            Hello("data", credentials.namespace),
+            credentials,
+            deadline=time.monotonic() + 30,
+            cancelled=asked.is_set,
+        )
+    gone.set()
+    assert happened.get(timeout=30) == "withdrawn"
+
+
+def test_a_delivered_link_outlives_its_listener() -> None:
+    """Also while its admission thread is still about to end."""
+    listener = Listener("127.0.0.1", 0, new_credentials())
+    delivered: queue.Queue[TcpLink] = queue.Queue()
+    closed = threading.Event()
+
+    def deliver(link: TcpLink) -> None:
+        delivered.put(link)
+        closed.wait(30)
+
+    listener.serve(lambda hello, node: Admission(Welcome(), deliver))
+    link = call(listener.port)
+    with contextlib.closing(link), contextlib.closing(delivered.get(timeout=30)) as other:
+        closer = threading.Thread(target=listener.close)
+        closer.start()
+        Blocking(link).send_all(b"still here")
+        assert Blocking(other).receive(10) == b"still here"
+        closed.set()
+        closer.join()
+        Blocking(other).send_all(b"and here")
+        assert Blocking(link).receive(8) == b"and here"
+
+
 # -- the wrong secret
 
 
@@ -348,7 +397,7 @@ def test_a_crowd_of_bad_callers_is_worth_one_log_line_a_second(
             sock.sendall(JUNK["HTTP"])
             read_to_end(sock)
     seconds = time.monotonic() - begin
-    lines = [record for record in caplog.records if record.name == "potluck.transport.listener"]
+    lines = [record for record in caplog.records if record.name == "potluck.transport.reception"]
     assert 1 <= len(lines) <= seconds + 1
 
 
