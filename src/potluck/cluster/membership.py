@@ -215,10 +215,10 @@ class _Turn:
         if worker.finished:
             self.change(failure=self.state.failure or failure)
             return Phase.GONE, " after it had finished"
-        self.change(casualty=failure)
         if self.state.num_finished:
             return Phase.GONE, "; not started again, others have finished already"
         if worker.restarts >= policy.max_restarts:
+            self.change(casualty=failure)
             return Phase.GONE, f"; not started again after {worker.restarts} restarts"
         delay = policy.restart_delay_s(worker.restarts)
         self.update(worker.name, restarts=worker.restarts + 1, restart_at=self.now + delay)

@@ -147,8 +147,10 @@ def _worker_environment(num_workers: int, settings: Settings) -> dict[str, str]:
     environment["POTLUCK_PEER_TIMEOUT_S"] = repr(settings.peer_timeout_s)
     environment["MASTER_ADDR"] = "127.0.0.1"
     environment["MASTER_PORT"] = str(_free_port())
-    environment.setdefault("PYTHONUNBUFFERED", "1")
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_workers)))
+    chosen = {name: value for name, value in environment.items() if value}
+    environment["PYTHONUNBUFFERED"] = chosen.get("PYTHONUNBUFFERED", "1")
+    share = max(1, _num_cores() // num_workers)
+    environment["OMP_NUM_THREADS"] = chosen.get("OMP_NUM_THREADS", str(share))
     return environment
 
 

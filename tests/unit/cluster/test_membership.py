@@ -148,6 +148,13 @@ def test_scripts_that_never_join_run_to_their_own_ends() -> None:
     assert story.state.exit_code == 0
 
 
+def test_a_script_that_was_killed_and_then_ran_to_its_end_is_no_failure() -> None:
+    story = Story(2)
+    story.tell(Exited("1", -SIGKILL), Exited("0", 0), Exited("1", 0))
+    assert story.state.over
+    assert story.state.exit_code == 0
+
+
 # A death.
 
 

@@ -1,0 +1,284 @@
+"""``potluck run`` with scripts that do not use potluck: processes, output, signals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from potluck.testing.commands import Command, potluck_command, process_ends, run_command
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    def write(text: str, name: str = "script.py") -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def pid_in(line: str) -> int:
+    return int(re.search(r"pid (\d+)", line)[1])
+
+
+SLEEPER = """
+import os, sys, time
+print("pid", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_every_line_has_its_worker_in_front(script) -> None:
+    path = script("import os, sys\nprint('out')\nprint('err', file=sys.stderr)\n")
+    with run_command("--workers", "3", path) as run:
+        assert run.finish() == 0
+        expected = sorted(f"[{rank}] {word}" for rank in range(3) for word in ("out", "err"))
+        assert sorted(run.lines) == expected
+
+
+def test_lines_from_stderr_stay_on_stderr(script) -> None:
+    path = script("import sys\nprint('out')\nprint('err', file=sys.stderr)\n")
+    done = subprocess.run(
+        [*potluck_command(), "run", path], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0] out\n", "[0] err\n")
+
+
+def test_arguments_after_the_script_are_the_scripts(script) -> None:
+    path = script("import sys\nprint(sys.argv[1:])\n")
+    with run_command("--workers", "1", path, "--workers", "9", "--help", "--", "-x") as run:
+        assert run.finish() == 0
+        assert run.lines == ["[0] ['--workers', '9', '--help', '--', '-x']"]
+
+
+def test_workers_get_what_launchers_agree_on(script) -> None:
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR"
+    path = script(f"import os\nprint([os.environ[name] for name in {names.split()!r}])\n")
+    with run_command("--workers", "2", path) as run:
+        assert run.finish() == 0
+        assert sorted(run.lines) == [
+            f"[{rank}] ['{rank}', '2', '{rank}', '2', '127.0.0.1']" for rank in (0, 1)
+        ]
+
+
+def test_threads_are_shared_out_unless_the_user_chose(script) -> None:
+    path = script("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    with run_command("--workers", "2", path, OMP_NUM_THREADS="") as run:
+        assert run.finish() == 0
+        assert sorted(run.lines) == [f"[0] {share}", f"[1] {share}"]
+    with run_command("--workers", "1", path, OMP_NUM_THREADS="7") as run:
+        assert run.finish() == 0
+        assert run.lines == ["[0] 7"]
+
+
+def test_the_first_failing_exit_code_is_returned_and_the_others_are_stopped(script) -> None:
+    path = script(
+        "import os, sys, time\nsys.exit(7) if os.environ['RANK'] == '1' else None\n"
+        "time.sleep(600)\n"
+    )
+    with run_command("--workers", "3", path) as run:
+        assert run.finish() == 7
+        run.wait_for("worker 1 exited with code 7")
+
+
+def test_a_missing_package_is_one_sentence_with_the_pip_command(script) -> None:
+    path = script("import no_such_package_of_anyone\n")
+    with run_command(path) as run:
+        assert run.finish() == 1
+        last = run.lines[-1]
+        assert "needs the Python package 'no_such_package_of_anyone'" in last
+        assert "-m pip install no_such_package_of_anyone" in last
+
+
+def test_ctrl_c_reaches_the_workers_and_leaves_nothing(script, own_environment: Path) -> None:
+    path = script(
+        "import os, time\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "try:\n    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n    print('interrupted', flush=True)\n    raise SystemExit(0)\n"
+    )
+    with run_command("--workers", "2", path) as run:
+        pids = [pid_in(run.wait_for(lambda line, r=r: f"[{r}] pid" in line)) for r in (0, 1)]
+        run.signal(signal.SIGINT)
+        assert run.finish() == 130
+        assert [line for line in run.lines if "interrupted" in line and "[" in line[:1]]
+        assert all(process_ends(pid) for pid in pids)
+    assert list((own_environment / "run").iterdir()) == []
+
+
+def test_a_second_ctrl_c_kills_workers_that_ignore_the_first(script) -> None:
+    path = script(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: print('not now', flush=True))\n"
+        "print('pid', os.getpid(), flush=True)\n"
+        "while True:\n    time.sleep(600)\n"
+    )
+    with run_command(path) as run:
+        pid = pid_in(run.wait_for("pid"))
+        run.signal(signal.SIGINT)
+        run.wait_for("not now")
+        run.signal(signal.SIGINT)
+        assert run.finish() == 130
+        assert process_ends(pid)
+
+
+def test_a_terminated_run_stops_its_workers(script) -> None:
+    with run_command("--workers", "2", script(SLEEPER)) as run:
+        pids = [pid_in(run.wait_for(lambda line, r=r: f"[{r}] pid" in line)) for r in (0, 1)]
+        run.signal(signal.SIGTERM)
+        assert run.finish() == 128 + signal.SIGTERM
+        assert all(process_ends(pid) for pid in pids)
+
+
+def test_workers_die_with_an_agent_that_is_killed(script) -> None:
+    with run_command("--workers", "2", script(SLEEPER)) as run:
+        pids = [pid_in(run.wait_for(lambda line, r=r: f"[{r}] pid" in line)) for r in (0, 1)]
+        run.signal(signal.SIGKILL)
+        assert all(process_ends(pid) for pid in pids)
+
+
+def test_what_a_worker_started_ends_with_it(script) -> None:
+    path = script(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('pid', child.pid, flush=True)\n"
+    )
+    with run_command(path) as run:
+        pid = pid_in(run.wait_for("pid"))
+        assert run.finish() == 0
+        assert process_ends(pid)
+
+
+def test_a_killed_worker_is_started_again(script, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    path = script(
+        "import os, signal, pathlib\n"
+        f"mark = pathlib.Path({str(mark)!r})\n"
+        "if os.environ['RANK'] == '1' and not mark.exists():\n"
+        "    mark.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print('whole')\n"
+    )
+    with run_command("--workers", "2", path) as run:
+        assert run.finish() == 0
+        run.wait_for("worker 1 killed by SIGKILL (9)")
+        run.wait_for("starting worker 1 again (restart 1 of 3)")
+        assert sorted(line for line in run.lines if "whole" in line) == ["[0] whole", "[1] whole"]
+
+
+def test_a_worker_that_is_always_killed_fails_the_run_in_the_end(script) -> None:
+    path = script("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    with run_command("--max-restarts", "1", path) as run:
+        assert run.finish() == 128 + signal.SIGKILL
+        run.wait_for("not started again after 1 restarts")
+
+
+def test_long_and_unfinished_lines_arrive_whole_or_cut_but_bounded(script) -> None:
+    path = script("import sys\nsys.stdout.write('x' * 200_000 + '\\nlast')\n")
+    with run_command(path) as run:
+        assert run.finish() == 0
+        assert "".join(line.removeprefix("[0] ") for line in run.lines) == "x" * 200_000 + "last"
+        assert max(map(len, run.lines)) < 70_000
+
+
+def test_status_shows_a_running_job_and_then_nothing(script) -> None:
+    def status() -> dict:
+        done = subprocess.run(
+            [*potluck_command(), "status", "--json"], capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)
+
+    path = script(SLEEPER)
+    assert status() == {"version": 1, "jobs": []}
+    with run_command("--workers", "2", path) as run:
+        pids = [pid_in(run.wait_for(lambda line, r=r: f"[{r}] pid" in line)) for r in (0, 1)]
+        (job,) = status()["jobs"]
+        assert job["script"] == path
+        assert job["pid"] == run.process.pid
+        assert [worker["pid"] for worker in job["workers"]] == pids
+        assert {worker["phase"] for worker in job["workers"]} == {"starting"}
+        table = subprocess.run(
+            [*potluck_command(), "status"], capture_output=True, text=True, timeout=60
+        )
+        assert "script.py" in table.stdout
+        run.signal(signal.SIGTERM)
+        run.finish()
+    assert status() == {"version": 1, "jobs": []}
+
+
+def test_the_file_of_a_killed_agent_is_removed_by_status(script, own_environment: Path) -> None:
+    with run_command(script(SLEEPER)) as run:
+        run.wait_for("pid")
+        (file,) = (own_environment / "run").glob("*.json")
+        assert file.stat().st_mode & 0o777 == 0o600
+        run.signal(signal.SIGKILL)
+        run.finish()
+    assert file.exists()
+    with Command([*potluck_command(), "status"]) as status:
+        assert status.finish() == 0
+        assert status.lines == [
+            "No job runs here. Start one with: potluck run --workers 4 train.py"
+        ]
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.py"], "the script 'nowhere.py' does not exist"),
+        (["."], "is a directory"),
+        (["--workers", "0", __file__], "--workers 0: a number from 1 to 256 is needed"),
+        (["--max-restarts", "-1", __file__], "--max-restarts -1"),
+        (["--chaos", "explode", __file__], "'explode' can't be understood; write for example"),
+        (["--chaos", "kill rank 1 at step 3", __file__], "with 1 workers the ranks are 0 to 0"),
+        (["--json", "/no/such/place.json", __file__], "there is no directory /no/such"),
+        (["--peer-timeout", "-3", __file__], "peer_timeout_s"),
+    ],
+)
+def test_bad_options_are_one_clear_sentence(arguments: list[str], words: str) -> None:
+    with run_command(*arguments) as run:
+        assert run.finish() == 2
+        (line,) = run.lines
+        assert line.startswith("potluck: ")
+        assert words in line
+
+
+def test_a_fault_that_never_happens_fails_the_run(script, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    order = "kill rank 0 at step 9"
+    with run_command("--chaos", order, "--json", str(summary), script("print(1)\n")) as run:
+        assert run.finish() == 1
+        run.wait_for(f"the fault '{order}' never happened")
+    told = json.loads(summary.read_text())
+    assert told["exit_code"] == 1
+    assert told["problems"] == [f"the fault '{order}' never happened"]
+    assert told["version"] == 1
+
+
+def test_version_and_help_teach() -> None:
+    with Command([*potluck_command(), "--version"]) as shown:
+        assert shown.finish() == 0
+        assert re.fullmatch(r"potluck \d+\.\d+\.\d+\S*", shown.text)
+    with Command([*potluck_command(), "run", "--help"], env={"COLUMNS": "100"}) as shown:
+        assert shown.finish() == 0
+        assert "potluck run --workers 4 train.py" in shown.text
+        assert "kill rank 2 at step 60" in shown.text
+
+
+def test_no_worker_holds_a_descriptor_of_the_agent(script) -> None:
+    path = script("import os\nprint('open:', sorted(os.listdir('/proc/self/fd')))\n")
+    with run_command("--workers", "2", path) as run:
+        assert run.finish() == 0
+        for line in run.lines:
+            numbers = [int(number) for number in re.findall(r"'(\d+)'", line)]
+            assert set(numbers) <= {0, 1, 2, 3}, "3 is the directory being listed"
+    assert os.path.exists(path)
