@@ -111,7 +111,7 @@ class Mesh:
         self._max_retries = max_retries
         self._window = window
         self._lock = threading.Lock()
-        self._threads: dict[int, threading.Thread] = {}
+        self._threads: list[threading.Thread] = []
         self._calling: set[int] = set()
         self._linked: set[int] = set()
         self._is_closed = threading.Event()
@@ -124,19 +124,21 @@ class Mesh:
 
     def request(self, rank: int) -> None:
         with self._lock:
-            if self._is_closed.is_set() or rank in self._linked or rank in self._threads:
+            if self._is_closed.is_set() or rank in self._linked or rank in self._calling:
                 return
             self._calling.add(rank)
             thread = threading.Thread(
                 target=self._call, args=(rank,), name=f"potluck-connect-{rank}", daemon=True
             )
-            self._threads[rank] = thread
-        thread.start()
+            self._threads.append(thread)
+            thread.start()
 
     def close(self) -> None:
         self._switchboard.disconnect_mesh(self)
         self._is_closed.set()
-        for thread in list(self._threads.values()):
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
 
@@ -170,7 +172,17 @@ class Mesh:
             if hello.rank in self._calling and group.rank < hello.rank:
                 return _refuse("collision", f"rank {group.rank} is calling rank {hello.rank}")
             self._linked.add(hello.rank)
-        return Admission(Welcome(rank=group.rank), lambda link: self._hand_over(hello.rank, link))
+        return Admission(
+            Welcome(rank=group.rank),
+            lambda link: self._hand_over(hello.rank, link),
+            lambda: self._withdraw(hello.rank),
+        )
+
+    def _withdraw(self, rank: int) -> None:
+        """``rank`` hung up before its WELCOME; it wanted a link, so now this side calls."""
+        with self._lock:
+            self._linked.discard(rank)
+        self.request(rank)
 
     def _hand_over(self, rank: int, link: TcpLink) -> None:
         if self._is_closed.is_set() or self._deliver is None:
