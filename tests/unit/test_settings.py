@@ -113,6 +113,15 @@ def test_every_setting_is_described_with_its_variable() -> None:
     assert described["psk"].default == ""
 
 
+def test_the_page_of_settings_says_what_the_source_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `POTLUCK_")]
+    assert rows == [
+        f"| `{each.environment}` | {each.default and f'`{each.default}`'} | {each.about} |"
+        for each in describe_settings()
+    ]
+
+
 def test_pydantic_is_loaded_only_when_settings_are() -> None:
     script = (
         "import sys, potluck, potluck.settings\n"
