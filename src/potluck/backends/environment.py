@@ -25,6 +25,8 @@ from potluck.wire.messages import Hello, Refusal, Welcome
 from potluck.wire.roster import PREFIX, decode_roster, encode_roster, roster_length
 
 _EPOCH = 1
+_MAX_WORLD = 1 << 16
+"""A frame names its sender in 16 bits."""
 
 
 class EnvironmentBackend(StaticBackend):
@@ -40,15 +42,15 @@ class EnvironmentBackend(StaticBackend):
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._settings = settings or load_settings()
-        self._rank = _number(environment, "RANK", 0)
-        self._world_size = _number(environment, "WORLD_SIZE", 1)
-        self._local_rank = _number(environment, "LOCAL_RANK", 0, default=0)
+        self._rank = _number(environment, "RANK", 0, _MAX_WORLD - 1)
+        self._world_size = _number(environment, "WORLD_SIZE", 1, _MAX_WORLD)
+        self._local_rank = _number(environment, "LOCAL_RANK", 0, _MAX_WORLD - 1, default=0)
         if self._rank >= self._world_size:
             raise ConfigurationError(
                 f"RANK={self._rank} is not below WORLD_SIZE={self._world_size}; ranks begin at 0"
             )
         self._master_host = environment.get("MASTER_ADDR") or "127.0.0.1"
-        self._master_port = _number(environment, "MASTER_PORT", 1, default=29500)
+        self._master_port = _number(environment, "MASTER_PORT", 1, 65535, default=29500)
         port = self._master_port if self._rank == 0 else 0
         self._base = TcpBase("", port, self._settings)
 
@@ -154,6 +156,8 @@ class _Rendezvous:
                     f"rank 0 has WORLD_SIZE={world}, rank {rank} has {hello.world_size}; "
                     "give all ranks the same",
                 )
+            if not 0 < hello.port < 65536:
+                return _refuse("port", f"rank {rank} listens nowhere: {hello.port} is no port")
             if not 0 < rank < world:
                 return _refuse("rank", f"RANK={rank} is taken or outside 0 to {world - 1}")
             if rank in self.members:
@@ -204,7 +208,12 @@ def _refuse(code: str, reason: str) -> Admission:
 
 
 def _number(
-    environment: Mapping[str, str], name: str, least: int, *, default: int | None = None
+    environment: Mapping[str, str],
+    name: str,
+    least: int,
+    most: int,
+    *,
+    default: int | None = None,
 ) -> int:
     text = environment.get(name, "")
     if not text and default is not None:
@@ -213,6 +222,7 @@ def _number(
         raise ConfigurationError(
             f"{name} is not set; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe a group"
         )
-    if not text.isdigit() or int(text) < least:
-        raise ConfigurationError(f"{name}={text!r} is not an integer from {least} up")
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    if not is_number or not least <= int(text) <= most:
+        raise ConfigurationError(f"{name}={text[:40]!r} is not an integer from {least} to {most}")
     return int(text)

@@ -51,7 +51,8 @@ def parse_address(text: str) -> tuple[str, int]:
     """``"host:port"`` or ``"[ipv6]:port"`` as a pair; ConfigurationError otherwise."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not colon or not host or not is_number or not 0 < int(port) < 65536:
         raise ConfigurationError(
             f"{text!r} is not an address; write host:port, for example 192.168.1.20:52416"
         )

@@ -15,7 +15,8 @@ class Call:
     """One collective as this rank called it.
 
     Ranks that make different calls have different fingerprints, and every frame carries the
-    fingerprint, so a disagreement is found before any payload is combined.
+    fingerprint, so a disagreement is found before any payload is combined. ``ranks`` are the
+    members of a sub-group, in its order; empty for the whole group.
     """
 
     operation: Operation
@@ -25,6 +26,7 @@ class Call:
     op: ReduceOp | None = None
     root: int = 0
     segment_bytes: int = 0
+    ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         parts = [self.dtype, f"shape {self.shape}"]
@@ -37,7 +39,7 @@ class Call:
 
     @cached_property
     def fingerprint(self) -> int:
-        return _fingerprint(f"{self} {self.root} {self.segment_bytes}")
+        return _fingerprint(f"{self} {self.root} {self.segment_bytes} {self.ranks}")
 
 
 _ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Operation.GATHER})

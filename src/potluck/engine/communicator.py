@@ -59,10 +59,9 @@ class Communicator:
         self._family = family
         self._channel = channel
         self._ranks = ranks
-        self._rank_of = {engine: rank for rank, engine in enumerate(ranks)}
         self._nodes = tuple(family.nodes[rank] for rank in ranks)
         self._sequence = 0
-        self.rank = self._rank_of[group.rank]
+        self.rank = ranks.index(group.rank)
         self.world_size = len(ranks)
 
     @classmethod
@@ -209,6 +208,7 @@ class Communicator:
         item = Receiving(
             source=ANY_SOURCE if peer == ANY_SOURCE else self._ranks[peer],
             channel=self._channel,
+            ranks=self._ranks,
             tag=tag,
             dtype=code_of(array.dtype),
             array=array,
@@ -218,10 +218,6 @@ class Communicator:
         )
         self._family.loop.receive(item)
         return work
-
-    def rank_of(self, engine_rank: int) -> int:
-        """A rank of the whole group in this communicator's numbering."""
-        return self._rank_of[engine_rank]
 
     # -- groups
 
@@ -303,28 +299,27 @@ class Communicator:
             op,
             root,
             self._family.loop.segment_bytes,
+            self._ranks if self._channel else (),
         )
         work = Work(str(call), result)
         chunks = lay_out(plan, _flat(source), _flat(result))
-        with self._family.lock:
-            sequence = self._sequence
-            self._sequence += 1
-        running = RunningPlan(
-            plan=plan,
-            call=call,
-            chunks=chunks,
-            channel=self._channel,
-            sequence=sequence,
-            deadline=deadline_after(timeout_s),
-            work=work,
-            peers=self._ranks,
-            nbytes=described.nbytes,
-            conclude=_flat(result) if op is ReduceOp.MEAN else None,
-        )
         if not plan.steps and self.error is None:
-            running.conclude()
             return finished(str(call), result)
-        self._family.loop.start(running)
+        with self._family.lock:  # to the loop in the order of the numbers
+            running = RunningPlan(
+                plan=plan,
+                call=call,
+                chunks=chunks,
+                channel=self._channel,
+                sequence=self._sequence,
+                deadline=deadline_after(timeout_s),
+                work=work,
+                peers=self._ranks,
+                nbytes=described.nbytes,
+                conclude=_flat(result) if op is ReduceOp.MEAN else None,
+            )
+            self._sequence += 1
+            self._family.loop.start(running)
         return work
 
 

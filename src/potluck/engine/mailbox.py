@@ -33,6 +33,10 @@ class Sending:
     deadline: float
     keep: Array
     offset: int = 0
+    is_granted: bool = False
+
+    def needs(self, peer: int) -> bool:
+        return peer == self.peer
 
     def awaited(self) -> list[tuple[int, str]]:
         return [(self.peer, f"send of {len(self.data)} bytes, tag {self.tag}")]
@@ -43,10 +47,14 @@ class Sending:
 
 @dataclass(slots=True, eq=False)
 class Receiving:
-    """A posted receive; ``matched`` is the engine rank it receives from, once known."""
+    """A posted receive; ``matched`` is the engine rank it receives from, once known.
+
+    ``ranks`` are the channel's members: the caller knows them by their place there.
+    """
 
     source: int
     channel: int
+    ranks: tuple[int, ...]
     tag: int
     dtype: int
     array: Array
@@ -55,6 +63,12 @@ class Receiving:
     deadline: float
     matched: int = ANY_SOURCE
     offset: int = 0
+    num_pieces: int = 0
+
+    def needs(self, peer: int) -> bool:
+        if self.source < 0 and self.matched < 0:
+            return peer in self.ranks
+        return peer == (self.source if self.matched < 0 else self.matched)
 
     def awaited(self) -> list[tuple[int, str]]:
         source = self.source if self.matched < 0 else self.matched
@@ -124,4 +138,5 @@ def _matches(receive: Receiving, arrived: Arrived) -> bool:
         frame.channel == receive.channel
         and frame.tag == receive.tag
         and receive.source in (ANY_SOURCE, arrived.source)
+        and arrived.source in receive.ranks
     )

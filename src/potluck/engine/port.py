@@ -60,8 +60,13 @@ class Port:
         """The peer has everything this side sent before its own GOODBYE."""
         self.is_blocked = False
         """The link took less than offered; wait until it is writable."""
+        self.is_paused = False
+        """Nothing more is read for now: too much of it could not be used yet."""
+        self.said_abort = False
+        """The peer has told that the group is over, and why: nothing after that matters."""
         window = link.window
         self._slots: deque[int] = deque(range(window.num_slots) if window else ())
+        self._uncredited: set[int] = set()
         self._writing: deque[memoryview] = deque()
         self._sent: Callable[[], None] | None = None
         self._header = memoryview(bytearray(FRAME_BYTES))
@@ -84,11 +89,12 @@ class Port:
         return bool(self._writing)
 
     def fits_window(self, nbytes: int) -> bool:
+        """Whether the payload of a DATA or PIECE frame would travel through the window."""
         window = self.link.window
         return window is not None and _WINDOW_BYTES <= nbytes <= window.slot_bytes
 
     def can_take(self, nbytes: int) -> bool:
-        """Whether a payload of this size could start now (a window may be out of slots)."""
+        """Whether such a payload could start now (a window may be out of slots)."""
         return not self._writing and (not self.fits_window(nbytes) or bool(self._slots))
 
     def write(self, source: Callable[[Port], Outgoing | None]) -> bool:
@@ -127,10 +133,16 @@ class Port:
         self.meter.messages_sent += 1
         nbytes = len(payload)
         window = self.link.window
-        if window is not None and self.fits_window(nbytes) and self._slots:
+        if (
+            window is not None
+            and frame.kind in frames.WINDOW_KINDS
+            and self.fits_window(nbytes)
+            and self._slots
+        ):
             slot = self._slots.popleft()
             _copy(window.outgoing(slot)[:nbytes], payload)
             self.meter.bytes_sent += nbytes
+            self.meter.bytes_in_window += nbytes
             frame = frame._replace(flags=frame.flags | IN_WINDOW, tag=slot)
             self._writing.append(memoryview(frames.encode(frame)))
             if sent is not None:
@@ -159,7 +171,7 @@ class Port:
         Returns True if there may be more to read at once.
         """
         budget = BUDGET
-        while budget > 0:
+        while budget > 0 and not self.is_paused:
             if self._frame is None:
                 taken = self.link.recv_into(self._header[self._filled :])
                 if taken == 0:
@@ -191,14 +203,18 @@ class Port:
                 raise ProtocolError("a frame points to a window slot that this link does not have")
             payload = window.incoming(frame.tag)[: frame.length]
             slot = frame.tag
+            if slot in self._uncredited:
+                raise ProtocolError(f"window slot {slot} was used again before it was free")
             self.meter.bytes_received += frame.length
             sink = route(self, frame)
             if sink.buffer is not None:
                 _copy(sink.buffer, payload)
                 payload = sink.buffer
             sink.complete(payload)
+            self._uncredited.add(slot)
+            credit = Frame(Kind.CREDIT, frame.epoch, tag=slot)
             self.control.append(
-                Outgoing(Frame(Kind.CREDIT, frame.epoch, source=0, tag=slot), memoryview(b""))
+                Outgoing(credit, memoryview(b""), lambda: self._uncredited.discard(slot))
             )
             return
         sink = route(self, frame)

@@ -23,6 +23,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from potluck.engine.call import Call
 from potluck.engine.connector import Connector
 from potluck.engine.mailbox import Arrived, Mailbox, Receiving, Sending, mismatch
 from potluck.engine.port import Outgoing, Port, Sink
@@ -49,6 +52,15 @@ _FLUSH_S = 0.2
 
 _FAREWELL_S = 1.0
 """How long an orderly close waits for every peer to have everything."""
+
+_EARLY_OVERHEAD = 256
+"""What an early frame counts beside its payload, so that empty ones have a bound too."""
+
+_EARLY_LIMIT = 4
+"""How many times ``max_early_bytes`` a link may take while an operation here waits for it."""
+
+_NUM_REMEMBERED = 16
+"""How many ended calls of a channel are kept, to say what a late frame disagrees with."""
 
 _NOTHING = memoryview(b"")
 
@@ -79,13 +91,13 @@ class ProgressLoop:
         self._departed: set[int] = set()
         self._running: dict[tuple[int, int], RunningPlan] = {}
         self._posted: dict[int, int] = {}
+        self._ended: dict[int, deque[tuple[int, Call]]] = {}
         self._early: dict[tuple[int, int], dict[int, deque[tuple[Frame, bytearray]]]] = {}
         self._mailbox = Mailbox()
         self._message = 0
         self._dirty: set[int] = set()
         self._ready: set[int] = set()
         self._woken: deque[int] = deque()
-        self._paused: set[int] = set()
         self._watched: dict[int, int] = {}
         self._unsent: dict[int, deque[Outgoing]] = {}
         self._closing: float | None = None
@@ -161,8 +173,10 @@ class ProgressLoop:
 
     def _run(self) -> None:
         try:
-            while not self._should_end():
-                self._turn()
+            # An overflow is inf, as everywhere in floating point: no warning, whatever the filters.
+            with np.errstate(all="ignore"):
+                while not self._should_end():
+                    self._turn()
         except BaseException as error:
             _log.exception("the progress loop of %s broke", self.group.describe(self.group.rank))
             self._set_error(
@@ -234,7 +248,7 @@ class ProgressLoop:
     # -- links
 
     def _adopt(self, rank: int, link: Link) -> None:
-        if rank in self._ports or self._error is not None or self._closing is not None:
+        if rank in self._ports or rank in self._departed or self._error is not None:
             link.close()
             return
         port = Port(rank, link, self._meter(f"worker {self.group.members[rank].worker}"))
@@ -245,6 +259,8 @@ class ProgressLoop:
         else:
             link.bind(lambda: self._wake_for(rank))
         self._ready.add(rank)
+        if self._closing is not None:  # it came while this rank was leaving: say so in order
+            self._say(rank, Kind.GOODBYE)
 
     def _wake_for(self, rank: int) -> None:
         with self._lock:
@@ -265,21 +281,45 @@ class ProgressLoop:
         port.link.close()
 
     def _read(self, port: Port) -> None:
-        if port.rank in self._paused:
-            return
         try:
             more = port.read(self._route)
         except LinkError as error:
             self._link_ended(port, error)
             return
         except ProtocolError as error:
-            self._fail(peer_lost(self.group, port.rank, error, self._current()))
+            self._violated(port.rank, error)
             return
-        if port.early_bytes >= self._max_early_bytes:
-            self._paused.add(port.rank)
+        if port.is_paused:
             self._watch(port)
         elif more or port.link.readable:
             self._ready.add(port.rank)
+
+    def _violated(self, rank: int, error: ProtocolError) -> None:
+        """What ``rank`` sent makes no sense, so nothing after it does either."""
+        port = self._ports.get(rank)
+        if port is not None:
+            port.said_abort = True
+        self._fail(peer_lost(self.group, rank, error, self._current()))
+
+    def _must_wait(self, port: Port) -> bool:
+        """Whether to leave what this link brings where it is, for now.
+
+        What an operation here waits for may lie behind the frames of later ones, so then more of
+        those are taken: up to a limit, for a peer must not fill this rank's memory.
+        """
+        if port.early_bytes < self._max_early_bytes:
+            return False
+        if port.early_bytes >= _EARLY_LIMIT * self._max_early_bytes:
+            return True
+        return not any(item.needs(port.rank) for item in self._pending())
+
+    def _resume(self) -> None:
+        """Something has begun or ended: perhaps a paused link may be read again."""
+        for port in self._ports.values():
+            if port.is_paused and not self._must_wait(port):
+                port.is_paused = False
+                self._watch(port)
+                self._ready.add(port.rank)
 
     def _write(self, port: Port) -> None:
         was_blocked = port.is_blocked
@@ -297,7 +337,7 @@ class ProgressLoop:
         descriptor = port.link.fileno()
         if descriptor < 0:
             return
-        events = 0 if port.rank in self._paused else selectors.EVENT_READ
+        events = 0 if port.is_paused else selectors.EVENT_READ
         if port.is_blocked:
             events |= selectors.EVENT_WRITE
         before = self._watched.get(port.rank, 0)
@@ -320,11 +360,13 @@ class ProgressLoop:
 
     def _check_departed(self, item: Pending) -> None:
         """An operation that still needs something from a rank that left can't end."""
-        for peer, _ in item.awaited():
-            if peer in self._departed:
-                gone = LinkError("it left the group (its context was closed)")
-                self._fail(peer_lost(self.group, peer, gone, item))
-                return
+        needed = [peer for peer in self._departed if item.needs(peer)]
+        if isinstance(item, Receiving) and item.source < 0 and item.matched < 0:
+            others = set(item.ranks) - {self.group.rank}
+            needed = sorted(others)[:1] if others <= self._departed else []
+        if needed:
+            gone = LinkError("it left the group (its context was closed)")
+            self._fail(peer_lost(self.group, needed[0], gone, item))
 
     # -- collectives
 
@@ -345,6 +387,7 @@ class ProgressLoop:
         self._advance(running)
         if self._departed and key in self._running:
             self._check_departed(running)
+        self._resume()
 
     def _refuse(self, work: Any) -> bool:
         if self._error is None and self._closing is not None:
@@ -365,6 +408,9 @@ class ProgressLoop:
                 moved |= self._apply_early(running, peer)
         self._dirty.update(running.send_peers)
         if running.is_complete and self._running.pop(key, None) is not None:
+            self._ended.setdefault(running.channel, deque(maxlen=_NUM_REMEMBERED)).append(
+                (running.sequence, running.call)
+            )
             running.conclude()
             self._on_operation(running, time.monotonic() - running.started, None)
             running.work.finish()
@@ -388,11 +434,9 @@ class ProgressLoop:
     def _release(self, peer: int, nbytes: int) -> None:
         port = self._ports.get(peer)
         if port is not None:
-            port.early_bytes -= nbytes
-            if peer in self._paused and port.early_bytes < self._max_early_bytes:
-                self._paused.discard(peer)
-                self._watch(port)
-                self._ready.add(peer)
+            port.early_bytes -= nbytes + _EARLY_OVERHEAD
+            if port.is_paused:
+                self._resume()
 
     def _due(self, running: RunningPlan, peer: int, frame: Frame) -> Segment | None:
         """The segment that ``frame`` must be; None (and a failed group) if it is another one."""
@@ -406,7 +450,9 @@ class ProgressLoop:
             or frame.length != segment.data.nbytes
             or frame.dtype != code_of(segment.data.dtype)
         ):
-            self._fail(desync(self.group, peer, running))
+            # Equal fingerprints, so equal calls: the peer's engine is broken, not its script.
+            what = f"segment {frame.segment} of chunk {frame.chunk}, which is not due"
+            self._violated(peer, ProtocolError(f"it sent {what}"))
             return None
         return segment
 
@@ -449,7 +495,7 @@ class ProgressLoop:
     def _route(self, port: Port, frame: Frame) -> Sink:
         if frame.epoch != self.group.epoch:
             raise ProtocolError(f"a frame of epoch {frame.epoch} in epoch {self.group.epoch}")
-        if frame.kind is not Kind.CREDIT and frame.source != port.rank:
+        if frame.source != port.rank:
             raise ProtocolError(f"a frame of rank {frame.source} on the link to rank {port.rank}")
         if frame.kind is Kind.DATA:
             return self._route_data(port, frame)
@@ -472,14 +518,18 @@ class ProgressLoop:
     ) -> Sink:
         """Take a payload that nobody waits for yet into memory of its own."""
         payload = bytearray(frame.length)
-        port.early_bytes += frame.length
+        self._account(port, frame.length)
         return Sink(memoryview(payload), lambda _: then(port, frame, payload))
+
+    def _account(self, port: Port, nbytes: int) -> None:
+        port.early_bytes += nbytes + _EARLY_OVERHEAD
+        port.is_paused = self._must_wait(port)
 
     def _route_data(self, port: Port, frame: Frame) -> Sink:
         running = self._running.get((frame.channel, frame.operation))
         if running is None or port.rank in running.early:
             if running is None and frame.operation < self._posted.get(frame.channel, 0):
-                raise ProtocolError(f"a frame of operation #{frame.operation}, which has ended")
+                self._on_late(port, frame)
             return self._keep(port, frame, self._on_early)
         segment = self._due(running, port.rank, frame)
         if segment is None or not running.is_ready(segment):
@@ -498,6 +548,14 @@ class ProgressLoop:
             self._advance(running)
 
         return Sink(buffer, complete)
+
+    def _on_late(self, port: Port, frame: Frame) -> None:
+        """A frame of an operation that has ended here: the peer must have made another call."""
+        for number, call in self._ended.get(frame.channel, ()):
+            if number == frame.operation and call.fingerprint != frame.fingerprint:
+                self._fail(desync(self.group, port.rank, f"{call} #{number}"))
+                return
+        raise ProtocolError(f"a frame of operation #{frame.operation}, which has ended")
 
     def _on_early(self, port: Port, frame: Frame, payload: bytearray) -> None:
         key = (frame.channel, frame.operation)
@@ -538,6 +596,7 @@ class ProgressLoop:
             body = frames.encode_request(frames.Request(len(sending.data)))
             frame = frame._replace(kind=Kind.REQUEST, length=len(body))
             self._tell(sending.peer, Outgoing(frame, memoryview(body)))
+        self._resume()
 
     def _tell(self, peer: int, outgoing: Outgoing) -> None:
         port = self._ports.get(peer)
@@ -586,12 +645,14 @@ class ProgressLoop:
             self._match(receiving, arrived)
         elif self._departed:
             self._check_departed(receiving)
+        self._resume()
 
     def _on_eager(self, port: Port, frame: Frame, payload: bytearray) -> None:
         self._arrive(Arrived(port.rank, frame, len(payload), payload))
 
     def _on_request(self, port: Port, frame: Frame, payload: memoryview) -> None:
         nbytes = frames.decode_request(bytes(payload)).nbytes
+        self._account(port, 0)
         self._arrive(Arrived(port.rank, frame, nbytes, None))
 
     def _arrive(self, arrived: Arrived) -> None:
@@ -606,11 +667,10 @@ class ProgressLoop:
             self._mailbox.posted.append(receiving)
             self._fail(desync(self.group, arrived.source, receiving, reason))
             return
+        self._release(arrived.source, len(arrived.payload or b""))
         if arrived.payload is not None:
             receiving.data[:] = arrived.payload
-            self._release(arrived.source, len(arrived.payload))
-            receiving.work.source = arrived.source
-            receiving.work.finish()
+            self._end_receive(receiving)
             return
         self._mailbox.receiving[arrived.source, arrived.frame.operation] = receiving
         self._tell(
@@ -629,8 +689,9 @@ class ProgressLoop:
 
     def _on_grant(self, port: Port, frame: Frame, _: memoryview) -> None:
         sending = self._mailbox.sending.get(frame.operation)
-        if sending is None or sending.peer != port.rank or sending.offset:
+        if sending is None or sending.peer != port.rank or sending.is_granted:
             raise ProtocolError(f"a GRANT for message #{frame.operation}, which was not announced")
+        sending.is_granted = True
         self._mailbox.granted.setdefault(port.rank, deque()).append(sending)
         self._dirty.add(port.rank)
 
@@ -639,33 +700,41 @@ class ProgressLoop:
         receiving = self._mailbox.receiving.get(key)
         if (
             receiving is None
-            or frame.segment * self.segment_bytes != receiving.offset
+            or frame.segment != receiving.num_pieces
             or receiving.offset + frame.length > len(receiving.data)
         ):
             raise ProtocolError(f"a piece of message #{frame.operation} that is not due")
 
         def complete(_: memoryview) -> None:
             receiving.offset += frame.length
+            receiving.num_pieces += 1
             if receiving.offset == len(receiving.data):
                 del self._mailbox.receiving[key]
-                receiving.work.source = port.rank
-                receiving.work.finish()
+                self._end_receive(receiving)
 
         start = receiving.offset
         return Sink(receiving.data[start : start + frame.length], complete)
+
+    def _end_receive(self, receiving: Receiving) -> None:
+        receiving.work.source = receiving.ranks.index(receiving.matched)
+        receiving.work.finish()
 
     # -- the end
 
     def _on_abort(self, port: Port, _: Frame, payload: memoryview) -> None:
         abort = frames.decode_abort(bytes(payload))
+        port.said_abort = True
         self._fail(error_of(self.group, abort, self._current()))
 
     def _on_goodbye(self, port: Port, _: Frame, __: memoryview) -> None:
+        if port.said_goodbye:
+            raise ProtocolError("a second GOODBYE")
         port.said_goodbye = True
-        self._tell(
-            port.rank,
-            Outgoing(Frame(Kind.FAREWELL, self.group.epoch, source=self.group.rank), _NOTHING),
-        )
+        self._say(port.rank, Kind.FAREWELL)
+
+    def _say(self, rank: int, kind: Kind) -> None:
+        frame = Frame(kind, self.group.epoch, source=self.group.rank)
+        self._tell(rank, Outgoing(frame, _NOTHING))
 
     def _on_farewell(self, port: Port, _: Frame, __: memoryview) -> None:
         port.is_acknowledged = True
@@ -678,10 +747,7 @@ class ProgressLoop:
             return
         self._closing = time.monotonic() + _FAREWELL_S
         for rank in self._ports:
-            self._tell(
-                rank,
-                Outgoing(Frame(Kind.GOODBYE, self.group.epoch, source=self.group.rank), _NOTHING),
-            )
+            self._say(rank, Kind.GOODBYE)
 
     def _closed_error(self) -> GroupClosed:
         return GroupClosed(
@@ -712,31 +778,47 @@ class ProgressLoop:
     def _flush_abort(self, error: BaseException) -> None:
         """Tell every linked peer why, within a bound; works end only after this.
 
-        Until then user buffers are still ours, so frames half written stay what they were.
+        Until then user buffers are still ours, so frames half written stay what they were. Each
+        link is read until the peer's own ABORT or its end: closing it over unread bytes would
+        reset the connection, and the peer would lose the reason and blame this rank.
         """
         if not isinstance(error, GroupError) or isinstance(error, GroupClosed):
             return
         body = frames.encode_abort(abort_of(error))
         frame = Frame(Kind.ABORT, self.group.epoch, length=len(body), source=self.group.rank)
         deadline = time.monotonic() + _FLUSH_S
-        waiting = dict(self._ports)
-        for port in waiting.values():
+        for port in self._ports.values():
             port.control.clear()
             port.control.append(Outgoing(frame, memoryview(body)))
-        while waiting and time.monotonic() < deadline:
-            for rank, port in list(waiting.items()):
-                try:
-                    port.write(lambda _: None)
-                except PotluckError:
-                    port.control.clear()
-                    del waiting[rank]
-                    continue
-                if not port.is_writing:
-                    del waiting[rank]
-                self._watch(port)
-            if waiting:
-                self._selector.select(0.02)
+            port.is_paused = False
+        while self._ports and (left := deadline - time.monotonic()) > 0:
+            more = [self._part(port) for port in list(self._ports.values())]
+            if self._ports:
+                self._selector.select(0.0 if any(more) else left)
                 self._drain_wake()
+
+    def _part(self, port: Port) -> bool:
+        """Go on with telling the peer and hearing it; True if there is more to do at once."""
+        try:
+            more = port.write(lambda _: None)
+            if not port.said_abort:
+                more |= port.read(self._discard) or port.link.readable
+        except PotluckError:
+            self._drop(port)
+            return False
+        if port.said_abort and not port.is_writing:
+            self._drop(port)
+            return False
+        self._watch(port)
+        return more
+
+    def _discard(self, port: Port, frame: Frame) -> Sink:
+        """Where a frame goes once the group is over."""
+        if frame.kind is Kind.ABORT:
+            port.said_abort = True
+        is_small = frame.length <= frames.MAX_CONTROL
+        buffer = None if is_small or frame.flags & IN_WINDOW else port.scratch(frame.length)
+        return Sink(buffer, lambda _: None)
 
     def _end(self) -> None:
         """Tell the peers, then let every waiting caller go: whatever breaks here, nobody hangs."""

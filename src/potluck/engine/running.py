@@ -160,6 +160,16 @@ class RunningPlan:
                     waits.append((peer, f"{what}, {step.action.name} chunk {step.chunk}"))
         return waits
 
+    def needs(self, peer: int) -> bool:
+        """Whether ``peer`` must still take a segment, or send one that is not in ``early`` yet."""
+        if self._sends.get(peer):
+            return True
+        due = sum(
+            self._segments[self.plan.steps[step].chunk] - self._done[step]
+            for step in self._receives.get(peer, ())
+        )
+        return due > len(self.early.get(peer, ()))
+
     def __str__(self) -> str:
         return f"{self.call} #{self.sequence}"
 
@@ -183,7 +193,7 @@ class RunningPlan:
 
 def as_bytes(array: Array) -> memoryview:
     """The memory of a contiguous array as bytes, whatever its dtype."""
-    return array.view(np.uint8).reshape(-1).data if array.size else memoryview(b"")
+    return array.view(np.uint8).reshape(-1).data if array.size else memoryview(bytearray())
 
 
 def from_bytes(data: Any, dtype: np.dtype[Any]) -> Array:

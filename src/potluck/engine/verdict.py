@@ -73,7 +73,7 @@ def overdue(group: Group, item: Awaiting) -> OperationTimeout:
     )
 
 
-def desync(group: Group, peer: int, item: Awaiting, reason: str | None = None) -> Desync:
+def desync(group: Group, peer: int, item: object, reason: str | None = None) -> Desync:
     """``peer`` sent a frame of another call than the one this rank made."""
     why = reason or "its call differs in operation, dtype, shape, op, root, algorithm or order"
     return Desync(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from potluck.errors import GroupError, OperationTimeout
+
+_log = logging.getLogger(__name__)
 
 
 def again(error: BaseException) -> BaseException:
@@ -72,10 +75,10 @@ class Work:
             )
         if self._error is not None:
             raise again(self._error)
-        if self._transform is not None:
-            transform, self._transform = self._transform, None
-            self._result = transform(self._result)
-        return self._result
+        with self._lock:  # two waiting threads: both get what the first one made
+            if self._transform is not None:
+                self._result, self._transform = self._transform(self._result), None
+            return self._result
 
     def then(self, transform: Callable[[Any], Any]) -> Work:
         """Let ``wait`` return ``transform(result)``, computed once in the waiting thread."""
@@ -99,7 +102,10 @@ class Work:
             self._error = error
             self._event.set()
         for callback in self._callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:  # the progress loop must live on for everybody else
+                _log.exception("a done-callback of %s raised", self.call)
 
 
 def finished(call: str, result: Any) -> Work:

@@ -70,6 +70,9 @@ class Kind(IntEnum):
     """Acknowledges GOODBYE."""
 
 
+WINDOW_KINDS = frozenset({Kind.DATA, Kind.PIECE})
+"""The kinds whose payload may lie in the window: ``tag`` then names the slot."""
+
 _KINDS = {int(kind): kind for kind in Kind}
 _BOUNDS = {
     Kind.DATA: MAX_PAYLOAD,
@@ -111,6 +114,9 @@ class Request(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises on bytes that are not what they should be."""
+
 _abort = msgspec.msgpack.Decoder(Abort)
 _request = msgspec.msgpack.Decoder(Request)
 
@@ -141,6 +147,8 @@ def decode(header: bytes | bytearray | memoryview) -> Frame:
         )
     if frame.flags & ~IN_WINDOW:
         raise ProtocolError(f"a frame with unknown flags {frame.flags:#x}")
+    if frame.flags & IN_WINDOW and kind not in WINDOW_KINDS:
+        raise ProtocolError(f"a {kind.name} frame whose payload lies in the window")
     return frame
 
 
@@ -155,7 +163,7 @@ def encode_abort(abort: Abort) -> bytes:
 def decode_abort(body: bytes) -> Abort:
     try:
         return _abort.decode(body)
-    except msgspec.MsgspecError as error:
+    except _MALFORMED as error:
         raise ProtocolError(f"a malformed ABORT frame: {error}") from error
 
 
@@ -166,5 +174,5 @@ def encode_request(request: Request) -> bytes:
 def decode_request(body: bytes) -> Request:
     try:
         return _request.decode(body)
-    except msgspec.MsgspecError as error:
+    except _MALFORMED as error:
         raise ProtocolError(f"a malformed REQUEST frame: {error}") from error

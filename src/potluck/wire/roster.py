@@ -30,6 +30,10 @@ def roster_length(prefix: bytes) -> int:
 
 def decode_roster(body: bytes) -> tuple[Member, ...]:
     try:
-        return _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+        members = _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a malformed roster: {error}") from error
+    for member in members:
+        if not 0 <= member.port < 65536:
+            raise ProtocolError(f"a malformed roster: {member.port} is no port")
+    return members
