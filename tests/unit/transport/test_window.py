@@ -175,6 +175,16 @@ def test_links_keep_no_descriptor_but_their_socket_and_their_memory() -> None:
     assert count() == before
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
+def test_another_user_of_the_machine_can_not_open_it(offered: OfferedWindow) -> None:
+    path = f"/proc/{offered.offer.pid}/fd/{offered.offer.fd}"
+    mine = subprocess.run(["/bin/cat", path], capture_output=True, timeout=30)
+    assert offered.offer.token in mine.stdout, "who may open it can read it"
+    other = subprocess.run(["/bin/cat", path], capture_output=True, timeout=30, user=65534)
+    assert other.returncode != 0
+    assert b"Permission denied" in other.stderr
+
+
 CHILD = """
 import os, signal, sys, time
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
