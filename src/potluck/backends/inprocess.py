@@ -27,10 +27,10 @@ class Hub:
         self._changed = threading.Condition()
         self._names = itertools.count()
         self._alive: list[str] = [str(next(self._names)) for _ in range(world_size)]
-        self._left: set[str] = set()
         self._epoch = 1 if world_size else 0
         self._members: tuple[str, ...] = tuple(self._alive)
         self._connectors: dict[tuple[int, int], _Connector] = {}
+        self._departed: set[tuple[int, int]] = set()
         self._links: dict[str, list[Link]] = {}
         self.segment_bytes = segment_bytes
 
@@ -42,9 +42,12 @@ class Hub:
             self._alive.remove(worker)
             links = self._links.pop(worker, [])
             waiting = self._waiting_for(worker)
+            own = [each for each in self._connectors.values() if each.group.me.worker == worker]
             self._announce()
         for link in links:
             link.close()
+        for connector in own:  # its blocked calls end too; a real one would be dead
+            connector.fail_later(connector.group.rank, LinkError(f"worker {worker} was killed"))
         for connector, rank in waiting:
             connector.fail_later(rank, LinkError(f"worker {worker} was killed"))
 
@@ -67,10 +70,10 @@ class Hub:
             self._announce()
         return InProcessBackend(self, name)
 
-    def rejoin(self, worker: str) -> None:
-        """Members that found each other unreachable try again in a new group."""
+    def rejoin(self, worker: str, after_epoch: int) -> None:
+        """Members that found each other unreachable try again in one new group."""
         with self._changed:
-            if worker in self._members and worker in self._alive:
+            if self._epoch <= after_epoch and worker in self._alive:
                 self._announce()
 
     def _announce(self) -> None:
@@ -115,8 +118,13 @@ class Hub:
             other.fail_later(rank, _stale(connector.group))
 
     def unregister(self, connector: _Connector) -> None:
+        group = connector.group
         with self._changed:
-            self._connectors.pop((connector.group.epoch, connector.group.rank), None)
+            self._connectors.pop((group.epoch, group.rank), None)
+            self._departed.add((group.epoch, group.rank))
+            waiting = self._waiting_for(group.me.worker, before=group.epoch + 1)
+        for other, rank in waiting:
+            other.fail_later(rank, _left(group.me.worker))
 
     def link(self, caller: _Connector, rank: int) -> None:
         """Join two ranks, once; if the other is not there yet, when it comes."""
@@ -124,14 +132,17 @@ class Hub:
         name, other_name = group.me.worker, group.members[rank].worker
         with self._changed:
             caller.wanted.add(rank)
-            if other_name not in self._alive:
-                error = LinkError(f"worker {other_name} was killed")
-                caller.fail_later(rank, error)
-                return
+            for worker in (name, other_name):
+                if worker not in self._alive:
+                    caller.fail_later(rank, LinkError(f"worker {worker} was killed"))
+                    return
             for newer in self._connectors.values():
                 if newer.group.epoch > group.epoch and newer.group.me.worker == other_name:
                     caller.fail_later(rank, _stale(newer.group))
                     return
+            if (group.epoch, rank) in self._departed:
+                caller.fail_later(rank, _left(other_name))
+                return
             other = self._connectors.get((group.epoch, rank))
             if other is None or rank in caller.linked:
                 return
@@ -157,6 +168,10 @@ class Hub:
 def _stale(group: Group) -> Refused:
     """What a member of ``group`` tells those who knock in an earlier epoch, as over TCP."""
     return Refused(f"worker {group.me.worker} is in epoch {group.epoch}", code="stale")
+
+
+def _left(worker: str) -> Refused:
+    return Refused(f"worker {worker} has left the group", code="left")
 
 
 class _Connector:
@@ -211,8 +226,8 @@ class InProcessBackend:
         return [cls(hub, str(rank)) for rank in range(world_size)]
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
-        if cause is not None and self.hub.epoch <= after_epoch:
-            self.hub.rejoin(self.worker)
+        if cause is not None:
+            self.hub.rejoin(self.worker, after_epoch)
         group = self.hub.group(self.worker, after_epoch, timeout_s)
         return Communicator.open(
             group,

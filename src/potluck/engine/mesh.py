@@ -12,7 +12,7 @@ import threading
 import time
 
 from potluck.engine.connector import Deliver, Fail
-from potluck.errors import LinkError, PotluckError, Refused
+from potluck.errors import LinkError, Refused
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission, Admit, Listener
@@ -83,6 +83,8 @@ class Switchboard:
                 deadline - time.monotonic(),
             )
             mesh, epoch = self._mesh, self._epoch
+        if hello.epoch == epoch and mesh is None:
+            return _refuse("left", f"this worker has left the group of epoch {epoch}")
         if hello.epoch < epoch:
             return _refuse("stale", f"epoch {hello.epoch} is over; this worker is in {epoch}")
         if mesh is None or hello.epoch > epoch:
@@ -162,7 +164,7 @@ class Mesh:
             )
         with self._lock:
             if self._is_closed.is_set():
-                return _refuse("stale", f"epoch {group.epoch} is over on this worker")
+                return _refuse("left", f"this worker has left the group of epoch {group.epoch}")
             if hello.rank in self._linked:
                 return _refuse(
                     "duplicate",
@@ -197,7 +199,7 @@ class Mesh:
         while True:
             try:
                 link = self._connect(rank, deadline)
-            except (PotluckError, OSError) as failure:
+            except Exception as failure:  # an address may be anything; nobody else would tell
                 error = failure
                 if isinstance(failure, Refused) and failure.code in _LATE:
                     if self._wait_for_call(rank, failure, deadline):
