@@ -23,7 +23,7 @@ import msgspec
 from potluck.cluster import events, membership
 from potluck.cluster.journal import Journal
 from potluck.cluster.links import ControlLink
-from potluck.cluster.roster import Phase, Policy
+from potluck.cluster.roster import EXPECTED, Phase, Policy
 from potluck.cluster.runfile import RunFile
 from potluck.errors import ConfigurationError, LinkError, PotluckError
 from potluck.transport import aio
@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 _LAST_MESSAGES_S = 1.0
 _MAX_STATUS_EVENTS = 20
+_PATIENCE_S = 20.0
 
 
 class Process(Protocol):
@@ -206,6 +207,15 @@ class Agent:
         if self.state.over:
             self._over.set()
 
+    def _say_who_is_missing(self) -> None:
+        ready = self.state.having(Phase.READY)
+        missing = [worker.name for worker in self.state.having(*EXPECTED)]
+        if ready and missing and not self.state.having(Phase.MEMBER):
+            self._note(
+                f"{len(ready)} workers are ready; still waiting for worker {', '.join(missing)} "
+                "to call potluck.init()"
+            )
+
     def _set_wakeup(self) -> None:
         if self._wakeup is not None:
             self._wakeup.cancel()
@@ -271,6 +281,7 @@ class Agent:
             "POTLUCK_AGENT": f"127.0.0.1:{self._server.port}",
             "POTLUCK_JOB": self.job.id,
             "POTLUCK_WORKER": worker,
+            "POTLUCK_RESTARTS": str(attempt),
             "RANK": str(index),
             "WORLD_SIZE": str(len(self.job.workers)),
             "LOCAL_RANK": str(index),
@@ -405,6 +416,8 @@ class Agent:
             case control.Ready(after_epoch=after, port=port, local_rank=local_rank):
                 place = Member(worker, member.node, message.host or member.host, port, local_rank)
                 self._handle(events.Ready(worker, place, after))
+                if not self.state.having(Phase.MEMBER):
+                    asyncio.get_running_loop().call_later(_PATIENCE_S, self._say_who_is_missing)
             case control.Installed(epoch):
                 self.journal.installed(worker, epoch, now)
                 self._handle(events.Installed(worker, epoch))

@@ -1,0 +1,225 @@
+"""``potluck run`` with scripts that train together: losses, returns, failures, all for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from potluck.testing.commands import process_ends, run_command
+
+# The smallest elastic loop there is: a counter that all ranks keep equal. What the training loop
+# does with models and optimizers is tested with it; here it is about processes.
+COUNTER = """
+import os, sys, time
+import numpy as np
+import potluck
+from potluck.errors import Evicted, OperationTimeout, PeerLost
+
+LOST = (Evicted, OperationTimeout, PeerLost)
+num_steps, seconds, min_world_size = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+print("pid", os.getpid(), flush=True)
+context = potluck.init()
+step, agreed = 0, False
+while True:
+    try:
+        if not agreed:
+            step, agreed = int(context.all_gather(np.array([step])).max()), True
+            enough = max(num_steps, step + 3)
+        if step >= enough and context.world_size >= min_world_size:
+            break
+        context.begin_step(step)
+        time.sleep(seconds)
+        context.all_reduce(np.ones(1000), op="mean")
+        outcome = context.commit(step, loss=1.0)
+        step += bool(outcome)
+        context.report(step=step, loss=outcome.loss, samples_per_s=10.0, device="cpu")
+        if outcome.reform:
+            agreed = False
+            context.reform()
+    except LOST as error:
+        print("lost", error, flush=True)
+        agreed = False
+        while True:
+            try:
+                context.reform(error)
+                break
+            except LOST as again:
+                error = again
+context.report(parameter_hash=f"{step:04x}", committed_steps=step)
+context.close()
+"""
+
+
+@pytest.fixture
+def counter(tmp_path: Path) -> str:
+    path = tmp_path / "counter.py"
+    path.write_text(COUNTER)
+    return str(path)
+
+
+def told(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_workers_form_a_group_and_finish_with_equal_parameters(counter, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    with run_command("-n", "3", "--json", str(summary), counter, "20", "0", "0") as run:
+        assert run.finish() == 0, run.text
+        run.wait_for(lambda line: line.startswith("parameters ") and line.endswith("equal on all"))
+    result = told(summary)
+    assert result["committed_steps"] == 20
+    assert result["hashes_equal"] is True
+    assert [worker["parameter_hash"] for worker in result["workers"]] == ["0014"] * 3
+    assert result["recoveries"] == []
+
+
+def test_a_killed_worker_is_left_behind_and_taken_back_in(counter, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    with run_command(
+        *("-n", "4", "--chaos", "kill rank 2 at step 10", "--json", str(summary)),
+        *(counter, "20", "0.02", "4"),
+    ) as run:
+        assert run.finish() == 0, run.text
+        run.wait_for(
+            lambda line: re.fullmatch(
+                r"potluck: worker 2 lost \(killed by SIGKILL \(9\)\), re-formed in \d+\.\d s, "
+                r"step 10 run again, training on after \d+\.\d s",
+                line,
+            )
+        )
+        run.wait_for(lambda line: re.fullmatch(r"potluck: worker 2 rejoined at step \d+", line))
+    result = told(summary)
+    (recovery,) = result["recoveries"]
+    assert recovery["workers"] == ["2"]
+    assert recovery["step"] == 10
+    assert recovery["run_again"] is True
+    assert 0 <= recovery["reformed_s"] <= recovery["recovered_s"] < 10
+    assert [worker["restarts"] for worker in result["workers"]] == [0, 0, 1, 0]
+    assert result["hashes_equal"] is True
+    assert result["committed_steps"] >= 20
+
+
+def test_a_stopped_worker_is_evicted_and_comes_back(counter, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    with run_command(
+        *("-n", "3", "--chaos", "stop rank 1 at step 5 for 4 s", "--peer-timeout", "1"),
+        *("--json", str(summary), counter, "20", "0.02", "3"),
+    ) as run:
+        assert run.finish() == 0, run.text
+        run.wait_for("worker 1 gave no sign of life for 1 s")
+        run.wait_for("worker 1 rejoined at step")
+    result = told(summary)
+    (recovery,) = result["recoveries"]
+    assert recovery["workers"] == ["1"]
+    assert recovery["step"] == 5
+    assert [worker["restarts"] for worker in result["workers"]] == [0, 0, 0]
+    assert result["hashes_equal"] is True
+
+
+def test_a_short_stop_evicts_nobody(counter, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    with run_command(
+        *("-n", "3", "--chaos", "stop rank 1 at step 5 for 0.5 s", "--json", str(summary)),
+        *(counter, "20", "0", "0"),
+    ) as run:
+        assert run.finish() == 0, run.text
+    assert told(summary)["recoveries"] == []
+
+
+def test_when_all_are_killed_all_begin_again(counter, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    with run_command(
+        "-n", "2", "--chaos", "kill all at step 5", "--json", str(summary), counter, "10", "0", "0"
+    ) as run:
+        assert run.finish() == 0, run.text
+    result = told(summary)
+    assert [worker["restarts"] for worker in result["workers"]] == [1, 1]
+    assert result["committed_steps"] == 10
+
+
+def test_with_restarts_used_up_the_others_go_on_alone(counter, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    with run_command(
+        *("-n", "3", "--max-restarts", "0", "--chaos", "kill rank 0 at step 5"),
+        *("--json", str(summary), counter, "30", "0", "0"),
+    ) as run:
+        assert run.finish() == 0, run.text
+        run.wait_for("worker 0 killed by SIGKILL (9); not started again after 0 restarts")
+    result = told(summary)
+    assert [worker["finished"] for worker in result["workers"]] == [False, True, True]
+
+
+def test_a_newcomer_still_starting_at_the_end_is_stopped(counter) -> None:
+    slow = "import os, time\nif os.environ['POTLUCK_RESTARTS'] == '1':\n    time.sleep(600)\n"
+    Path(counter).write_text(slow + COUNTER)
+    with run_command("-n", "2", "--chaos", "kill rank 1 at step 5", counter, "20", "0", "0") as run:
+        assert run.finish() == 0, run.text
+        run.wait_for("stopping worker 1: the members of the job have finished")
+
+
+def test_an_exception_on_one_rank_reaches_all_with_rank_and_reason(tmp_path: Path) -> None:
+    path = tmp_path / "failing.py"
+    path.write_text(
+        "import numpy as np, potluck\n"
+        "context = potluck.init()\n"
+        "for step in range(100):\n"
+        "    if step == 5 and context.rank == 1:\n"
+        "        raise ValueError('bad batch')\n"
+        "    context.all_reduce(np.ones(1000))\n"
+    )
+    with run_command("-n", "3", str(path)) as run:
+        assert run.finish() == 1
+        for rank in (0, 2):
+            run.wait_for(
+                lambda line, rank=rank: (
+                    line.startswith(f"[{rank}] ")
+                    and "RemoteError" in line
+                    and "rank 1" in line
+                    and "ValueError: bad batch" in line
+                )
+            )
+        run.wait_for(
+            lambda line: line.startswith("potluck: rank 1, worker 1 failed: ValueError: bad batch")
+        )
+
+
+def test_ranks_that_disagree_fail_the_run_with_both_calls(tmp_path: Path) -> None:
+    path = tmp_path / "desync.py"
+    path.write_text(
+        "import numpy as np, potluck\n"
+        "context = potluck.init()\n"
+        "context.all_reduce(np.ones(10 + context.rank))\n"
+    )
+    with run_command("-n", "2", str(path)) as run:
+        assert run.finish() == 1
+        run.wait_for("Desync")
+
+
+def test_a_blocked_group_ends_with_ctrl_c(tmp_path: Path) -> None:
+    path = tmp_path / "blocked.py"
+    path.write_text(
+        "import time, numpy as np, potluck\n"
+        "context = potluck.init()\n"
+        "print('in', flush=True)\n"
+        "time.sleep(600) if context.rank == 0 else context.barrier(timeout=600)\n"
+    )
+    with run_command("-n", "2", str(path)) as run:
+        run.wait_for("[0] in")
+        run.wait_for("[1] in")
+        run.signal(signal.SIGINT)
+        assert run.finish() == 130
+
+
+def test_a_worker_killed_from_outside_is_noticed_as_fast_as_by_order(counter) -> None:
+    with run_command("-n", "2", counter, "20", "0.02", "2") as run:
+        pid = int(run.wait_for(lambda line: line.startswith("[1] pid")).split()[-1])
+        run.wait_for(lambda line: line.startswith("[0] pid"))
+        os.kill(pid, signal.SIGKILL)
+        run.wait_for("worker 1 killed by SIGKILL (9)")
+        assert process_ends(pid)
+        assert run.finish() == 0, run.text
