@@ -263,6 +263,28 @@ def test_other_float_dtypes(dtype: torch.dtype, tolerance: float) -> None:
             torch.testing.assert_close(mine, right, rtol=tolerance, atol=tolerance)
 
 
+def test_gradients_of_another_device_go_through_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No accelerator is needed to see that what is staged arrives: host copies are forced."""
+
+    def apart(self: Any, bucket: Any, like: Tensor) -> None:
+        self.device = torch.zeros(bucket.length, dtype=like.dtype, device=like.device)
+        self.host = torch.empty_like(self.device, device="cpu")
+
+    monkeypatch.setattr("potluck.torch.reducer._Flat.__init__", apart)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, y = make_batch()
+
+    def rank(ctx: DistributedContext) -> list[Tensor | None]:
+        model = DDP(make_model().to(device), ctx, bucket_size_mb=1e-3)
+        (mine_x, mine_y), model.weight = my_part(ctx, x.to(device), y.to(device))
+        loss_of(model, mine_x, mine_y).backward()
+        return [None if g is None else g.cpu() for g in grads(model)]
+
+    assert_same(run_world(2, rank), alone(make_model(), x, y))
+
+
 def test_a_model_of_mixed_dtypes() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -339,7 +339,6 @@ class ElasticLoop:
             event = f"re-formed with {self.ctx.world_size} in {seconds:.1f} s"
             if self.ctx.rank not in resolution.apply and self._lost_at is not None:
                 event += f", step {resolution.committed} run again"
-            self.ctx.report(event=event, epoch=self.ctx.epoch)
             _log.info("%s: %s", event, resolution.reason)
         return resolution, next(iter(losses), math.nan)
 
@@ -358,7 +357,7 @@ class ElasticLoop:
             if wanted:
                 self._restore(received)
                 if self.step_number:
-                    self.ctx.report(event=f"joined at step {self.step_number}")
+                    _log.info("joined at step %d", self.step_number)
         self._has_state, self._resolution = True, None
         self._history = max(self._history, resolution.history)
 
@@ -369,6 +368,7 @@ class ElasticLoop:
         source = int(np.argmax(steps))
         if found is not None and self.ctx.rank == source:
             self._restore(found.state)
+            self._saved_at = self.step_number
             self.ctx.report(event=f"resumed from the checkpoint of step {self.step_number}")
         return source
 
@@ -422,7 +422,6 @@ class ElasticLoop:
 
     def _finish(self) -> None:
         self.ctx.report(
-            event="finished",
             committed_steps=self.step_number,
             steps_run_again=self.num_reruns,
             recoveries=list(self.recoveries),
