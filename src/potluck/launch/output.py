@@ -19,13 +19,11 @@ class LineSplitter:
 
     def feed(self, data: bytes) -> list[str]:
         """The lines that are whole now, without their ends."""
-        text = (self._rest + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        if data.endswith(b"\r"):  # its line feed may follow
-            text = text[:-1]
-            *lines, last = text.split(b"\n")
-            self._rest = last + b"\r"
-        else:
-            *lines, self._rest = text.split(b"\n")
+        data = self._rest + data
+        held = data[-1:] if data.endswith(b"\r") else b""  # its line feed may follow
+        text = data.removesuffix(held).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, last = text.split(b"\n")
+        self._rest = last + held
         while len(self._rest) > MAX_LINE:
             lines.append(self._rest[:MAX_LINE])
             self._rest = self._rest[MAX_LINE:]

@@ -1,0 +1,50 @@
+"""Bytes of a pipe into lines."""
+
+from __future__ import annotations
+
+import random
+
+from potluck.launch.output import MAX_LINE, LineSplitter
+
+
+def lines_of(*pieces: bytes) -> list[str]:
+    splitter = LineSplitter()
+    return [line for piece in pieces for line in splitter.feed(piece)] + splitter.finish()
+
+
+def test_lines_come_out_whole_whatever_the_pieces() -> None:
+    assert lines_of(b"one\ntw", b"o\n", b"thr", b"ee") == ["one", "two", "three"]
+
+
+def test_empty_lines_are_kept() -> None:
+    assert lines_of(b"one\n\n\ntwo\n") == ["one", "", "", "two"]
+
+
+def test_a_carriage_return_ends_a_line_as_progress_bars_mean_it() -> None:
+    assert lines_of(b"10%\r20%\r", b"done\r", b"\nnext\r\n") == ["10%", "20%", "done", "next"]
+
+
+def test_what_is_no_text_is_shown_as_such() -> None:
+    assert lines_of(b"\xff\xfe\n") == ["��"]
+
+
+def test_a_line_without_end_is_cut_and_bounded() -> None:
+    splitter = LineSplitter()
+    lines = [line for _ in range(10) for line in splitter.feed(b"x" * MAX_LINE)]
+    assert {len(line) for line in lines} == {MAX_LINE}
+    assert len("".join(lines + splitter.finish())) == 10 * MAX_LINE
+
+
+def test_any_cut_gives_the_same_lines(seed: int) -> None:
+    rng = random.Random(seed)
+    text = b"".join(rng.choice([b"a", b"bc", b"\n", b"\r\n", b"\r", b""]) for _ in range(300))
+    whole = lines_of(text)
+    for _ in range(50):
+        cuts = sorted(rng.randrange(len(text)) for _ in range(rng.randrange(20)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert lines_of(*pieces) == whole
+
+
+def test_nothing_gives_no_line() -> None:
+    assert lines_of() == []
+    assert lines_of(b"") == []

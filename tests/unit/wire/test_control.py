@@ -1,0 +1,119 @@
+"""Control messages: what goes in comes out, what is too large or foreign does not come in."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+
+import hypothesis
+import hypothesis.strategies as st
+import msgspec
+import pytest
+
+from potluck.errors import ProtocolError
+from potluck.types import Member
+from potluck.wire import control
+
+FROM_CLIENT = [
+    control.Ready(after_epoch=3, port=5, pid=7, host="h", local_rank=1, cause="c"),
+    control.Installed(4),
+    control.Lost(4, 2, True, "cause", 60),
+    control.Progress(4, 60, 0.5, 812.0, "cpu", {"accuracy": 0.97, "n": 3, "ok": True, "text": "x"}),
+    control.Said("hello"),
+    control.Failed("ValueError", "text", True),
+    control.Finished(),
+    control.ChaosDue(4, 60),
+    control.ProbeReply(1, 4, True),
+    control.StatusRequest(),
+]
+FROM_AGENT = [
+    control.View("job", 4, (Member("0", "n", "h", 1, 0), Member("1")), (60, 80)),
+    control.GroupOver(4, "2", True, "killed"),
+    control.Probe(9),
+    control.ChaosDone(60),
+    control.Stop("reason"),
+    control.StatusReply(
+        *("job", "node", 1, "s.py", 1.0, 4, 60, None),
+        (control.WorkerStatus("0", 0, "member", 1, 0, "cpu", 60, 3.0),),
+        ("event",),
+    ),
+]
+
+
+@pytest.mark.parametrize("message", FROM_CLIENT, ids=lambda message: type(message).__name__)
+def test_what_a_worker_says_arrives(message: control.FromClient) -> None:
+    data = control.encode(message)
+    assert control.message_length(data[:4]) == len(data) - 4
+    assert control.decode_from_client(data[4:]) == message
+    with pytest.raises(ProtocolError):
+        control.decode_from_agent(data[4:])
+
+
+@pytest.mark.parametrize("message", FROM_AGENT, ids=lambda message: type(message).__name__)
+def test_what_an_agent_says_arrives(message: control.FromAgent) -> None:
+    data = control.encode(message)
+    assert control.decode_from_agent(data[4:]) == message
+    with pytest.raises(ProtocolError):
+        control.decode_from_client(data[4:])
+
+
+@pytest.mark.parametrize("length", [0, control.MAX_MESSAGE + 1, 2**32 - 1])
+def test_a_length_out_of_bounds_is_refused_before_anything_is_read(length: int) -> None:
+    with pytest.raises(ProtocolError, match=f"announces {length} bytes"):
+        control.message_length(struct.pack("<I", length))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"GET / HTTP/1.1", pickle.dumps({"a": 1}), b"\x81\xa4type\xa4None", b"\xc1" * 100],
+)
+def test_foreign_bytes_are_no_message(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a message"):
+        control.decode_from_client(body)
+
+
+@hypothesis.given(st.binary(max_size=200))
+def test_random_bytes_give_a_message_or_a_protocol_error(body: bytes) -> None:
+    for decode in (control.decode_from_client, control.decode_from_agent):
+        try:
+            decode(body)
+        except ProtocolError:
+            continue
+
+
+def test_texts_and_collections_are_bounded() -> None:
+    for message in (
+        control.Said("x" * (control.MAX_TEXT + 1)),
+        control.Progress(facts={str(n): n for n in range(control.MAX_FACTS + 1)}),
+    ):
+        with pytest.raises(ProtocolError):
+            control.decode_from_client(msgspec.msgpack.encode(message))
+
+
+def test_a_message_too_large_to_send_is_refused_here() -> None:
+    with pytest.raises(ProtocolError, match="at most 1048576 are allowed"):
+        control.encode(control.Said("x" * control.MAX_MESSAGE))
+
+
+def test_clipping_keeps_the_end_of_a_traceback() -> None:
+    assert control.clip("short") == "short"
+    clipped = control.clip("x" * 100_000 + "ValueError: no")
+    assert len(clipped) == control.MAX_TEXT
+    assert clipped.endswith("ValueError: no")
+
+
+@pytest.mark.parametrize(
+    ("over", "epoch", "workers", "ended"),
+    [
+        (control.GroupOver(4, "2", True, ""), 4, ("0", "2"), True),
+        (control.GroupOver(4, "2", True, ""), 3, ("0", "2"), True),
+        (control.GroupOver(4, "2", True, ""), 5, ("0", "2"), False),
+        (control.GroupOver(4, "2", True, ""), 3, ("0", "1"), False),
+        (control.GroupOver(4, "", True, ""), 4, ("0", "1"), True),
+        (control.GroupOver(4, "", True, ""), 3, ("0", "1"), False),
+    ],
+)
+def test_which_groups_a_message_ends(
+    over: control.GroupOver, epoch: int, workers: tuple[str, ...], ended: bool
+) -> None:
+    assert over.ends(epoch, workers) is ended
