@@ -220,8 +220,15 @@ class _Turn:
         if worker.restarts >= policy.max_restarts:
             self.change(casualty=failure)
             return Phase.GONE, f"; not started again after {worker.restarts} restarts"
-        delay = policy.restart_delay_s(worker.restarts)
-        self.update(worker.name, restarts=worker.restarts + 1, restart_at=self.now + delay)
+        had_entered = worker.phase is Phase.MEMBER and worker.installed >= worker.joined
+        in_vain = 0 if had_entered else worker.in_vain + 1
+        delay = policy.restart_delay_s(in_vain)
+        self.update(
+            worker.name,
+            restarts=worker.restarts + 1,
+            in_vain=in_vain,
+            restart_at=self.now + delay,
+        )
         return Phase.WAITING, f"; starting it again in {delay:g} s" if delay else ""
 
     def interrupted(self, number: int) -> None:

@@ -40,7 +40,8 @@ EXPECTED = frozenset({Phase.STARTING, Phase.WAITING})
 class Policy:
     """What the operator chose. Times are seconds.
 
-    A restart waits ``backoff_s`` doubled with every one before it, the first one not at all.
+    A worker that dies is started again at once. One that dies before it has entered a group again
+    waits ``backoff_s`` from the second time on, doubled each further time in a row.
     ``late_s``: a deadline noticed this much too late is not the members' fault but mine.
     """
 
@@ -52,18 +53,18 @@ class Policy:
     grace_s: float = 0.3
     late_s: float = 0.5
 
-    def restart_delay_s(self, restarts: int) -> float:
-        """How long restart number ``restarts`` (the first is 0) waits."""
-        if restarts == 0:
+    def restart_delay_s(self, in_vain: int) -> float:
+        """How long a restart waits after ``in_vain`` starts in a row that led into no group."""
+        if in_vain <= 1:
             return 0.0
-        return min(self.backoff_s * 2.0 ** (restarts - 1), self.max_backoff_s)
+        return min(self.backoff_s * 2.0 ** (in_vain - 2), self.max_backoff_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
     """One place in the job. ``joined`` is the epoch of the first view of its present membership
-    (0: none yet), ``installed`` the newest epoch that it said it had entered. ``finished``: it
-    left a view because it was done. ``failed``: it said that its code raised."""
+    (0: none yet), ``installed`` the newest epoch that it said it had entered, ``in_vain`` how often
+    in a row it died before it had entered one. ``finished``: it left a view because it was done. ``failed``: it said that its code raised."""
 
     name: str
     phase: Phase = Phase.STARTING
@@ -71,6 +72,7 @@ class Worker:
     joined: int = 0
     installed: int = 0
     restarts: int = 0
+    in_vain: int = 0
     restart_at: float = 0.0
     finished: bool = False
     failed: bool = False

@@ -216,9 +216,19 @@ def test_a_newcomer_that_dies_on_its_way_in_disturbs_no_working_group() -> None:
     assert story.only(EndGroup).worker == "1", "which epoch 2 does not have"
 
 
-def test_restarts_wait_longer_each_time_and_end() -> None:
+def test_a_worker_that_dies_in_its_group_is_started_again_at_once_each_time() -> None:
     story = training(2, Policy(max_restarts=3, backoff_s=1.0))
-    for attempt, delay in enumerate((0.0, 1.0, 2.0), start=1):
+    for attempt in (1, 2, 3):
+        story.tell(Exited("1", -SIGKILL))
+        assert story.only(Start).attempt == attempt
+        story.enter()
+        story.tell(ready("1"))
+        story.enter()
+
+
+def test_restarts_that_lead_nowhere_wait_longer_each_time_and_end() -> None:
+    story = training(2, Policy(max_restarts=4, backoff_s=1.0))
+    for attempt, delay in enumerate((0.0, 0.0, 1.0, 2.0), start=1):
         died_at = story.now
         story.tell(Exited("1", -SIGSEGV))
         if delay:
@@ -228,13 +238,10 @@ def test_restarts_wait_longer_each_time_and_end() -> None:
             assert not story.all(Start)
             story.tell(Tick(), at=died_at + delay)
         assert story.only(Start).attempt == attempt
-        story.enter()
-        story.tell(ready("1"))
-        story.enter()
     story.tell(Exited("1", -SIGSEGV))
     assert not story.all(Start)
     assert story.phase("1") is Phase.GONE
-    assert "not started again after 3 restarts" in story.only(Announce).reason
+    assert "not started again after 4 restarts" in story.only(Log).reason
     assert story.view[1] == "0"
     story.tell(Finished("0"), Exited("0", 0))
     assert story.state.over
@@ -551,7 +558,7 @@ def test_a_newcomer_still_starting_when_the_others_finish_is_stopped() -> None:
 
 def test_a_restart_that_waits_when_the_others_finish_is_dropped() -> None:
     story = training(2, Policy(backoff_s=10.0))
-    story.tell(Exited("1", -SIGKILL), ready("1"), Exited("1", -SIGKILL))
+    story.tell(Exited("1", -SIGKILL), ready("1"), Exited("1", -SIGKILL), Exited("1", -SIGKILL))
     assert story.phase("1") is Phase.WAITING
     story.tell(Finished("0"), Exited("0", 0))
     assert story.state.over
