@@ -1,0 +1,144 @@
+"""Worlds on every kind of link: contexts of one process that talk as those of several would."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from potluck.backends.base import StaticBackend
+from potluck.backends.inprocess import InProcessBackend
+from potluck.backends.tcp import TcpBase
+from potluck.context import DistributedContext
+from potluck.engine.communicator import Communicator
+from potluck.errors import ConfigurationError, GroupError
+from potluck.settings import Settings
+from potluck.testing.links import new_credentials
+from potluck.testing.world import WorldError
+from potluck.transport.credentials import Credentials
+from potluck.types import Group, Member
+
+T = TypeVar("T")
+
+WORLD_KINDS = ("inproc", "tls", "tls+window")
+"""In-process pipes; TLS over loopback; the same with shared windows."""
+
+
+class TcpBackend(StaticBackend):
+    """One rank of a world over TCP whose listener has any free port; ``group`` is set later."""
+
+    def __init__(self, settings: Settings, credentials: Credentials) -> None:
+        self.base = TcpBase("127.0.0.1", 0, settings, credentials)
+        self.group: Group | None = None
+
+    def member(self, worker: str) -> Member:
+        return Member(
+            worker, node=self.base.credentials.node_id, host="127.0.0.1", port=self.base.port
+        )
+
+    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
+        if self.group is None or after_epoch >= self.group.epoch:
+            raise ConfigurationError("this world has one group only") from cause
+        return self.base.open(self.group)
+
+    def close(self) -> None:
+        self.base.close()
+
+
+class World:
+    """Contexts that stay, and a way to run a function on all of them at once."""
+
+    def __init__(self, contexts: Sequence[DistributedContext], timeout_s: float) -> None:
+        self.contexts = list(contexts)
+        self._timeout_s = timeout_s
+
+    def run(self, function: Callable[[DistributedContext], T]) -> list[T]:
+        """``[function(ctx) for each rank]``, at the same time; WorldError if any raised."""
+        return run_all([partial(function, ctx) for ctx in self.contexts], self._timeout_s)
+
+    def close(self) -> None:
+        """Close all contexts at once, as workers that end together do."""
+        run_all([ctx.close for ctx in self.contexts], self._timeout_s)
+
+
+def run_all(functions: Sequence[Callable[[], T]], timeout_s: float = 60.0) -> list[T]:
+    """Run each function in a thread of its own; their results, or WorldError."""
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except BaseException as error:
+            errors[index] = error
+
+    threads = [
+        threading.Thread(target=run, args=(index,), name=f"rank-{index}", daemon=True)
+        for index in range(len(functions))
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for index, thread in enumerate(threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            errors.setdefault(index, TimeoutError(f"still running after {timeout_s} s"))
+    if errors:
+        raise WorldError(errors) from errors[min(errors)]
+    return [results[index] for index in range(len(functions))]
+
+
+@contextlib.contextmanager
+def open_world(
+    kind: str,
+    world_size: int,
+    *,
+    segment_bytes: int = 1 << 20,
+    max_early_bytes: int = 64 << 20,
+    num_nodes: int = 2,
+    timeout_s: float = 30.0,
+) -> Iterator[World]:
+    """A world of ``world_size`` ranks on links of ``kind``, see ``WORLD_KINDS``.
+
+    Over TCP the ranks spread over ``num_nodes`` identities (in process there is one node). The
+    early bound holds over TCP only.
+    """
+    with contextlib.ExitStack() as stack:
+        backends: Sequence[Any]
+        if kind == "inproc":
+            backends = InProcessBackend.world(world_size, segment_bytes=segment_bytes)
+        else:
+            backends = tcp_backends(
+                world_size,
+                num_nodes,
+                Settings(
+                    psk=hashlib.sha256(b"unused").hexdigest(),
+                    use_windows=kind == "tls+window",
+                    segment_bytes=segment_bytes,
+                    max_early_bytes=max_early_bytes,
+                    window_slots=2,
+                    window_slot_bytes=64 * 1024,
+                    peer_timeout_s=timeout_s,
+                ),
+            )
+        for backend in backends:
+            stack.callback(backend.close)
+        world = World([DistributedContext(each, timeout_s=timeout_s) for each in backends], 60.0)
+        stack.callback(world.close)
+        yield world
+
+
+def tcp_backends(world_size: int, num_nodes: int, settings: Settings) -> list[TcpBackend]:
+    """Backends that know each other's addresses, neighbours on one node."""
+    nodes = [new_credentials() for _ in range(min(num_nodes, world_size))]
+    backends = [
+        TcpBackend(settings, nodes[rank * len(nodes) // world_size]) for rank in range(world_size)
+    ]
+    members = tuple(backend.member(str(rank)) for rank, backend in enumerate(backends))
+    for rank, backend in enumerate(backends):
+        backend.group = Group(1, rank, members)
+    return backends

@@ -1,0 +1,470 @@
+"""What every communicator promises, on every kind of link and for several world sizes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from potluck.collectives.plan import Operation
+from potluck.collectives.registry import algorithms_for
+from potluck.context import DistributedContext, all_reduce_mean, all_reduce_sum
+from potluck.testing.worlds import WORLD_KINDS, World, open_world
+
+DTYPES = [
+    np.dtype(name) for name in ("float16", "float32", "float64", "int8", "int32", "int64", "uint8")
+] + [np.dtype(ml_dtypes.bfloat16)]
+OPS = ("sum", "mean", "min", "max", "product")
+FOLD = {
+    "sum": np.add,
+    "mean": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "product": np.multiply,
+}
+SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (3, 0, 2), (5, 1001)]
+"""The last one takes several segments of SEGMENT_BYTES, and the window where there is one."""
+SEGMENT_BYTES = 6 * 1024
+
+SIZES = (1, 2, 3, 5)
+WORLDS = [(kind, size) for kind in WORLD_KINDS for size in SIZES] + [("inproc", 8)]
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda each: f"{each[0]}-{each[1]}")
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    kind, size = request.param
+    with open_world(kind, size, segment_bytes=SEGMENT_BYTES) as opened:
+        opened.run(lambda ctx: ctx.all_to_all(np.zeros((size, 1)), algorithm="direct"))
+        yield opened
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: np.dtype[Any], salt: int = 0) -> np.ndarray:
+    """Small whole numbers: every dtype adds and multiplies them exactly, in any order."""
+    count = int(np.prod(shape, dtype=int))
+    numbers = np.random.default_rng([rank, salt, count]).integers(1, 3, count)
+    return numbers.reshape(shape).astype(dtype)
+
+
+def folded(op: str, arrays: list[np.ndarray]) -> np.ndarray:
+    total = arrays[0].copy()
+    for other in arrays[1:]:
+        total = np.asarray(FOLD[op](total, other), dtype=total.dtype).reshape(total.shape)
+    if op == "mean" and len(arrays) > 1:
+        total = np.asarray(total / total.dtype.type(len(arrays)), dtype=total.dtype)
+    return total.reshape(arrays[0].shape)
+
+
+def same(actual: np.ndarray, wanted: np.ndarray, case: object) -> None:
+    assert actual.dtype == wanted.dtype, case
+    assert actual.shape == wanted.shape, case
+    assert actual.tobytes() == wanted.tobytes(), case
+
+
+def cases(operation: Operation) -> Iterator[tuple[str | None, tuple[int, ...]]]:
+    names: list[str | None] = [None, *algorithms_for(operation)]
+    yield from itertools.product(names, SHAPES)
+
+
+def everyones(size: int, shape: tuple[int, ...], dtype: Any, salt: int = 0) -> list[np.ndarray]:
+    return [values(rank, shape, np.dtype(dtype), salt) for rank in range(size)]
+
+
+def test_all_reduce_with_every_algorithm_and_shape(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        for salt, (algorithm, shape) in enumerate(cases(Operation.ALL_REDUCE)):
+            case = (algorithm, shape)
+            arrays = everyones(ctx.world_size, shape, "float32", salt)
+            mine = arrays[ctx.rank].copy()
+            result = ctx.all_reduce(mine, "sum", algorithm=algorithm)
+            assert result is mine, case
+            same(mine, folded("sum", arrays), case)
+
+    world.run(check)
+
+
+def test_all_reduce_with_every_dtype_and_op(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        for dtype, op in itertools.product(DTYPES, OPS):
+            arrays = everyones(ctx.world_size, (101,), dtype)
+            mine = arrays[ctx.rank].copy()
+            if op == "mean" and dtype.kind in "iu":
+                with pytest.raises(TypeError, match="mean of"):
+                    ctx.all_reduce(mine, op)
+                continue
+            ctx.all_reduce(mine, op)
+            same(mine, folded(op, arrays), (dtype, op))
+
+    world.run(check)
+
+
+def test_random_floats_end_bit_identical_on_every_rank_with_every_algorithm(
+    world: World, seed: int
+) -> None:
+    def check(ctx: DistributedContext) -> list[bytes]:
+        results = []
+        for algorithm, op in itertools.product(algorithms_for(Operation.ALL_REDUCE), OPS):
+            for dtype in (np.dtype("float64"), np.dtype(ml_dtypes.bfloat16)):
+                arrays = [
+                    np.random.default_rng([seed, rank]).normal(size=4321).astype(dtype)
+                    for rank in range(ctx.world_size)
+                ]
+                mine = arrays[ctx.rank]
+                wanted = np.stack(arrays).astype(np.float64)
+                ctx.all_reduce(mine, op, algorithm=algorithm)
+                reference = {
+                    "sum": np.sum,
+                    "mean": np.mean,
+                    "min": np.min,
+                    "max": np.max,
+                    "product": np.prod,
+                }[op](wanted, axis=0)
+                tolerance = 1e-12 if dtype.itemsize == 8 else 0.05
+                np.testing.assert_allclose(
+                    mine.astype(np.float64), reference, rtol=tolerance, atol=tolerance
+                )
+                results.append(mine.tobytes())
+        return results
+
+    first, *others = world.run(check)
+    for other in others:
+        assert other == first
+
+
+def test_overflow_and_nan_are_what_floating_point_says_and_warn_nobody(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        big = np.array([6e4, -6e4, np.nan, 1.0], dtype=np.float16)
+        ctx.all_reduce(big, "sum")
+        if ctx.world_size > 1:
+            np.testing.assert_array_equal(
+                big, np.array([np.inf, -np.inf, np.nan, ctx.world_size], dtype=np.float16)
+            )
+        lost = np.array([np.nan if ctx.rank == ctx.world_size - 1 else 1.0])
+        assert np.isnan(ctx.all_reduce(lost, "max")[0])
+
+    world.run(check)
+
+
+def test_reduce_scatter_leaves_its_input_unchanged(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        for algorithm, shape in cases(Operation.REDUCE_SCATTER):
+            for op in ("sum", "max"):
+                case = (algorithm, shape, op)
+                size = ctx.world_size
+                arrays = everyones(size, (size, *shape), "int32")
+                mine = arrays[ctx.rank].copy()
+                part = ctx.reduce_scatter(mine, op, algorithm=algorithm)
+                same(np.asarray(part), folded(op, arrays)[ctx.rank], case)
+                same(mine, arrays[ctx.rank], case)
+
+    world.run(check)
+
+
+def test_all_gather_brings_everyones_array_in_rank_order(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        for algorithm, shape in cases(Operation.ALL_GATHER):
+            arrays = everyones(ctx.world_size, shape, "float64")
+            mine = arrays[ctx.rank].copy()
+            result = ctx.all_gather(mine, algorithm=algorithm)
+            same(result, np.stack(arrays), (algorithm, shape))
+            same(mine, arrays[ctx.rank], (algorithm, shape))
+
+    world.run(check)
+
+
+def test_broadcast_from_every_kind_of_root(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        for root in sorted({0, ctx.world_size // 2, ctx.world_size - 1}):
+            for algorithm, shape in cases(Operation.BROADCAST):
+                mine = values(ctx.rank, shape, np.dtype("uint8"), root)
+                ctx.broadcast(mine, root, algorithm=algorithm)
+                same(mine, values(root, shape, np.dtype("uint8"), root), (root, algorithm, shape))
+
+    world.run(check)
+
+
+def test_reduce_changes_only_the_roots_array(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        for root in sorted({0, ctx.world_size - 1}):
+            for algorithm, shape in cases(Operation.REDUCE):
+                case = (root, algorithm, shape)
+                arrays = everyones(ctx.world_size, shape, "float32")
+                mine = arrays[ctx.rank].copy()
+                ctx.reduce(mine, root, "mean", algorithm=algorithm)
+                wanted = folded("mean", arrays) if ctx.rank == root else arrays[ctx.rank]
+                same(mine, wanted, case)
+
+    world.run(check)
+
+
+def test_scatter_and_gather(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size = ctx.world_size
+        for root in sorted({0, size - 1}):
+            for algorithm, shape in cases(Operation.SCATTER):
+                parts = values(root, (size, *shape), np.dtype("int64"), 3)
+                output = np.full(shape, -1, dtype=np.int64)
+                ctx.scatter(output, parts if ctx.rank == root else None, root, algorithm=algorithm)
+                same(output, parts[ctx.rank].reshape(shape), (root, algorithm, shape))
+            for algorithm, shape in cases(Operation.GATHER):
+                arrays = everyones(size, shape, "int8")
+                result = ctx.gather(arrays[ctx.rank], root, algorithm=algorithm)
+                if ctx.rank == root:
+                    same(result, np.stack(arrays), (root, algorithm, shape))
+                else:
+                    assert result is None
+
+    world.run(check)
+
+
+def test_all_to_all_transposes(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size = ctx.world_size
+        for algorithm, shape in cases(Operation.ALL_TO_ALL):
+            arrays = everyones(size, (size, *shape), "float16")
+            mine = arrays[ctx.rank].copy()
+            result = ctx.all_to_all(mine, algorithm=algorithm)
+            same(result, np.stack([array[ctx.rank] for array in arrays]), (algorithm, shape))
+            same(mine, arrays[ctx.rank], (algorithm, shape))
+
+    world.run(check)
+
+
+def test_nobody_passes_a_barrier_before_everyone_has_come(world: World) -> None:
+    for algorithm in (None, *algorithms_for(Operation.BARRIER)):
+        arrived: list[int] = []
+
+        def check(
+            ctx: DistributedContext,
+            arrived: list[int] = arrived,
+            algorithm: str | None = algorithm,
+        ) -> int:
+            arrived.append(ctx.rank)
+            ctx.barrier(algorithm=algorithm)
+            return len(arrived)
+
+        assert world.run(check) == [len(world.contexts)] * len(world.contexts)
+
+
+def test_arrays_that_are_not_contiguous(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size = ctx.world_size
+        base = np.arange(48.0).reshape(6, 8) + ctx.rank
+        total = np.arange(48.0).reshape(6, 8) * size + sum(range(size))
+        for view in (np.s_[:, ::2], np.s_[::-1], np.s_[1:5, 3]):
+            mine = base.copy()
+            result = ctx.all_reduce(mine[view])
+            np.testing.assert_array_equal(result, total[view])
+            np.testing.assert_array_equal(mine[view], total[view])
+        mine = base.T
+        ctx.broadcast(mine, size - 1)
+        np.testing.assert_array_equal(base, np.arange(48.0).reshape(6, 8) + size - 1)
+        gathered = ctx.all_gather(base[:, 1])
+        assert gathered.shape == (size, 6)
+
+    world.run(check)
+
+
+def test_functions_that_leave_their_argument_alone(world: World) -> None:
+    world_size = len(world.contexts)
+
+    def check(ctx: DistributedContext) -> None:
+        mine = np.full(3, ctx.rank + 1.0)
+        mine.flags.writeable = False
+        total = sum(range(1, world_size + 1))
+        np.testing.assert_array_equal(all_reduce_sum(ctx, mine), np.full(3, total))
+        np.testing.assert_array_equal(all_reduce_mean(ctx, mine), np.full(3, total / world_size))
+        np.testing.assert_array_equal(mine, np.full(3, ctx.rank + 1.0))
+
+    world.run(check)
+
+
+def test_many_operations_in_flight_waited_for_in_another_order(world: World, seed: int) -> None:
+    def check(ctx: DistributedContext) -> None:
+        choose = random.Random(seed)  # the same on all ranks
+        works = []
+        for number in range(40):
+            shape = (choose.choice([0, 1, 13, 900, 7000]),)
+            kind = choose.choice(["all_reduce", "all_gather", "broadcast", "reduce_scatter"])
+            size = ctx.world_size
+            arrays = everyones(size, (size, *shape), "float32", number)
+            mine = arrays[ctx.rank].copy()
+            if kind == "all_reduce":
+                algorithm = choose.choice(algorithms_for(Operation.ALL_REDUCE))
+                work = ctx.all_reduce(mine, algorithm=algorithm, async_op=True)
+                wanted = folded("sum", arrays)
+            elif kind == "all_gather":
+                work, wanted = ctx.all_gather(mine, async_op=True), np.stack(arrays)
+            elif kind == "broadcast":
+                root = choose.randrange(size)
+                work, wanted = ctx.broadcast(mine, root, async_op=True), arrays[root]
+            else:
+                work = ctx.reduce_scatter(mine, async_op=True)
+                wanted = folded("sum", arrays)[ctx.rank]
+            works.append((number, kind, work, wanted))
+        random.Random(seed + ctx.rank).shuffle(works)
+        for number, kind, work, wanted in works:
+            same(work.wait(), wanted, (number, kind))
+            assert work.done()
+            assert work.exception() is None
+
+    world.run(check)
+
+
+def test_overlapping_sub_groups_at_the_same_time_as_the_whole_group(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size = ctx.world_size
+        choices = [
+            list(range(size))[::-1],
+            list(range(0, size, 2)),
+            list(range(size // 2, size)),
+            [size - 1, 0] if size > 1 else [0],
+        ]
+        groups = [(ranks, ctx.new_group(ranks)) for ranks in choices]
+        works = []
+        for number in range(5):
+            whole = np.full(3000, float(ctx.rank))
+            works.append((ctx.all_reduce(whole, async_op=True), sum(range(size))))
+            for ranks, group in groups:
+                if group is None:
+                    assert ctx.rank not in ranks
+                    continue
+                assert (group.rank, group.world_size) == (ranks.index(ctx.rank), len(ranks))
+                part = np.full(3000, float(ctx.rank + number))
+                works.append(
+                    (group.all_reduce(part, async_op=True), sum(ranks) + number * len(ranks))
+                )
+                root = group.broadcast(np.full(5, ctx.rank), root=0, async_op=True)
+                works.append((root, ranks[0]))
+        for work, wanted in reversed(works):
+            assert (work.wait() == wanted).all()
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 8192, 8193, 50_001], ids=lambda n: f"{8 * n}-bytes")
+def test_send_and_recv_in_both_directions_at_once(world: World, count: int) -> None:
+    """Both sides of 64 KiB, below which messages travel at once; also through a window."""
+
+    def check(ctx: DistributedContext) -> None:
+        size, rank = ctx.world_size, ctx.rank
+        if size == 1:
+            with pytest.raises(ValueError, match="this rank"):
+                ctx.send(np.zeros(1), 0)
+            return
+        after, before = (rank + 1) % size, (rank - 1) % size
+        sent = values(rank, (count,), np.dtype("float64"), 5)
+        going = ctx.send(sent, after, tag=rank, async_op=True)
+        got = np.zeros(count)
+        assert ctx.recv(got, before, tag=before) is got
+        assert going.wait() is sent
+        same(got, values(before, (count,), np.dtype("float64"), 5), count)
+
+    world.run(check)
+
+
+def test_tags_are_matched_out_of_order_and_equal_ones_in_order(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        if ctx.world_size == 1:
+            return
+        sizes = [3, 20_000, 1, 600, 9000]
+        if ctx.rank == 0:
+            for tag in (9, 2, 5):
+                for number, count in enumerate(sizes):
+                    ctx.send(np.full(count, 10.0 * tag + number), 1, tag=tag, async_op=True)
+            ctx.barrier()
+        elif ctx.rank == 1:
+            for tag in (5, 9, 2):
+                for number, count in enumerate(sizes):
+                    got = ctx.recv(np.zeros(count), 0, tag=tag)
+                    assert (got == 10.0 * tag + number).all(), (tag, number)
+            ctx.barrier()
+        else:
+            ctx.barrier()
+
+    world.run(check)
+
+
+def test_any_source_takes_what_comes_and_says_whose_it_was(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size = ctx.world_size
+        group = ctx.new_group(list(range(size))[::-1])
+        assert group is not None
+        for face in (ctx, group):
+            for count in (5, 10_000):
+                if face.rank == 0:
+                    sources = []
+                    for _ in range(size - 1):
+                        array = np.zeros(count)
+                        work = face.recv(array, -1, tag=4, async_op=True)
+                        assert work.wait() is array
+                        assert (array == work.source).all()
+                        sources.append(work.source)
+                    assert sorted(sources) == list(range(1, size))
+                else:
+                    face.send(np.full(count, float(face.rank)), 0, tag=4)
+                ctx.barrier()
+
+    world.run(check)
+
+
+def test_torch_tensors_are_reduced_in_place_without_a_copy(world: World) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check(ctx: DistributedContext) -> None:
+        size = ctx.world_size
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+            tensor = torch.full((3, 500), ctx.rank + 1, dtype=dtype)
+            where = tensor.data_ptr()
+            assert ctx.all_reduce(tensor) is tensor
+            assert tensor.data_ptr() == where
+            assert (tensor == sum(range(1, size + 1))).all()
+        parameter = torch.nn.Parameter(torch.full((4,), float(ctx.rank)))
+        ctx.broadcast(parameter, size - 1)
+        assert (parameter == size - 1).all()
+        strided = torch.zeros(6, 4)
+        ctx.all_reduce(strided[:, 1].add_(1))
+        assert (strided[:, 1] == size).all()
+        assert (strided[:, 0] == 0).all()
+        gathered = ctx.all_gather(torch.tensor(float(ctx.rank)))
+        assert gathered.tolist() == [float(rank) for rank in range(size)]
+
+    world.run(check)
+
+
+def test_arguments_that_make_no_sense_are_the_callers_mistake_and_harm_nobody(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size = ctx.world_size
+        with pytest.raises(ValueError, match="unknown"):
+            ctx.all_reduce(np.zeros(2), "median")
+        with pytest.raises(ValueError, match="outside a world"):
+            ctx.broadcast(np.zeros(2), size)
+        with pytest.raises(ValueError, match="first dimension"):
+            ctx.all_to_all(np.zeros((size + 1, 2)))
+        with pytest.raises(ValueError, match="read-only"):
+            ctx.all_reduce(np.broadcast_to(np.zeros(1), (3,)))
+        with pytest.raises(TypeError, match="complex"):
+            ctx.all_reduce(np.zeros(2, dtype=complex))
+        with pytest.raises(TypeError, match="list"):
+            ctx.all_reduce([1.0])
+        with pytest.raises(ValueError, match="tag"):
+            ctx.send(np.zeros(1), 0, tag=-1)
+        with pytest.raises(ValueError, match="above 0"):
+            ctx.barrier(timeout=0)
+        with pytest.raises(ValueError, match="distinct"):
+            ctx.new_group([0, 0])
+        assert ctx.all_reduce(np.ones(1))[0] == size
+
+    world.run(check)
+
+
+def test_payloads_between_workers_of_one_node_go_through_the_window() -> None:
+    with open_world("tls+window", 2, segment_bytes=64 * 1024) as world:
+        world.run(lambda ctx: ctx.all_reduce(np.ones(100_000)))
+        for ctx in world.contexts:
+            (link,) = ctx.stats()["links"].values()
+            assert 0.9 * link["bytes_sent"] < link["bytes_in_window"] <= link["bytes_sent"]
