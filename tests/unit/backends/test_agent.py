@@ -1,0 +1,468 @@
+"""The worker's side of its agent, against an agent that says exactly what the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from potluck.backends.agent import AgentBackend
+from potluck.cluster.credentials import load_credentials
+from potluck.cluster.links import ControlLink
+from potluck.engine.communicator import Communicator
+from potluck.errors import (
+    AgentLost,
+    ConfigurationError,
+    Evicted,
+    LinkError,
+    OperationTimeout,
+    PeerLost,
+    Refused,
+    RemoteError,
+)
+from potluck.settings import load_settings
+from potluck.transport import aio
+from potluck.types import Member, ReduceOp
+from potluck.wire import control
+from potluck.wire.messages import Hello, Refusal, Welcome
+
+WAIT_S = 20.0
+T = TypeVar("T")
+
+
+class ScriptedAgent:
+    """Takes one worker's control link, keeps what it says, says what it is told to."""
+
+    def __init__(self, answer: Welcome | Refusal) -> None:
+        self.heard: queue.Queue[control.FromClient | None] = queue.Queue()
+        self._answer = answer
+        self._credentials = load_credentials(load_settings())
+        self._link: ControlLink[control.FromClient] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self._started.wait(WAIT_S)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        self._over = asyncio.Event()
+        server = await aio.serve("127.0.0.1", 0, self._credentials, self._greeted)
+        self.port = server.port
+        self._started.set()
+        await self._over.wait()
+        await server.close()
+
+    async def _greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
+    ) -> None:
+        self.hello = hello
+        await aio.write_greeting(writer, self._answer)
+        if isinstance(self._answer, Refusal):
+            return
+        self._link = ControlLink(reader, writer, control.decode_from_client)
+        try:
+            while True:
+                self.heard.put(await self._link.receive())
+        except LinkError:
+            self.heard.put(None)
+
+    def say(self, message: control.FromAgent) -> None:
+        assert self._link is not None
+        self._loop.call_soon_threadsafe(self._link.send, message)
+
+    def hang_up(self) -> None:
+        assert self._link is not None
+        self._loop.call_soon_threadsafe(self._link.abort)
+
+    def hear(self, kind: type[T]) -> T:
+        """The next message, which must be a ``kind``."""
+        message = self.heard.get(timeout=WAIT_S)
+        assert isinstance(message, kind), message
+        return message
+
+    def hear_the_end(self) -> None:
+        assert self.heard.get(timeout=WAIT_S) is None
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+
+
+@pytest.fixture
+def make_agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ScriptedAgent]]:
+    agents: list[ScriptedAgent] = []
+
+    def make(answer: Welcome | Refusal | None = None) -> ScriptedAgent:
+        agents.append(ScriptedAgent(answer or Welcome()))
+        monkeypatch.setenv("POTLUCK_AGENT", f"127.0.0.1:{agents[-1].port}")
+        monkeypatch.setenv("POTLUCK_JOB", "job")
+        monkeypatch.setenv("POTLUCK_WORKER", "1")
+        return agents[-1]
+
+    yield make
+    for agent in agents:
+        agent.close()
+
+
+@pytest.fixture
+def agent(make_agent: Callable[..., ScriptedAgent]) -> ScriptedAgent:
+    return make_agent()
+
+
+@pytest.fixture
+def backend(agent: ScriptedAgent) -> Iterator[AgentBackend]:
+    backend = AgentBackend()
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port where somebody listens and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock.getsockname()[1]
+
+
+class Call:
+    """A call in a thread of its own."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._result: list[Any] = []
+        self._thread = threading.Thread(target=self._run, args=(function, *arguments))
+        self._thread.start()
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            self._result.append(function(*arguments))
+        except BaseException as error:
+            self._result.append(error)
+
+    @property
+    def is_waiting(self) -> bool:
+        return not self._result
+
+    def result(self) -> Any:
+        self._thread.join(WAIT_S)
+        (result,) = self._result
+        return result
+
+
+def view(epoch: int, *workers: str, port: int = 1, chaos: tuple[int, ...] = ()) -> control.View:
+    members = tuple(Member(name, host="127.0.0.1", port=port) for name in workers)
+    return control.View("job", epoch, members, chaos)
+
+
+def formed(
+    agent: ScriptedAgent, backend: AgentBackend, first: control.View, after: int = 0
+) -> Communicator:
+    call = Call(backend.form, after, None, WAIT_S)
+    agent.hear(control.Ready)
+    agent.say(first)
+    communicator = call.result()
+    assert agent.hear(control.Installed).epoch == first.epoch
+    return communicator
+
+
+def blocked_in(communicator: Communicator) -> Call:
+    """An all-reduce with a member that never answers."""
+    work = communicator.all_reduce(np.ones(8), ReduceOp.SUM, timeout_s=600)
+    return Call(work.wait)
+
+
+def test_it_says_hello_for_its_job_and_worker(agent: ScriptedAgent, backend: AgentBackend) -> None:
+    assert (agent.hello.kind, agent.hello.job, agent.hello.worker) == ("control", "job", "1")
+
+
+def test_the_first_group_is_the_first_view(agent: ScriptedAgent, backend: AgentBackend) -> None:
+    call = Call(backend.form, 0, None, WAIT_S)
+    ready = agent.hear(control.Ready)
+    assert ready.after_epoch == 0
+    assert ready.port > 0
+    agent.say(view(7, "0", "1", "2"))
+    communicator = call.result()
+    assert (communicator.group.epoch, communicator.group.rank) == (7, 1)
+    assert communicator.group.job == "job"
+    assert [member.worker for member in communicator.group.members] == ["0", "1", "2"]
+    assert agent.hear(control.Installed).epoch == 7
+    assert backend.next_epoch() == 7
+    communicator.close()
+
+
+def test_a_death_ends_a_blocked_call_with_who_and_why(
+    agent: ScriptedAgent, backend: AgentBackend, silent_port: int
+) -> None:
+    communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
+    call = blocked_in(communicator)
+    agent.say(control.GroupOver(1, "0", True, "worker 0 killed by SIGKILL (9)"))
+    error = call.result()
+    assert isinstance(error, PeerLost)
+    assert (error.rank, error.certain, error.epoch) == (0, True, 1)
+    assert "worker 0 killed by SIGKILL (9)" in str(error)
+    communicator.close()
+
+
+def test_the_next_group_after_a_loss_is_asked_for_with_its_cause(
+    agent: ScriptedAgent, backend: AgentBackend, silent_port: int
+) -> None:
+    communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
+    backend.begin_step(60)
+    call = blocked_in(communicator)
+    agent.say(control.GroupOver(1, "0", True, "killed"))
+    error = call.result()
+    communicator.close()
+    forming = Call(backend.form, 1, error, WAIT_S)
+    lost = agent.hear(control.Lost)
+    assert (lost.epoch, lost.rank, lost.certain, lost.step) == (1, 0, True, 60)
+    assert "killed" in lost.cause
+    agent.say(view(2, "1"))
+    communicator = forming.result()
+    assert (communicator.group.epoch, communicator.group.world_size) == (2, 1)
+    communicator.close()
+
+
+def test_an_evicted_worker_is_told_so_and_comes_back_as_a_newcomer(
+    agent: ScriptedAgent, backend: AgentBackend, silent_port: int
+) -> None:
+    communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
+    call = blocked_in(communicator)
+    agent.say(control.GroupOver(1, "1", False, "no sign of life"))
+    error = call.result()
+    assert isinstance(error, Evicted)
+    communicator.close()
+    forming = Call(backend.form, 1, error, WAIT_S)
+    assert agent.hear(control.Ready).after_epoch == 1
+    agent.say(view(3, "0", "1"))
+    communicator = forming.result()
+    assert communicator.group.epoch == 3
+    communicator.close()
+
+
+def test_a_worker_evicted_while_it_waits_asks_again(
+    agent: ScriptedAgent, backend: AgentBackend
+) -> None:
+    forming = Call(backend.form, 4, None, WAIT_S)
+    agent.hear(control.Ready)
+    agent.say(control.GroupOver(5, "1", False, "no sign of life"))
+    assert agent.hear(control.Ready).after_epoch == 4
+    agent.say(view(6, "0", "1"))
+    forming.result().close()
+
+
+def test_a_view_that_is_over_already_is_not_entered(
+    agent: ScriptedAgent, backend: AgentBackend
+) -> None:
+    agent.say(control.GroupOver(1, "0", True, "killed"))
+    agent.say(view(1, "0", "1"))
+    forming = Call(backend.form, 0, None, WAIT_S)
+    agent.hear(control.Ready)
+    agent.say(control.Probe(1))
+    assert agent.hear(control.ProbeReply) == control.ProbeReply(1, 0, True)
+    assert forming.is_waiting
+    agent.say(view(2, "1"))
+    communicator = forming.result()
+    assert communicator.group.epoch == 2
+    communicator.close()
+
+
+def test_a_group_is_not_ended_by_what_does_not_concern_it(
+    agent: ScriptedAgent, backend: AgentBackend
+) -> None:
+    communicator = formed(agent, backend, view(2, "0", "1"))
+    agent.say(control.GroupOver(3, "2", True, "a newcomer died on its way in"))
+    agent.say(control.GroupOver(3, "", True, "its links failed"))
+    agent.say(view(4, "0", "1"))
+    agent.say(control.Probe(5))
+    assert agent.hear(control.ProbeReply) == control.ProbeReply(5, 2, False)
+    assert communicator.error is None
+    assert backend.next_epoch() == 4, "to be entered between two steps"
+    communicator.close()
+
+
+def test_without_a_view_in_time_the_error_says_where_to_look(
+    agent: ScriptedAgent, backend: AgentBackend
+) -> None:
+    with pytest.raises(OperationTimeout, match=r"no group after epoch 3 within 0\.05 s"):
+        backend.form(3, None, 0.05)
+
+
+def test_when_the_agent_is_gone_blocked_calls_raise_agent_lost(
+    agent: ScriptedAgent, backend: AgentBackend, silent_port: int
+) -> None:
+    communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
+    call = blocked_in(communicator)
+    agent.hang_up()
+    assert isinstance(call.result(), AgentLost)
+    with pytest.raises(AgentLost):
+        backend.form(1, None, WAIT_S)
+    communicator.close()
+
+
+def test_a_stopped_job_raises_the_reason_everywhere(
+    agent: ScriptedAgent, backend: AgentBackend, silent_port: int
+) -> None:
+    communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
+    call = blocked_in(communicator)
+    agent.say(control.Stop("rank 0, worker 0 failed: ValueError: no"))
+    error = call.result()
+    assert isinstance(error, RemoteError)
+    assert "rank 0, worker 0 failed: ValueError: no" in str(error)
+    with pytest.raises(RemoteError, match="ValueError: no"):
+        backend.form(1, None, WAIT_S)
+    communicator.close()
+
+
+def test_an_ordered_fault_is_waited_for_before_its_step(
+    agent: ScriptedAgent, backend: AgentBackend
+) -> None:
+    communicator = formed(agent, backend, view(1, "1", chaos=(60,)))
+    backend.begin_step(59)
+    call = Call(backend.begin_step, 60)
+    due = agent.hear(control.ChaosDue)
+    assert (due.epoch, due.step) == (1, 60)
+    assert call.is_waiting
+    agent.say(control.ChaosDone(60))
+    assert call.result() is None
+    communicator.close()
+
+
+def test_progress_is_sent_as_plain_values(agent: ScriptedAgent, backend: AgentBackend) -> None:
+    communicator = formed(agent, backend, view(1, "1"))
+    backend.report(
+        {
+            "step": np.int64(3),
+            "loss": np.float32(0.5),
+            "samples_per_s": 10,
+            "device": "cpu",
+            "accuracy": np.float64(0.97),
+            "num": 2**70,
+            "names": ["a"],
+            "event": "not alone",
+        }
+    )
+    told = agent.hear(control.Progress)
+    assert (told.epoch, told.step, told.loss, told.device) == (1, 3, 0.5, "cpu")
+    assert told.facts == {"accuracy": 0.97, "num": str(2**70), "names": "['a']"}
+    backend.report({"event": "resumed"})
+    assert agent.hear(control.Said).text == "resumed"
+    communicator.close()
+
+
+def test_many_reports_are_few_messages_and_the_last_one_arrives(
+    agent: ScriptedAgent, backend: AgentBackend
+) -> None:
+    communicator = formed(agent, backend, view(1, "1"))
+    for step in range(1000):
+        backend.report({"step": step, f"fact {step % 3}": step})
+    communicator.close()
+    backend.close()
+    heard = []
+    while isinstance(message := agent.heard.get(timeout=WAIT_S), control.Progress):
+        heard.append(message)
+    assert isinstance(message, control.Finished)
+    assert heard[-1].step == 999
+    assert len(heard) < 100
+    merged: dict[str, Any] = {}
+    for each in heard:
+        merged |= each.facts
+    assert merged == {"fact 0": 999, "fact 1": 997, "fact 2": 998}
+
+
+def test_closing_says_finished_last_and_leaves_nothing(agent: ScriptedAgent) -> None:
+    before = sys.excepthook
+    backend = AgentBackend()
+    assert sys.excepthook != before
+    backend.close()
+    backend.close()
+    agent.hear(control.Progress)
+    agent.hear(control.Finished)
+    agent.hear_the_end()
+    assert sys.excepthook is before
+
+
+def test_an_uncaught_error_is_told_to_the_agent_and_to_the_group(
+    agent: ScriptedAgent,
+    backend: AgentBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    silent_port: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
+    call = blocked_in(communicator)
+    try:
+        raise ValueError("bad batch")
+    except ValueError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    failed = agent.hear(control.Failed)
+    assert failed.kind == "ValueError"
+    assert failed.text == "rank 1, worker 1 failed: ValueError: bad batch"
+    assert failed.secondary is False
+    assert isinstance(call.result(), RemoteError)
+    assert "ValueError: bad batch" in capsys.readouterr().err, "and printed as ever"
+    communicator.close()
+    backend.close()
+    agent.hear_the_end()
+
+
+def test_an_error_that_only_follows_anothers_is_marked(
+    agent: ScriptedAgent, backend: AgentBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sys.excepthook(RemoteError, RemoteError("rank 0 failed"), None)
+    assert agent.hear(control.Failed).secondary is True
+    capsys.readouterr()
+
+
+def test_an_interrupt_is_no_failure(
+    agent: ScriptedAgent, backend: AgentBackend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    backend.close()
+    agent.hear(control.Progress)
+    agent.hear(control.Finished)
+    capsys.readouterr()
+
+
+def test_closing_on_the_way_out_of_an_error_does_not_say_finished(
+    agent: ScriptedAgent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend = AgentBackend()
+    try:
+        try:
+            raise ValueError("bad batch")
+        finally:
+            backend.close()
+    except ValueError as error:
+        sys.excepthook(type(error), error, None)
+    assert "bad batch" in agent.hear(control.Failed).text
+    backend.close()
+    agent.hear_the_end()
+    capsys.readouterr()
+
+
+def test_a_refusing_agent_is_a_clear_error(make_agent: Callable[..., ScriptedAgent]) -> None:
+    make_agent(Refusal("duplicate", "worker 1 is connected already"))
+    with pytest.raises(Refused, match="worker 1 is connected already"):
+        AgentBackend()
+
+
+def test_an_agent_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POTLUCK_AGENT", "127.0.0.1:1")
+    with pytest.raises(LinkError, match=r"127\.0\.0\.1:1"):
+        AgentBackend()
+
+
+@pytest.mark.parametrize("address", ["", "nowhere", "host:", "host:port"])
+def test_a_broken_address_says_who_sets_it(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("POTLUCK_AGENT", address)
+    with pytest.raises(ConfigurationError, match="`potluck run SCRIPT` sets it"):
+        AgentBackend()
