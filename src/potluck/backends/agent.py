@@ -328,6 +328,7 @@ class _Talk:
         self._loop = asyncio.new_event_loop()
         self._link: ControlLink[control.FromAgent] | None = None
         self._ending = False
+        self._finished = False
         self._is_over = False
         self._lock = threading.Lock()
         self._sent_at = 0.0
@@ -343,9 +344,10 @@ class _Talk:
         self._call(self._progress_waits)
 
     def finish(self) -> None:
-        """Send what is left to say, and that this worker has finished."""
+        """Send what is left to say, and that this worker has finished: the agent hangs up then."""
         self._call(self._send_progress)
         self.say(control.Finished())
+        self._finished = True
 
     def flush(self, timeout_s: float) -> None:
         """Return once everything said so far is on its way, or ``timeout_s`` have passed."""
@@ -402,6 +404,8 @@ class _Talk:
         listening = asyncio.create_task(self._listen(self._link))
         self.connected.set()
         await self._done.wait()
+        if self._finished:  # closing first, with something unread, could lose our last words
+            await asyncio.wait([listening], timeout=_GOODBYE_S)
         listening.cancel()
         await asyncio.gather(listening, *self._tasks, return_exceptions=True)
         await self._link.close(_GOODBYE_S)

@@ -397,8 +397,9 @@ class Agent:
     ) -> None:
         with contextlib.suppress(LinkError):
             try:
-                while True:
-                    self._hear(worker, await link.receive(), member)
+                while not isinstance(message := await link.receive(), control.Finished):
+                    self._hear(worker, message, member)
+                self._handle(events.Finished(worker))
             except PotluckError as error:
                 if not isinstance(error, LinkError):
                     self._note(f"worker {worker} was cut off: {error}")
@@ -426,8 +427,6 @@ class Agent:
                 self._handle(events.Lost(worker, epoch, rank, certain, cause))
             case control.ProbeReply(probe, _, blocked):
                 self._handle(events.ProbeReply(worker, probe, blocked))
-            case control.Finished():
-                self._handle(events.Finished(worker))
             case control.Failed(_, text, secondary):
                 self._handle(events.Failed(worker, text, secondary))
             case control.Progress():

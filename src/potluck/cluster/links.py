@@ -55,7 +55,7 @@ class ControlLink(Generic[T]):
     async def flush(self, timeout_s: float) -> None:
         """Wait until what was sent is on its way, at most ``timeout_s``."""
         transport = self._writer.transport
-        transport.set_write_buffer_limits(0)
+        transport.set_write_buffer_limits(high=1, low=0)  # with 0 and 0 drain() never returns
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(timeout_s):
                 await self._writer.drain()

@@ -72,10 +72,12 @@ class ScriptedAgent:
             return
         self._link = ControlLink(reader, writer, control.decode_from_client)
         try:
-            while True:
-                self.heard.put(await self._link.receive())
+            while not isinstance(message := await self._link.receive(), control.Finished):
+                self.heard.put(message)
+            self.heard.put(message)
         except LinkError:
-            self.heard.put(None)
+            pass
+        self.heard.put(None)
 
     def say(self, message: control.FromAgent) -> None:
         assert self._link is not None
