@@ -62,9 +62,13 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One place in the job. ``joined`` is the epoch of the first view of its present membership
-    (0: none yet), ``installed`` the newest epoch that it said it had entered, ``in_vain`` how often
-    in a row it died before it had entered one. ``finished``: it left a view because it was done. ``failed``: it said that its code raised."""
+    """One place in the job.
+
+    ``joined`` is the epoch of the first view of its present membership (0: none yet),
+    ``installed`` the newest epoch that it said it had entered, ``in_vain`` how often in a row it
+    died before it had entered one. ``finished``: it left a view because it was done. ``failed``:
+    it said that its code raised.
+    """
 
     name: str
     phase: Phase = Phase.STARTING
