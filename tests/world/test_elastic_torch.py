@@ -131,11 +131,14 @@ def test_a_death_and_a_join_change_nothing_in_the_losses() -> None:
     expected = serial(epochs=6)
     world: ElasticWorld[Training]
     joined = threading.Event()
+    all_are_there = threading.Barrier(3)
 
     def work(ctx: MortalContext) -> Training:
         def on_step(training: Training) -> None:
-            if training.job.step_number == 7 and ctx.backend.worker == "1":
-                ctx.die()
+            if training.job.step_number == 7 and ctx.world_size == 3:
+                all_are_there.wait(30)
+                if ctx.backend.worker == "1":
+                    ctx.die()
             if training.job.step_number == 12 and not joined.is_set():
                 joined.set()
                 world.join()
@@ -191,11 +194,14 @@ class Watched(nn.Module):
 
 def test_an_interrupted_step_leaves_no_trace_in_buffers_gradients_and_random_state() -> None:
     found: dict[str, Tensor] = {}
+    both_are_there = threading.Barrier(2)
 
     def work(ctx: MortalContext) -> Training:
         def on_step(training: Training) -> None:
             if training.job.step_number != 2:
                 return
+            if ctx.world_size == 2:
+                both_are_there.wait(30)
             if ctx.backend.worker == "1":
                 ctx.die()
             now = {

@@ -31,6 +31,7 @@ class Hub:
         self._members: tuple[str, ...] = tuple(self._alive)
         self._connectors: dict[tuple[int, int], _Connector] = {}
         self._departed: set[tuple[int, int]] = set()
+        self._dead: dict[str, threading.Event] = {}
         self._links: dict[str, list[Link]] = {}
         self.segment_bytes = segment_bytes
 
@@ -40,6 +41,7 @@ class Hub:
         """``worker`` is gone: its links end, and the next group is without it."""
         with self._changed:
             self._alive.remove(worker)
+            self._dead.setdefault(worker, threading.Event()).set()
             links = self._links.pop(worker, [])
             waiting = self._waiting_for(worker)
             own = [each for each in self._connectors.values() if each.group.me.worker == worker]
@@ -52,13 +54,12 @@ class Hub:
             connector.fail_later(rank, LinkError(f"worker {worker} was killed"))
 
     def leave(self, worker: str) -> None:
-        """``worker`` has done its work; the next group does not wait for it."""
+        """``worker`` has done its work; the next group, when one is due, is without it."""
         with self._changed:
             if worker not in self._alive:
                 return
             self._alive.remove(worker)
             waiting = self._waiting_for(worker)
-            self._announce()
         for connector, rank in waiting:
             connector.fail_later(rank, LinkError(f"worker {worker} has left"))
 
@@ -148,7 +149,9 @@ class Hub:
                 return
             caller.linked.add(rank)
             other.linked.add(group.rank)
-            mine, theirs = inproc_pair(name, other_name)
+            ends = inproc_pair(name, other_name)
+            mine = _MortalLink(ends[0], self._dead.setdefault(name, threading.Event()))
+            theirs = _MortalLink(ends[1], self._dead.setdefault(other_name, threading.Event()))
             self._links.setdefault(name, []).append(mine)
             self._links.setdefault(other_name, []).append(theirs)
         caller.deliver(rank, mine)
@@ -172,6 +175,45 @@ def _stale(group: Group) -> Refused:
 
 def _left(worker: str) -> Refused:
     return Refused(f"worker {worker} has left the group", code="left")
+
+
+class _MortalLink:
+    """A link of a worker that may be killed: from then on it says nothing on any of its links."""
+
+    window = None
+
+    def __init__(self, link: Link, dead: threading.Event) -> None:
+        self._link = link
+        self._dead = dead
+
+    @property
+    def peer(self) -> str:
+        return self._link.peer
+
+    @property
+    def readable(self) -> bool:
+        return self._link.readable
+
+    def fileno(self) -> int:
+        return -1
+
+    def bind(self, wake: Callable[[], None]) -> None:
+        self._link.bind(wake)
+
+    def send(self, data: memoryview) -> int:
+        self._check()
+        return self._link.send(data)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        self._check()
+        return self._link.recv_into(buffer)
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _check(self) -> None:
+        if self._dead.is_set():
+            raise LinkError("this worker was killed")
 
 
 class _Connector:
