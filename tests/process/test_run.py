@@ -282,3 +282,22 @@ def test_no_worker_holds_a_descriptor_of_the_agent(script) -> None:
             numbers = [int(number) for number in re.findall(r"'(\d+)'", line)]
             assert set(numbers) <= {0, 1, 2, 3}, "3 is the directory being listed"
     assert os.path.exists(path)
+
+
+def test_when_nobody_reads_the_output_any_more_the_run_ends(script) -> None:
+    path = script("while True:\n    print('line')\n")
+    with subprocess.Popen(
+        [*potluck_command(), "run", path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == b"[0] line\n"
+        run.stdout.close()
+        assert run.wait(60) == 128 + signal.SIGPIPE
+
+
+def test_all_output_of_a_talkative_worker_arrives(script) -> None:
+    path = script("for number in range(50_000):\n    print(number)\n")
+    done = subprocess.run(
+        [*potluck_command(), "run", path], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split("\n") == [*(f"[0] {number}" for number in range(50_000)), ""]

@@ -6,11 +6,12 @@ import json
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import process_ends, run_command
+from potluck.testing.commands import potluck_command, process_ends, run_command
 
 # The smallest elastic loop there is: a counter that all ranks keep equal. What the training loop
 # does with models and optimizers is tested with it; here it is about processes.
@@ -211,6 +212,24 @@ def test_a_blocked_group_ends_with_ctrl_c(tmp_path: Path) -> None:
     with run_command("-n", "2", str(path)) as run:
         run.wait_for("[0] in")
         run.wait_for("[1] in")
+        run.signal(signal.SIGINT)
+        assert run.finish() == 130
+
+
+def test_status_shows_a_training_job_with_ranks_and_steps(counter) -> None:
+    with run_command("-n", "2", counter, "1000000", "0.01", "2") as run:
+        run.wait_for(lambda line: line.startswith("[0] pid"))
+        job = {"step": -1}
+        while job["step"] < 3:
+            shown = subprocess.run(
+                [*potluck_command(), "status", "--json"], capture_output=True, timeout=60
+            )
+            (job,) = json.loads(shown.stdout)["jobs"]
+        assert job["epoch"] == 1
+        assert job["loss"] == 1.0
+        assert [worker["rank"] for worker in job["workers"]] == [0, 1]
+        assert {worker["phase"] for worker in job["workers"]} == {"member"}
+        assert {worker["device"] for worker in job["workers"]} == {"cpu"}
         run.signal(signal.SIGINT)
         assert run.finish() == 130
 

@@ -1,65 +1,144 @@
-"""How a running job looks: plain lines, or on a terminal a live table below the workers' lines."""
+"""How a running job looks: plain lines, or on a terminal a live table below the workers' lines.
+
+All writing is done by a thread: a terminal that was stopped (Ctrl-S) or a pipe that nobody reads
+must not stop the agent, which has workers to watch. When too much waits to be written, the
+workers' own output is read no further (``is_behind``).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import queue
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.console import Group as RichGroup
 
     from potluck.cluster.agent import Agent
     from potluck.launch.job import Watcher
 
 _REFRESH_PER_S = 5
+_MAX_BACKLOG = 10_000
 
 
 def watcher_for(stream: TextIO, *, plain: bool) -> Watcher:
     """The live view on a terminal that can show it, else plain lines."""
     if plain or not stream.isatty():
         return PlainView()
-    from rich.console import Console
+    from rich.console import Console as TerminalConsole
 
-    console = Console(file=stream)
+    console = TerminalConsole(file=stream)
     return PlainView() if console.is_dumb_terminal else LiveView(console)
 
 
-class PlainView:
-    """Every line with its worker's number in front; potluck's own with ``potluck``."""
+class Writer:
+    """A thread that writes, in order. When nobody can read any more, ``on_broken`` is called from
+    it, once, and all else is dropped."""
+
+    def __init__(self, on_broken: Callable[[], None]) -> None:
+        self._on_broken = on_broken
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._is_broken = False
+        self._thread = threading.Thread(target=self._run, name="potluck-output", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_behind(self) -> bool:
+        return self._jobs.qsize() > _MAX_BACKLOG
+
+    def write(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Return when everything is written."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._is_broken:
+                continue
+            try:
+                job()
+            except OSError:
+                self._is_broken = True
+                _silence_stdout()
+                self._on_broken()
+
+
+def _silence_stdout() -> None:
+    """Let the interpreter's last flush succeed."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+class _Written:
+    """What both views have: an agent to look at, and a thread to write with."""
 
     def __init__(self) -> None:
-        self._width = 1
+        self._agent: Agent | None = None
+        self._writer: Writer | None = None
 
     def begin(self, agent: Agent) -> None:
-        self._width = max(len(name) for name in agent.job.workers)
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+
+        def on_broken() -> None:
+            with contextlib.suppress(RuntimeError):  # the job may just have ended
+                loop.call_soon_threadsafe(agent.interrupt, int(signal.SIGPIPE))
+
+        self._agent = agent
+        self._writer = Writer(on_broken)
+
+    @property
+    def is_behind(self) -> bool:
+        return self._writer is not None and self._writer.is_behind
+
+    def write(self, job: Callable[[], None]) -> None:
+        assert self._writer is not None
+        self._writer.write(job)
+
+    def end(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class PlainView(_Written):
+    """Every line with its worker's number in front; potluck's own with ``potluck``."""
 
     def line(self, worker: str, stream: str, text: str) -> None:
+        assert self._agent is not None
+        width = max(map(len, self._agent.job.workers))
         file = sys.stderr if stream == "stderr" else sys.stdout
-        print(f"[{worker:>{self._width}}] {text}", file=file, flush=True)
+        self.write(lambda: print(f"[{worker:>{width}}] {text}", file=file, flush=True))
 
     def note(self, text: str) -> None:
         for line in text.splitlines():
-            print(f"potluck: {line}", flush=True)
-
-    def end(self) -> None:
-        return None
+            self.write(lambda line=line: print(f"potluck: {line}", flush=True))  # type: ignore[misc]
 
 
-class LiveView:
-    """A table that stays at the bottom, with what happened below it."""
+class LiveView(_Written):
+    """A table that stays at the bottom, below what the workers write and what happens."""
 
     _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
-    def __init__(self, console: object) -> None:
-        from rich.console import Console
+    def __init__(self, console: Console) -> None:
         from rich.live import Live
 
-        assert isinstance(console, Console)
+        super().__init__()
         self._console = console
-        self._agent: Agent | None = None
         self._live = Live(
             console=console,
             get_renderable=self._render,
@@ -70,7 +149,7 @@ class LiveView:
         )
 
     def begin(self, agent: Agent) -> None:
-        self._agent = agent
+        super().begin(agent)
         self._live.start()
 
     def line(self, worker: str, stream: str, text: str) -> None:
@@ -79,14 +158,16 @@ class LiveView:
         color = self._COLORS[int(worker) % len(self._COLORS) if worker.isdigit() else 0]
         line = Text(f"[{worker}] ", style=color)
         line.append(text, style="default")
-        self._console.print(line, soft_wrap=True)
+        self.write(lambda: self._console.print(line, soft_wrap=True))
 
     def note(self, text: str) -> None:
         from rich.text import Text
 
-        self._console.print(Text(f"potluck: {text}", style="bold"), soft_wrap=True)
+        line = Text(f"potluck: {text}", style="bold")
+        self.write(lambda: self._console.print(line, soft_wrap=True))
 
     def end(self) -> None:
+        super().end()
         self._live.stop()
 
     def _render(self) -> RichGroup:

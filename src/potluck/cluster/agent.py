@@ -308,7 +308,6 @@ class Agent:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_MESSAGES_S):
                     await self._ended[worker].wait()
-            await process.release()
         self.exit_codes[worker] = code
         link = self._links.pop(worker, None)
         if link is not None:

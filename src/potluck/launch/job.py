@@ -30,7 +30,7 @@ _LAST_WORDS = 30
 
 
 class Watcher(Protocol):
-    """Who looks on. All calls come from the event loop and must not block for long."""
+    """Who looks on. All calls come from the event loop and must not block."""
 
     def begin(self, agent: Agent) -> None:
         """The job is about to start; ``agent`` answers questions from now on."""
@@ -43,6 +43,10 @@ class Watcher(Protocol):
 
     def end(self) -> None:
         """The job is over. Called once, whatever happened."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more lines have come than it can take: workers' output waits meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ def run_job(options: Options, settings: Settings, watcher: Watcher) -> Summary:
 
 async def _run(options: Options, settings: Settings, watcher: Watcher) -> Summary:
     credentials = load_credentials(settings)
-    launcher = _Launcher(options, settings, watcher.line)
+    launcher = _Launcher(options, settings, watcher)
     job = Job(
         id=f"{options.script.stem[:64]}-{secrets.token_hex(4)}",
         script=str(options.script),
@@ -117,12 +121,10 @@ async def _run(options: Options, settings: Settings, watcher: Watcher) -> Summar
 class _Launcher:
     """Starts workers as processes of this machine."""
 
-    def __init__(
-        self, options: Options, settings: Settings, line: Callable[[str, str, str], None]
-    ) -> None:
+    def __init__(self, options: Options, settings: Settings, watcher: Watcher) -> None:
         self.last_words: dict[str, deque[str]] = {}
         self._command = [sys.executable, str(options.script), *options.arguments]
-        self._line = line
+        self._watcher = watcher
         self._environment = _worker_environment(options.num_workers, settings)
 
     def start(
@@ -133,10 +135,14 @@ class _Launcher:
         def sink(stream: str, text: str) -> None:
             if stream == "stderr":
                 words.append(text)
-            self._line(worker, stream, text)
+            self._watcher.line(worker, stream, text)
 
         return WorkerProcess(
-            self._command, self._environment | environment, sink=sink, on_exit=on_exit
+            self._command,
+            self._environment | environment,
+            sink=sink,
+            is_behind=lambda: self._watcher.is_behind,
+            on_exit=on_exit,
         )
 
 

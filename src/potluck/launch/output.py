@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 MAX_LINE = 64 * 1024
 _READ = 64 * 1024
+_PAUSE_S = 0.05
 
 
 class LineSplitter:
@@ -45,17 +46,32 @@ class PipeReader:
     """Reads one pipe of a worker into ``sink``, line by line, from the event loop."""
 
     def __init__(
-        self, descriptor: int, loop: asyncio.AbstractEventLoop, sink: Callable[[str], None]
+        self,
+        descriptor: int,
+        loop: asyncio.AbstractEventLoop,
+        sink: Callable[[str], None],
+        is_behind: Callable[[], bool],
     ) -> None:
+        """While ``is_behind()``, nothing is read."""
         self._descriptor = descriptor
         self._loop = loop
         self._sink = sink
+        self._is_behind = is_behind
+        self._pause: asyncio.TimerHandle | None = None
         self._splitter = LineSplitter()
         self.ended = asyncio.Event()
         os.set_blocking(descriptor, False)
-        loop.add_reader(descriptor, self._read)
+        self._resume()
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._descriptor, self._read)
 
     def _read(self) -> None:
+        if self._is_behind():
+            self._loop.remove_reader(self._descriptor)
+            self._pause = self._loop.call_later(_PAUSE_S, self._resume)
+            return
         try:
             data = os.read(self._descriptor, _READ)
         except BlockingIOError:
@@ -70,6 +86,8 @@ class PipeReader:
         """Stop reading. Idempotent."""
         if not self.ended.is_set():
             self._loop.remove_reader(self._descriptor)
+            if self._pause is not None:
+                self._pause.cancel()
             for line in self._splitter.finish():
                 self._sink(line)
             self.ended.set()

@@ -34,12 +34,15 @@ class WorkerProcess:
         environment: Mapping[str, str],
         *,
         sink: Sink,
+        is_behind: Callable[[], bool],
         on_exit: Callable[[int], None],
     ) -> None:
-        """``on_exit(code)`` is called in the event loop, the moment the process has ended."""
+        """``on_exit(code)`` is called in the event loop, the moment the process has ended. As long
+        as ``is_behind()``, its output is not read: it waits like any program with a full pipe."""
         assert threading.current_thread() is threading.main_thread()
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
+        self._is_behind = is_behind
         shim = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
@@ -60,7 +63,7 @@ class WorkerProcess:
             def take(line: str, stream: str = stream) -> None:
                 sink(stream, line)
 
-            self._readers.append(PipeReader(pipe.fileno(), self._loop, take))
+            self._readers.append(PipeReader(pipe.fileno(), self._loop, take, is_behind))
         self._exited = asyncio.Event()
         self._is_reaped = False
         self._watch()
@@ -74,10 +77,14 @@ class WorkerProcess:
     async def release(self) -> None:
         """After the exit: read its last words, give the pipes back."""
         await self._exited.wait()
-        with contextlib.suppress(TimeoutError):  # somebody it started may keep a pipe open
-            async with asyncio.timeout(_LAST_WORDS_S):
-                for reader in self._readers:
-                    await reader.ended.wait()
+        for reader in self._readers:
+            while not reader.ended.is_set():
+                try:
+                    async with asyncio.timeout(_LAST_WORDS_S):
+                        await reader.ended.wait()
+                except TimeoutError:
+                    if not self._is_behind():
+                        break  # somebody it started, in a session of its own, keeps the pipe open
         for reader in self._readers:
             reader.close()
         for pipe in (self._popen.stdout, self._popen.stderr):

@@ -1,0 +1,161 @@
+"""What a person sees of a running job, and that writing it never holds the agent up."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from potluck.cli.report import print_summary
+from potluck.cli.views import LiveView, PlainView, Writer, duration, number, watcher_for
+from potluck.cluster.agent import Agent, Job
+from potluck.cluster.credentials import load_credentials
+from potluck.launch.chaos import parse_chaos
+from potluck.launch.summary import RecoverySummary, Summary, WorkerSummary
+from potluck.settings import load_settings
+from potluck.wire.control import Progress
+
+
+class NoLauncher:
+    def start(self, *_: object) -> None:
+        raise AssertionError("nothing is started here")
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    return Agent(
+        Job("train-1", "dir/train.py", ("0", "1")),
+        home=tmp_path,
+        credentials=load_credentials(load_settings()),
+        launcher=NoLauncher(),
+        chaos=parse_chaos(""),
+        on_note=lambda text: None,
+    )
+
+
+def watch(view: PlainView | LiveView, agent: Agent) -> None:
+    """A short job: two lines and a note."""
+
+    async def job() -> None:
+        view.begin(agent)
+        view.line("0", "stdout", "a [bold]line[/bold]")
+        view.line("1", "stderr", "a warning")
+        view.note("worker 1 lost\nand found")
+        view.end()
+
+    asyncio.run(job())
+
+
+def test_plain_lines_have_their_worker_in_front(
+    agent: Agent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch(PlainView(), agent)
+    shown = capsys.readouterr()
+    assert shown.out == "[0] a [bold]line[/bold]\npotluck: worker 1 lost\npotluck: and found\n"
+    assert shown.err == "[1] a warning\n"
+
+
+def test_the_live_view_shows_lines_above_a_table_of_workers(agent: Agent) -> None:
+    agent.journal.progress("0", Progress(1, 60, 0.25, 812.4, "cuda:0"), 1.0)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, color_system=None)
+    watch(LiveView(console), agent)
+    shown = screen.getvalue()
+    assert "[0] a [bold]line[/bold]" in shown, "markup of a script's is not ours"
+    assert "[1] a warning" in shown
+    assert "potluck: worker 1 lost" in shown
+    assert "train.py" in shown
+    assert "step 60 · loss 0.2500" in shown
+    assert "cuda:0" in shown
+    assert "812" in shown
+
+
+def test_without_a_terminal_lines_are_plain() -> None:
+    assert isinstance(watcher_for(io.StringIO(), plain=False), PlainView)
+
+
+def test_a_blocked_screen_holds_up_the_writer_and_nobody_else() -> None:
+    gate, seen = threading.Event(), []
+    writer = Writer(lambda: None)
+    writer.write(gate.wait)
+    assert not writer.is_behind
+    for line in range(20_000):
+        writer.write(lambda line=line: seen.append(line))
+    assert writer.is_behind
+    gate.set()
+    writer.close()
+    assert seen == list(range(20_000))
+
+
+def test_a_closed_screen_is_told_once_and_the_rest_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, seen = [], []
+
+    def broken() -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("potluck.cli.views._silence_stdout", lambda: None)
+    writer = Writer(lambda: told.append(True))
+    writer.write(broken)
+    writer.write(broken)
+    writer.write(lambda: seen.append(1))
+    writer.close()
+    assert told == [True]
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0 s"), (7.9, "7 s"), (192, "3 min 12 s"), (7500, "2 h 05 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (float("nan"), "-"), (3.14159, "3.1"), (12345.6, "12,346")],
+)
+def test_numbers(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_the_summary_says_what_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = WorkerSummary("0", True, 0, 1, "ab" * 32, {})
+    print_summary(
+        Summary(
+            job="j",
+            script="s.py",
+            exit_code=1,
+            seconds=61.0,
+            committed_steps=300,
+            steps_run_again=1,
+            facts={"test_accuracy": 0.98123},
+            hashes_equal=False,
+            workers=(worker,),
+            recoveries=(
+                RecoverySummary(("2",), "worker 2 lost (killed)", 0.4, 0.9, 60, True),
+                RecoverySummary(("1",), "worker 1 lost (killed)", None, None, None, False),
+            ),
+            problems=("the workers ended with different parameters",),
+            events=(),
+        )
+    )
+    shown = capsys.readouterr()
+    assert [line for line in shown.out.splitlines() if line] == [
+        "test accuracy           0.9812",
+        "committed steps         300",
+        "steps run again         1",
+        "seconds                 1 min 01 s",
+        "recovery                worker 2 lost (killed), re-formed in 0.40 s, step 60 run again, "
+        "next step committed after 0.90 s",
+        "recovery                worker 1 lost (killed), no step committed after it",
+        "parameters of worker 0  abababababababab",
+        "parameters              DIFFERENT",
+    ]
+    assert shown.err == "potluck: the workers ended with different parameters\n"
