@@ -13,11 +13,14 @@ from typing import Any
 
 from potluck.engine.communicator import SEGMENT_BYTES, Communicator
 from potluck.engine.connector import Deliver, Fail
+from potluck.engine.verdict import refusal_of
 from potluck.errors import Evicted, GroupError, LinkError, OperationTimeout, Refused
 from potluck.metrics import Metrics
 from potluck.transport.inproc import inproc_pair
 from potluck.transport.link import Link
+from potluck.transport.window import Window
 from potluck.types import Group, Member
+from potluck.wire.messages import Refusal
 
 
 class Hub:
@@ -30,7 +33,7 @@ class Hub:
         self._epoch = 1 if world_size else 0
         self._members: tuple[str, ...] = tuple(self._alive)
         self._connectors: dict[tuple[int, int], _Connector] = {}
-        self._departed: set[tuple[int, int]] = set()
+        self._departed: dict[tuple[int, int], Refusal] = {}
         self._dead: dict[str, threading.Event] = {}
         self._links: dict[str, list[Link]] = {}
         self.segment_bytes = segment_bytes
@@ -59,6 +62,7 @@ class Hub:
             if worker not in self._alive:
                 return
             self._alive.remove(worker)
+            self._left.add(worker)
             waiting = self._waiting_for(worker)
         for connector, rank in waiting:
             connector.fail_later(rank, LinkError(f"worker {worker} has left"))
@@ -118,14 +122,14 @@ class Hub:
         for other, rank in behind:
             other.fail_later(rank, _stale(connector.group))
 
-    def unregister(self, connector: _Connector) -> None:
+    def unregister(self, connector: _Connector, error: BaseException) -> None:
         group = connector.group
         with self._changed:
             self._connectors.pop((group.epoch, group.rank), None)
-            self._departed.add((group.epoch, group.rank))
+            left = self._departed[group.epoch, group.rank] = refusal_of(group, error)
             waiting = self._waiting_for(group.me.worker, before=group.epoch + 1)
         for other, rank in waiting:
-            other.fail_later(rank, _left(group.me.worker))
+            other.fail_later(rank, Refused(left.reason, left.code))
 
     def link(self, caller: _Connector, rank: int) -> None:
         """Join two ranks, once; if the other is not there yet, when it comes."""
@@ -141,8 +145,9 @@ class Hub:
                 if newer.group.epoch > group.epoch and newer.group.me.worker == other_name:
                     caller.fail_later(rank, _stale(newer.group))
                     return
-            if (group.epoch, rank) in self._departed:
-                caller.fail_later(rank, _left(other_name))
+            left = self._departed.get((group.epoch, rank))
+            if left is not None:
+                caller.fail_later(rank, Refused(left.reason, left.code))
                 return
             other = self._connectors.get((group.epoch, rank))
             if other is None or rank in caller.linked:
@@ -173,14 +178,10 @@ def _stale(group: Group) -> Refused:
     return Refused(f"worker {group.me.worker} is in epoch {group.epoch}", code="stale")
 
 
-def _left(worker: str) -> Refused:
-    return Refused(f"worker {worker} has left the group", code="left")
-
-
 class _MortalLink:
     """A link of a worker that may be killed: from then on it says nothing on any of its links."""
 
-    window = None
+    window: Window | None = None
 
     def __init__(self, link: Link, dead: threading.Event) -> None:
         self._link = link
@@ -242,8 +243,8 @@ class _Connector:
         assert self._fail is not None
         self._fail(rank, error)
 
-    def close(self) -> None:
-        self._hub.unregister(self)
+    def close(self, error: BaseException) -> None:
+        self._hub.unregister(self, error)
 
 
 class InProcessBackend:
