@@ -62,7 +62,6 @@ class Hub:
             if worker not in self._alive:
                 return
             self._alive.remove(worker)
-            self._left.add(worker)
             waiting = self._waiting_for(worker)
         for connector, rank in waiting:
             connector.fail_later(rank, LinkError(f"worker {worker} has left"))
