@@ -8,11 +8,8 @@ the blocked call raises.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
-import contextlib
 import os
-import signal
 import sys
 import threading
 from collections import deque
@@ -20,8 +17,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from potluck.backends.agent_link import AgentLink
 from potluck.backends.tcp import TcpBase
-from potluck.cluster.links import ControlLink
 from potluck.engine.communicator import Communicator
 from potluck.errors import (
     AgentLost,
@@ -29,7 +26,6 @@ from potluck.errors import (
     Desync,
     Evicted,
     GroupError,
-    LinkError,
     OperationTimeout,
     PeerLost,
     PotluckError,
@@ -37,7 +33,6 @@ from potluck.errors import (
     RemoteError,
 )
 from potluck.settings import Settings, load_settings
-from potluck.transport import aio
 from potluck.types import Group
 from potluck.wire import control
 from potluck.wire.messages import Hello
@@ -45,9 +40,7 @@ from potluck.wire.messages import Hello
 FIRST_VIEW_S = 600.0
 """How long the first view may take: other workers may still be importing, or be started again."""
 
-_REPORT_EVERY_S = 0.1
 _GOODBYE_S = 2.0
-_ORPHAN_S = 5.0
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -78,20 +71,16 @@ class AgentBackend:
         self._step = -1
         self._failed = False
         self._is_closed = False
-        self._progress = _Progress()
-        self._talk = _Talk(self, host, port)
-        self._thread = threading.Thread(
-            target=self._talk.run, name="potluck-agent-link", daemon=True
+        credentials = self._base.credentials
+        hello = Hello(
+            kind="control", namespace=credentials.namespace, job=self.job, worker=self.worker
         )
-        self._thread.start()
         try:
-            self._talk.connected.wait()
-            if self._talk.failure is not None:
-                raise self._talk.failure
+            self._talk = AgentLink(
+                host, port, hello, credentials, take=self.take, on_lost=self.lost_agent
+            )
         except BaseException:
             self._base.close()
-            self._talk.end()
-            self._thread.join()
             raise
         self._previous_hook: Hook = sys.excepthook
         sys.excepthook = self._uncaught
@@ -155,7 +144,7 @@ class AgentBackend:
         if "event" in facts and len(facts) == 1:
             self._talk.say(control.Said(control.clip(str(facts["event"]))))
             return
-        self._progress.add(facts, communicator.group.epoch if communicator else 0)
+        self._talk.progress.add(facts, communicator.group.epoch if communicator else 0)
         self._talk.progress_waits()
 
     def close(self) -> None:
@@ -224,7 +213,6 @@ class AgentBackend:
         if not self._failed and self._stopped is None:
             self._talk.finish()
         self._talk.end()
-        self._thread.join()
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._previous_hook
         atexit.unregister(self._end)
@@ -281,177 +269,6 @@ class AgentBackend:
             self._communicator.abort(error)
 
 
-class _Progress:
-    """Facts on their way to the agent: only the newest of each is sent."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: dict[str, Any] = {}
-        self._facts: control.Facts = {}
-        self._epoch = 0
-
-    def add(self, facts: dict[str, Any], epoch: int) -> None:
-        with self._lock:
-            self._epoch = epoch
-            for name, value in facts.items():
-                if name in ("step", "loss", "samples_per_s", "device"):
-                    self._known[name] = value
-                elif name not in ("event", "epoch") and len(self._facts) < control.MAX_FACTS:
-                    self._facts[str(name)[:256]] = _plain(value)
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
-
-    def take(self) -> control.Progress:
-        with self._lock:
-            facts, self._facts = self._facts, {}
-            known = self._known
-            return control.Progress(
-                epoch=self._epoch,
-                step=int(known.get("step", -1)),
-                loss=_number(known.get("loss")),
-                samples_per_s=_number(known.get("samples_per_s")),
-                device=str(known.get("device", ""))[:256],
-                facts=facts,
-            )
-
-
-class _Talk:
-    """The thread that talks to the agent. Its loop is the only one to touch the link."""
-
-    def __init__(self, backend: AgentBackend, host: str, port: int) -> None:
-        self.connected = threading.Event()
-        self.failure: Exception | None = None
-        self._backend = backend
-        self._host, self._port = host, port
-        self._loop = asyncio.new_event_loop()
-        self._link: ControlLink[control.FromAgent] | None = None
-        self._ending = False
-        self._finished = False
-        self._is_over = False
-        self._lock = threading.Lock()
-        self._sent_at = 0.0
-        self._sent_epoch = -1
-        self._timer: asyncio.TimerHandle | None = None
-
-    # Called from any thread.
-
-    def say(self, message: control.FromWorker) -> None:
-        self._call(lambda: self._send(message))
-
-    def progress_waits(self) -> None:
-        self._call(self._progress_waits)
-
-    def finish(self) -> None:
-        """Send what is left to say, and that this worker has finished: the agent hangs up then."""
-        self._call(self._send_progress)
-        self.say(control.Finished())
-        self._finished = True
-
-    def flush(self, timeout_s: float) -> None:
-        """Return once everything said so far is on its way, or ``timeout_s`` have passed."""
-        done = threading.Event()
-
-        async def flush() -> None:
-            if self._link is not None:
-                await self._link.flush(timeout_s)
-            done.set()
-
-        self._call(lambda: self._spawn(flush()))
-        done.wait(timeout_s)
-
-    def end(self) -> None:
-        """Close the link in order; run() returns."""
-        self._call(self._begin_end)
-
-    def _call(self, action: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._is_over:
-                self._loop.call_soon_threadsafe(action)
-
-    # The thread.
-
-    def run(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                try:
-                    runner.run(self._main())
-                finally:
-                    with self._lock:
-                        self._is_over = True
-        finally:
-            self.connected.set()
-
-    async def _main(self) -> None:
-        backend = self._backend
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._done = asyncio.Event()
-        credentials = backend._base.credentials
-        hello = Hello(
-            kind="control",
-            namespace=credentials.namespace,
-            job=backend.job,
-            worker=backend.worker,
-        )
-        try:
-            reader, writer, _ = await aio.connect(self._host, self._port, hello, credentials)
-        except (PotluckError, TimeoutError) as error:
-            failure = LinkError(f"the agent at {self._host}:{self._port} can't be reached: {error}")
-            self.failure = error if isinstance(error, PotluckError) else failure
-            return
-        self._link = ControlLink(reader, writer, control.decode_from_agent)
-        listening = asyncio.create_task(self._listen(self._link))
-        self.connected.set()
-        await self._done.wait()
-        if self._finished:  # closing first, with something unread, could lose our last words
-            await asyncio.wait([listening], timeout=_GOODBYE_S)
-        listening.cancel()
-        await asyncio.gather(listening, *self._tasks, return_exceptions=True)
-        await self._link.close(_GOODBYE_S)
-
-    async def _listen(self, link: ControlLink[control.FromAgent]) -> None:
-        try:
-            while True:
-                answer = self._backend.take(await link.receive())
-                if answer is not None:
-                    link.send(answer)
-        except PotluckError as error:
-            if not self._ending:
-                self._backend.lost_agent(error)
-                self._loop.call_later(_ORPHAN_S, _end_orphan)
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _begin_end(self) -> None:
-        self._ending = True
-        if self._link is not None:
-            self._done.set()
-
-    def _send(self, message: control.FromWorker) -> None:
-        if self._link is not None:
-            self._link.send(message)
-
-    def _progress_waits(self) -> None:
-        """Send the first word of a new epoch at once, later ones every ``_REPORT_EVERY_S``."""
-        waited = self._loop.time() - self._sent_at
-        if self._backend._progress.epoch != self._sent_epoch or waited >= _REPORT_EVERY_S:
-            self._send_progress()
-        elif self._timer is None:
-            self._timer = self._loop.call_later(_REPORT_EVERY_S - waited, self._send_progress)
-
-    def _send_progress(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        told = self._backend._progress.take()
-        self._sent_at, self._sent_epoch = self._loop.time(), told.epoch
-        self._send(told)
-
-
 def _error_of(over: control.GroupOver, group: Group, worker: str) -> GroupError:
     """What a call that is blocked in ``group`` raises when the agent ends it."""
     if over.worker == worker:
@@ -480,26 +297,3 @@ def _agent_address() -> tuple[str, int]:
             f"POTLUCK_AGENT={text!r} is not host:port; `potluck run SCRIPT` sets it for its workers"
         )
     return host, int(port)
-
-
-def _end_orphan() -> None:
-    """The agent is gone and the script has not ended by itself: nobody would ever end it."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _plain(value: Any) -> control.Fact:
-    """A fact that can be sent: numbers as they are (out of arrays too), all else as text."""
-    with contextlib.suppress(Exception):
-        value = value.item() if hasattr(value, "item") else value
-    if isinstance(value, bool | float):
-        return value
-    if isinstance(value, int) and abs(value) < 2**63:
-        return value
-    return control.clip(str(value))
-
-
-def _number(value: Any) -> float | None:
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError):
-        return None

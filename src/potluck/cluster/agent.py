@@ -14,16 +14,14 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any
 
 from potluck.cluster import events, membership
+from potluck.cluster.job import Chaos, Job, Launcher, Process
 from potluck.cluster.journal import Journal
 from potluck.cluster.links import ControlLink
-from potluck.cluster.roster import EXPECTED, Phase, Policy
+from potluck.cluster.roster import EXPECTED, Phase
 from potluck.cluster.runfile import RunFile
 from potluck.errors import ConfigurationError, LinkError, PotluckError
 from potluck.transport import aio
@@ -37,53 +35,6 @@ _log = logging.getLogger(__name__)
 _LAST_MESSAGES_S = 1.0
 _MAX_STATUS_EVENTS = 20
 _PATIENCE_S = 20.0
-
-
-class Process(Protocol):
-    """A worker's process, as the launcher gives it."""
-
-    pid: int
-
-    def signal(self, number: int) -> None:
-        """Send a signal to it and whatever it started; nothing once it has ended."""
-
-    async def release(self) -> None:
-        """After its exit: take in its last output and give everything back."""
-
-
-class Launcher(Protocol):
-    def start(
-        self, worker: str, attempt: int, environment: dict[str, str], on_exit: Callable[[int], None]
-    ) -> Process:
-        """Start ``worker`` with these variables added; ConfigurationError if that can't be."""
-
-
-class OrderedFault(Protocol):
-    """``rank`` None: every worker. ``seconds`` 0: SIGKILL, else SIGSTOP for so long."""
-
-    @property
-    def rank(self) -> int | None: ...
-    @property
-    def seconds(self) -> float: ...
-
-
-class Chaos(Protocol):
-    """The ordered faults that have not happened yet."""
-
-    def steps_of(self, rank: int) -> tuple[int, ...]: ...
-    def due(self, rank: int, step: int) -> Sequence[OrderedFault]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is to be run. ``id`` is unique; ``script`` is only shown."""
-
-    id: str
-    script: str
-    workers: tuple[str, ...]
-    policy: Policy = field(default_factory=Policy)
-    stop_grace_s: float = 3.0
-    interrupt_grace_s: float = 15.0
 
 
 class Agent:
@@ -486,8 +437,3 @@ def _lost_text(action: events.EndGroup) -> str:
 
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
-
-
-def status_as_json(reply: control.StatusReply) -> bytes:
-    """The status as JSON; the fields are those of ``StatusReply`` and ``WorkerStatus``."""
-    return msgspec.json.encode(reply)

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from potluck.cluster.agent import Agent, Job
+from potluck.cluster.agent import Agent
 from potluck.cluster.credentials import load_credentials
+from potluck.cluster.job import Job
 from potluck.cluster.roster import Policy
 from potluck.errors import ConfigurationError
 from potluck.launch.chaos import ChaosPlan, check_ranks

@@ -1,0 +1,239 @@
+"""The worker's thread that talks to its agent: one asyncio loop, one control link.
+
+It answers while the script computes or blocks. What the script reports is sent now and then, the
+newest of each fact only; what it says at its end is not lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from potluck.cluster.links import ControlLink
+from potluck.errors import LinkError, PotluckError
+from potluck.transport import aio
+from potluck.transport.credentials import Credentials
+from potluck.wire import control
+from potluck.wire.messages import Hello
+
+_REPORT_EVERY_S = 0.1
+_GOODBYE_S = 2.0
+_ORPHAN_S = 5.0
+
+
+class Progress:
+    """Facts on their way to the agent: only the newest of each is sent."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, Any] = {}
+        self._facts: control.Facts = {}
+        self._epoch = 0
+
+    def add(self, facts: dict[str, Any], epoch: int) -> None:
+        with self._lock:
+            self._epoch = epoch
+            for name, value in facts.items():
+                if name in ("step", "loss", "samples_per_s", "device"):
+                    self._known[name] = value
+                elif name not in ("event", "epoch") and len(self._facts) < control.MAX_FACTS:
+                    self._facts[str(name)[:256]] = _plain(value)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def take(self) -> control.Progress:
+        with self._lock:
+            facts, self._facts = self._facts, {}
+            known = self._known
+            return control.Progress(
+                epoch=self._epoch,
+                step=int(known.get("step", -1)),
+                loss=_number(known.get("loss")),
+                samples_per_s=_number(known.get("samples_per_s")),
+                device=str(known.get("device", ""))[:256],
+                facts=facts,
+            )
+
+
+class AgentLink:
+    """The thread that talks to the agent. Its loop is the only one to touch the link."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        hello: Hello,
+        credentials: Credentials,
+        *,
+        take: Callable[[control.FromAgent], control.FromWorker | None],
+        on_lost: Callable[[PotluckError], None],
+    ) -> None:
+        """Connects; LinkError, Refused or a SecurityError if that fails.
+
+        On the link's thread, ``take`` gets each message (and may answer it), ``on_lost`` the error
+        that ended the link when nobody here had ended it.
+        """
+        self.progress = Progress()
+        self._take = take
+        self._on_lost = on_lost
+        self._host, self._port = host, port
+        self._hello = hello
+        self._credentials = credentials
+        self._connected = threading.Event()
+        self._failure: Exception | None = None
+        self._loop = asyncio.new_event_loop()
+        self._link: ControlLink[control.FromAgent] | None = None
+        self._ending = False
+        self._finished = False
+        self._is_over = False
+        self._lock = threading.Lock()
+        self._sent_at = 0.0
+        self._sent_epoch = -1
+        self._timer: asyncio.TimerHandle | None = None
+        self._thread = threading.Thread(target=self._run, name="potluck-agent-link", daemon=True)
+        self._thread.start()
+        self._connected.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+
+    # Called from any thread.
+
+    def say(self, message: control.FromWorker) -> None:
+        self._call(lambda: self._send(message))
+
+    def progress_waits(self) -> None:
+        self._call(self._progress_waits)
+
+    def finish(self) -> None:
+        """Send what is left to say, and that this worker has finished: the agent hangs up then."""
+        self._call(self._send_progress)
+        self.say(control.Finished())
+        self._finished = True
+
+    def flush(self, timeout_s: float) -> None:
+        """Return once everything said so far is on its way, or ``timeout_s`` have passed."""
+        done = threading.Event()
+
+        async def flush() -> None:
+            if self._link is not None:
+                await self._link.flush(timeout_s)
+            done.set()
+
+        self._call(lambda: self._spawn(flush()))
+        done.wait(timeout_s)
+
+    def end(self) -> None:
+        """Close the link in order and join its thread. Idempotent."""
+        self._call(self._begin_end)
+        self._thread.join()
+
+    def _call(self, action: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._is_over:
+                self._loop.call_soon_threadsafe(action)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                try:
+                    runner.run(self._main())
+                finally:
+                    with self._lock:
+                        self._is_over = True
+        finally:
+            self._connected.set()
+
+    async def _main(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._done = asyncio.Event()
+        try:
+            reader, writer, _ = await aio.connect(
+                self._host, self._port, self._hello, self._credentials
+            )
+        except (PotluckError, TimeoutError) as error:
+            failure = LinkError(f"the agent at {self._host}:{self._port} can't be reached: {error}")
+            self._failure = error if isinstance(error, PotluckError) else failure
+            return
+        self._link = ControlLink(reader, writer, control.decode_from_agent)
+        listening = asyncio.create_task(self._listen(self._link))
+        self._connected.set()
+        await self._done.wait()
+        if self._finished:  # closing first, with something unread, could lose our last words
+            await asyncio.wait([listening], timeout=_GOODBYE_S)
+        listening.cancel()
+        await asyncio.gather(listening, *self._tasks, return_exceptions=True)
+        await self._link.close(_GOODBYE_S)
+
+    async def _listen(self, link: ControlLink[control.FromAgent]) -> None:
+        try:
+            while True:
+                answer = self._take(await link.receive())
+                if answer is not None:
+                    link.send(answer)
+        except PotluckError as error:
+            if not self._ending:
+                self._on_lost(error)
+                self._loop.call_later(_ORPHAN_S, _end_orphan)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _begin_end(self) -> None:
+        self._ending = True
+        if self._link is not None:
+            self._done.set()
+
+    def _send(self, message: control.FromWorker) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def _progress_waits(self) -> None:
+        """Send the first word of a new epoch at once, later ones every ``_REPORT_EVERY_S``."""
+        waited = self._loop.time() - self._sent_at
+        if self.progress.epoch != self._sent_epoch or waited >= _REPORT_EVERY_S:
+            self._send_progress()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(_REPORT_EVERY_S - waited, self._send_progress)
+
+    def _send_progress(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        told = self.progress.take()
+        self._sent_at, self._sent_epoch = self._loop.time(), told.epoch
+        self._send(told)
+
+
+def _end_orphan() -> None:
+    """The agent is gone and the script has not ended by itself: nobody would ever end it."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _plain(value: Any) -> control.Fact:
+    """A fact that can be sent: numbers as they are (out of arrays too), all else as text."""
+    with contextlib.suppress(Exception):
+        value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, bool | float):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    return control.clip(str(value))
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        return None
