@@ -18,7 +18,7 @@ class _Alone:
     def request(self, rank: int) -> None:
         raise AssertionError(f"a world of one has no rank {rank}")
 
-    def close(self) -> None:
+    def close(self, error: BaseException) -> None:
         return None
 
 

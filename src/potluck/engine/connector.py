@@ -21,5 +21,8 @@ class Connector(Protocol):
     def request(self, rank: int) -> None:
         """A link to ``rank`` is wanted. Returns at once; asking again changes nothing."""
 
-    def close(self) -> None:
-        """No more links: attempts under way end, links delivered later are closed."""
+    def close(self, error: BaseException) -> None:
+        """No more links: attempts under way end, links delivered later are closed.
+
+        ``error`` is why the group is over here; peers that ask for a link are told.
+        """

@@ -12,6 +12,7 @@ import threading
 import time
 
 from potluck.engine.connector import Deliver, Fail
+from potluck.engine.verdict import refusal_of
 from potluck.errors import LinkError, Refused
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import connect
@@ -33,6 +34,7 @@ class Switchboard:
         self._wait_s = wait_s
         self._changed = threading.Condition()
         self._mesh: Mesh | None = None
+        self._refusal = Refusal("left", "this worker has left the group of this epoch")
         self._epoch = 0
         self._is_closed = False
         self._others: dict[str, Admit] = {}
@@ -51,11 +53,12 @@ class Switchboard:
             self._epoch = mesh.group.epoch
             self._changed.notify_all()
 
-    def disconnect_mesh(self, mesh: Mesh) -> None:
-        """``mesh`` no longer answers."""
+    def disconnect_mesh(self, mesh: Mesh, refusal: Refusal) -> None:
+        """``mesh`` no longer answers: whoever calls for its epoch gets ``refusal``."""
         with self._changed:
             if self._mesh is mesh:
                 self._mesh = None
+                self._refusal = refusal
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -83,8 +86,9 @@ class Switchboard:
                 deadline - time.monotonic(),
             )
             mesh, epoch = self._mesh, self._epoch
+            refusal = self._refusal
         if hello.epoch == epoch and mesh is None:
-            return _refuse("left", f"this worker has left the group of epoch {epoch}")
+            return Admission(refusal)
         if hello.epoch < epoch:
             return _refuse("stale", f"epoch {hello.epoch} is over; this worker is in {epoch}")
         if mesh is None or hello.epoch > epoch:
@@ -135,8 +139,8 @@ class Mesh:
             self._threads.append(thread)
             thread.start()
 
-    def close(self) -> None:
-        self._switchboard.disconnect_mesh(self)
+    def close(self, error: BaseException) -> None:
+        self._switchboard.disconnect_mesh(self, refusal_of(self.group, error))
         self._is_closed.set()
         with self._lock:
             threads = list(self._threads)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import selectors
 import socket
 import threading
@@ -27,6 +28,7 @@ import numpy as np
 
 from potluck.engine.call import Call
 from potluck.engine.connector import Connector
+from potluck.engine.inquest import ANSWER_S, STALL_S, Inquests, Key
 from potluck.engine.mailbox import Arrived, Mailbox, Receiving, Sending, mismatch
 from potluck.engine.port import Outgoing, Port, Sink
 from potluck.engine.running import RunningPlan, Segment, as_bytes, from_bytes
@@ -93,6 +95,8 @@ class ProgressLoop:
         self._posted: dict[int, int] = {}
         self._ended: dict[int, deque[tuple[int, Call]]] = {}
         self._early: dict[tuple[int, int], dict[int, deque[tuple[Frame, bytearray]]]] = {}
+        self._asked: dict[Key, dict[int, int]] = {}
+        self._inquests = Inquests()
         self._mailbox = Mailbox()
         self._message = 0
         self._dirty: set[int] = set()
@@ -101,6 +105,7 @@ class ProgressLoop:
         self._watched: dict[int, int] = {}
         self._unsent: dict[int, deque[Outgoing]] = {}
         self._closing: float | None = None
+        self._late: list[Link] = []
         self._inbox: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -164,7 +169,31 @@ class ProgressLoop:
                 self._inbox.append(lambda: self._adopt(rank, link))
                 self._wake()
                 return
+        self._turn_away(link)
+
+    def _turn_away(self, link: Link) -> None:
+        """A link came too late: say why, and let the peer read that before the link is gone."""
+        error = self._error
+        assert error is not None
+        until = time.monotonic() + _FLUSH_S
+        scratch = memoryview(bytearray(64 * 1024))
+        with contextlib.suppress(PotluckError):
+            link.send(memoryview(self._last_words(error)))
+            if link.fileno() >= 0:  # in-process links keep what was sent when they are closed
+                poll = select.poll()
+                poll.register(link.fileno(), select.POLLIN)
+                while (left := until - time.monotonic()) > 0:
+                    poll.poll(left * 1000)
+                    while link.recv_into(scratch):
+                        pass
         link.close()
+
+    def _last_words(self, error: BaseException) -> bytes:
+        if not isinstance(error, GroupError) or isinstance(error, GroupClosed):
+            return frames.encode(Frame(Kind.GOODBYE, self.group.epoch, source=self.group.rank))
+        body = frames.encode_abort(abort_of(error))
+        frame = Frame(Kind.ABORT, self.group.epoch, length=len(body), source=self.group.rank)
+        return frames.encode(frame) + body
 
     def _no_link(self, rank: int, error: Exception) -> None:
         self._post(lambda: self._fail(peer_lost(self.group, rank, error, self._current())), None)
@@ -218,6 +247,8 @@ class ProgressLoop:
         if self._ready or self._dirty or self._inbox or self._woken:
             return 0.0
         deadlines = [item.deadline for item in self._pending()]
+        stalls = (each.started + STALL_S for each in self._running.values() if not each.has_asked)
+        deadlines.extend(stalls)
         if self._closing is not None:
             deadlines.append(self._closing)
         if not deadlines:
@@ -241,14 +272,22 @@ class ProgressLoop:
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         for item in list(self._pending()):
-            if now >= item.deadline:
+            if isinstance(item, RunningPlan):
+                if not item.has_asked and now >= item.started + STALL_S:
+                    item.has_asked = True
+                    self._ask(item, [peer for peer, _ in item.awaited()], pass_on=False)
+                if now >= item.deadline:
+                    self._inquire(item, now)
+            elif now >= item.deadline:
                 self._fail(overdue(self.group, item))
-                return
 
     # -- links
 
     def _adopt(self, rank: int, link: Link) -> None:
-        if rank in self._ports or rank in self._departed or self._error is not None:
+        if self._error is not None:
+            self._late.append(link)
+            return
+        if rank in self._ports or rank in self._departed:
             link.close()
             return
         port = Port(rank, link, self._meter(f"worker {self.group.members[rank].worker}"))
@@ -383,6 +422,11 @@ class ProgressLoop:
                 self._fail(desync(self.group, peer, running))
                 return
             running.early[peer] = queue
+        for peer, fingerprint in self._asked.pop(key, {}).items():
+            self._release(peer, 0)
+            if fingerprint != running.call.fingerprint:
+                self._fail(desync(self.group, peer, running))
+                return
         self._dirty.update(running.send_peers)
         self._advance(running)
         if self._departed and key in self._running:
@@ -509,6 +553,8 @@ class ProgressLoop:
             Kind.ABORT: self._on_abort,
             Kind.GOODBYE: self._on_goodbye,
             Kind.FAREWELL: self._on_farewell,
+            Kind.ASK: self._on_ask,
+            Kind.TELL: self._on_tell,
         }
         handler = handlers[frame.kind]
         return Sink(None, lambda payload: handler(port, frame, payload))
@@ -551,11 +597,18 @@ class ProgressLoop:
 
     def _on_late(self, port: Port, frame: Frame) -> None:
         """A frame of an operation that has ended here: the peer must have made another call."""
-        for number, call in self._ended.get(frame.channel, ()):
+        if not self._disagrees(port.rank, frame):
+            raise ProtocolError(f"a frame of operation #{frame.operation}, which has ended")
+
+    def _disagrees(self, peer: int, frame: Frame) -> bool:
+        """Whether ``frame`` is of another call than this rank's (then the group has failed)."""
+        running = self._running.get((frame.channel, frame.operation))
+        calls = [(frame.operation, running.call)] if running else self._ended.get(frame.channel, ())
+        for number, call in calls:
             if number == frame.operation and call.fingerprint != frame.fingerprint:
-                self._fail(desync(self.group, port.rank, f"{call} #{number}"))
-                return
-        raise ProtocolError(f"a frame of operation #{frame.operation}, which has ended")
+                self._fail(desync(self.group, peer, f"{call} #{number}"))
+                return True
+        return False
 
     def _on_early(self, port: Port, frame: Frame, payload: bytearray) -> None:
         key = (frame.channel, frame.operation)
@@ -565,6 +618,83 @@ class ProgressLoop:
             return
         running.early.setdefault(port.rank, deque()).append((frame, payload))
         self._advance(running)
+
+    # -- operations that do not end
+
+    def _ask(self, running: RunningPlan, peers: Iterable[int], *, pass_on: bool) -> None:
+        frame = Frame(
+            Kind.ASK,
+            self.group.epoch,
+            running.channel,
+            operation=running.sequence,
+            segment=int(pass_on),
+            fingerprint=running.call.fingerprint,
+            source=self.group.rank,
+        )
+        for peer in set(peers):
+            if peer in self._ports:
+                self._tell(peer, Outgoing(frame, _NOTHING))
+
+    def _inquire(self, running: RunningPlan, now: float) -> None:
+        """``running`` is overdue: ask who holds it up, and end the group when that is known."""
+        inquest, _ = self._inquests.open((running.channel, running.sequence))
+        is_first, running.is_overdue = not running.is_overdue, True
+        others = [rank for rank in running.peers if rank != self.group.rank]
+        awaited = [peer for peer, _ in running.awaited()]
+        culprit = inquest.culprit(others, awaited, final=now >= running.deadline and not is_first)
+        if culprit < 0 and is_first:
+            running.deadline = now + ANSWER_S
+            self._ask(running, others, pass_on=True)
+        elif culprit >= 0 or now >= running.deadline or inquest.heard.keys() >= set(others):
+            self._fail(overdue(self.group, running, culprit))
+
+    def _on_ask(self, port: Port, frame: Frame, _: memoryview) -> None:
+        if self._disagrees(port.rank, frame):
+            return
+        key = (frame.channel, frame.operation)
+        running = self._running.get(key)
+        has_called = frame.operation < self._posted.get(frame.channel, 0)
+        if not frame.segment:
+            if not has_called and port.rank not in self._asked.setdefault(key, {}):
+                self._account(port, 0)
+                self._asked[key][port.rank] = frame.fingerprint
+            return
+        inquest, is_new = self._inquests.open(key)
+        self._answer(port.rank, key, self.group.rank, has_called)
+        for rank, called in inquest.heard.items():
+            self._answer(port.rank, key, rank, called)
+        inquest.askers.add(port.rank)
+        if is_new and running is not None:
+            others = set(running.peers) - {self.group.rank, port.rank}
+            self._ask(running, others, pass_on=True)
+
+    def _answer(self, peer: int, key: Key, rank: int, has_called: bool) -> None:
+        frame = Frame(
+            Kind.TELL,
+            self.group.epoch,
+            key[0],
+            operation=key[1],
+            chunk=rank,
+            segment=int(has_called),
+            source=self.group.rank,
+        )
+        if peer in self._ports:
+            self._tell(peer, Outgoing(frame, _NOTHING))
+
+    def _on_tell(self, port: Port, frame: Frame, _: memoryview) -> None:
+        key = (frame.channel, frame.operation)
+        inquest = self._inquests.get(key)
+        rank, has_called = frame.chunk, bool(frame.segment)
+        if inquest is None or rank in inquest.heard or rank >= self.group.world_size:
+            return
+        if rank == self.group.rank:
+            return
+        inquest.heard[rank] = has_called
+        for asker in inquest.askers - {port.rank}:
+            self._answer(asker, key, rank, has_called)
+        running = self._running.get(key)
+        if running is not None and running.is_overdue:
+            self._inquire(running, time.monotonic())
 
     # -- point to point
 
@@ -839,7 +969,9 @@ class ProgressLoop:
             item.work.finish(self._error)
         for port in list(self._ports.values()):
             self._drop(port)
-        self._connector.close()
+        self._connector.close(self._error)
+        for link in self._late:
+            self._turn_away(link)
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()

@@ -56,6 +56,9 @@ class RunningPlan:
         self.work = work
         self.nbytes = nbytes
         self.started = 0.0
+        self.has_asked = False
+        self.is_overdue = False
+        self.peers = peers
         self.early: dict[int, deque[tuple[Frame, bytearray]]] = {}
         self._chunks = chunks
         self._conclude = conclude

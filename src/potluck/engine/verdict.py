@@ -6,6 +6,7 @@ knows what happened on another.
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 from potluck.errors import (
@@ -20,7 +21,11 @@ from potluck.errors import (
     RemoteError,
 )
 from potluck.types import Group
-from potluck.wire.frames import Abort
+from potluck.wire.frames import MAX_CONTROL, Abort
+from potluck.wire.messages import Refusal
+
+_OVER = re.compile(r"over:([A-Za-z]{1,40}):(-?[0-9]{1,5}):([01])")
+"""The code of a refusal that tells why a group is over: class, rank, certain."""
 
 
 class Awaiting(Protocol):
@@ -37,8 +42,11 @@ _BY_NAME: dict[str, type[GroupError]] = {
 
 def peer_lost(group: Group, rank: int, cause: Exception, item: Awaiting | None) -> GroupError:
     """The link to ``rank`` ended or could not be made."""
-    if isinstance(cause, Refused) and cause.code == "stale":
-        error: GroupError = Evicted(
+    told = _told_by(group, cause, item) if isinstance(cause, Refused) else None
+    if told is not None:
+        error = told
+    elif isinstance(cause, Refused) and cause.code == "stale":
+        error = Evicted(
             f"the others have gone on without {group.describe(group.rank)}: {cause}",
             rank=group.rank,
             epoch=group.epoch,
@@ -57,16 +65,34 @@ def peer_lost(group: Group, rank: int, cause: Exception, item: Awaiting | None) 
     return error
 
 
-def overdue(group: Group, item: Awaiting) -> OperationTimeout:
-    """``item`` has passed its deadline."""
+def refusal_of(group: Group, error: BaseException) -> Refusal:
+    """What to answer to a peer that wants a link to this rank now that its group is over."""
+    if not isinstance(error, GroupError) or isinstance(error, GroupClosed):
+        return Refusal("left", f"{group.describe(group.rank)} left the group of this epoch")
+    code = f"over:{type(error).__name__}:{error.rank}:{int(error.certain)}"
+    return Refusal(code, str(error)[: MAX_CONTROL // 4])
+
+
+def _told_by(group: Group, cause: Refused, item: Awaiting | None) -> GroupError | None:
+    """The error in a refusal made by ``refusal_of``."""
+    told = _OVER.fullmatch(cause.code)
+    if told is None:
+        return None
+    name, rank, certain = told.groups()
+    return error_of(group, Abort(name, str(cause), int(rank), certain=certain == "1"), item)
+
+
+def overdue(group: Group, item: Awaiting, culprit: int = -1) -> OperationTimeout:
+    """``item`` has passed its deadline; ``culprit`` is the rank that is known to hold it up."""
     waits = item.awaited()
-    rank = next((peer for peer, _ in waits if peer >= 0), -1)
+    rank = culprit if culprit >= 0 else next((peer for peer, _ in waits if peer >= 0), -1)
     missing = "; ".join(
         f"{'any rank' if peer < 0 else group.describe(peer)} ({what})" for peer, what in waits
     )
+    blame = f"{group.describe(culprit)} has not made this call; " if culprit >= 0 else ""
     return OperationTimeout(
         f"{item} in epoch {group.epoch} passed its deadline on {group.describe(group.rank)}; "
-        f"it still waits for {missing or 'its own last segment'}",
+        f"{blame}it still waits for {missing or 'its own last segment'}",
         rank=rank,
         epoch=group.epoch,
         operation=str(item),

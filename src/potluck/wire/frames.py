@@ -8,11 +8,11 @@ version        u8    protocol version
 kind           u8    see ``Kind``
 epoch          u32   the group this frame belongs to; any other epoch is refused
 channel        u32   0 for the group itself, else a sub-group of it
-chunk          u32   DATA: the plan's chunk
-operation      u64   DATA: number of the collective on this channel; p2p: number of the message
-segment        u32   DATA, PIECE: which segment
+chunk          u32   DATA: the plan's chunk; TELL: the rank it is about
+operation      u64   DATA, ASK, TELL: number of the collective on this channel; p2p: a number
+segment        u32   DATA, PIECE: which; ASK: 1 to answer and pass on; TELL: 1 if it has called
 length         u32   bytes of payload, also when they lie in the window
-fingerprint    u64   DATA: hash of the call (operation, dtype, shape, algorithm, ...)
+fingerprint    u64   DATA, ASK: hash of the call (operation, dtype, shape, algorithm, ...)
 source         u16   sending rank, in the whole group's numbering
 dtype          u8    element type code
 flags          u8    bit 0: the payload lies in window slot ``tag``, not in the stream
@@ -68,6 +68,10 @@ class Kind(IntEnum):
     """Nothing more will come; the sender closes once this is acknowledged."""
     FAREWELL = 9
     """Acknowledges GOODBYE."""
+    ASK = 10
+    """The sender waits in this call; see ``engine/inquest.py``."""
+    TELL = 11
+    """Whether a rank has made this call."""
 
 
 WINDOW_KINDS = frozenset({Kind.DATA, Kind.PIECE})

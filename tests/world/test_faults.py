@@ -1,0 +1,482 @@
+"""What every rank of a group hears when one of them does something else, nothing, or goes away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from potluck.backends.inprocess import InProcessBackend
+from potluck.context import DistributedContext
+from potluck.errors import (
+    Desync,
+    Evicted,
+    GroupClosed,
+    GroupError,
+    OperationTimeout,
+    PeerLost,
+    RemoteError,
+)
+from potluck.testing.world import WorldError, run_world
+from potluck.testing.worlds import WORLD_KINDS, open_world, run_all
+
+Act = Callable[[DistributedContext], object]
+RING = "ring"
+
+
+def x(count: int = 1000, dtype: str = "float64") -> np.ndarray:
+    return np.ones(count, dtype=dtype)
+
+
+def in_another_order(ctx: DistributedContext) -> None:
+    ctx.all_gather(x())
+    ctx.all_reduce(x())
+
+
+DISAGREEMENTS: dict[str, tuple[Act, Act]] = {
+    "shape": (lambda ctx: ctx.all_reduce(x(1000)), lambda ctx: ctx.all_reduce(x(1001))),
+    "equal-bytes": (
+        lambda ctx: ctx.all_reduce(x(1000).reshape(10, 100)),
+        lambda ctx: ctx.all_reduce(x(1000).reshape(100, 10)),
+    ),
+    "dtype": (
+        lambda ctx: ctx.all_reduce(x(8, "int64")),
+        lambda ctx: ctx.all_reduce(x(8, "float64")),
+    ),
+    "op": (lambda ctx: ctx.all_reduce(x(), "sum"), lambda ctx: ctx.all_reduce(x(), "max")),
+    "operation": (lambda ctx: ctx.all_reduce(x()), lambda ctx: ctx.broadcast(x())),
+    "empty": (lambda ctx: ctx.all_reduce(x(0)), lambda ctx: ctx.barrier()),
+    "algorithm": (
+        lambda ctx: ctx.all_reduce(x(), algorithm="ring"),
+        lambda ctx: ctx.all_reduce(x(), algorithm="direct"),
+    ),
+    "root": (lambda ctx: ctx.broadcast(x(), 0), lambda ctx: ctx.broadcast(x(), 1)),
+    "root-of-reduce": (lambda ctx: ctx.reduce(x(), 2), lambda ctx: ctx.reduce(x(), 1)),
+    "order": (
+        lambda ctx: (ctx.all_reduce(x()), ctx.all_gather(x())),
+        lambda ctx: (ctx.all_gather(x()), ctx.all_reduce(x())),
+    ),
+    "one-call-more": (
+        lambda ctx: ctx.all_reduce(x()),
+        lambda ctx: (ctx.all_reduce(x()), ctx.all_reduce(x())),
+    ),
+}
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree_all_hear_of_it_at_once(what: str, odd: int) -> None:
+    usual, other = DISAGREEMENTS[what]
+
+    def act(ctx: DistributedContext) -> float:
+        ctx.barrier()
+        started = time.monotonic()
+        with pytest.raises(Desync, match="ranks disagree in epoch 1") as caught:
+            (other if ctx.rank == odd else usual)(ctx)
+            ctx.barrier()  # what only sends may have ended before the others' frames came
+        assert 0 <= caught.value.rank < 3
+        with pytest.raises(Desync):
+            ctx.barrier()
+        return time.monotonic() - started
+
+    assert max(run_world(3, act)) < 1.0
+
+
+@pytest.mark.parametrize("kind", WORLD_KINDS)
+def test_a_disagreement_over_every_kind_of_link(kind: str) -> None:
+    def act(ctx: DistributedContext) -> None:
+        with pytest.raises(Desync):
+            ctx.all_reduce(np.ones(300_000 + ctx.rank), algorithm=RING)
+
+    with open_world(kind, 4) as world:
+        world.run(act)
+
+
+def test_a_message_of_another_size_or_dtype_than_the_receivers_array() -> None:
+    for sent, array in ((x(10), x(11)), (x(20_000), x(19_999)), (x(4, "float32"), x(2))):
+
+        def act(ctx: DistributedContext, sent=sent, array=array) -> None:
+            with pytest.raises(Desync, match=r"it sends \d+ bytes"):
+                if ctx.rank == 0:
+                    ctx.send(sent, 1)
+                    ctx.barrier()
+                else:
+                    ctx.recv(array, 0)
+
+        run_world(2, act)
+
+
+def test_sub_groups_with_the_same_members_in_another_order_are_a_disagreement() -> None:
+    def act(ctx: DistributedContext) -> None:
+        group = ctx.new_group([0, 1] if ctx.rank == 0 else [1, 0])
+        assert group is not None
+        with pytest.raises(Desync):
+            group.all_gather(x())
+            group.barrier()
+
+    run_world(2, act)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "direct", "centralized"])
+@pytest.mark.parametrize("silent", [0, 2, 4])
+def test_a_rank_that_does_not_call_is_named_on_all(algorithm: str, silent: int) -> None:
+    over = threading.Event()
+
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier(algorithm=RING)
+        if ctx.rank == silent:
+            assert over.wait(20)
+            with pytest.raises(OperationTimeout) as caught:
+                ctx.barrier()
+        else:
+            with pytest.raises(OperationTimeout, match="passed its deadline") as caught:
+                ctx.all_reduce(x(), algorithm=algorithm, timeout=0.2 + 0.05 * ctx.rank)
+            over.set()
+        assert caught.value.rank == silent
+
+    run_world(5, act)
+
+
+def test_a_rank_that_never_came_is_named() -> None:
+    """It has no links at all: its process may still be importing."""
+    backends = InProcessBackend.world(3)
+
+    def act(ctx: DistributedContext) -> None:
+        with pytest.raises(OperationTimeout) as caught:
+            ctx.all_reduce(x(), timeout=0.3, algorithm=RING)
+        assert caught.value.rank == 2
+
+    run_all([lambda backend=backend: _with_context(backend, act) for backend in backends[:2]])
+
+
+def _with_context(backend: InProcessBackend, act: Act) -> object:
+    with DistributedContext(backend, timeout_s=10) as ctx:
+        return act(ctx)
+
+
+def test_receives_pass_their_deadline_too() -> None:
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier(algorithm="direct")
+        with pytest.raises(OperationTimeout, match="any rank") as caught:
+            if ctx.rank == 0:
+                ctx.recv(x(), -1, timeout=0.1)
+            else:
+                ctx.send(x(100_000), 3 - ctx.rank)
+        assert caught.value.rank == -1
+
+    run_world(3, act)
+
+
+def test_waiting_with_a_timeout_does_not_end_the_operation() -> None:
+    late = threading.Event()
+
+    def act(ctx: DistributedContext) -> None:
+        if ctx.rank == 0:
+            work = ctx.all_reduce(x(), async_op=True)
+            with pytest.raises(OperationTimeout, match="has not ended after"):
+                work.wait(0.01)
+            late.set()
+            assert (work.wait() == 2).all()
+        else:
+            assert late.wait(20)
+            ctx.all_reduce(x())
+
+    run_world(2, act)
+
+
+@pytest.mark.parametrize("kind", WORLD_KINDS)
+def test_an_abort_reaches_everyone_with_rank_and_reason(kind: str) -> None:
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier(algorithm=RING)
+        if ctx.rank == 3:
+            ctx.abort(ZeroDivisionError("of the loss"))
+        with pytest.raises(
+            RemoteError, match=r"rank 3 .* failed: ZeroDivisionError: of the loss"
+        ) as e:
+            ctx.all_reduce(x(300_000), algorithm=RING)
+        assert (e.value.rank, e.value.epoch) == (3, 1)
+        with pytest.raises(RemoteError):
+            ctx.send(x(), (ctx.rank + 1) % 5)
+        with pytest.raises(RemoteError):
+            ctx.recv(x())
+
+    with open_world(kind, 5) as world:
+        world.run(act)
+
+
+def test_an_exception_that_leaves_the_context_block_is_told_to_all() -> None:
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier()
+        if ctx.rank == 1:
+            raise KeyError("lost my way")
+        ctx.all_reduce(x())
+
+    with pytest.raises(WorldError) as caught:
+        run_world(3, act)
+    assert isinstance(caught.value.errors[1], KeyError)
+    for rank in (0, 2):
+        assert isinstance(caught.value.errors[rank], RemoteError)
+        assert "lost my way" in str(caught.value.errors[rank])
+
+
+@pytest.mark.parametrize("kind", WORLD_KINDS)
+def test_who_closes_early_is_lost_only_to_those_who_need_it(kind: str) -> None:
+    left = threading.Event()
+
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier(algorithm="direct")
+        pair = ctx.new_group([0, 1])
+        three = ctx.new_group([0, 1, 2])
+        if ctx.rank == 2:
+            ctx.close()
+            with pytest.raises(GroupClosed):
+                ctx.barrier()
+            left.set()
+            return
+        assert left.wait(20)
+        assert pair is not None
+        assert three is not None
+        assert (pair.all_reduce(x()) == 2).all()
+        with pytest.raises(PeerLost, match="left the group") as caught:
+            three.all_reduce(x())
+        assert caught.value.rank == 2
+
+    with open_world(kind, 3) as world:
+        world.run(act)
+
+
+@pytest.mark.parametrize("kind", WORLD_KINDS)
+def test_what_a_rank_sent_before_it_left_counts(kind: str) -> None:
+    """Rank 2 is done with its part and leaves before rank 1 has even called."""
+    left = threading.Event()
+
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier(algorithm="direct")
+        mine = np.full(100_000, 1.0 + ctx.rank)
+        if ctx.rank == 1:
+            assert left.wait(20)
+        ctx.reduce(mine, root=0, algorithm="centralized")
+        if ctx.rank == 2:
+            ctx.send(np.full(100, 7.0), 0, tag=3)
+            ctx.close()
+            left.set()
+        if ctx.rank == 0:
+            assert (mine == 6).all()
+            assert (ctx.recv(np.zeros(100), 2, tag=3) == 7).all()
+
+    with open_world(kind, 3) as world:
+        world.run(act)
+
+
+@pytest.mark.parametrize("kind", WORLD_KINDS)
+def test_a_rank_that_left_before_anyone_was_linked_to_it_is_lost_at_once(kind: str) -> None:
+    left = threading.Event()
+
+    def act(ctx: DistributedContext) -> None:
+        if ctx.rank == 1:
+            ctx.communicator.close()
+            left.set()
+        else:
+            assert left.wait(20)
+            with pytest.raises(PeerLost, match="left the group") as caught:
+                ctx.barrier()
+            assert caught.value.rank == 1
+
+    with open_world(kind, 2) as world:
+        world.run(act)
+
+
+def test_closing_over_an_operation_under_way_ends_it_here_and_there() -> None:
+    begun = threading.Event()
+
+    def act(ctx: DistributedContext) -> None:
+        if ctx.rank == 0:
+            work = ctx.all_reduce(x(), async_op=True)
+            ctx.close()
+            with pytest.raises(GroupClosed):
+                work.wait()
+            begun.set()
+        else:
+            assert begun.wait(20)
+            with pytest.raises(PeerLost) as caught:
+                ctx.all_reduce(x())
+            assert caught.value.rank == 0
+
+    run_world(2, act)
+
+
+def test_everyone_may_close_at_once_or_one_after_the_other() -> None:
+    for _ in range(20):
+        run_world(4, lambda ctx: ctx.all_reduce(x()))
+
+
+def test_the_first_error_stays_and_a_fresh_one_is_raised_each_time() -> None:
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier()
+        work = ctx.recv(x(), 1 - ctx.rank, async_op=True)
+        if ctx.rank == 0:
+            ctx.abort(ValueError("mine"))
+        errors = []
+        for _ in range(3):
+            with pytest.raises(RemoteError, match="mine") as caught:
+                work.wait()
+            errors.append(caught.value)
+        assert len({id(error) for error in errors}) == 3
+        ctx.abort(ValueError("another"))
+        with pytest.raises(RemoteError, match="mine"):
+            ctx.barrier()
+        assert work.done()
+        assert isinstance(work.exception(), RemoteError)
+
+    run_world(2, act)
+
+
+def test_callbacks_run_once_whatever_they_raise(caplog: pytest.LogCaptureFixture) -> None:
+    def act(ctx: DistributedContext) -> None:
+        called = []
+
+        def callback(work: object) -> None:
+            called.append(work)
+            raise RuntimeError("in a callback")
+
+        work = ctx.all_reduce(x(), async_op=True)
+        work.add_done_callback(callback)
+        assert (work.wait() == 2).all()
+        assert (ctx.all_reduce(x()) == 2).all()
+        late: list[object] = []
+        work.add_done_callback(late.append)
+        assert late == [work]
+        ctx.barrier()
+        assert called == [work]
+
+    run_world(2, act)
+    assert "in a callback" in caplog.text
+
+
+# ---------------------------------------------------------------- killed members
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "tree"])
+def test_a_killed_member_is_lost_on_every_survivor_and_the_next_group_works(
+    algorithm: str, victim: int, seed: int
+) -> None:
+    """At any point of an all-reduce: the kill comes after a random number of its segments."""
+    choose = np.random.default_rng(seed)
+    for _ in range(6):
+        backends = InProcessBackend.world(4, segment_bytes=1000)
+        hub = backends[0].hub
+        after = int(choose.integers(0, 60))
+
+        def act(
+            ctx: DistributedContext, backends=backends, hub=hub, after=after
+        ) -> tuple[str, ...]:
+            ctx.barrier(algorithm=RING)
+            if ctx.rank == victim:
+                _count_segments(ctx, after, lambda: hub.kill(str(victim)))
+            mine = np.full(8000, ctx.rank + 1.0)
+            try:
+                for _ in range(20):
+                    ctx.all_reduce(mine.copy(), algorithm=algorithm)
+            except PeerLost as error:
+                if ctx.rank == victim:
+                    assert "was killed" in str(error) or "cut" in str(error) or error.rank >= 0
+                    with pytest.raises(Evicted):
+                        ctx.reform(error)
+                    return ()
+                assert error.rank == victim, str(error)
+                assert f"rank {victim} (worker {victim})" in str(error)
+                ctx.reform(error)
+            assert ctx.world_size == 3
+            total = ctx.all_reduce(np.array([float(ctx.group.me.worker)]))
+            assert total[0] == 6 - victim
+            return tuple(member.worker for member in ctx.members)
+
+        results = run_world(4, act, backends=backends, timeout_s=10)
+        survivors = tuple(str(rank) for rank in range(4) if rank != victim)
+        assert [each for each in results if each] == [survivors] * 3
+
+
+def _count_segments(ctx: DistributedContext, after: int, act: Callable[[], None]) -> None:
+    """Call ``act`` in another thread once this rank has received ``after`` frames more."""
+    meter = ctx.communicator.metrics
+
+    def received() -> int:
+        return sum(link["messages_received"] for link in meter.snapshot().links.values())
+
+    start = received()
+
+    def watch() -> None:
+        deadline = time.monotonic() + 5
+        while received() - start < after and time.monotonic() < deadline:
+            time.sleep(0)
+        act()
+
+    threading.Thread(target=watch, name="killer", daemon=True).start()
+
+
+def test_a_blocked_call_of_the_killed_member_ends_too() -> None:
+    backends = InProcessBackend.world(2)
+
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier()
+        if ctx.rank == 1:
+            work = ctx.recv(x(), 0, async_op=True)
+            backends[0].hub.kill("1")
+            with pytest.raises(PeerLost):
+                work.wait()
+        else:
+            with pytest.raises(PeerLost) as caught:
+                ctx.recv(x(), 1)
+            assert caught.value.rank == 1
+
+    run_world(2, act, backends=backends)
+
+
+def test_two_members_killed_at_once() -> None:
+    backends = InProcessBackend.world(5)
+    hub = backends[0].hub
+
+    def act(ctx: DistributedContext) -> int:
+        ctx.barrier()
+        if ctx.rank == 0:
+            hub.kill("2")
+            hub.kill("4")
+        try:
+            ctx.all_reduce(x(100_000))
+            ctx.barrier()
+        except PeerLost as error:
+            if ctx.rank in (2, 4):
+                return 0
+            assert error.rank in (2, 4)
+            while True:
+                try:
+                    ctx.reform(error)
+                    return int(ctx.all_reduce(np.ones(1))[0])
+                except GroupError as again:
+                    error = again
+        return -1
+
+    assert run_world(5, act, backends=backends) == [3, 3, 0, 3, 0]
+
+
+def test_survivors_that_time_out_meet_again_in_one_new_group() -> None:
+    """Nobody died: all re-form at once, and there must be one next group, not two."""
+    backends = InProcessBackend.world(4)
+    meet = threading.Barrier(4)
+
+    def act(ctx: DistributedContext) -> int:
+        for _ in range(5):
+            if ctx.rank:
+                with pytest.raises(OperationTimeout):
+                    ctx.all_reduce(x(), timeout=0.05)
+            meet.wait(20)
+            ctx.reform(OperationTimeout("all the same"))
+            assert (ctx.all_reduce(x(), timeout=5) == 4).all()
+            meet.wait(20)
+        return ctx.epoch
+
+    assert run_world(4, act, backends=backends) == [6] * 4
