@@ -141,7 +141,7 @@ def test_fifty_kills_at_random_moments_cost_at_most_one_repeated_step_each(tmp_p
 
 
 def check_no_step_is_lost(notes: Notebook, pid: int) -> None:
-    """What one process committed has no gaps, and each loss made it begin one step again at most."""
+    """What one process committed has no gaps; each loss made it begin at most one step again."""
     commits = [int(note.facts[0]) for note in notes.of(pid) if note.kind == "commit"]
     if commits:
         assert commits == list(range(commits[0], commits[0] + len(commits)))
