@@ -123,18 +123,18 @@ def test_sub_groups_with_the_same_members_in_another_order_are_a_disagreement() 
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "direct", "centralized"])
 @pytest.mark.parametrize("silent", [0, 2, 4])
 def test_a_rank_that_does_not_call_is_named_on_all(algorithm: str, silent: int) -> None:
-    over = threading.Event()
+    over = threading.Barrier(5)
 
     def act(ctx: DistributedContext) -> None:
         ctx.barrier(algorithm=RING)
         if ctx.rank == silent:
-            assert over.wait(20)
+            over.wait(20)
             with pytest.raises(OperationTimeout) as caught:
                 ctx.barrier()
         else:
             with pytest.raises(OperationTimeout, match="passed its deadline") as caught:
                 ctx.all_reduce(x(), algorithm=algorithm, timeout=0.2 + 0.05 * ctx.rank)
-            over.set()
+            over.wait(20)
         assert caught.value.rank == silent
 
     run_world(5, act)
@@ -370,11 +370,11 @@ def test_a_killed_member_is_lost_on_every_survivor_and_the_next_group_works(
         backends = InProcessBackend.world(4, segment_bytes=1000)
         hub = backends[0].hub
         after = int(choose.integers(0, 60))
+        meet = threading.Barrier(4)
 
-        def act(
-            ctx: DistributedContext, backends=backends, hub=hub, after=after
-        ) -> tuple[str, ...]:
+        def act(ctx: DistributedContext, hub=hub, after=after, meet=meet) -> tuple[str, ...]:
             ctx.barrier(algorithm=RING)
+            meet.wait(20)
             if ctx.rank == victim:
                 _count_segments(ctx, after, lambda: hub.kill(str(victim)))
             mine = np.full(8000, ctx.rank + 1.0)
@@ -439,9 +439,11 @@ def test_a_blocked_call_of_the_killed_member_ends_too() -> None:
 def test_two_members_killed_at_once() -> None:
     backends = InProcessBackend.world(5)
     hub = backends[0].hub
+    meet = threading.Barrier(5)
 
     def act(ctx: DistributedContext) -> int:
         ctx.barrier()
+        meet.wait(20)
         if ctx.rank == 0:
             hub.kill("2")
             hub.kill("4")

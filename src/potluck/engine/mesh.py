@@ -23,6 +23,10 @@ from potluck.wire.messages import Hello, Refusal, Welcome
 
 _LATE = {"collision", "not_ready"}
 
+_PART_S = 0.2
+"""How long attempts to connect go on after the group has ended here: a peer that has said WELCOME
+would take a link that just ends for a death, so it is told the reason first."""
+
 
 class Switchboard:
     """Hands the connections that arrive at one listener to the mesh of their epoch."""
@@ -121,6 +125,7 @@ class Mesh:
         self._calling: set[int] = set()
         self._linked: set[int] = set()
         self._is_closed = threading.Event()
+        self._gives_up_at = 0.0
         self._deliver: Deliver | None = None
         self._fail: Fail | None = None
 
@@ -141,6 +146,7 @@ class Mesh:
 
     def close(self, error: BaseException) -> None:
         self._switchboard.disconnect_mesh(self, refusal_of(self.group, error))
+        self._gives_up_at = time.monotonic() + _PART_S
         self._is_closed.set()
         with self._lock:
             threads = list(self._threads)
@@ -191,10 +197,8 @@ class Mesh:
         self.request(rank)
 
     def _hand_over(self, rank: int, link: TcpLink) -> None:
-        if self._is_closed.is_set() or self._deliver is None:
-            link.close()
-        else:
-            self._deliver(rank, link)
+        assert self._deliver is not None
+        self._deliver(rank, link)  # also when the group is over: then the peer is told why
 
     def _call(self, rank: int) -> None:
         """Connect to ``rank``, unless its own call arrives first."""
@@ -249,7 +253,7 @@ class Mesh:
             deadline=deadline,
             max_retries=self._max_retries,
             window=self._window,
-            cancelled=self._is_closed.is_set,
+            cancelled=self._has_given_up,
         )
         if member.node and link.peer_node != member.node:
             link.close()
@@ -258,6 +262,9 @@ class Mesh:
                 f"{link.peer_node[:12]} answered there"
             )
         return link
+
+    def _has_given_up(self) -> bool:
+        return self._is_closed.is_set() and time.monotonic() >= self._gives_up_at
 
     def _wait_for_call(self, rank: int, refusal: Refused, deadline: float) -> bool:
         """After a refusal that is only about timing: True if the peer's call has come."""

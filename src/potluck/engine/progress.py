@@ -61,6 +61,9 @@ _EARLY_OVERHEAD = 256
 _EARLY_LIMIT = 4
 """How many times ``max_early_bytes`` a link may take while an operation here waits for it."""
 
+_MAX_UNREAD = 1024
+"""How many answers may wait for a peer that asks for more."""
+
 _NUM_REMEMBERED = 16
 """How many ended calls of a channel are kept, to say what a late frame disagrees with."""
 
@@ -659,6 +662,8 @@ class ProgressLoop:
                 self._account(port, 0)
                 self._asked[key][port.rank] = frame.fingerprint
             return
+        if len(port.control) >= _MAX_UNREAD:
+            raise ProtocolError(f"it asks and asks, and reads no answer ({len(port.control)} wait)")
         inquest, is_new = self._inquests.open(key)
         self._answer(port.rank, key, self.group.rank, has_called)
         for rank, called in inquest.heard.items():

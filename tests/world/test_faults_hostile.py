@@ -1,0 +1,293 @@
+"""A peer that holds the secret and sends nonsense: it is named, and nothing else happens."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from potluck.engine.communicator import Communicator
+from potluck.engine.connector import Deliver, Fail
+from potluck.engine.work import Work
+from potluck.errors import Desync, GroupError, LinkError, OperationTimeout, PeerLost
+from potluck.testing.links import LINK_KINDS, Blocking
+from potluck.transport.link import Link
+from potluck.types import Group, Member, ReduceOp
+from potluck.wire import frames
+from potluck.wire.frames import FRAME_BYTES, IN_WINDOW, Frame, Kind
+
+EPOCH = 3
+GROUP = Group(EPOCH, 0, (Member("a"), Member("b"), Member("c")))
+
+
+class OneLink:
+    """A connector that has one link, to rank 1, from the start."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def start(self, deliver: Deliver, fail: Fail) -> None:
+        deliver(1, self._link)
+
+    def request(self, rank: int) -> None:
+        return None
+
+    def close(self, error: BaseException) -> None:
+        return None
+
+
+class Enemy:
+    """Rank 1's end of the link."""
+
+    def __init__(self, communicator: Communicator, link: Link) -> None:
+        self.communicator = communicator
+        self.link = link
+        self.blocking = Blocking(link)
+
+    def say(self, kind: Kind, payload: bytes = b"", **fields: int) -> None:
+        frame = Frame(kind, EPOCH, length=len(payload), source=1)._replace(**fields)
+        self.blocking.send_all(frames.encode(frame) + payload)
+
+    def hear(self) -> tuple[Frame, bytes]:
+        frame = frames.decode(self.blocking.receive(FRAME_BYTES))
+        if frame.flags & IN_WINDOW:
+            assert self.link.window is not None
+            return frame, bytes(self.link.window.incoming(frame.tag)[: frame.length])
+        return frame, self.blocking.receive(frame.length)
+
+
+@contextlib.contextmanager
+def at_war(kind: str = "inproc", **options: int) -> Iterator[Enemy]:
+    with LINK_KINDS[kind]() as (mine, theirs):
+        communicator = Communicator.open(GROUP, OneLink(mine), **options)
+        try:
+            yield Enemy(communicator, theirs)
+        finally:
+            theirs.close()
+            communicator.close()
+
+
+def reduce_with_the_enemy(communicator: Communicator) -> Work:
+    pair = communicator.subgroup([0, 1])
+    assert pair is not None
+    return pair.all_reduce(np.ones(3000), ReduceOp.SUM, algorithm="direct", timeout_s=20)
+
+
+def lost(work: Work) -> GroupError:
+    with pytest.raises((PeerLost, Desync)) as caught:
+        work.wait(10)
+    assert caught.value.rank == 1
+    assert "rank 1 (worker b)" in str(caught.value)
+    return caught.value
+
+
+ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
+    "random bytes": lambda enemy, _: enemy.blocking.send_all(random.randbytes(4096)),
+    "another protocol": lambda enemy, _: enemy.blocking.send_all(b"GET / HTTP/1.1\r\n" * 8),
+    "another version": lambda enemy, mine: enemy.blocking.send_all(
+        b"PL\xff" + frames.encode(mine)[3:]
+    ),
+    "a stale epoch": lambda enemy, _: enemy.say(Kind.GOODBYE, epoch=EPOCH - 1),
+    "a later epoch": lambda enemy, mine: enemy.say(
+        Kind.DATA, b"", epoch=EPOCH + 1, fingerprint=mine.fingerprint
+    ),
+    "another rank's name": lambda enemy, _: enemy.say(Kind.EAGER, b"abc", source=2),
+    "my own name": lambda enemy, _: enemy.say(Kind.EAGER, b"abc", source=0),
+    "a huge length": lambda enemy, _: enemy.say(Kind.DATA, length=0xFFFF_FFFF),
+    "a long eager message": lambda enemy, _: enemy.say(Kind.EAGER, length=frames.EAGER_BYTES + 1),
+    "a payload where none belongs": lambda enemy, _: enemy.say(Kind.GOODBYE, b"x"),
+    "unknown flags": lambda enemy, _: enemy.say(Kind.GOODBYE, flags=0x80),
+    "a window there is not": lambda enemy, mine: enemy.blocking.send_all(
+        frames.encode(mine._replace(source=1, flags=IN_WINDOW, tag=0))
+    ),
+    "a control frame in a window": lambda enemy, _: enemy.say(Kind.GOODBYE, flags=IN_WINDOW),
+    "another chunk": lambda enemy, mine: enemy.say(
+        Kind.DATA, bytes(mine.length), channel=1, chunk=17, fingerprint=mine.fingerprint, dtype=4
+    ),
+    "another segment": lambda enemy, mine: enemy.say(
+        Kind.DATA, bytes(mine.length), channel=1, segment=1, fingerprint=mine.fingerprint, dtype=4
+    ),
+    "another length": lambda enemy, mine: enemy.say(
+        Kind.DATA, bytes(8), channel=1, fingerprint=mine.fingerprint, dtype=4
+    ),
+    "another dtype": lambda enemy, mine: enemy.say(
+        Kind.DATA, bytes(mine.length), channel=1, fingerprint=mine.fingerprint, dtype=7
+    ),
+    "another fingerprint": lambda enemy, mine: enemy.say(
+        Kind.DATA, bytes(mine.length), channel=1, fingerprint=1, dtype=4
+    ),
+    "another call, in a question": lambda enemy, _: enemy.say(
+        Kind.ASK, channel=1, fingerprint=1, segment=1
+    ),
+    "a credit for a slot not in use": lambda enemy, _: enemy.say(Kind.CREDIT, tag=0),
+    "a negative slot": lambda enemy, _: enemy.say(Kind.CREDIT, tag=-1),
+    "a grant of nothing": lambda enemy, _: enemy.say(Kind.GRANT, operation=5),
+    "a piece of nothing": lambda enemy, _: enemy.say(Kind.PIECE, b"abc", operation=5),
+    "a malformed request": lambda enemy, _: enemy.say(Kind.REQUEST, b"\xc1"),
+    "a request that is no UTF-8": lambda enemy, _: enemy.say(Kind.REQUEST, b"\x81\xa1\xff\x01"),
+    "a malformed abort": lambda enemy, _: enemy.say(Kind.ABORT, b"\x93abc"),
+    "a deeply nested abort": lambda enemy, _: enemy.say(
+        Kind.ABORT, b"\x81\xa1q" + b"\x91" * 15_000
+    ),
+    "two goodbyes": lambda enemy, _: (enemy.say(Kind.GOODBYE), enemy.say(Kind.GOODBYE)),  # type: ignore[func-returns-value]
+    "goodbye without the data": lambda enemy, _: (enemy.say(Kind.GOODBYE), enemy.link.close()),  # type: ignore[func-returns-value]
+    "half a frame": lambda enemy, mine: (  # type: ignore[func-returns-value]
+        enemy.blocking.send_all(frames.encode(mine._replace(source=1)) + b"abc"),
+        enemy.link.close(),
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("kind", ["inproc", "tls"])
+def test_nonsense_costs_its_sender_the_membership(
+    kind: str, attack: str, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    random.seed(seed)
+    with at_war(kind) as enemy:
+        work = reduce_with_the_enemy(enemy.communicator)
+        mine, _ = enemy.hear()
+        ATTACKS[attack](enemy, mine)
+        error = lost(work)
+        with pytest.raises(type(error)):
+            enemy.communicator.barrier(timeout_s=1).wait(10)
+    assert "broke" not in str(error)
+    assert not caplog.records, "nothing may escape to the progress loop"
+
+
+def test_slots_of_a_window_that_are_not_theirs_to_name() -> None:
+    def credit_for_a_free_slot(enemy: Enemy) -> None:
+        frame, _ = enemy.hear()
+        enemy.say(Kind.CREDIT, tag=frame.tag)
+        enemy.say(Kind.CREDIT, tag=frame.tag)
+
+    def slot_that_is_not_there(enemy: Enemy) -> None:
+        frame, data = enemy.hear()
+        enemy.blocking.send_all(
+            frames.encode(frame._replace(source=1, flags=IN_WINDOW, tag=99, length=len(data)))
+        )
+
+    def empty_payload_in_a_slot(enemy: Enemy) -> None:
+        frame, _ = enemy.hear()
+        enemy.blocking.send_all(
+            frames.encode(frame._replace(source=1, flags=IN_WINDOW, tag=0, length=0))
+        )
+
+    def more_than_a_slot(enemy: Enemy) -> None:
+        frame, _ = enemy.hear()
+        enemy.blocking.send_all(
+            frames.encode(frame._replace(source=1, flags=IN_WINDOW, tag=0, length=2 << 20))
+        )
+
+    for attack in (
+        credit_for_a_free_slot,
+        slot_that_is_not_there,
+        empty_payload_in_a_slot,
+        more_than_a_slot,
+    ):
+        with at_war("tls+window") as enemy:
+            work = reduce_with_the_enemy(enemy.communicator)
+            attack(enemy)
+            lost(work)
+
+
+@pytest.mark.parametrize("kind", ["inproc", "tls", "tls+window"])
+def test_random_frames_never_break_the_loop(
+    kind: str, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose = random.Random(seed)
+    for _ in range(40):
+        with at_war(kind) as enemy:
+            work = reduce_with_the_enemy(enemy.communicator)
+            mine, _data = enemy.hear()
+            with contextlib.suppress(LinkError):
+                for _ in range(200):
+                    payload = choose.randbytes(choose.choice([0, 0, 3, 8, 100, mine.length]))
+                    frame = Frame(
+                        choose.choice(list(Kind)),
+                        choose.choice([EPOCH] * 9 + [0]),
+                        channel=choose.choice([0, 1, 1, 1, 9]),
+                        chunk=choose.choice([0, 1, 2, 2**32 - 1]),
+                        operation=choose.choice([0, 0, 1, 2**64 - 1]),
+                        segment=choose.choice([0, 0, 1, 2**32 - 1]),
+                        length=len(payload),
+                        fingerprint=choose.choice([mine.fingerprint] * 3 + [0]),
+                        source=choose.choice([1] * 9 + [0, 65535]),
+                        dtype=choose.choice([4, 4, 0, 255]),
+                        flags=choose.choice([0] * 9 + [1, 255]),
+                        tag=choose.choice([0, 0, 1, -1, 2**31 - 1]),
+                    )
+                    enemy.blocking.send_all(frames.encode(frame) + payload)
+            enemy.link.close()
+            with pytest.raises(GroupError) as caught:
+                work.wait(10)
+                enemy.communicator.barrier(timeout_s=5).wait(10)
+            assert "please report" not in str(caught.value)
+    assert not caplog.records
+
+
+FLOODS: dict[str, Callable[[Enemy, int], None]] = {
+    "frames of operations to come": lambda enemy, n: enemy.say(
+        Kind.DATA, bytes(1000), channel=0, operation=n
+    ),
+    "empty frames of operations to come": lambda enemy, n: enemy.say(Kind.DATA, operation=n),
+    "frames on channels that never come": lambda enemy, n: enemy.say(Kind.DATA, channel=n + 2),
+    "messages nobody receives": lambda enemy, n: enemy.say(Kind.EAGER, bytes(2000), tag=n),
+    "requests nobody grants": lambda enemy, n: enemy.say(
+        Kind.REQUEST, frames.encode_request(frames.Request(10**12)), operation=n, tag=n
+    ),
+    "questions about operations to come": lambda enemy, n: enemy.say(Kind.ASK, operation=n),
+    "inquests": lambda enemy, n: enemy.say(Kind.ASK, operation=n, segment=1),
+    "answers nobody asked for": lambda enemy, n: enemy.say(Kind.TELL, operation=n, chunk=1),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_is_left_in_the_link_when_it_has_filled_its_share(flood: str) -> None:
+    """The peer is told to wait by not reading on; memory stays in proportion to the bound."""
+    bound = 64 * 1024
+    stop = threading.Event()
+    sent = [0]
+
+    with at_war(max_early_bytes=bound) as enemy:
+
+        def pour() -> None:
+            with contextlib.suppress(LinkError):
+                while not stop.is_set() and sent[0] < 8000:
+                    FLOODS[flood](enemy, sent[0])
+                    sent[0] += 1
+
+        enemy.blocking = Blocking(enemy.link, timeout_s=1.0)
+
+        def pour_until_blocked() -> None:
+            with contextlib.suppress(TimeoutError):
+                pour()
+
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            thread = threading.Thread(target=pour_until_blocked)
+            thread.start()
+            thread.join()
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert after - before < 12 * bound, f"{sent[0]} frames took {after - before} bytes"
+        # A link that is not read still has deadlines.
+        with pytest.raises(GroupError):
+            enemy.communicator.all_reduce(np.ones(1), ReduceOp.SUM, timeout_s=0.1).wait(10)
+        stop.set()
+
+
+def test_a_deadline_passes_on_a_link_that_is_not_read() -> None:
+    with at_war(max_early_bytes=1000) as enemy:
+        for number in range(10):
+            enemy.say(Kind.EAGER, bytes(2000), tag=number)
+        array = np.ones(1)
+        with pytest.raises(OperationTimeout):
+            enemy.communicator.recv(array, 2, 0, timeout_s=0.1).wait(10)
