@@ -153,8 +153,8 @@ class Journal:
         self._interrupted, self._suspected = -1, None
         parts = [recovery.cause]
         if recovery.reformed_s is not None:
-            parts.append(f"re-formed in {recovery.reformed_s:.1f} s")
+            parts.append(f"re-formed in {recovery.reformed_s:.2f} s")
         if recovery.run_again:
             parts.append(f"step {recovery.step} run again")
-        parts.append(f"training on after {recovery.recovered_s:.1f} s")
+        parts.append(f"training on after {recovery.recovered_s:.2f} s")
         self.note(", ".join(parts), now)

@@ -37,8 +37,8 @@ def test_a_recovery_is_measured_from_the_loss_to_the_next_committed_step() -> No
     assert round(recovery.recovered_s or 0, 6) == 0.9
     assert (recovery.step, recovery.run_again) == (60, True)
     assert texts(journal) == [
-        "worker 2 lost (killed by SIGKILL (9)), re-formed in 0.4 s, step 60 run again, "
-        "training on after 0.9 s"
+        "worker 2 lost (killed by SIGKILL (9)), re-formed in 0.40 s, step 60 run again, "
+        "training on after 0.90 s"
     ]
 
 
