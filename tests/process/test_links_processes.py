@@ -1,0 +1,162 @@
+"""Real processes on loopback, one of them killed in the middle of a large all-reduce."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+WORKER = """
+import json, os, sys, time
+import numpy as np
+from potluck.backends.ring import RingBackend
+from potluck.context import DistributedContext
+from potluck.errors import GroupError
+
+rank, peers, algorithm = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3]
+
+def say(**facts):
+    print(json.dumps({"rank": rank, **facts}), flush=True)
+
+ctx = DistributedContext(RingBackend(peers, rank), timeout_s=30)
+ctx.barrier(algorithm="direct")
+array = np.full(2_000_000, rank + 1.0)
+say(step="ready", total=float(ctx.all_reduce(array.copy(), algorithm=algorithm)[0]))
+try:
+    while True:
+        result = ctx.all_reduce(array.copy(), algorithm=algorithm)
+        assert (result == result[0]).all() and result[0] == sum(range(1, len(peers) + 1))
+        say(step="reduced")
+except GroupError as error:
+    at = time.monotonic()
+    again = None
+    try:
+        ctx.barrier()
+    except GroupError as second:
+        again = type(second).__name__
+    say(step="lost", at=at, error=type(error).__name__, lost=error.rank, text=str(error),
+        certain=error.certain, again=again)
+ctx.close()
+say(step="closed", threads=[t.name for t in __import__("threading").enumerate()])
+"""
+
+
+@contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """Ports of our own: bound but not listening, so that a child may listen and nobody else."""
+    with ExitStack() as stack:
+        ports = []
+        for _ in range(count):
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", 0))
+            ports.append(sock.getsockname()[1])
+        yield ports
+
+
+@contextmanager
+def workers(
+    size: int, algorithm: str, tmp_path: Path, **variables: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    environment = {
+        **os.environ,
+        "POTLUCK_PSK": "ab" * 32,
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        **variables,
+    }
+    with reserved_ports(size) as ports, ExitStack() as stack:
+        peers = ",".join(f"127.0.0.1:{port}" for port in ports)
+        children = []
+        for rank in range(size):
+            child = subprocess.Popen(
+                [sys.executable, str(script), str(rank), peers, algorithm],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(_end, child)
+            children.append(child)
+        yield children
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    child.communicate()
+
+
+def wait_for(child: subprocess.Popen[str], step: str) -> dict[str, object]:
+    assert child.stdout is not None
+    for line in child.stdout:
+        said = json.loads(line)
+        if said["step"] == step:
+            return said
+    raise AssertionError(f"ended before {step!r}: {child.stderr.read() if child.stderr else ''}")
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.mark.parametrize("windows", ["true", "false"], ids=["windows", "tls"])
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_a_killed_process_is_named_by_every_survivor_at_once(
+    algorithm: str, windows: str, tmp_path: Path
+) -> None:
+    size, victim = 4, 2
+    before = shared_memory()
+    with workers(size, algorithm, tmp_path, POTLUCK_USE_WINDOWS=windows) as children:
+        for child in children:
+            assert wait_for(child, "ready")["total"] == 10
+        wait_for(children[victim], "reduced")
+        killed = time.monotonic()  # the same clock in all processes of one machine
+        children[victim].send_signal(signal.SIGKILL)
+        for rank, child in enumerate(children):
+            if rank == victim:
+                continue
+            said = wait_for(child, "lost")
+            took = float(str(said["at"])) - killed
+            print(f"rank {rank} knew after {1000 * took:.0f} ms: {said['text']}")
+            assert (said["error"], said["lost"]) == ("PeerLost", victim), said
+            assert said["certain"] is True
+            assert said["again"] == "PeerLost"
+            assert took < 2.0
+            assert wait_for(child, "closed")["threads"] == ["MainThread"]
+            assert child.wait(10) == 0
+    assert shared_memory() <= before
+
+
+def test_a_stopped_process_is_named_when_the_deadline_passes(tmp_path: Path) -> None:
+    """SIGSTOP: no link ends, nothing is said; and its late frames harm nobody."""
+    script = WORKER.replace("timeout_s=30", "timeout_s=1.0")
+    size, victim = 4, 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "WORKER", script)
+        with workers(size, "ring", tmp_path) as children:
+            for child in children:
+                wait_for(child, "ready")
+            children[victim].send_signal(signal.SIGSTOP)
+            try:
+                for rank, child in enumerate(children):
+                    if rank == victim:
+                        continue
+                    said = wait_for(child, "lost")
+                    assert (said["error"], said["lost"]) == ("OperationTimeout", victim), said
+                    wait_for(child, "closed")
+            finally:
+                children[victim].send_signal(signal.SIGCONT)
+            said = wait_for(children[victim], "lost")
+            assert said["error"] in ("OperationTimeout", "PeerLost")
+            wait_for(children[victim], "closed")
