@@ -9,6 +9,7 @@ same tag arrive in the order they were sent. Runs on the progress loop; touches 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set
 from dataclasses import dataclass
 
 from potluck.engine.layout import Array
@@ -37,6 +38,9 @@ class Sending:
 
     def needs(self, peer: int) -> bool:
         return peer == self.peer
+
+    def missing(self, departed: Set[int]) -> int | None:
+        return self.peer if self.peer in departed else None
 
     def awaited(self) -> list[tuple[int, str]]:
         return [(self.peer, f"send of {len(self.data)} bytes, tag {self.tag}")]
@@ -69,6 +73,13 @@ class Receiving:
         if self.source < 0 and self.matched < 0:
             return peer in self.ranks
         return peer == (self.source if self.matched < 0 else self.matched)
+
+    def missing(self, departed: Set[int]) -> int | None:
+        source = self.source if self.matched < 0 else self.matched
+        if source >= 0:
+            return source if source in departed else None
+        left = set(self.ranks) - departed  # this rank is always among them
+        return min(set(self.ranks) & departed) if len(left) <= 1 < len(self.ranks) else None
 
     def awaited(self) -> list[tuple[int, str]]:
         source = self.source if self.matched < 0 else self.matched

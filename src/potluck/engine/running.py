@@ -8,6 +8,7 @@ finished that segment (rule 1). Segments of a step move in order, so one counter
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,6 +173,10 @@ class RunningPlan:
             for step in self._receives.get(peer, ())
         )
         return due > len(self.early.get(peer, ()))
+
+    def missing(self, departed: Set[int]) -> int | None:
+        """The first of the departed ranks that this operation still needs."""
+        return next((peer for peer in sorted(departed) if self.needs(peer)), None)
 
     def __str__(self) -> str:
         return f"{self.call} #{self.sequence}"

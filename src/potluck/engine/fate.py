@@ -1,0 +1,35 @@
+"""Whether a group lives. The first failure ends it, once and for all."""
+
+from __future__ import annotations
+
+import threading
+
+from potluck.errors import GroupClosed
+from potluck.types import Group
+
+
+class Fate:
+    """Why the group is over, None while it is not. Set once; any thread may look."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def fail(self, error: BaseException) -> None:
+        """End the group with ``error``; the first one wins."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+    def closed(self) -> GroupClosed:
+        """What calls raise after an orderly close."""
+        return GroupClosed(
+            f"the group of epoch {self.group.epoch} was closed on this rank",
+            rank=self.group.rank,
+            epoch=self.group.epoch,
+        )

@@ -1,0 +1,311 @@
+"""The collectives under way on one rank: segments in, segments out, each checked before it counts.
+
+Frames carry the number and the fingerprint of their call. One that comes before this rank has
+called, or before the memory it goes to is ready, is kept (``early``); one of another call ends the
+group with Desync on every rank. Runs on the progress loop. What a plan allows next is decided in
+``running.py``, who holds up an operation that does not end in ``inquest.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from potluck.engine.call import Call
+from potluck.engine.fate import Fate
+from potluck.engine.inquest import ANSWER_S, STALL_S, Inquests, Key
+from potluck.engine.port import Outgoing, Port, Sink
+from potluck.engine.ports import NOTHING, Ports
+from potluck.engine.running import RunningPlan, Segment, as_bytes, from_bytes
+from potluck.engine.verdict import desync, overdue
+from potluck.errors import ProtocolError
+from potluck.wire.dtypes import code_of
+from potluck.wire.frames import IN_WINDOW, Frame, Kind
+
+_MAX_UNREAD = 1024
+"""How many answers may wait for a peer that asks for more."""
+
+_NUM_REMEMBERED = 16
+"""How many ended calls of a channel are kept, to say what a late frame disagrees with."""
+
+OnOperation = Callable[[RunningPlan, float, BaseException | None], None]
+"""Told of every collective that ended: the seconds it took, and its error."""
+
+
+class Plans:
+    """The plans of one rank that run now, over all channels of its group."""
+
+    def __init__(self, fate: Fate, ports: Ports, on_operation: OnOperation) -> None:
+        self._fate = fate
+        self._group = fate.group
+        self._ports = ports
+        self._on_operation = on_operation
+        self._running: dict[Key, RunningPlan] = {}
+        self._posted: dict[int, int] = {}
+        self._ended: dict[int, deque[tuple[int, Call]]] = {}
+        self._early: dict[Key, dict[int, deque[tuple[Frame, bytearray]]]] = {}
+        self._asked: dict[Key, dict[int, int]] = {}
+        self._inquests = Inquests()
+
+    def begin(self, running: RunningPlan) -> None:
+        """Run a plan; its work ends with the result, or with the group."""
+        running.started = time.monotonic()
+        key = (running.channel, running.sequence)
+        self._running[key] = running
+        self._posted[running.channel] = running.sequence + 1
+        self._ports.need((*running.send_peers, *running.receive_peers))
+        for peer, queue in self._early.pop(key, {}).items():
+            if queue[0][0].fingerprint != running.call.fingerprint:
+                self._fate.fail(desync(self._group, peer, running))
+                return
+            running.early[peer] = queue
+        for peer, fingerprint in self._asked.pop(key, {}).items():
+            self._ports.release(peer, 0)
+            if fingerprint != running.call.fingerprint:
+                self._fate.fail(desync(self._group, peer, running))
+                return
+        self._ports.dirty.update(running.send_peers)
+        self._advance(running)
+        if self._ports.departed and key in self._running:
+            self._ports.check_departed(running)
+
+    def check_deadlines(self, now: float) -> None:
+        """Ask about operations that stall, and end the group over one that is overdue."""
+        for running in list(self._running.values()):
+            if not running.has_asked and now >= running.started + STALL_S:
+                running.has_asked = True
+                self._ask(running, [peer for peer, _ in running.awaited()], pass_on=False)
+            if now >= running.deadline:
+                self._inquire(running, now)
+
+    def wake_times(self) -> Iterator[float]:
+        """When ``check_deadlines`` has something to do (monotonic seconds)."""
+        for running in self._running.values():
+            yield running.deadline
+            if not running.has_asked:
+                yield running.started + STALL_S
+
+    def pending(self) -> Iterable[RunningPlan]:
+        """The operations under way, the oldest first."""
+        return self._running.values()
+
+    # -- segments out
+
+    def next_outgoing(self, port: Port) -> Outgoing | None:
+        """The next segment that may go over this link, None if there is none now."""
+        peer = port.rank
+        if self._fate.error is not None:
+            return None
+        for running in self._running.values():
+            segment = running.next_send(peer)
+            if segment is None or not port.can_take(segment.data.nbytes):
+                continue
+            running.issue(peer, segment)
+            return Outgoing(
+                Frame(
+                    Kind.DATA,
+                    self._group.epoch,
+                    running.channel,
+                    segment.chunk,
+                    running.sequence,
+                    segment.number,
+                    segment.data.nbytes,
+                    running.call.fingerprint,
+                    self._group.rank,
+                    code_of(segment.data.dtype),
+                ),
+                as_bytes(segment.data),
+                partial(self._sent, running, segment),
+            )
+        return None
+
+    def _sent(self, running: RunningPlan, segment: Segment) -> None:
+        running.sent(segment)
+        self._advance(running)
+
+    def _advance(self, running: RunningPlan) -> None:
+        """Apply early frames that have become due; wake the links; end what is complete."""
+        key = (running.channel, running.sequence)
+        moved = True
+        while moved and running.early and self._fate.error is None:
+            moved = False
+            for peer in list(running.early):
+                moved |= self._apply_early(running, peer)
+        self._ports.dirty.update(running.send_peers)
+        if running.is_complete and self._running.pop(key, None) is not None:
+            self._ended.setdefault(running.channel, deque(maxlen=_NUM_REMEMBERED)).append(
+                (running.sequence, running.call)
+            )
+            running.conclude()
+            self._on_operation(running, time.monotonic() - running.started, None)
+            running.work.finish()
+
+    # -- segments in
+
+    def route(self, port: Port, frame: Frame) -> Sink:
+        """Where the payload of a DATA frame goes."""
+        running = self._running.get((frame.channel, frame.operation))
+        if running is None or port.rank in running.early:
+            if running is None and frame.operation < self._posted.get(frame.channel, 0):
+                self._on_late(port, frame)
+            return self._ports.keep(port, frame, self._on_early)
+        segment = self._due(running, port.rank, frame)
+        if segment is None or not running.is_ready(segment):
+            return self._ports.keep(port, frame, self._on_early)
+        if frame.flags & IN_WINDOW:
+            buffer = None
+        elif running.combines(segment):
+            buffer = port.scratch(frame.length)
+        else:
+            buffer = as_bytes(segment.data)
+        in_place = buffer is not None and not running.combines(segment)
+
+        def complete(payload: memoryview) -> None:
+            theirs = None if in_place else from_bytes(payload, segment.data.dtype)
+            running.received(port.rank, segment, theirs)
+            self._advance(running)
+
+        return Sink(buffer, complete)
+
+    def _on_early(self, port: Port, frame: Frame, payload: bytearray) -> None:
+        key = (frame.channel, frame.operation)
+        running = self._running.get(key)
+        if running is None:
+            self._early.setdefault(key, {}).setdefault(port.rank, deque()).append((frame, payload))
+            return
+        running.early.setdefault(port.rank, deque()).append((frame, payload))
+        self._advance(running)
+
+    def _apply_early(self, running: RunningPlan, peer: int) -> bool:
+        queue = running.early[peer]
+        moved = False
+        while queue:
+            frame, payload = queue[0]
+            segment = self._due(running, peer, frame)
+            if segment is None or not running.is_ready(segment):
+                break
+            queue.popleft()
+            running.received(peer, segment, from_bytes(payload, segment.data.dtype))
+            self._ports.release(peer, len(payload))
+            moved = True
+        if not queue:
+            del running.early[peer]
+        return moved
+
+    def _due(self, running: RunningPlan, peer: int, frame: Frame) -> Segment | None:
+        """The segment that ``frame`` must be; None (and a failed group) if it is another one."""
+        if frame.fingerprint != running.call.fingerprint:
+            self._fate.fail(desync(self._group, peer, running))
+            return None
+        segment = running.next_receive(peer)
+        if (
+            segment is None
+            or (frame.chunk, frame.segment) != (segment.chunk, segment.number)
+            or frame.length != segment.data.nbytes
+            or frame.dtype != code_of(segment.data.dtype)
+        ):
+            # Equal fingerprints, so equal calls: the peer's engine is broken, not its script.
+            what = f"segment {frame.segment} of chunk {frame.chunk}, which is not due"
+            self._ports.violated(peer, ProtocolError(f"it sent {what}"))
+            return None
+        return segment
+
+    # -- disagreements
+
+    def _on_late(self, port: Port, frame: Frame) -> None:
+        """A frame of an operation that has ended here: the peer must have made another call."""
+        if not self._disagrees(port.rank, frame):
+            raise ProtocolError(f"a frame of operation #{frame.operation}, which has ended")
+
+    def _disagrees(self, peer: int, frame: Frame) -> bool:
+        """Whether ``frame`` is of another call than this rank's (then the group has failed)."""
+        running = self._running.get((frame.channel, frame.operation))
+        calls = [(frame.operation, running.call)] if running else self._ended.get(frame.channel, ())
+        for number, call in calls:
+            if number == frame.operation and call.fingerprint != frame.fingerprint:
+                self._fate.fail(desync(self._group, peer, f"{call} #{number}"))
+                return True
+        return False
+
+    # -- operations that do not end
+
+    def _ask(self, running: RunningPlan, peers: Iterable[int], *, pass_on: bool) -> None:
+        frame = Frame(
+            Kind.ASK,
+            self._group.epoch,
+            running.channel,
+            operation=running.sequence,
+            segment=int(pass_on),
+            fingerprint=running.call.fingerprint,
+            source=self._group.rank,
+        )
+        for peer in set(peers):
+            if peer in self._ports.by_rank:
+                self._ports.tell(peer, Outgoing(frame, NOTHING))
+
+    def _inquire(self, running: RunningPlan, now: float) -> None:
+        """``running`` is overdue: ask who holds it up, and end the group when that is known."""
+        inquest, _ = self._inquests.open((running.channel, running.sequence))
+        is_first, running.is_overdue = not running.is_overdue, True
+        others = [rank for rank in running.peers if rank != self._group.rank]
+        awaited = [peer for peer, _ in running.awaited()]
+        culprit = inquest.culprit(others, awaited, final=now >= running.deadline and not is_first)
+        if culprit < 0 and is_first:
+            running.deadline = now + ANSWER_S
+            self._ask(running, others, pass_on=True)
+        elif culprit >= 0 or now >= running.deadline or inquest.heard.keys() >= set(others):
+            self._fate.fail(overdue(self._group, running, culprit))
+
+    def on_ask(self, port: Port, frame: Frame, _: memoryview) -> None:
+        """A peer tells which call it waits in (ASK)."""
+        if self._disagrees(port.rank, frame):
+            return
+        key = (frame.channel, frame.operation)
+        running = self._running.get(key)
+        has_called = frame.operation < self._posted.get(frame.channel, 0)
+        if not frame.segment:
+            if not has_called and port.rank not in self._asked.setdefault(key, {}):
+                self._ports.account(port, 0)
+                self._asked[key][port.rank] = frame.fingerprint
+            return
+        if len(port.control) >= _MAX_UNREAD:
+            raise ProtocolError(f"it asks and asks, and reads no answer ({len(port.control)} wait)")
+        inquest, is_new = self._inquests.open(key)
+        self._answer(port.rank, key, self._group.rank, has_called)
+        for rank, called in inquest.heard.items():
+            self._answer(port.rank, key, rank, called)
+        inquest.askers.add(port.rank)
+        if is_new and running is not None:
+            others = set(running.peers) - {self._group.rank, port.rank}
+            self._ask(running, others, pass_on=True)
+
+    def on_tell(self, port: Port, frame: Frame, _: memoryview) -> None:
+        """A peer tells whether some rank has made a call (TELL)."""
+        key = (frame.channel, frame.operation)
+        inquest = self._inquests.get(key)
+        rank, has_called = frame.chunk, bool(frame.segment)
+        if inquest is None or rank in inquest.heard or rank >= self._group.world_size:
+            return
+        if rank == self._group.rank:
+            return
+        inquest.heard[rank] = has_called
+        for asker in inquest.askers - {port.rank}:
+            self._answer(asker, key, rank, has_called)
+        running = self._running.get(key)
+        if running is not None and running.is_overdue:
+            self._inquire(running, time.monotonic())
+
+    def _answer(self, peer: int, key: Key, rank: int, has_called: bool) -> None:
+        frame = Frame(
+            Kind.TELL,
+            self._group.epoch,
+            key[0],
+            operation=key[1],
+            chunk=rank,
+            segment=int(has_called),
+            source=self._group.rank,
+        )
+        if peer in self._ports.by_rank:
+            self._ports.tell(peer, Outgoing(frame, NOTHING))
