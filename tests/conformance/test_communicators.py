@@ -447,8 +447,8 @@ def test_arguments_that_make_no_sense_are_the_callers_mistake_and_harm_nobody(wo
             ctx.all_to_all(np.zeros((size + 1, 2)))
         with pytest.raises(ValueError, match="read-only"):
             ctx.all_reduce(np.broadcast_to(np.zeros(1), (3,)))
-        with pytest.raises(TypeError, match="complex"):
-            ctx.all_reduce(np.zeros(2, dtype=complex))
+        with pytest.raises(TypeError, match="datetime64"):
+            ctx.all_reduce(np.zeros(2, dtype="datetime64[s]"))
         with pytest.raises(TypeError, match="list"):
             ctx.all_reduce([1.0])
         with pytest.raises(ValueError, match="tag"):
