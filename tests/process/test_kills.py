@@ -40,7 +40,7 @@ def what_was_committed(num_steps: int) -> int:
 class Training:
     """A running job and its notebook."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, checkpoint: Path | None = None) -> None:
         self.notes = Notebook(folder / "notes")
         self.command = run_command(
             "--workers",
@@ -49,6 +49,7 @@ class Training:
             str(SCRIPT),
             str(self.notes.folder),
             str(WIDTH),
+            *([str(checkpoint)] if checkpoint else []),
         )
 
     def __enter__(self) -> Training:
@@ -192,3 +193,24 @@ def test_a_stopped_worker_is_evicted_and_comes_back(tmp_path: Path) -> None:
         f"{again - stopped:.2f} s, back {back - resumed:.2f} s after SIGCONT"
     )
     assert evicted < 4.0
+
+
+def test_when_all_are_killed_training_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    with Training(tmp_path, checkpoint=tmp_path / "checkpoints") as training:
+        notes = training.notes
+        notes.wait_for("25 steps", lambda: any(int(n.facts[0]) >= 25 for n in notes.all("commit")))
+        killed = time.monotonic()
+        for pid in training.alive():
+            os.kill(pid, signal.SIGKILL)
+        before = max(int(note.facts[0]) for note in notes.all("commit"))
+        training.wait_until_full(killed)
+        again = next(note for note in notes.all("commit", killed) if int(note.facts[0]) <= before)
+        training.finish()
+        training.check_the_sums()
+    resumed = int(again.facts[0])
+    print(
+        f"\nall killed after step {before}: training again {again.at - killed:.2f} s later, "
+        f"at {resumed}"
+    )
+    assert before - resumed <= 10
+    assert "resumed from the checkpoint" in training.command.text

@@ -3,7 +3,8 @@
 Linear regression on real sums: each rank's gradient is a function of its samples, so parameters
 show whether a sample was counted twice or not at all. Notes go to ``NOTES/<pid>``, one line per
 event with the monotonic clock, which all processes of one host share. The training ends, on all
-ranks at the same step, after the file ``NOTES/stop`` has appeared.
+ranks at the same step, after the file ``NOTES/stop`` has appeared. With a third argument it keeps
+checkpoints there, one every ten steps.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import potluck
+from potluck.checkpoint import CheckpointStore
 from potluck.training.elastic import ElasticLoop, Policy
 from potluck.training.replica import StateReplica
 from potluck.training.sampler import Schedule
@@ -55,7 +57,11 @@ def set_state(new: dict[str, np.ndarray]) -> None:
 
 schedule = Schedule(num_samples=64, batch_size=8, epochs=1_000_000, seed=3)
 job = ElasticLoop(
-    ctx, schedule, StateReplica(lambda: state, set_state), policy=Policy(hash_every=1)
+    ctx,
+    schedule,
+    StateReplica(lambda: state, set_state),
+    checkpoint=CheckpointStore(sys.argv[3]) if len(sys.argv) > 3 else None,
+    policy=Policy(hash_every=1, save_every=10),
 )
 note("begin", os.environ["POTLUCK_WORKER"])
 for share in job:
