@@ -68,7 +68,7 @@ class Refused(LinkError):
         self.code = code
 
 
-class GroupError(PotluckError):
+class GroupError(PotluckError, RuntimeError):
     """The group this call ran in is over; every later call on it raises the same error.
 
     ``rank`` is the member the error is about, -1 when it is about none in particular.

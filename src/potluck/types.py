@@ -7,13 +7,16 @@ from enum import StrEnum
 
 
 class ReduceOp(StrEnum):
-    """How a collective combines contributions, element by element."""
+    """How a collective combines contributions, element by element; the last three bit by bit."""
 
     SUM = "sum"
     MEAN = "mean"
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
 
 
 @dataclass(frozen=True, slots=True)

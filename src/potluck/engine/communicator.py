@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 
@@ -35,6 +36,9 @@ MAX_EARLY_BYTES = 64 * 1024 * 1024
 
 _EMPTY = np.empty(0, dtype=np.uint8)
 
+_KEYED = 1 << 31
+"""Channels with this bit come from a key, the others from counting."""
+
 
 @dataclass(slots=True)
 class _Family:
@@ -45,6 +49,7 @@ class _Family:
     nodes: tuple[int, ...]
     lock: threading.Lock = field(default_factory=threading.Lock)
     channels: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    keyed: dict[int, tuple[str, Communicator]] = field(default_factory=dict)
 
 
 class Communicator:
@@ -221,10 +226,12 @@ class Communicator:
 
     # -- groups
 
-    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of some of the ranks, None on the others. Every rank must call it.
+    def subgroup(self, ranks: Sequence[int], *, key: str | None = None) -> Communicator | None:
+        """A communicator of some of the ranks, None on the others.
 
-        Costs nothing on the wire: all ranks count their calls alike.
+        Costs nothing on the wire. Without ``key`` every rank must call it, in the same order: the
+        ranks count their calls alike. With ``key`` only the members need to, whenever they like:
+        the group is known by its key and ranks, and asking again gives the same communicator.
         """
         chosen = tuple(ranks)
         if len(set(chosen)) != len(chosen) or not chosen:
@@ -232,12 +239,25 @@ class Communicator:
         for rank in chosen:
             if not 0 <= rank < self.world_size:
                 raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        members = tuple(self._ranks[rank] for rank in chosen)
+        if key is not None:
+            return self._keyed(members, key) if self.rank in chosen else None
         with self._family.lock:
             channel = next(self._family.channels)
         if self.rank not in chosen:
             return None
-        members = tuple(self._ranks[rank] for rank in chosen)
         return Communicator(self.group, self._family, channel, members)
+
+    def _keyed(self, members: tuple[int, ...], key: str) -> Communicator:
+        name = f"{key} of {members}"
+        digest = blake2b(name.encode(), digest_size=4).digest()
+        channel = int.from_bytes(digest, "little") | _KEYED
+        with self._family.lock:
+            made = Communicator(self.group, self._family, channel, members)
+            before, communicator = self._family.keyed.setdefault(channel, (name, made))
+        if before != name:
+            raise ValueError(f"the group {name} can't be told from {before}; choose another key")
+        return communicator
 
     # -- life
 

@@ -16,12 +16,21 @@ _KERNELS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
 }
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
 
 
 def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
     """TypeError for a combination that has no meaning."""
-    if op is ReduceOp.MEAN and dtype.kind in "iu":
+    if op in _BITWISE and dtype.kind not in "iub":
+        raise TypeError(f"op={op.value!r} combines bits, so it needs integers or bool, not {dtype}")
+    if op in _ORDERED and dtype.kind == "c":
+        raise TypeError(f"{dtype} values have no order, so there is no op={op.value!r} of them")
+    if op is ReduceOp.MEAN and dtype.kind in "iub":
         raise TypeError(
             f"the mean of {dtype} values is not {dtype}; use op='sum' and divide, or a float array"
         )

@@ -16,6 +16,13 @@ _CODES: dict[str, int] = {
     "int32": 6,
     "int64": 7,
     "uint8": 8,
+    "bool": 9,
+    "int16": 10,
+    "uint16": 11,
+    "uint32": 12,
+    "uint64": 13,
+    "complex64": 14,
+    "complex128": 15,
 }
 _DTYPES: dict[int, np.dtype[Any]] = {
     code: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)

@@ -1,0 +1,139 @@
+"""Tensors as the engine's arrays: flat, contiguous, in host memory, shared where that is possible.
+
+The dtypes NumPy has no name for travel as others of their size: bfloat16 as ml_dtypes' own (it can
+be combined), float8 and kin as bytes (they can only be moved).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from potluck.engine.layout import Array
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_PLAIN = frozenset(
+    {
+        torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int16,
+        torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128, torch.uint16,
+        torch.uint32, torch.uint64,
+    }
+)  # fmt: skip
+
+SERVED = ("cpu", "cuda", "mps")
+"""The devices whose tensors the group takes."""
+
+
+def check(tensor: Tensor, operation: str) -> None:
+    """TypeError or ValueError if ``tensor`` can't take part, saying what to do."""
+    kind = tensor.device.type
+    if kind == "meta":
+        raise ValueError(
+            f"{operation}: the tensor is on the meta device and has no data to communicate; "
+            "give it memory first, for example with torch.empty_like(tensor, device='cpu')"
+        )
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            f"{operation}: tensors of layout {tensor.layout} can't be communicated; "
+            "use tensor.to_dense() (all_reduce takes sparse COO tensors as they are)"
+        )
+
+
+def on_host(tensor: Tensor) -> tuple[Array, bool]:
+    """``tensor`` as a flat array, and whether that is its own memory (else it is a copy)."""
+    detached = tensor.detach() if tensor.requires_grad else tensor
+    if detached.is_conj() or detached.is_neg():
+        detached = detached.resolve_conj().resolve_neg()
+    host = detached.cpu() if detached.device.type != "cpu" else detached
+    is_shared = host is tensor or detached is host
+    if not host.is_contiguous():
+        host, is_shared = host.contiguous(), False
+    if is_shared and (tensor.is_conj() or tensor.is_neg()):
+        is_shared = False
+    return as_array(host), is_shared
+
+
+def as_array(host: Tensor) -> Array:
+    """A contiguous host tensor's memory as a flat array."""
+    dtype = host.dtype
+    array: Array
+    if dtype in _PLAIN:
+        array = host.numpy()
+    elif dtype is torch.bfloat16:
+        array = host.view(torch.int16).numpy().view(_BFLOAT16)
+    elif dtype is torch.complex32:
+        array = torch.view_as_real(host).numpy()
+    else:
+        array = host.reshape(-1).view(torch.uint8).numpy()
+    return array.reshape(-1)
+
+
+def store(array: Array, tensor: Tensor) -> None:
+    """Copy a flat array that ``on_host`` made back into ``tensor``."""
+    tensor.detach().copy_(as_tensor(array, tensor.dtype).view(tensor.shape))
+
+
+def as_tensor(array: Array, dtype: torch.dtype) -> Tensor:
+    """A flat host tensor of ``dtype`` over the array's memory."""
+    if dtype in _PLAIN:
+        return torch.from_numpy(array)
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(dtype)
+    return torch.from_numpy(array.view(np.uint8)).view(dtype)
+
+
+def can_reduce(dtype: torch.dtype) -> bool:
+    return dtype in _PLAIN or dtype in (torch.bfloat16, torch.complex32)
+
+
+def pack(tensors: Sequence[Tensor], operation: str) -> Array:
+    """Tensors of one dtype, one after the other, in one new array."""
+    first = tensors[0]
+    for tensor in tensors:
+        check(tensor, operation)
+        if tensor.dtype != first.dtype:
+            raise TypeError(
+                f"{operation}: all tensors of a list must have one dtype, got {first.dtype} "
+                f"and {tensor.dtype}"
+            )
+    flat = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
+    return as_array(flat[0].clone() if len(flat) == 1 else torch.cat(flat))
+
+
+def room_for(tensors: Sequence[Tensor], operation: str) -> Array:
+    """An array that holds what ``unpack`` will put into ``tensors``."""
+    for tensor in tensors:
+        check(tensor, operation)
+    length = sum(tensor.numel() for tensor in tensors)
+    return as_array(torch.empty(length, dtype=tensors[0].dtype))
+
+
+def unpack(array: Array, tensors: Sequence[Tensor]) -> None:
+    """The reverse of ``pack``: the array's parts into the tensors."""
+    if not tensors:
+        return
+    flat = as_tensor(array, tensors[0].dtype)
+    offset = 0
+    for tensor in tensors:
+        part = flat[offset : offset + tensor.numel()]
+        tensor.detach().copy_(part.view(tensor.shape))
+        offset += tensor.numel()
+
+
+def equal_parts(tensors: Sequence[Tensor], like: Tensor, what: str) -> None:
+    """ValueError or TypeError unless every tensor has the size and dtype of ``like``."""
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() != like.numel():
+            raise ValueError(
+                f"{what}: tensor {index} of the list has {tensor.numel()} elements, but this "
+                f"rank's own has {like.numel()}; all must have the same size (invalid tensor size)"
+            )
+        if tensor.dtype != like.dtype:
+            raise TypeError(
+                f"{what}: tensor {index} of the list is {tensor.dtype}, but this rank's own is "
+                f"{like.dtype}; all must have the same dtype (invalid tensor type)"
+            )

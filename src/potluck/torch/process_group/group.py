@@ -1,0 +1,373 @@
+# mypy: disable-error-code="override, assignment"
+# torch's stub gives overloads where its own callers use one form.
+"""``PotluckProcessGroup``: torch's ProcessGroup over potluck's engine.
+
+Methods come in the names of every torch since 2.6: 2.13 calls ``all_gather_single`` what was
+``_allgather_base`` before, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from potluck.engine.communicator import Communicator
+from potluck.errors import RemoteError
+from potluck.torch.process_group import messages, moving, reducing, sparse
+from potluck.torch.process_group.messages import MonitoredBarrier, single
+from potluck.torch.process_group.options import seconds
+from potluck.torch.process_group.seat import Seat
+from potluck.torch.process_group.work import Completions, GroupWork, combine
+from potluck.torch.process_group.world import World
+
+NAME = "potluck"
+
+
+class GroupOptions:
+    """What ``split_group`` hands from a group to its parts."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self.backend = NAME
+        self.group_name = ""
+        self.global_ranks_in_group: list[int] = []
+
+
+class PotluckProcessGroup(dist.ProcessGroup):
+    """The collectives of one group of ranks, over links that all groups of the world share.
+
+    Serves tensors on the CPU in place, and tensors on other devices through host memory. Every
+    failure ends the world: each later call, on any of its groups, raises the same error.
+    """
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(
+        self,
+        world: World,
+        communicator: Communicator,
+        *,
+        name: str,
+        timeout: timedelta,
+        store: Any = None,
+    ) -> None:
+        super().__init__(communicator.rank, communicator.world_size)
+        self._world = world
+        self._name = name
+        self._desc = "undefined"
+        self._store = store
+        self._timeout = timeout
+        ranks = tuple(range(communicator.world_size))
+        private = communicator.subgroup(ranks, key=f"{name}/messages")
+        assert private is not None
+        self._seat = Seat(communicator, private, world.completions, timeout.total_seconds())
+        self._rank = communicator.rank
+        self._size = communicator.world_size
+        self._monitored = MonitoredBarrier()
+        self._coalesced: list[GroupWork] | None = None
+        self._num_splits = 0
+        self._sequence = 0
+
+    # -- who it is
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return NAME
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    _get_backend_name = getBackendName
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def options(self) -> GroupOptions:
+        return GroupOptions(self._timeout)
+
+    @property
+    def communicator(self) -> Communicator:
+        """The engine's face of this group."""
+        return self._seat.communicator
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in ("cpu", *_accelerators())]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        return None
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def __repr__(self) -> str:
+        return f"PotluckProcessGroup({self._name!r}, rank {self._rank} of {self._size})"
+
+    # -- collectives
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> GroupWork:
+        tensor = single(tensors, "all_reduce")
+        if tensor.layout is torch.sparse_coo:
+            return self._track(sparse.all_reduce(self._seat, tensor, opts))
+        return self._track(reducing.all_reduce(self._seat, tensor, _with(opts, timeout)))
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
+        return self._all(reducing.all_reduce(self._seat, tensor, opts) for tensor in tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> GroupWork:
+        tensor = single(tensors, "broadcast")
+        return self._track(moving.broadcast(self._seat, tensor, _rooted(opts, timeout)))
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> GroupWork:
+        tensor = single(tensors, "reduce")
+        return self._track(reducing.reduce(self._seat, tensor, _rooted(opts, timeout, op)))
+
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> GroupWork:
+        outputs = _inner(output_tensors, "all_gather")
+        source = single(input_tensors, "all_gather")
+        return self._track(moving.all_gather(self._seat, outputs, source, _with(opts, timeout)))
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor],
+        opts: Any = None,
+    ) -> GroupWork:  # fmt: skip
+        # Either all ranks' tensors for each input (as all_gather), or, as Gloo has it, all inputs
+        # of each rank.
+        outputs = [list(each) for each in output_lists]
+        if len(outputs) == self._size and all(len(each) == len(input_list) for each in outputs):
+            outputs = [list(each) for each in zip(*outputs, strict=True)]
+        return self._all(
+            moving.all_gather(self._seat, each, source, opts)
+            for each, source in _pairs(outputs, input_list, "all_gather_coalesced")
+        )
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
+        return self._track(moving.all_gather_single(self._seat, output, input, opts))
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> GroupWork:
+        return self._all(
+            moving.all_gather_single(self._seat, output, source, opts)
+            for output, source in _pairs(outputs, inputs, "all_gather_single_coalesced")
+        )
+
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> GroupWork:
+        output = single(output_tensors, "reduce_scatter")
+        parts = _inner(input_tensors, "reduce_scatter")
+        return self._track(reducing.reduce_scatter(self._seat, output, parts, _with(opts, timeout)))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
+        return self._track(reducing.reduce_scatter_single(self._seat, output, input, opts))
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> GroupWork:
+        return self._all(
+            reducing.reduce_scatter_single(self._seat, output, source, opts)
+            for output, source in _pairs(outputs, inputs, "reduce_scatter_single_coalesced")
+        )
+
+    def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> GroupWork:
+        outputs = _inner(output_tensors, "gather") if output_tensors else None
+        source = single(input_tensors, "gather")
+        return self._track(moving.gather(self._seat, outputs, source, _rooted(opts)))
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> GroupWork:
+        output = single(output_tensors, "scatter")
+        parts = _inner(input_tensors, "scatter") if input_tensors else None
+        return self._track(moving.scatter(self._seat, output, parts, _rooted(opts)))
+
+    def alltoall(
+        self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None
+    ) -> GroupWork:
+        return self._track(moving.all_to_all(self._seat, output_tensors, input_tensors, opts))
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None, opts: Any = None,
+    ) -> GroupWork:  # fmt: skip
+        return self._track(
+            moving.all_to_all_single(
+                self._seat, output, input, output_split_sizes, input_split_sizes, opts
+            )
+        )
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> GroupWork:
+        return self._track(moving.barrier(self._seat, _with(opts, timeout)))
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier that names, on rank 0, the ranks that did not come in time."""
+        self._monitored(self._seat, seconds(timeout, self._seat.timeout_s), wait_all_ranks)
+
+    # Torch before 2.13 knows these by other names.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # -- point to point
+
+    def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> GroupWork:
+        return self._track(messages.send(self._seat, single(tensors, "send"), dst_rank, tag))
+
+    def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> GroupWork:
+        return self._track(messages.recv(self._seat, single(tensors, "recv"), src_rank, tag))
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> GroupWork:
+        return self._track(messages.recv(self._seat, single(tensors, "recv"), messages.ANY, tag))
+
+    # -- coalescing, groups, life
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> GroupWork:
+        works, self._coalesced = self._coalesced or [], None
+        return combine(works, self._seat.completions)
+
+    def split_group(
+        self, new_ranks: Sequence[int], timeout: timedelta | None = None, opts: Any = None,
+        group_name: str | None = None, group_desc: str | None = None, device_types: Any = None,
+    ) -> PotluckProcessGroup | None:  # fmt: skip
+        """The group of some of this group's ranks, None on the others. Costs no message."""
+        self._num_splits += 1
+        name = group_name or f"{self._name}:split:{self._num_splits}"
+        communicator = self._seat.communicator.subgroup(tuple(new_ranks), key=name)
+        if communicator is None:
+            return None
+        group = PotluckProcessGroup(
+            self._world,
+            communicator,
+            name=name,
+            timeout=timeout or self._timeout,
+            store=self._store,
+        )
+        group._set_group_desc(group_desc or f"{self._desc}:split:{self._num_splits}")
+        return group
+
+    def comm_split_count(self) -> int:
+        return self._num_splits
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._seat.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """End the world on every rank: blocked calls raise RemoteError naming this rank."""
+        group = self._seat.communicator.group
+        self._seat.communicator.abort(
+            RemoteError(
+                f"{group.describe(group.rank)} aborted its process group",
+                rank=group.rank,
+                epoch=group.epoch,
+            )
+        )
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Leave; the last group of a world closes its links, after what was sent has arrived."""
+        self._world.leave(self._name)
+
+    # -- inside
+
+    def _track(self, work: GroupWork) -> GroupWork:
+        self._sequence += 1
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _all(self, works: Any) -> GroupWork:
+        return self._track(combine(list(works), self._seat.completions))
+
+    @property
+    def completions(self) -> Completions:
+        return self._seat.completions
+
+
+class _Chosen:
+    """Options given as plain arguments, as the older overloads take them."""
+
+    __slots__ = ("reduceOp", "rootRank", "timeout")
+
+    def __init__(self, root: int = 0, op: Any = dist.ReduceOp.SUM, timeout: Any = None) -> None:
+        self.rootRank = root
+        self.reduceOp = op
+        self.timeout = timeout
+
+
+def _with(opts: Any, timeout: timedelta | None) -> Any:
+    if timeout is None:
+        return opts
+    op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    return _Chosen(0, op, timeout)
+
+
+def _rooted(opts: Any, timeout: timedelta | None = None, op: Any = None) -> Any:
+    if opts is None or isinstance(opts, int):
+        return _Chosen(opts or 0, dist.ReduceOp.SUM if op is None else op, timeout)
+    return opts
+
+
+def _inner(lists: Any, operation: str) -> Sequence[Tensor]:
+    """The one list in a list of lists (each rank has one device), or a flat list as it is."""
+    if lists and isinstance(lists[0], Tensor):
+        return lists  # type: ignore[no-any-return]
+    if len(lists) != 1:
+        raise ValueError(
+            f"{operation}: one list of tensors per rank, not {len(lists)} "
+            "(requires a single-element list)"
+        )
+    return lists[0]  # type: ignore[no-any-return]
+
+
+def _pairs(first: Sequence[Any], second: Sequence[Any], operation: str) -> Any:
+    if len(first) != len(second):
+        raise ValueError(f"{operation}: {len(first)} outputs but {len(second)} inputs")
+    return zip(first, second, strict=True)
+
+
+def _accelerators() -> list[str]:
+    device = torch.accelerator.current_accelerator()
+    return [] if device is None else [device.type]

@@ -1,0 +1,114 @@
+"""Point to point: send, recv, recv from any rank, and the barrier that names who is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from potluck.engine.work import Work
+from potluck.errors import OperationTimeout
+from potluck.torch.process_group import buffers
+from potluck.torch.process_group.seat import Seat
+from potluck.torch.process_group.work import GroupWork
+
+ANY = -1
+_FAR_S = 7 * 24 * 3600.0
+"""Messages of a monitored barrier never end the group, so their own deadline is far away."""
+
+_FIRST_TAG = 16
+
+
+def send(seat: Seat, tensor: Tensor, peer: int, tag: int) -> GroupWork:
+    buffers.check(tensor, "send")
+    array, _ = buffers.on_host(tensor)
+    work = seat.communicator.send(array, peer, tag, timeout_s=seat.timeout_s)
+    return GroupWork((work,), [tensor], seat.completions)
+
+
+def recv(seat: Seat, tensor: Tensor, peer: int, tag: int) -> GroupWork:
+    """``peer`` may be ``ANY``; the work's ``source_rank`` then tells whose message it was."""
+    buffers.check(tensor, "recv")
+    array, is_shared = buffers.on_host(tensor)
+    work = seat.communicator.recv(array, peer, tag, timeout_s=seat.timeout_s)
+    settle = None if is_shared else lambda: buffers.store(array, tensor)
+    return GroupWork((work,), [tensor], seat.completions, settle)
+
+
+class MonitoredBarrier:
+    """A barrier through rank 0 that says who did not come, and leaves the group alive.
+
+    Rank 0 hears from everyone, then tells everyone; ``number`` counts the calls, so that a rank
+    that comes late to one barrier is not taken for an early one at the next.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def __call__(self, seat: Seat, timeout_s: float, wait_all_ranks: bool) -> None:
+        tag = _FIRST_TAG + self._number
+        self._number += 1
+        deadline = time.monotonic() + timeout_s
+        if seat.rank == 0:
+            self._monitor(seat, tag, deadline, timeout_s, wait_all_ranks)
+        else:
+            token = np.zeros(1, dtype=np.uint8)
+            seat.messages.send(token, 0, tag, timeout_s=_FAR_S)
+            answer = seat.messages.recv(token, 0, tag, timeout_s=_FAR_S)
+            if not _came(answer, deadline):
+                raise OperationTimeout(
+                    f"Rank {seat.rank} successfully reached monitoredBarrier, but received errors "
+                    f"while waiting for send/recv from rank 0: no answer within {timeout_s:g} s. "
+                    "Please check rank 0 logs for faulty rank.",
+                    rank=0,
+                    operation="monitored_barrier",
+                )
+
+    def _monitor(
+        self, seat: Seat, tag: int, deadline: float, timeout_s: float, wait_all_ranks: bool
+    ) -> None:
+        tokens = [np.zeros(1, dtype=np.uint8) for _ in range(seat.world_size)]
+        waits = {
+            rank: seat.messages.recv(tokens[rank], rank, tag, timeout_s=_FAR_S)
+            for rank in range(1, seat.world_size)
+        }
+        missing = []
+        for rank, wait in waits.items():
+            if not _came(wait, deadline):
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        if missing:
+            plural = "Ranks" if len(missing) > 1 else "Rank"
+            raise OperationTimeout(
+                f"{plural} {', '.join(map(str, missing))} failed to pass monitoredBarrier in "
+                f"{timeout_s * 1000:.0f} ms",
+                rank=missing[0],
+                operation="monitored_barrier",
+            )
+        for rank in waits:
+            seat.messages.send(tokens[rank], rank, tag, timeout_s=_FAR_S)
+
+
+def _came(work: Work, deadline: float) -> bool:
+    try:
+        work.wait(max(0.0, deadline - time.monotonic()))
+    except OperationTimeout:
+        if work.done():
+            raise
+        return False
+    return True
+
+
+def single(tensors: Sequence[Tensor] | Tensor, operation: str) -> Tensor:
+    """The one tensor of a list; ValueError if there are more, for each rank has one device."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(
+            f"{operation}: one tensor per rank, not {len(tensors)}; use the coalesced operation "
+            "for several (requires a single-element tensor list)"
+        )
+    return tensors[0]

@@ -1,0 +1,68 @@
+"""What torch's option objects say, in potluck's words."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp as TorchOp
+
+from potluck.types import ReduceOp
+
+_KINDS = {
+    TorchOp.SUM: ReduceOp.SUM,
+    TorchOp.AVG: ReduceOp.MEAN,
+    TorchOp.MIN: ReduceOp.MIN,
+    TorchOp.MAX: ReduceOp.MAX,
+    TorchOp.PRODUCT: ReduceOp.PRODUCT,
+    TorchOp.BAND: ReduceOp.BAND,
+    TorchOp.BOR: ReduceOp.BOR,
+    TorchOp.BXOR: ReduceOp.BXOR,
+    TorchOp.PREMUL_SUM: ReduceOp.SUM,
+}
+
+
+def reduction(opts: Any) -> tuple[ReduceOp, float | Tensor | None]:
+    """The operation in ``opts`` (options, a torch ReduceOp, or None for SUM) and its factor.
+
+    The factor is what PREMUL_SUM multiplies every contribution by, None for other operations.
+    """
+    if opts is None:
+        return ReduceOp.SUM, None
+    op = getattr(opts, "reduceOp", opts)
+    kind = getattr(op, "op", op)
+    try:
+        chosen = _KINDS[kind]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"the reduction {op!r} is unknown to potluck; use SUM, AVG, PREMUL_SUM, PRODUCT, MIN, "
+            "MAX, BAND, BOR or BXOR of torch.distributed.ReduceOp"
+        ) from None
+    if kind == TorchOp.PREMUL_SUM:
+        return chosen, op.__getstate__()[1]
+    return chosen, None
+
+
+def seconds(opts: Any, default: float) -> float:
+    """The time-out in ``opts``, or ``default`` if none was chosen (torch marks that as below 0)."""
+    timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
+    if timeout is None or timeout.days < 0:
+        return default
+    return timeout.total_seconds() or default
+
+
+def check_reduction(op: ReduceOp, dtype: torch.dtype) -> None:
+    """TypeError, in torch's words, for what has no meaning in ``dtype``."""
+    if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR) and (
+        dtype.is_floating_point or dtype.is_complex
+    ):
+        raise TypeError(
+            f"Cannot use ReduceOp.{op.name} with non-integral dtype {dtype}; it combines bits"
+        )
+    if op is ReduceOp.MEAN and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(
+            f"ReduceOp.AVG of {dtype} would have to be rounded; use ReduceOp.SUM and divide, or "
+            "a floating point tensor"
+        )

@@ -1,0 +1,55 @@
+"""all_reduce of sparse COO tensors: the entries of all ranks together, summed.
+
+As in Gloo: ranks may hold different entries, so their numbers travel first, then indices and
+values padded to the largest. Bytes: ``w`` times the largest rank's, from each rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from potluck.torch.process_group import buffers
+from potluck.torch.process_group.options import reduction, seconds
+from potluck.torch.process_group.seat import Seat
+from potluck.torch.process_group.work import GroupWork
+from potluck.types import ReduceOp
+
+
+def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
+    """In place; blocks until it is done. Only SUM."""
+    op, factor = reduction(opts)
+    if op is not ReduceOp.SUM or factor is not None:
+        raise ValueError(f"all_reduce: sparse tensors can only be summed, not op={op.value}")
+    timeout_s = seconds(opts, seat.timeout_s)
+    mine = tensor.detach().cpu().coalesce()
+    counts = np.zeros(seat.world_size, dtype=np.int64)
+    count = np.array([mine._nnz()], dtype=np.int64)
+    seat.communicator.all_gather(counts, count, timeout_s=timeout_s).wait()
+    most = int(counts.max())
+    indices = _gather(seat, mine.indices().t().contiguous(), most, timeout_s)
+    values = _gather(seat, mine.values(), most, timeout_s)
+    kept = [slice(rank * most, rank * most + int(n)) for rank, n in enumerate(counts)]
+    total = torch.sparse_coo_tensor(
+        torch.cat([indices[part] for part in kept]).t(),
+        torch.cat([values[part] for part in kept]),
+        mine.shape,
+    ).coalesce()
+    with torch.no_grad():
+        tensor.detach().copy_(total)
+    return GroupWork((), [tensor], seat.completions)
+
+
+def _gather(seat: Seat, rows: Tensor, most: int, timeout_s: float) -> Tensor:
+    """All ranks' rows, each rank's padded to ``most``."""
+    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    gathered = rows.new_empty((seat.world_size * most, *rows.shape[1:]))
+    work = seat.communicator.all_gather(
+        buffers.as_array(gathered), buffers.as_array(padded), timeout_s=timeout_s
+    )
+    work.wait()
+    return gathered

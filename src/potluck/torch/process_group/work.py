@@ -1,0 +1,192 @@
+"""A torch Work: one or more of the engine's works, and what is left to do when they have ended.
+
+Futures are completed on a small pool of threads, never on the progress loop: what hangs on a
+future (a communication hook's ``then``) may itself wait for another collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from potluck.engine.work import Work
+
+_NO_LIMIT = timedelta(0)
+
+
+class Completions:
+    """The threads on which futures are completed; started when the first is asked for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._is_closed = False
+
+    def submit(self, complete: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(4, thread_name_prefix="potluck-future")
+                self._pool.submit(complete)
+                return
+        complete()
+
+    def close(self) -> None:
+        """Join the threads. What is submitted later runs where it is submitted."""
+        with self._lock:
+            self._is_closed = True
+            pool = self._pool
+        if pool is not None:
+            pool.shutdown(wait=True)
+
+
+class GroupWork(dist.Work):
+    """What a collective of the group returns.
+
+    ``wait`` returns True once ``tensors`` hold the result, and raises what the operation raised:
+    potluck's own errors, ``PeerLost`` with the lost rank in ``rank`` among them.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        tensors: Any,
+        completions: Completions,
+        settle: Callable[[], None] | None = None,
+    ) -> None:
+        """``settle`` brings the results from host memory to where the caller looks for them."""
+        super().__init__()
+        self._works = works
+        self._tensors = tensors
+        self._completions = completions
+        self._settle = settle
+        self._lock = threading.Lock()
+        self._future: GroupFuture | None = None
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Block until the operation has ended, at most ``timeout`` (0: the operation's own)."""
+        seconds = timeout.total_seconds() if timeout else None
+        if seconds is not None and seconds <= 0:
+            seconds = None
+        for work in self._works:
+            work.wait(seconds)
+        if self._settle is not None:
+            self._bring_home()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not; if well, the results are in place."""
+        if not all(work.done() for work in self._works):
+            return False
+        if self._settle is not None and self.is_success():
+            self._bring_home()
+        return True
+
+    def is_success(self) -> bool:
+        return all(work.done() and work.exception() is None for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next(filter(None, (work.exception() for work in self._works)), None)
+
+    def result(self) -> list[Tensor]:
+        """The tensors that hold the result, once it is there."""
+        self.wait()
+        return list(self._tensors)
+
+    def source_rank(self) -> int:
+        """The rank in the group that a receive got its message from."""
+        self.wait()
+        return self._works[0].source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> GroupFuture:
+        """A future that becomes the list of result tensors, or raises what the operation raised."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = GroupFuture(self)
+        if torch._C._current_graph_task_id() != -1:
+            # C++ code that waits for a future (torch's DDP) turns any error into its own. So the
+            # backward that we are in ends with the error as it is, just before that code looks.
+            torch.autograd.Variable._execution_engine.queue_callback(self._raise_in_backward)
+        self.when_done(lambda: self._completions.submit(future.complete))
+        return future
+
+    getFuture = get_future
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` once, on the progress loop (or here), when all works have ended."""
+        left = len(self._works)
+        lock = threading.Lock()
+
+        def one_less(_: Work) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                is_last = left == 0
+            if is_last:
+                callback()
+
+        if not left:
+            callback()
+        for work in self._works:
+            work.add_done_callback(one_less)
+
+    def _raise_in_backward(self) -> None:
+        self.wait()
+
+    def _bring_home(self) -> None:
+        with self._lock:
+            settle, self._settle = self._settle, None
+            if settle is not None:
+                with torch.no_grad():
+                    settle()
+
+
+class GroupFuture(torch.futures.Future[Any]):
+    """The future of a GroupWork. Whoever waits for it in Python completes it himself."""
+
+    def __init__(self, work: GroupWork) -> None:
+        super().__init__()
+        self._work = work
+        self._once = threading.Lock()
+
+    def complete(self) -> None:
+        """Take over the outcome of the work, which has ended. Only the first call counts."""
+        if not self._once.acquire(blocking=False):
+            return
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self.set_exception(error)  # type: ignore[arg-type]
+        else:
+            self.set_result(self._work._tensors)
+
+    def wait(self) -> Any:
+        with contextlib.suppress(Exception):  # raised again, from the future, below
+            self._work.wait()
+        self.complete()
+        return super().wait()
+
+
+def combine(works: Sequence[GroupWork], completions: Completions) -> GroupWork:
+    """One work for several: done when all are."""
+
+    def settle() -> None:
+        for work in works:
+            work.wait()
+
+    tensors = [tensor for work in works for tensor in work._tensors]
+    return GroupWork([each for work in works for each in work._works], tensors, completions, settle)
