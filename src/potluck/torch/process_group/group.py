@@ -58,7 +58,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         store: Any = None,
     ) -> None:
-        super().__init__(communicator.rank, communicator.world_size)
+        super().__init__(communicator.rank, communicator.world_size)  # type: ignore[call-arg]
         self._world = world
         self._name = name
         self._desc = "undefined"

@@ -170,7 +170,7 @@ class GroupFuture(torch.futures.Future[Any]):
         try:
             self._work.wait()
         except BaseException as error:
-            self.set_exception(error)  # type: ignore[arg-type]
+            self.set_exception(error)
         else:
             self.set_result(self._work._tensors)
 
