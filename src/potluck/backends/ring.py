@@ -19,7 +19,8 @@ from potluck.types import Group, Member
 class RingBackend(StaticBackend):
     """One rank of a fixed group. ``peers``: every rank's ``"host:port"``, in rank order.
 
-    ConfigurationError if an address can't be read or this rank's port is taken.
+    They may be started in any order; forming the group waits for all of them. ConfigurationError
+    if an address can't be read or this rank's port is taken.
     """
 
     def __init__(
@@ -41,7 +42,14 @@ class RingBackend(StaticBackend):
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
         if after_epoch >= self._group.epoch:
             raise ConfigurationError("a fixed list of peers has no next group") from cause
-        return self._base.open(self._group)
+        communicator = self._base.open(self._group, are_listening=False)
+        try:
+            # One link per pair: from here on a member that dies is noticed by all.
+            communicator.barrier(algorithm="direct", timeout_s=timeout_s).wait()
+        except BaseException:
+            communicator.close()
+            raise
+        return communicator
 
     def close(self) -> None:
         self._base.close()

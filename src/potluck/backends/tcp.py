@@ -41,14 +41,18 @@ class TcpBase:
     def port(self) -> int:
         return self.listener.port
 
-    def open(self, group: Group) -> Communicator:
-        """The communicator of ``group``; earlier groups' connections are refused from now on."""
+    def open(self, group: Group, *, are_listening: bool = True) -> Communicator:
+        """The communicator of ``group``; earlier groups' connections are refused from now on.
+
+        ``are_listening``: every member is known to be there, so a refused connection means that it
+        has died. Otherwise it may not have been started yet, and is called until the deadline.
+        """
         settings = self.settings
         mesh = Mesh(
             group,
             self.switchboard,
             connect_s=settings.peer_timeout_s,
-            max_retries=settings.max_retries,
+            max_retries=settings.max_retries if are_listening else None,
             window=(settings.window_slots, settings.window_slot_bytes)
             if settings.use_windows
             else None,
