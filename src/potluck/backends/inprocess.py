@@ -140,11 +140,14 @@ class Hub:
                 if worker not in self._alive:
                     caller.fail_later(rank, LinkError(f"worker {worker} was killed"))
                     return
+            left = self._departed.get((group.epoch, rank))
+            if left is not None and left.code != "left":
+                caller.fail_later(rank, Refused(left.reason, left.code))
+                return
             for newer in self._connectors.values():
                 if newer.group.epoch > group.epoch and newer.group.me.worker == other_name:
                     caller.fail_later(rank, _stale(newer.group))
                     return
-            left = self._departed.get((group.epoch, rank))
             if left is not None:
                 caller.fail_later(rank, Refused(left.reason, left.code))
                 return

@@ -35,7 +35,6 @@ def tell_all(fate: Fate, ports: Ports, drain_wake: Callable[[], None]) -> None:
     for port in ports.by_rank.values():
         port.control.clear()
         port.control.append(Outgoing(header, memoryview(body)))
-        port.is_paused = False
     deadline = time.monotonic() + _FLUSH_S
     while ports.by_rank and (left := deadline - time.monotonic()) > 0:
         more = [_part(ports, port) for port in list(ports.by_rank.values())]

@@ -2,7 +2,8 @@
 
 Messages of up to ``EAGER_BYTES`` travel at once and wait here if nobody asked for them yet. Larger
 ones send a REQUEST first, and their bytes only when a matching receive has answered with a GRANT,
-so an unexpected message never takes more than a small buffer. Between two ranks, messages with the
+so an unexpected message never takes more than a small buffer; so do small ones to a receiver that
+has too many waiting already. Between two ranks, messages with the
 same tag arrive in the order they were sent. Runs on the progress loop; touches no link.
 """
 
@@ -36,9 +37,6 @@ class Sending:
     offset: int = 0
     is_granted: bool = False
 
-    def needs(self, peer: int) -> bool:
-        return peer == self.peer
-
     def missing(self, departed: Set[int]) -> int | None:
         return self.peer if self.peer in departed else None
 
@@ -68,11 +66,6 @@ class Receiving:
     matched: int = ANY_SOURCE
     offset: int = 0
     num_pieces: int = 0
-
-    def needs(self, peer: int) -> bool:
-        if self.source < 0 and self.matched < 0:
-            return peer in self.ranks
-        return peer == (self.source if self.matched < 0 else self.matched)
 
     def missing(self, departed: Set[int]) -> int | None:
         source = self.source if self.matched < 0 else self.matched

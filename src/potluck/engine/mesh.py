@@ -23,6 +23,8 @@ from potluck.wire.messages import Hello, Refusal, Welcome
 
 _LATE = {"collision", "not_ready"}
 
+_NUM_REFUSALS = 16
+
 _PART_S = 0.2
 """How long attempts to connect go on after the group has ended here: a peer that has said WELCOME
 would take a link that just ends for a death, so it is told the reason first."""
@@ -38,7 +40,7 @@ class Switchboard:
         self._wait_s = wait_s
         self._changed = threading.Condition()
         self._mesh: Mesh | None = None
-        self._refusal = Refusal("left", "this worker has left the group of this epoch")
+        self._refusals: dict[int, Refusal] = {}
         self._epoch = 0
         self._is_closed = False
         self._others: dict[str, Admit] = {}
@@ -62,7 +64,9 @@ class Switchboard:
         with self._changed:
             if self._mesh is mesh:
                 self._mesh = None
-                self._refusal = refusal
+                self._refusals[mesh.group.epoch] = refusal
+                while len(self._refusals) > _NUM_REFUSALS:
+                    del self._refusals[min(self._refusals)]
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -90,9 +94,9 @@ class Switchboard:
                 deadline - time.monotonic(),
             )
             mesh, epoch = self._mesh, self._epoch
-            refusal = self._refusal
-        if hello.epoch == epoch and mesh is None:
-            return Admission(refusal)
+            refusal = self._refusals.get(hello.epoch)
+        if refusal is not None and (refusal.code != "left" or hello.epoch == epoch):
+            return Admission(refusal)  # why that group is over is worth more than that it is
         if hello.epoch < epoch:
             return _refuse("stale", f"epoch {hello.epoch} is over; this worker is in {epoch}")
         if mesh is None or hello.epoch > epoch:

@@ -60,10 +60,13 @@ class Messages:
             self._ports.check_departed(sending)
             if self._fate.error is not None:
                 return
-        if len(sending.data) <= EAGER_BYTES:
+        share = self._ports.share(sending.peer)
+        if len(sending.data) <= EAGER_BYTES and share.has_room(len(sending.data)):
+            share.sent(len(sending.data))
             done = partial(self._end_send, sending)
             self._ports.tell(sending.peer, Outgoing(frame, sending.data, done))
         else:
+            share.sent(0)
             body = frames.encode_request(frames.Request(len(sending.data)))
             frame = frame._replace(kind=Kind.REQUEST, length=len(body))
             self._ports.tell(sending.peer, Outgoing(frame, memoryview(body)))
@@ -121,6 +124,7 @@ class Messages:
 
     def keep_eager(self, port: Port, frame: Frame) -> Sink:
         """Where the payload of a small message goes: it is kept until somebody asks for it."""
+        self._ports.share(port.rank).hold(frame.length)
         return self._ports.keep(port, frame, self._on_eager)
 
     def _on_eager(self, port: Port, frame: Frame, payload: bytearray) -> None:
@@ -129,7 +133,7 @@ class Messages:
     def on_request(self, port: Port, frame: Frame, payload: memoryview) -> None:
         """A large message asks to be received (REQUEST)."""
         nbytes = frames.decode_request(bytes(payload)).nbytes
-        self._ports.account(port, 0)
+        self._ports.share(port.rank).hold(0)
         self._arrive(Arrived(port.rank, frame, nbytes, None))
 
     def _arrive(self, arrived: Arrived) -> None:

@@ -25,7 +25,7 @@ from potluck.wire.dtypes import code_of
 from potluck.wire.frames import IN_WINDOW, Frame, Kind
 
 _MAX_UNREAD = 1024
-"""How many answers may wait for a peer that asks for more."""
+"""How many answers may wait for a peer that asks for more, and how many of its questions here."""
 
 _NUM_REMEMBERED = 16
 """How many ended calls of a channel are kept, to say what a late frame disagrees with."""
@@ -61,8 +61,9 @@ class Plans:
                 self._fate.fail(desync(self._group, peer, running))
                 return
             running.early[peer] = queue
+            for frame, _ in queue:
+                self._ports.release(peer, frame.length)
         for peer, fingerprint in self._asked.pop(key, {}).items():
-            self._ports.release(peer, 0)
             if fingerprint != running.call.fingerprint:
                 self._fate.fail(desync(self._group, peer, running))
                 return
@@ -70,22 +71,42 @@ class Plans:
         self._advance(running)
         if self._ports.departed and key in self._running:
             self._ports.check_departed(running)
+        for peer in running.receive_peers:
+            self._announce(peer)
 
     def check_deadlines(self, now: float) -> None:
         """Ask about operations that stall, and end the group over one that is overdue."""
-        for running in list(self._running.values()):
+        for running in self._oldest():
             if not running.has_asked and now >= running.started + STALL_S:
                 running.has_asked = True
                 self._ask(running, [peer for peer, _ in running.awaited()], pass_on=False)
-            if now >= running.deadline:
-                self._inquire(running, now)
+        late = self._suspect()
+        if late is not None and now >= late.deadline:
+            self._inquire(late, now)
 
     def wake_times(self) -> Iterator[float]:
         """When ``check_deadlines`` has something to do (monotonic seconds)."""
-        for running in self._running.values():
-            yield running.deadline
+        for running in self._oldest():
             if not running.has_asked:
                 yield running.started + STALL_S
+        late = self._suspect()
+        if late is not None:
+            yield late.deadline
+
+    def _oldest(self) -> list[RunningPlan]:
+        """The first operation of each channel: the ones behind it may only wait for it."""
+        first: dict[int, RunningPlan] = {}
+        for running in self._running.values():
+            first.setdefault(running.channel, running)
+        return list(first.values())
+
+    def _suspect(self) -> RunningPlan | None:
+        """The operation whose deadline comes next; first the one that is being looked into."""
+        return min(
+            self._running.values(),
+            key=lambda running: (not running.is_overdue, running.deadline),
+            default=None,
+        )
 
     def pending(self) -> Iterable[RunningPlan]:
         """The operations under way, the oldest first."""
@@ -95,13 +116,16 @@ class Plans:
 
     def next_outgoing(self, port: Port) -> Outgoing | None:
         """The next segment that may go over this link, None if there is none now."""
-        peer = port.rank
+        peer, share = port.rank, self._ports.share(port.rank)
         if self._fate.error is not None:
             return None
         for running in self._running.values():
             segment = running.next_send(peer)
             if segment is None or not port.can_take(segment.data.nbytes):
                 continue
+            if not share.may_send(running.channel, running.sequence, segment.data.nbytes):
+                continue
+            share.sent(segment.data.nbytes)
             running.issue(peer, segment)
             return Outgoing(
                 Frame(
@@ -146,10 +170,17 @@ class Plans:
 
     def route(self, port: Port, frame: Frame) -> Sink:
         """Where the payload of a DATA frame goes."""
+        share = self._ports.share(port.rank)
+        share.has_begun(frame.channel, frame.operation)
         running = self._running.get((frame.channel, frame.operation))
-        if running is None or port.rank in running.early:
-            if running is None and frame.operation < self._posted.get(frame.channel, 0):
+        if running is None:
+            if frame.operation < self._posted.get(frame.channel, 0):
                 self._on_late(port, frame)
+            share.hold(frame.length)
+            self._announce(port.rank)
+            return self._ports.keep(port, frame, self._on_early)
+        self._ports.use(port.rank, frame.length)
+        if port.rank in running.early:
             return self._ports.keep(port, frame, self._on_early)
         segment = self._due(running, port.rank, frame)
         if segment is None or not running.is_ready(segment):
@@ -188,7 +219,6 @@ class Plans:
                 break
             queue.popleft()
             running.received(peer, segment, from_bytes(payload, segment.data.dtype))
-            self._ports.release(peer, len(payload))
             moved = True
         if not queue:
             del running.early[peer]
@@ -211,6 +241,27 @@ class Plans:
             self._ports.violated(peer, ProtocolError(f"it sent {what}"))
             return None
         return segment
+
+    def _announce(self, peer: int) -> None:
+        """Let ``peer`` know what has begun here, if it may be waiting to send that."""
+        if peer not in self._ports.by_rank or not self._ports.share(peer).is_filling:
+            return
+        for running in self._running.values():
+            if peer in running.receive_peers and peer not in running.announced:
+                running.announced.add(peer)
+                frame = Frame(
+                    Kind.BEGUN,
+                    self._group.epoch,
+                    running.channel,
+                    operation=running.sequence,
+                    source=self._group.rank,
+                )
+                self._ports.tell(peer, Outgoing(frame, NOTHING))
+
+    def on_begun(self, port: Port, frame: Frame, _: memoryview) -> None:
+        """A peer has begun a call (BEGUN): its frames need no share any more."""
+        self._ports.share(port.rank).has_begun(frame.channel, frame.operation)
+        self._ports.dirty.add(port.rank)
 
     # -- disagreements
 
@@ -266,9 +317,8 @@ class Plans:
         running = self._running.get(key)
         has_called = frame.operation < self._posted.get(frame.channel, 0)
         if not frame.segment:
-            if not has_called and port.rank not in self._asked.setdefault(key, {}):
-                self._ports.account(port, 0)
-                self._asked[key][port.rank] = frame.fingerprint
+            if not has_called and (key in self._asked or len(self._asked) < _MAX_UNREAD):
+                self._asked.setdefault(key, {})[port.rank] = frame.fingerprint
             return
         if len(port.control) >= _MAX_UNREAD:
             raise ProtocolError(f"it asks and asks, and reads no answer ({len(port.control)} wait)")

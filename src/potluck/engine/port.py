@@ -53,15 +53,12 @@ class Port:
         self.link = link
         self.meter = meter
         self.control: deque[Outgoing] = deque()
-        self.early_bytes = 0
         self.said_goodbye = False
         """The peer will send nothing more."""
         self.is_acknowledged = False
         """The peer has everything this side sent before its own GOODBYE."""
         self.is_blocked = False
         """The link took less than offered; wait until it is writable."""
-        self.is_paused = False
-        """Nothing more is read for now: too much of it could not be used yet."""
         self.said_abort = False
         """The peer has told that the group is over, and why: nothing after that matters."""
         window = link.window
@@ -171,7 +168,7 @@ class Port:
         Returns True if there may be more to read at once.
         """
         budget = BUDGET
-        while budget > 0 and not self.is_paused:
+        while budget > 0:
             if self._frame is None:
                 taken = self.link.recv_into(self._header[self._filled :])
                 if taken == 0:

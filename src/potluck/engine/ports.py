@@ -1,8 +1,8 @@
 """All links of one rank in one group: who may be read, who has something to write, who left.
 
 Runs on the progress loop, except ``wake_for``. What a frame means is decided elsewhere
-(``plans.py``, ``messages.py``); here bytes are moved, and a link that brings more than anybody
-here waits for is left unread, so that no peer can fill this rank's memory.
+(``plans.py``, ``messages.py``); here bytes are moved, and counted where ranks run apart
+(``share.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol
 from potluck.engine.connector import Connector
 from potluck.engine.fate import Fate
 from potluck.engine.port import Outgoing, Port, Sink
+from potluck.engine.share import Share
 from potluck.engine.verdict import Awaiting, peer_lost
 from potluck.errors import LinkError, ProtocolError
 from potluck.metrics import LinkMeter
@@ -23,18 +24,9 @@ from potluck.wire.frames import Frame, Kind
 
 NOTHING = memoryview(b"")
 
-_EARLY_OVERHEAD = 256
-"""What an early frame counts beside its payload, so that empty ones have a bound too."""
-
-_EARLY_LIMIT = 4
-"""How many times ``max_early_bytes`` a link may take while an operation here waits for it."""
-
 
 class Pending(Awaiting, Protocol):
     """An operation under way, as far as links are concerned."""
-
-    def needs(self, peer: int) -> bool:
-        """Whether something from or for ``peer`` may still be due."""
 
     def missing(self, departed: Set[int]) -> int | None:
         """The rank without which it can't end, if that has departed."""
@@ -69,6 +61,7 @@ class Ports:
         self._wake = wake
         self._watched: dict[int, int] = {}
         self._unsent: dict[int, deque[Outgoing]] = {}
+        self._shares: dict[int, Share] = {}
 
     # -- links come and go
 
@@ -135,21 +128,19 @@ class Ports:
         self.tell(rank, Outgoing(Frame(kind, self._group.epoch, source=self._group.rank), NOTHING))
 
     def watch(self, port: Port) -> None:
-        """Select on what this link can do next. A paused link is not read."""
+        """Select on what this link can do next."""
         descriptor = port.link.fileno()
         if descriptor < 0:
             return
-        events = 0 if port.is_paused else selectors.EVENT_READ
+        events = selectors.EVENT_READ
         if port.is_blocked:
             events |= selectors.EVENT_WRITE
         before = self._watched.get(port.rank, 0)
         self._watched[port.rank] = events
-        if before and events:
+        if before:
             self.selector.modify(descriptor, events, port.rank)
-        elif events:
+        else:
             self.selector.register(descriptor, events, port.rank)
-        elif before:
-            self.selector.unregister(descriptor)
 
     def _read(self, port: Port, route: Callable[[Port, Frame], Sink]) -> None:
         try:
@@ -160,9 +151,7 @@ class Ports:
         except ProtocolError as error:
             self.violated(port.rank, error)
             return
-        if port.is_paused:
-            self.watch(port)
-        elif more or port.link.readable:
+        if more or port.link.readable:
             self.ready.add(port.rank)
 
     def _write(self, port: Port, source: Callable[[Port], Outgoing | None]) -> None:
@@ -183,41 +172,31 @@ class Ports:
     ) -> Sink:
         """Take a payload that nobody waits for yet into memory of its own."""
         payload = bytearray(frame.length)
-        self.account(port, frame.length)
         return Sink(memoryview(payload), lambda _: then(port, frame, payload))
 
-    def account(self, port: Port, nbytes: int) -> None:
-        """A frame of ``nbytes`` from this link is kept until an operation wants it."""
-        port.early_bytes += nbytes + _EARLY_OVERHEAD
-        port.is_paused = self._must_wait(port)
+    def share(self, rank: int) -> Share:
+        """How far this rank and ``rank`` may run apart."""
+        share = self._shares.get(rank)
+        if share is None:
+            share = self._shares[rank] = Share(self._max_early_bytes)
+        return share
 
-    def release(self, peer: int, nbytes: int) -> None:
-        """A kept frame of ``nbytes`` is used up."""
-        port = self.by_rank.get(peer)
-        if port is not None:
-            port.early_bytes -= nbytes + _EARLY_OVERHEAD
-            if port.is_paused:
-                self.resume()
+    def use(self, rank: int, nbytes: int) -> None:
+        """A frame of ``rank`` has found its use here."""
+        report = self.share(rank).use(nbytes)
+        if report and rank in self.by_rank:
+            frame = Frame(Kind.USED, self._group.epoch, operation=report, source=self._group.rank)
+            self.tell(rank, Outgoing(frame, NOTHING))
 
-    def resume(self) -> None:
-        """Something has begun or ended: perhaps a paused link may be read again."""
-        for port in self.by_rank.values():
-            if port.is_paused and not self._must_wait(port):
-                port.is_paused = False
-                self.watch(port)
-                self.ready.add(port.rank)
+    def release(self, rank: int, nbytes: int) -> None:
+        """A frame of ``rank`` that had to be kept has found its use here."""
+        self.share(rank).release(nbytes)
+        self.use(rank, nbytes)
 
-    def _must_wait(self, port: Port) -> bool:
-        """Whether to leave what this link brings where it is, for now.
-
-        What an operation here waits for may lie behind the frames of later ones, so then more of
-        those are taken: up to a limit, for a peer must not fill this rank's memory.
-        """
-        if port.early_bytes < self._max_early_bytes:
-            return False
-        if port.early_bytes >= _EARLY_LIMIT * self._max_early_bytes:
-            return True
-        return not any(item.needs(port.rank) for item in self._pending())
+    def on_used(self, port: Port, frame: Frame, _: memoryview) -> None:
+        """A peer has used what was sent to it (USED)."""
+        self.share(port.rank).reported(frame.operation)
+        self.dirty.add(port.rank)
 
     # -- failures
 

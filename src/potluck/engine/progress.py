@@ -32,6 +32,7 @@ from potluck.engine.plans import OnOperation, Plans
 from potluck.engine.port import Outgoing, Port, Sink
 from potluck.engine.ports import Ports
 from potluck.engine.running import RunningPlan
+from potluck.engine.share import OVERHEAD
 from potluck.engine.verdict import error_of
 from potluck.engine.work import Work
 from potluck.errors import GroupError, PotluckError, ProtocolError
@@ -72,7 +73,8 @@ class ProgressLoop:
         self._ports = Ports(
             self._fate,
             connector,
-            max_early_bytes=max_early_bytes,
+            # Less than a few segments could not be counted in quarters.
+            max_early_bytes=max(max_early_bytes, 4 * (segment_bytes + OVERHEAD)),
             meter=meter,
             pending=self._pending,
             wake=self._wake_for,
@@ -84,6 +86,8 @@ class ProgressLoop:
             Kind.GRANT: self._messages.on_grant,
             Kind.ASK: self._plans.on_ask,
             Kind.TELL: self._plans.on_tell,
+            Kind.USED: self._ports.on_used,
+            Kind.BEGUN: self._plans.on_begun,
             Kind.ABORT: self._on_abort,
             Kind.GOODBYE: self._on_goodbye,
             Kind.FAREWELL: self._on_farewell,
@@ -229,17 +233,16 @@ class ProgressLoop:
             work.finish(self._fate.closed())
         else:
             begin()
-            self._ports.resume()
 
     def _adopt(self, rank: int, link: Link) -> None:
-        if self._is_over.is_set():
-            turn_away(self._fate, link)
-        elif self._fate.error is not None:
-            self._late.append(link)
-        else:
+        if self._fate.error is None:
             self._ports.adopt(rank, link)
             if self._closing is not None:  # it came while this rank was leaving: say so in order
                 self._ports.say(rank, Kind.GOODBYE)
+        elif threading.current_thread() is self._thread:
+            self._late.append(link)  # those who wait for their operations come first
+        else:
+            turn_away(self._fate, link)
 
     # -- frames
 

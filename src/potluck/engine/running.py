@@ -58,6 +58,7 @@ class RunningPlan:
         self.nbytes = nbytes
         self.started = 0.0
         self.has_asked = False
+        self.announced: set[int] = set()
         self.is_overdue = False
         self.peers = peers
         self.early: dict[int, deque[tuple[Frame, bytearray]]] = {}

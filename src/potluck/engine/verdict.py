@@ -43,9 +43,10 @@ _BY_NAME: dict[str, type[GroupError]] = {
 def peer_lost(group: Group, rank: int, cause: Exception, item: Awaiting | None) -> GroupError:
     """The link to ``rank`` ended or could not be made."""
     told = _told_by(group, cause, item) if isinstance(cause, Refused) else None
-    if told is not None:
+    is_about_me = isinstance(told, PeerLost | OperationTimeout) and told.rank == group.rank
+    if told is not None and not is_about_me:
         error = told
-    elif isinstance(cause, Refused) and cause.code == "stale":
+    elif is_about_me or (isinstance(cause, Refused) and cause.code == "stale"):
         error = Evicted(
             f"the others have gone on without {group.describe(group.rank)}: {cause}",
             rank=group.rank,

@@ -72,6 +72,10 @@ class Kind(IntEnum):
     """The sender waits in this call; see ``engine/inquest.py``."""
     TELL = 11
     """Whether a rank has made this call."""
+    USED = 12
+    """So many bytes (``operation``) have found their use; see ``engine/share.py``."""
+    BEGUN = 13
+    """The sender has begun this collective."""
 
 
 WINDOW_KINDS = frozenset({Kind.DATA, Kind.PIECE})

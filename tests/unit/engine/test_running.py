@@ -1,0 +1,177 @@
+"""The three rules of plans: what may move, and what must wait."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
+from potluck.engine.call import Call
+from potluck.engine.layout import Chunks
+from potluck.engine.running import RunningPlan, as_bytes, from_bytes
+from potluck.engine.work import Work
+from potluck.types import ReduceOp
+
+SEND, COPY, REDUCE = Action.SEND, Action.COPY, Action.REDUCE
+
+
+def running(
+    *steps: tuple[Action, int, int],
+    chunks: Chunks | None = None,
+    segment_bytes: int = 16,
+    op: ReduceOp = ReduceOp.SUM,
+    peers: tuple[int, ...] = (0, 1, 2, 3),
+    conclude: np.ndarray | None = None,
+) -> RunningPlan:
+    """Chunks are 5 int64 each unless given: three segments of 16 bytes."""
+    names = {chunk for _, _, chunk in steps}
+    plan = Plan(
+        Operation.ALL_REDUCE, Algorithm.RING, 4, 0, len(names), tuple(Step(*each) for each in steps)
+    )
+    return RunningPlan(
+        plan=plan,
+        call=Call(plan.operation, plan.algorithm, "int64", (5,), op, 0, segment_bytes),
+        chunks=chunks or {name: np.arange(5) for name in names},
+        channel=0,
+        sequence=7,
+        deadline=0.0,
+        work=Work("test"),
+        peers=peers,
+        nbytes=40,
+        conclude=conclude,
+    )
+
+
+def send(run: RunningPlan, peer: int) -> tuple[int, int, list[int]]:
+    segment = run.next_send(peer)
+    assert segment is not None
+    run.issue(peer, segment)
+    run.sent(segment)
+    return segment.chunk, segment.number, segment.data.tolist()
+
+
+def receive(run: RunningPlan, peer: int, values: list[int]) -> None:
+    segment = run.next_receive(peer)
+    assert segment is not None
+    assert run.is_ready(segment)
+    run.received(peer, segment, np.array(values))
+
+
+def test_a_step_goes_segment_by_segment_in_order() -> None:
+    run = running((SEND, 1, 0))
+    assert [send(run, 1) for _ in range(3)] == [(0, 0, [0, 1]), (0, 1, [2, 3]), (0, 2, [4])]
+    assert run.next_send(1) is None
+    assert run.is_complete
+
+
+def test_a_chunk_is_sent_on_as_its_segments_arrive() -> None:
+    """Rule 1 holds per segment, so a relay need not wait for the whole chunk."""
+    run = running((COPY, 1, 0), (SEND, 2, 0))
+    assert run.next_send(2) is None
+    receive(run, 1, [10, 11])
+    assert send(run, 2) == (0, 0, [10, 11])
+    assert run.next_send(2) is None
+    receive(run, 1, [12, 13])
+    receive(run, 1, [14])
+    assert send(run, 2) == (0, 1, [12, 13])
+    assert not run.is_complete
+    assert send(run, 2) == (0, 2, [14])
+    assert run.is_complete
+
+
+def test_bytes_not_yet_sent_are_not_overwritten() -> None:
+    run = running((SEND, 1, 0), (COPY, 2, 0))
+    due = run.next_receive(2)
+    assert due is not None
+    assert not run.is_ready(due)
+    segment = run.next_send(1)
+    assert segment is not None
+    run.issue(1, segment)
+    assert not run.is_ready(due), "handed to the link, but still in our memory"
+    run.sent(segment)
+    assert run.is_ready(due)
+
+
+def test_steps_on_one_link_keep_their_order() -> None:
+    """Rule 2: chunk 1 is ready, but chunk 0 comes first on this link."""
+    run = running((COPY, 2, 0), (SEND, 1, 0), (SEND, 1, 1), (SEND, 3, 2))
+    assert run.next_send(1) is None
+    assert send(run, 3)[0] == 2
+    receive(run, 2, [1, 1])
+    assert send(run, 1)[:2] == (0, 0)
+    assert run.next_send(1) is None, "the second segment of chunk 0 is due, not chunk 1"
+
+
+def test_links_do_not_wait_for_each_other() -> None:
+    """Rule 3."""
+    run = running((SEND, 1, 0), (SEND, 2, 1), (COPY, 3, 2))
+    receive(run, 3, [5, 5])
+    assert send(run, 2)[0] == 1
+    assert send(run, 1)[0] == 0
+
+
+def test_reductions_combine_and_copies_replace() -> None:
+    chunks = {0: np.array([1, 2]), 1: np.array([3, 4])}
+    run = running((REDUCE, 1, 0), (COPY, 1, 1), chunks=chunks)
+    segment = run.next_receive(1)
+    assert segment is not None
+    assert run.combines(segment)
+    receive(run, 1, [10, 20])
+    receive(run, 1, [30, 40])
+    assert chunks[0].tolist() == [11, 22]
+    assert chunks[1].tolist() == [30, 40]
+    assert run.next_receive(1) is None
+
+
+def test_an_empty_chunk_is_one_empty_segment() -> None:
+    run = running((SEND, 1, 0), (COPY, 1, 1), chunks={0: np.empty(0), 1: np.empty(0)})
+    assert send(run, 1) == (0, 0, [])
+    receive(run, 1, [])
+    assert run.is_complete
+
+
+def test_segments_are_whole_elements_however_small_the_bound() -> None:
+    run = running((SEND, 1, 0), segment_bytes=3)
+    assert [send(run, 1)[2] for _ in range(5)] == [[0], [1], [2], [3], [4]]
+
+
+def test_a_mean_divides_once_all_is_in() -> None:
+    array = np.array([4.0, 8.0])
+    run = running((COPY, 1, 0), chunks={0: array}, op=ReduceOp.MEAN, conclude=array)
+    run.conclude()
+    assert array.tolist() == [1.0, 2.0]
+
+
+def test_who_is_awaited_and_for_what() -> None:
+    run = running((COPY, 1, 0), (SEND, 2, 0), peers=(10, 11, 12, 13))
+    assert run.send_peers == (12,)
+    assert run.receive_peers == (11,)
+    assert run.awaited() == [
+        (11, "step 1 of 2, COPY chunk 0"),
+        (12, "step 2 of 2, SEND chunk 0"),
+    ]
+    assert str(run) == "all_reduce(int64, shape (5,), op sum, ring) #7"
+
+
+def test_a_peer_whose_frames_all_lie_here_is_not_needed_any_more() -> None:
+    from potluck.wire.frames import Frame, Kind
+
+    run = running((COPY, 1, 0), (COPY, 2, 0), (SEND, 3, 0))
+    assert [run.needs(peer) for peer in range(4)] == [False, True, True, True]
+    run.early.setdefault(2, __import__("collections").deque())
+    for _ in range(2):
+        run.early[2].append((Frame(Kind.DATA, 1), bytearray(16)))
+    assert run.needs(2)
+    run.early[2].append((Frame(Kind.DATA, 1), bytearray(8)))
+    assert not run.needs(2)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3,), (2, 3), ()])
+def test_arrays_as_bytes_and_back(shape: tuple[int, ...]) -> None:
+    array = np.ones(shape, dtype=np.float32)
+    data = as_bytes(array.reshape(-1))
+    assert len(data) == array.nbytes
+    assert not data.readonly
+    data[:] = bytes(array.nbytes)
+    assert (from_bytes(data, array.dtype) == 0).all()
+    assert (array == 0).all()
