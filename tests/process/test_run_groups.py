@@ -88,8 +88,8 @@ def test_a_killed_worker_is_left_behind_and_taken_back_in(counter, tmp_path: Pat
         assert run.finish() == 0, run.text
         run.wait_for(
             lambda line: re.fullmatch(
-                r"potluck: worker 2 lost \(killed by SIGKILL \(9\)\), re-formed in \d+\.\d s, "
-                r"step 10 run again, training on after \d+\.\d s",
+                r"potluck: worker 2 lost \(killed by SIGKILL \(9\)\), re-formed in \d+\.\d\d s, "
+                r"step 10 run again, training on after \d+\.\d\d s",
                 line,
             )
         )

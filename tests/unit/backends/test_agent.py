@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,7 +45,7 @@ class ScriptedAgent:
         self.heard: queue.Queue[control.FromClient | None] = queue.Queue()
         self._answer = answer
         self._credentials = load_credentials(load_settings())
-        self._link: ControlLink[control.FromClient] | None = None
+        self._linked: Future[ControlLink[control.FromClient]] = Future()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -70,9 +71,10 @@ class ScriptedAgent:
         await aio.write_greeting(writer, self._answer)
         if isinstance(self._answer, Refusal):
             return
-        self._link = ControlLink(reader, writer, control.decode_from_client)
+        link = ControlLink(reader, writer, control.decode_from_client)
+        self._linked.set_result(link)
         try:
-            while not isinstance(message := await self._link.receive(), control.Finished):
+            while not isinstance(message := await link.receive(), control.Finished):
                 self.heard.put(message)
             self.heard.put(message)
         except LinkError:
@@ -80,12 +82,10 @@ class ScriptedAgent:
         self.heard.put(None)
 
     def say(self, message: control.FromAgent) -> None:
-        assert self._link is not None
-        self._loop.call_soon_threadsafe(self._link.send, message)
+        self._loop.call_soon_threadsafe(self._linked.result(WAIT_S).send, message)
 
     def hang_up(self) -> None:
-        assert self._link is not None
-        self._loop.call_soon_threadsafe(self._link.abort)
+        self._loop.call_soon_threadsafe(self._linked.result(WAIT_S).abort)
 
     def hear(self, kind: type[T]) -> T:
         """The next message, which must be a ``kind``."""
