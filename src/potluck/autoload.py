@@ -24,7 +24,7 @@ def register() -> None:
     if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
-    dist.register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[no-untyped-call]
+    dist.register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -8,7 +8,7 @@ Methods come in the names of every torch since 2.6: 2.13 calls ``all_gather_sing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from potluck.errors import RemoteError
 from potluck.torch.process_group import messages, moving, reducing, sparse
 from potluck.torch.process_group.messages import MonitoredBarrier, single
 from potluck.torch.process_group.options import seconds
+from potluck.torch.process_group.profile import Record
 from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.work import Completions, GroupWork, combine
 from potluck.torch.process_group.world import World
@@ -138,28 +139,32 @@ class PotluckProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> GroupWork:
         tensor = single(tensors, "all_reduce")
         if tensor.layout is torch.sparse_coo:
-            return self._track(sparse.all_reduce(self._seat, tensor, opts))
-        return self._track(reducing.all_reduce(self._seat, tensor, _with(opts, timeout)))
+            return self._run("sparse_all_reduce", sparse.all_reduce, (), tensor, opts)
+        opts = _with(opts, timeout)
+        return self._run("all_reduce", reducing.all_reduce, tensors, tensor, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
         return self._all(reducing.all_reduce(self._seat, tensor, opts) for tensor in tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> GroupWork:
         tensor = single(tensors, "broadcast")
-        return self._track(moving.broadcast(self._seat, tensor, _rooted(opts, timeout)))
+        opts = _rooted(opts, timeout)
+        return self._run("broadcast", moving.broadcast, tensors, tensor, opts)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> GroupWork:
         tensor = single(tensors, "reduce")
-        return self._track(reducing.reduce(self._seat, tensor, _rooted(opts, timeout, op)))
+        opts = _rooted(opts, timeout, op)
+        return self._run("reduce", reducing.reduce, tensors, tensor, opts)
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
     ) -> GroupWork:
         outputs = _inner(output_tensors, "all_gather")
         source = single(input_tensors, "all_gather")
-        return self._track(moving.all_gather(self._seat, outputs, source, _with(opts, timeout)))
+        opts = _with(opts, timeout)
+        return self._run("all_gather", moving.all_gather, input_tensors, outputs, source, opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor],
@@ -176,7 +181,8 @@ class PotluckProcessGroup(dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
-        return self._track(moving.all_gather_single(self._seat, output, input, opts))
+        inputs = (input,)
+        return self._run("all_gather_single", moving.all_gather_single, inputs, output, input, opts)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -191,10 +197,14 @@ class PotluckProcessGroup(dist.ProcessGroup):
     ) -> GroupWork:
         output = single(output_tensors, "reduce_scatter")
         parts = _inner(input_tensors, "reduce_scatter")
-        return self._track(reducing.reduce_scatter(self._seat, output, parts, _with(opts, timeout)))
+        opts = _with(opts, timeout)
+        return self._run("reduce_scatter", reducing.reduce_scatter, parts, output, parts, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
-        return self._track(reducing.reduce_scatter_single(self._seat, output, input, opts))
+        inputs = (input,)
+        return self._run(
+            "reduce_scatter_single", reducing.reduce_scatter_single, inputs, output, input, opts
+        )
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -207,30 +217,33 @@ class PotluckProcessGroup(dist.ProcessGroup):
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> GroupWork:
         outputs = _inner(output_tensors, "gather") if output_tensors else None
         source = single(input_tensors, "gather")
-        return self._track(moving.gather(self._seat, outputs, source, _rooted(opts)))
+        opts = _rooted(opts)
+        return self._run("gather", moving.gather, input_tensors, outputs, source, opts)
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> GroupWork:
         output = single(output_tensors, "scatter")
         parts = _inner(input_tensors, "scatter") if input_tensors else None
-        return self._track(moving.scatter(self._seat, output, parts, _rooted(opts)))
+        opts = _rooted(opts)
+        return self._run("scatter", moving.scatter, parts or (), output, parts, opts)
 
     def alltoall(
         self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        return self._track(moving.all_to_all(self._seat, output_tensors, input_tensors, opts))
+        return self._run(
+            "all_to_all", moving.all_to_all, input_tensors, output_tensors, input_tensors, opts
+        )
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None, opts: Any = None,
     ) -> GroupWork:  # fmt: skip
-        return self._track(
-            moving.all_to_all_single(
-                self._seat, output, input, output_split_sizes, input_split_sizes, opts
-            )
+        sizes = (output_split_sizes, input_split_sizes)
+        return self._run(
+            "all_to_all", moving.all_to_all_single, (input,), output, input, *sizes, opts
         )
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> GroupWork:
-        return self._track(moving.barrier(self._seat, _with(opts, timeout)))
+        return self._run("barrier", moving.barrier, (), _with(opts, timeout))
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -248,13 +261,16 @@ class PotluckProcessGroup(dist.ProcessGroup):
     # -- point to point
 
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> GroupWork:
-        return self._track(messages.send(self._seat, single(tensors, "send"), dst_rank, tag))
+        tensor = single(tensors, "send")
+        return self._run("send", messages.send, tensors, tensor, dst_rank, tag)
 
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> GroupWork:
-        return self._track(messages.recv(self._seat, single(tensors, "recv"), src_rank, tag))
+        tensor = single(tensors, "recv")
+        return self._run("recv", messages.recv, tensors, tensor, src_rank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> GroupWork:
-        return self._track(messages.recv(self._seat, single(tensors, "recv"), messages.ANY, tag))
+        tensor = single(tensors, "recv")
+        return self._run("recvAnySource", messages.recv, tensors, tensor, messages.ANY, tag)
 
     # -- coalescing, groups, life
 
@@ -312,14 +328,27 @@ class PotluckProcessGroup(dist.ProcessGroup):
 
     # -- inside
 
-    def _track(self, work: GroupWork) -> GroupWork:
+    def _run(
+        self, name: str, operation: Callable[..., GroupWork], shown: Any, *arguments: Any
+    ) -> GroupWork:
+        """Start ``operation``; in a profile it is an event with the shapes of ``shown``."""
+        record = None
+        if torch._C._autograd._profiler_enabled():
+            record = Record(f"{self.name()}:{name}", shown)
+        work = operation(self._seat, *arguments)
+        if record is not None:
+            work.ends(record)
         self._sequence += 1
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
     def _all(self, works: Any) -> GroupWork:
-        return self._track(combine(list(works), self._seat.completions))
+        work = combine(list(works), self._seat.completions)
+        self._sequence += 1
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     @property
     def completions(self) -> Completions:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.engine.work import Work
+from potluck.torch.process_group.profile import Record
 
 _NO_LIMIT = timedelta(0)
 
@@ -70,6 +71,7 @@ class GroupWork(dist.Work):
         self._settle = settle
         self._lock = threading.Lock()
         self._future: GroupFuture | None = None
+        self._record: Record | None = None
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Block until the operation has ended, at most ``timeout`` (0: the operation's own)."""
@@ -78,6 +80,8 @@ class GroupWork(dist.Work):
             seconds = None
         for work in self._works:
             work.wait(seconds)
+        if self._record is not None:
+            self._record.ended.wait()
         if self._settle is not None:
             self._bring_home()
         return True
@@ -143,6 +147,11 @@ class GroupWork(dist.Work):
             callback()
         for work in self._works:
             work.add_done_callback(one_less)
+
+    def ends(self, record: Record) -> None:
+        """The event in the profile ends when this work does."""
+        self._record = record
+        self.when_done(lambda: self._completions.submit(record.end))
 
     def _raise_in_backward(self) -> None:
         self.wait()
