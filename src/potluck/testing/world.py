@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from potluck.backends.inprocess import InProcessBackend
@@ -22,6 +23,33 @@ class WorldError(AssertionError):
         self.errors = errors
 
 
+def run_all(functions: Sequence[Callable[[], T]], timeout_s: float = 60.0) -> list[T]:
+    """Run each function in a thread of its own; their results, or WorldError."""
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except BaseException as error:
+            errors[index] = error
+
+    threads = [
+        threading.Thread(target=run, args=(index,), name=f"rank-{index}", daemon=True)
+        for index in range(len(functions))
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for index, thread in enumerate(threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            errors.setdefault(index, TimeoutError(f"still running after {timeout_s} s"))
+    if errors:
+        raise WorldError(errors) from errors[min(errors)]
+    return [results[index] for index in range(len(functions))]
+
+
 def run_world(
     world_size: int,
     function: Callable[[DistributedContext], T],
@@ -31,31 +59,13 @@ def run_world(
 ) -> list[T]:
     """``[function(ctx) for each rank]``, run at the same time; contexts are closed afterwards.
 
-    Raises WorldError from the lowest rank's error if any rank raised or did not end within
-    ``timeout_s`` (also the default deadline of its operations).
+    Raises WorldError from the lowest rank's error if any rank raised or did not end in time;
+    ``timeout_s`` is the default deadline of the operations.
     """
-    worlds = list(backends or InProcessBackend.world(world_size))
-    results: dict[int, T] = {}
-    errors: dict[int, BaseException] = {}
 
-    def run(index: int) -> None:
-        try:
-            with DistributedContext(worlds[index], timeout_s=timeout_s) as context:
-                results[index] = function(context)
-        except BaseException as error:
-            errors[index] = error
+    def run(backend: InProcessBackend) -> T:
+        with DistributedContext(backend, timeout_s=timeout_s) as context:
+            return function(context)
 
-    threads = [
-        threading.Thread(target=run, args=(index,), name=f"world-{index}", daemon=True)
-        for index in range(len(worlds))
-    ]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + timeout_s + 10
-    for index, thread in enumerate(threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            errors.setdefault(index, TimeoutError(f"still running after {timeout_s} s"))
-    if errors:
-        raise WorldError(errors) from errors[min(errors)]
-    return [results[index] for index in range(len(worlds))]
+    worlds = backends or InProcessBackend.world(world_size)
+    return run_all([partial(run, backend) for backend in worlds], timeout_s + 10)

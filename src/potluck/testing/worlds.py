@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +16,7 @@ from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings
 from potluck.testing.links import new_credentials
-from potluck.testing.world import WorldError
+from potluck.testing.world import run_all
 from potluck.transport.credentials import Credentials
 from potluck.types import Group, Member
 
@@ -63,33 +61,6 @@ class World:
     def close(self) -> None:
         """Close all contexts at once, as workers that end together do."""
         run_all([ctx.close for ctx in self.contexts], self._timeout_s)
-
-
-def run_all(functions: Sequence[Callable[[], T]], timeout_s: float = 60.0) -> list[T]:
-    """Run each function in a thread of its own; their results, or WorldError."""
-    results: dict[int, T] = {}
-    errors: dict[int, BaseException] = {}
-
-    def run(index: int) -> None:
-        try:
-            results[index] = functions[index]()
-        except BaseException as error:
-            errors[index] = error
-
-    threads = [
-        threading.Thread(target=run, args=(index,), name=f"rank-{index}", daemon=True)
-        for index in range(len(functions))
-    ]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + timeout_s
-    for index, thread in enumerate(threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            errors.setdefault(index, TimeoutError(f"still running after {timeout_s} s"))
-    if errors:
-        raise WorldError(errors) from errors[min(errors)]
-    return [results[index] for index in range(len(functions))]
 
 
 @contextlib.contextmanager
