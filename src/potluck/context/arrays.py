@@ -73,8 +73,10 @@ def _adapt_numpy(user: Array, writable: bool) -> Adapted:
         raise TypeError(f"arrays in foreign byte order can't be communicated: {user.dtype.str}")
     if writable and not user.flags.writeable:
         raise ValueError("the array is read-only, and the result would go into it; pass a copy")
+    if isinstance(user, np.ma.MaskedArray):
+        raise TypeError("masked arrays can't be communicated: their mask would be lost; use .data")
     if user.flags.c_contiguous:
-        return Adapted(user, user, None)
+        return Adapted(user, user if type(user) is np.ndarray else user.view(np.ndarray), None)
     array = np.ascontiguousarray(user)
     return Adapted(user, array, lambda: np.copyto(user, array))
 

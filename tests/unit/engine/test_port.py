@@ -1,0 +1,313 @@
+"""A port on a link that gives and takes as little as it likes."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from potluck.engine.port import Outgoing, Port, Sink
+from potluck.errors import LinkError, ProtocolError
+from potluck.metrics import LinkMeter
+from potluck.wire import frames
+from potluck.wire.frames import FRAME_BYTES, IN_WINDOW, Frame, Kind
+
+
+class FakeWindow:
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        self.mine = [bytearray(slot_bytes) for _ in range(num_slots)]
+        self.theirs = [bytearray(slot_bytes) for _ in range(num_slots)]
+
+    def outgoing(self, slot: int) -> memoryview:
+        return memoryview(self.mine[slot])
+
+    def incoming(self, slot: int) -> memoryview:
+        if not 0 <= slot < self.num_slots:
+            raise ProtocolError(f"window slot {slot}")
+        return memoryview(self.theirs[slot])
+
+    def close(self) -> None:
+        return None
+
+
+class FakeLink:
+    """Takes at most ``step()`` bytes a call; like TLS it wants the same bytes again after 0."""
+
+    peer = "fake"
+    readable = False
+
+    def __init__(self, step: Callable[[], int], window: FakeWindow | None = None) -> None:
+        self.step = step
+        self.window = window
+        self.wire = bytearray()
+        self.incoming = bytearray()
+        self.ended = False
+        self._owed: bytes | None = None
+
+    def fileno(self) -> int:
+        return -1
+
+    def bind(self, wake: Callable[[], None]) -> None:
+        return None
+
+    def send(self, data: memoryview) -> int:
+        assert len(data), "nothing was offered"
+        if self._owed is not None:
+            assert bytes(data[: len(self._owed)]) == self._owed, "other bytes than those refused"
+        count = min(self.step(), len(data))
+        self._owed = None if count else bytes(data[:64])
+        self.wire += data[:count]
+        return count
+
+    def recv_into(self, buffer: memoryview) -> int:
+        assert len(buffer), "no room was offered"
+        count = min(self.step(), len(buffer), len(self.incoming))
+        if count == 0 and self.ended:
+            raise LinkError("ended")
+        buffer[:count] = self.incoming[:count]
+        del self.incoming[:count]
+        return count
+
+    def close(self) -> None:
+        return None
+
+
+def port_on(step: Callable[[], int], window: FakeWindow | None = None) -> tuple[Port, FakeLink]:
+    link = FakeLink(step, window)
+    return Port(1, link, LinkMeter()), link
+
+
+def data_frame(payload: bytes, kind: Kind = Kind.DATA, **fields: int) -> Frame:
+    return Frame(kind, 3, length=len(payload), source=0)._replace(**fields)
+
+
+def parse(wire: bytearray) -> list[tuple[Frame, bytes]]:
+    parsed = []
+    at = 0
+    while at < len(wire):
+        frame = frames.decode(wire[at : at + FRAME_BYTES])
+        at += FRAME_BYTES
+        size = 0 if frame.flags & IN_WINDOW else frame.length
+        parsed.append((frame, bytes(wire[at : at + size])))
+        at += size
+    return parsed
+
+
+def source_of(queue: deque[Outgoing]) -> Callable[[Port], Outgoing | None]:
+    return lambda _: queue.popleft() if queue else None
+
+
+def steps_of(seed: int) -> Callable[[], int]:
+    choose = random.Random(seed)
+    return lambda: choose.choice([0, 0, 1, 1, 2, 5, 40, 48, 49, 1000, 20_000])
+
+
+PAYLOADS = [
+    b"",
+    b"x",
+    b"12345678",
+    bytes(range(256)) * 4,
+    bytes(9000),
+    b"",
+    bytes(range(100)) * 300,
+]
+
+
+@pytest.mark.parametrize("stutter", [0, 1, 7])
+def test_frames_cross_a_link_that_takes_one_byte_at_a_time(stutter: int) -> None:
+    calls = iter(range(10**9))
+    port, link = port_on(lambda: int(not stutter or next(calls) % (stutter + 1) == 0))
+    sent: list[int] = []
+    queue = deque(
+        Outgoing(data_frame(each), memoryview(each), lambda number=number: sent.append(number))
+        for number, each in enumerate(PAYLOADS[:4])
+    )
+    while queue or port.is_writing:
+        port.write(source_of(queue))
+    assert [payload for _, payload in parse(link.wire)] == PAYLOADS[:4]
+    assert sent == [0, 1, 2, 3]
+
+    arrived: list[bytes] = []
+    link.incoming, link.wire = link.wire, bytearray()
+
+    def route(_: Port, frame: Frame) -> Sink:
+        buffer = memoryview(bytearray(frame.length))
+        return Sink(buffer, lambda payload: arrived.append(bytes(payload)))
+
+    while link.incoming:
+        port.read(route)
+    assert arrived == PAYLOADS[:4]
+
+
+def test_random_steps_with_control_frames_in_between(seed: int) -> None:
+    port, link = port_on(steps_of(seed))
+    queue = deque(Outgoing(data_frame(each), memoryview(each)) for each in PAYLOADS * 3)
+    number = 0
+    while queue or port.is_writing:
+        if number < 20 and random.Random(seed + number).random() < 0.2:
+            port.control.append(Outgoing(Frame(Kind.CREDIT, 3, tag=number), memoryview(b"")))
+            number += 1
+        port.write(source_of(queue))
+    parsed = parse(link.wire)
+    assert [payload for frame, payload in parsed if frame.kind is Kind.DATA] == PAYLOADS * 3
+    credits = [frame.tag for frame, _ in parsed if frame.kind is Kind.CREDIT]
+    assert credits == list(range(number)), "whole frames, in order, between whole frames"
+
+
+def test_memory_is_let_go_only_when_its_last_byte_has_left() -> None:
+    room = [0]
+
+    def step() -> int:
+        return room[0]
+
+    port, link = port_on(step)
+    payload = bytearray(b"a" * 20_000)
+    done: list[bool] = []
+    queue = deque([Outgoing(data_frame(payload), memoryview(payload), lambda: done.append(True))])
+    port.write(source_of(queue))
+    assert port.is_blocked
+    assert port.is_writing
+    assert not done
+    room[0] = 10_000
+    while len(link.wire) < 20_000:
+        port.write(source_of(queue))
+        room[0] = 0 if len(link.wire) >= 19_000 else 10_000
+        if len(link.wire) < FRAME_BYTES + 20_000:
+            assert not done
+            room[0] = 10
+    room[0] = 10_000
+    port.write(source_of(queue))
+    assert done == [True]
+    assert parse(link.wire) == [(data_frame(payload), bytes(payload))]
+
+
+def test_a_link_full_of_bytes_gives_others_their_turn() -> None:
+    port, _ = port_on(lambda: 1 << 20)
+    payload = bytes(1 << 20)
+    endless = Outgoing(data_frame(payload), memoryview(payload))
+    assert port.write(lambda _: endless), "there is more"
+    assert 8 << 20 <= port.meter.bytes_sent < 10 << 20
+
+    port, link = port_on(lambda: 1 << 20)
+    link.incoming = bytearray((frames.encode(data_frame(payload)) + payload) * 12)
+    scratch = memoryview(bytearray(1 << 20))
+    assert port.read(lambda _, frame: Sink(scratch, lambda _: None))
+    assert 8 << 20 <= port.meter.bytes_received < 10 << 20
+
+
+def test_bytes_before_the_end_of_a_link_count() -> None:
+    port, link = port_on(lambda: 100)
+    link.incoming = bytearray(frames.encode(data_frame(b"abc")) + b"abc")
+    link.ended = True
+    got: list[bytes] = []
+
+    def route(_: Port, frame: Frame) -> Sink:
+        return Sink(memoryview(bytearray(frame.length)), lambda data: got.append(bytes(data)))
+
+    with pytest.raises(LinkError):
+        port.read(route)
+    assert got == [b"abc"]
+
+
+# ---------------------------------------------------------------- windows
+
+SLOT = 8192
+
+
+def test_slots_are_used_until_there_are_none_and_again_after_a_credit() -> None:
+    window = FakeWindow(2, SLOT)
+    port, link = port_on(lambda: 1 << 20, window)
+    payloads = [bytes([number]) * 5000 for number in range(3)]
+    let_go: list[int] = []
+    queue = deque(
+        Outgoing(data_frame(each), memoryview(each), lambda number=number: let_go.append(number))
+        for number, each in enumerate(payloads)
+    )
+
+    def source(port: Port) -> Outgoing | None:
+        return queue.popleft() if queue and port.can_take(len(queue[0].payload)) else None
+
+    port.write(source)
+    assert len(queue) == 1
+    assert let_go == [0, 1], "the copy is made: the memory is free at once"
+    assert [bytes(slot[:5000]) for slot in window.mine] == payloads[:2]
+    assert [(frame.flags, frame.tag) for frame, _ in parse(link.wire)] == [
+        (IN_WINDOW, 0),
+        (IN_WINDOW, 1),
+    ]
+    assert not port.can_take(5000)
+    assert port.can_take(100), "small payloads go through the stream"
+    assert port.can_take(SLOT + 1), "and so do those that fit no slot"
+
+    link.incoming += frames.encode(Frame(Kind.CREDIT, 3, source=1, tag=1))
+    port.read(lambda *_: pytest.fail("credits are the port's own business"))
+    port.write(source)
+    assert bytes(window.mine[1][:5000]) == payloads[2]
+    assert port.meter.bytes_in_window == 15_000
+
+
+def test_messages_with_a_tag_keep_it() -> None:
+    port, link = port_on(lambda: 1 << 20, FakeWindow(2, SLOT))
+    payload = bytes(6000)
+    frame = data_frame(payload, Kind.EAGER, tag=77)
+    port.control.append(Outgoing(frame, memoryview(payload)))
+    port.write(lambda _: None)
+    assert parse(link.wire) == [(frame, payload)]
+
+
+def test_a_payload_in_the_window_is_credited_once_it_is_used() -> None:
+    window = FakeWindow(2, SLOT)
+    port, link = port_on(lambda: 1 << 20, window)
+    window.theirs[1][:5] = b"hello"
+    for into_buffer in (True, False):
+        got: list[bytes] = []
+        link.incoming += frames.encode(
+            Frame(Kind.DATA, 3, length=5, source=1, flags=IN_WINDOW, tag=1)
+        )
+        buffer = memoryview(bytearray(5)) if into_buffer else None
+        port.read(
+            lambda *_, buffer=buffer, got=got: Sink(
+                buffer, lambda payload: got.append(bytes(payload))
+            )
+        )
+        assert got == [b"hello"]
+        port.write(lambda _: None)
+        assert parse(link.wire)[-1][0] == Frame(Kind.CREDIT, 3, tag=1, source=0)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        Frame(Kind.CREDIT, 3, source=1, tag=0),
+        Frame(Kind.CREDIT, 3, source=1, tag=-1),
+        Frame(Kind.CREDIT, 3, source=1, tag=2),
+        Frame(Kind.DATA, 3, length=10, source=1, flags=IN_WINDOW, tag=2),
+        Frame(Kind.DATA, 3, length=10, source=1, flags=IN_WINDOW, tag=-1),
+        Frame(Kind.DATA, 3, length=SLOT + 1, source=1, flags=IN_WINDOW, tag=0),
+    ],
+)
+def test_slots_that_a_peer_must_not_name(hostile: Frame) -> None:
+    port, link = port_on(lambda: 1 << 20, FakeWindow(2, SLOT))
+    link.incoming += frames.encode(hostile)
+    with pytest.raises(ProtocolError):
+        port.read(lambda *_: pytest.fail("must not be routed"))
+
+
+def test_a_slot_is_not_used_again_before_its_credit_has_left() -> None:
+    """Else a peer that reads no credits could make us pile them up."""
+    port, link = port_on(lambda: 1 << 20, FakeWindow(1, SLOT))
+    frame = Frame(Kind.DATA, 3, length=1, source=1, flags=IN_WINDOW, tag=0)
+    sink = Sink(None, lambda _: None)
+    link.incoming += frames.encode(frame) * 2
+    with pytest.raises(ProtocolError, match="used again before it was free"):
+        port.read(lambda *_: sink)
+
+
+def test_a_window_that_this_link_does_not_have() -> None:
+    port, link = port_on(lambda: 1 << 20)
+    link.incoming += frames.encode(Frame(Kind.DATA, 3, length=1, source=1, flags=IN_WINDOW, tag=0))
+    with pytest.raises(ProtocolError, match="does not have"):
+        port.read(lambda *_: Sink(None, lambda _: None))
