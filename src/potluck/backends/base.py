@@ -1,16 +1,140 @@
 """How a context gets its group and its communicator.
 
-Implementations: ``ring.py`` (a list of peers, no agent), ``environment.py`` (MASTER_ADDR and kin),
-``inprocess.py`` (threads of one process), ``agent.py`` (the agent that started this worker),
-``local.py`` (one worker, no network).
+On potluck's own links: ``ring.py`` (a list of peers, no agent), ``environment.py`` (MASTER_ADDR and
+kin, mpirun's and Slurm's variables), ``inprocess.py`` (threads of one process), ``agent.py`` (the
+agent that started this worker), ``local.py`` (one worker, no network). On somebody else's:
+``torchdist.py`` (Gloo and NCCL, through torch), ``mpi.py`` (mpi4py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from potluck.engine.communicator import Communicator
-from potluck.errors import GroupError
+from potluck.engine.layout import Array
+from potluck.engine.work import Work
+from potluck.errors import GroupError, PotluckError
+from potluck.metrics import Metrics
+from potluck.types import Group, ReduceOp
+
+
+class Communicator(Protocol):
+    """One rank's face of one immutable group: what a context needs of whoever moves the bytes.
+
+    Arrays are C-contiguous; those of collectives may have any shape. Every operation returns a
+    Work at once, has a deadline ``timeout_s`` after the call, and must be called by all ranks in
+    the same order. After the first GroupError every call raises the same error.
+    ``engine.communicator`` is potluck's own; ``backends.library`` makes one of another library.
+    """
+
+    @property
+    def group(self) -> Group:
+        """The whole group; this communicator's ranks may be some of its members."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks of this communicator."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks this communicator joins."""
+
+    @property
+    def device(self) -> str | None:
+        """None: arrays are NumPy's. Else they are torch tensors on this device (``cuda:0``)."""
+
+    def all_reduce(
+        self, array: Array, op: ReduceOp, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        """In place: every rank ends with the combination of all ranks' arrays."""
+
+    def reduce_scatter(
+        self,
+        output: Array,
+        array: Array,
+        op: ReduceOp,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        """``output`` (count) ends with part ``rank`` of the combined ``array`` (world * count)."""
+
+    def all_gather(
+        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        """``output`` (world * count) ends with every rank's ``array`` (count), in rank order."""
+
+    def broadcast(
+        self, array: Array, root: int, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        """In place: every rank ends with the root's array."""
+
+    def reduce(
+        self,
+        array: Array,
+        op: ReduceOp,
+        root: int,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        """In place on the root; other ranks' arrays stay as they are."""
+
+    def scatter(
+        self,
+        output: Array,
+        array: Array | None,
+        root: int,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        """``output`` (count) ends with part ``rank`` of the root's ``array`` (world * count)."""
+
+    def gather(
+        self,
+        output: Array | None,
+        array: Array,
+        root: int,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        """The root's ``output`` (world * count) ends with every rank's ``array`` (count)."""
+
+    def all_to_all(
+        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        """Part ``i`` of ``array`` goes to rank ``i``; part ``j`` of ``output`` comes from ``j``."""
+
+    def barrier(self, *, algorithm: str | None = None, timeout_s: float) -> Work:
+        """Ends once every rank has called it."""
+
+    def send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        """Send ``array`` to ``peer``; done when its memory may be reused."""
+
+    def recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        """Fill ``array`` with a message of exactly its size; ``peer`` -1 takes any sender's.
+
+        The work's ``source`` is then the sender's rank in this communicator.
+        """
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of some of the ranks, None on the others. Every rank must call it."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the group is over, None while it is not."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """What was moved so far, by operation."""
+
+    def abort(self, error: PotluckError) -> None:
+        """End the group with ``error``, here and on every rank that can be reached."""
+
+    def close(self) -> None:
+        """Leave in order, within about a second. Idempotent."""
 
 
 class Backend(Protocol):

@@ -39,12 +39,14 @@ class Adapted:
         return self.user
 
 
-def adapt(user: Any, *, writable: bool = True) -> Adapted:
-    """The engine's view of an array or tensor.
+def adapt(user: Any, *, writable: bool = True, device: str | None = None) -> Adapted:
+    """The communicator's view of an array or tensor: a NumPy array, or a tensor on ``device``.
 
     TypeError for anything else and for dtypes that can't travel; ValueError for a result that
     would have to go into read-only memory.
     """
+    if device is not None:
+        return _adapt_to_device(user, writable, device)
     if isinstance(user, np.ndarray):
         return _adapt_numpy(user, writable)
     if is_tensor(user):
@@ -95,3 +97,27 @@ def _adapt_tensor(user: Any) -> Adapted:
         array = host.numpy()
     code_of(array.dtype)
     return Adapted(user, array, store)
+
+
+def _adapt_to_device(user: Any, writable: bool, device: str) -> Adapted:
+    """A torch tensor on ``device``, for libraries that move memory of an accelerator."""
+    torch = sys.modules["torch"]
+    if is_tensor(user):
+        source = user.detach()
+    else:
+        host = adapt(user, writable=writable)
+        bits = host.array.view(np.int16) if host.array.dtype == ml_dtypes.bfloat16 else host.array
+        source = torch.from_numpy(bits if bits.flags.writeable else bits.copy())
+        if bits is not host.array:
+            source = source.view(torch.bfloat16)
+    moved = source.to(device).contiguous()
+    if is_tensor(user):
+        is_shared = moved.data_ptr() == source.data_ptr() and moved.device == source.device
+        store = None if is_shared else lambda: source.copy_(moved)
+    else:
+
+        def store() -> None:
+            source.copy_(moved)
+            host.write_back()
+
+    return Adapted(user, moved, store)

@@ -7,6 +7,7 @@ gets ``Desync``. ``timeout`` is in seconds; past it every rank gets ``OperationT
 that dies gives ``PeerLost`` on every other. ``async_op=True`` returns a ``Work`` whose ``wait()``
 gives the result; until then leave the arrays alone. ``algorithm`` is ``ring``, ``tree``,
 ``direct``, ``centralized`` or ``hierarchical``; by default the one with the least modelled time.
+Gloo, NCCL and MPI choose their own: there ``algorithm`` has no effect.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from potluck.context.arrays import adapt, empty_like
-from potluck.engine.communicator import Communicator
+from potluck.backends.base import Communicator
+from potluck.context.arrays import Adapted, adapt, empty_like
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
 
@@ -55,7 +56,7 @@ class Collectives:
         Bit-identical on every rank. ``op``: sum, mean (floats only), min, max, product.
         Ring: ``2 (w - 1)`` steps and ``2 (w - 1) / w`` times the array's bytes from each rank.
         """
-        mine = adapt(array)
+        mine = self._adapt(array)
         work = self.communicator.all_reduce(
             mine.array, _op(op), algorithm=algorithm, timeout_s=self._patience(timeout)
         )
@@ -74,9 +75,9 @@ class Collectives:
 
         ``array`` itself stays as it is.
         """
-        parts = adapt(array, writable=False)
+        parts = self._adapt(array, writable=False)
         self._check_parts(parts.array.shape, "reduce_scatter")
-        result = adapt(empty_like(array, parts.array.shape[1:]))
+        result = self._adapt(empty_like(array, parts.array.shape[1:]))
         work = self.communicator.reduce_scatter(
             result.array,
             parts.array,
@@ -95,8 +96,8 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """A new array of shape (world, *array.shape) with every rank's array, in rank order."""
-        mine = adapt(array, writable=False)
-        result = adapt(empty_like(array, (self.world_size, *mine.array.shape)))
+        mine = self._adapt(array, writable=False)
+        result = self._adapt(empty_like(array, (self.world_size, *mine.array.shape)))
         work = self.communicator.all_gather(
             result.array, mine.array, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
@@ -112,7 +113,7 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """Make every rank's array equal to the root's, in place, and return it."""
-        mine = adapt(array, writable=self.rank != root)
+        mine = self._adapt(array, writable=self.rank != root)
         work = self.communicator.broadcast(
             mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
@@ -129,7 +130,7 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """Combine all ranks' arrays into the root's, in place; the others' stay as they are."""
-        mine = adapt(array, writable=self.rank == root)
+        mine = self._adapt(array, writable=self.rank == root)
         work = self.communicator.reduce(
             mine.array, _op(op), root, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
@@ -147,12 +148,12 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """Fill ``output`` (shape s) with part ``rank`` of the root's ``parts`` (world, *s)."""
-        mine = adapt(output)
+        mine = self._adapt(output)
         source = None
         if self.rank == root:
             if parts is None:
                 raise ValueError(f"scatter: rank {root} is the root and must pass the parts")
-            source = adapt(parts, writable=False).array
+            source = self._adapt(parts, writable=False).array
             self._check_parts(source.shape, "scatter")
             if source.shape[1:] != mine.array.shape or source.dtype != mine.array.dtype:
                 raise ValueError(
@@ -174,13 +175,13 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """On the root a new array of shape (world, *array.shape); None on the others."""
-        mine = adapt(array, writable=False)
+        mine = self._adapt(array, writable=False)
         if self.rank != root:
             work = self.communicator.gather(
                 None, mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
             )
             return _end(work, lambda: None, async_op)
-        result = adapt(empty_like(array, (self.world_size, *mine.array.shape)))
+        result = self._adapt(empty_like(array, (self.world_size, *mine.array.shape)))
         work = self.communicator.gather(
             result.array, mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
@@ -195,9 +196,9 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """``array`` (world, *s): row ``i`` goes to rank ``i``; returns what came, by rank."""
-        mine = adapt(array, writable=False)
+        mine = self._adapt(array, writable=False)
         self._check_parts(mine.array.shape, "all_to_all")
-        result = adapt(empty_like(array, mine.array.shape))
+        result = self._adapt(empty_like(array, mine.array.shape))
         work = self.communicator.all_to_all(
             result.array, mine.array, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
@@ -217,7 +218,7 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """Send ``array`` to rank ``dst``; returns it when its memory may be reused."""
-        mine = adapt(array, writable=False)
+        mine = self._adapt(array, writable=False)
         work = self.communicator.send(mine.array, dst, _tag(tag), timeout_s=self._patience(timeout))
         return _end(work, lambda: array, async_op)
 
@@ -235,11 +236,14 @@ class Collectives:
         With ``async_op=True`` the Work's ``source`` then tells the sender's rank. A message of
         another size or dtype than ``array``'s is a ``Desync``.
         """
-        mine = adapt(array)
+        mine = self._adapt(array)
         work = self.communicator.recv(mine.array, src, _tag(tag), timeout_s=self._patience(timeout))
         return _end(work, mine.write_back, async_op)
 
     # -- inside
+
+    def _adapt(self, array: Any, *, writable: bool = True) -> Adapted:
+        return adapt(array, writable=writable, device=self.communicator.device)
 
     def _patience(self, timeout: float | None) -> float:
         if timeout is None:

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from potluck.backends.base import Backend
+from potluck.backends.base import Backend, Communicator
 from potluck.cluster.commit import Vote, tally
 from potluck.context.collectives import Collectives
-from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, Diverged, GroupError, PotluckError, RemoteError
 from potluck.types import Group, Member
 from potluck.wire.frames import MAX_CONTROL

@@ -59,6 +59,9 @@ class Communicator:
     GroupError every call raises the same error: form a new group.
     """
 
+    device: str | None = None
+    """Arrays are in host memory."""
+
     def __init__(self, group: Group, family: _Family, channel: int, ranks: tuple[int, ...]) -> None:
         self.group = group
         self._family = family
