@@ -130,6 +130,7 @@ class Mesh:
         self._linked: set[int] = set()
         self._is_closed = threading.Event()
         self._gives_up_at = 0.0
+        self._refusal = Refusal("left", "this worker has left the group of this epoch")
         self._deliver: Deliver | None = None
         self._fail: Fail | None = None
 
@@ -149,7 +150,8 @@ class Mesh:
             thread.start()
 
     def close(self, error: BaseException) -> None:
-        self._switchboard.disconnect_mesh(self, refusal_of(self.group, error))
+        self._refusal = refusal_of(self.group, error)
+        self._switchboard.disconnect_mesh(self, self._refusal)
         self._gives_up_at = time.monotonic() + _PART_S
         self._is_closed.set()
         with self._lock:
@@ -178,7 +180,7 @@ class Mesh:
             )
         with self._lock:
             if self._is_closed.is_set():
-                return _refuse("left", f"this worker has left the group of epoch {group.epoch}")
+                return Admission(self._refusal)
             if hello.rank in self._linked:
                 return _refuse(
                     "duplicate",
