@@ -1,0 +1,135 @@
+"""Where to cut a chain of layers so that the slowest stage is as fast as it can be. Pure.
+
+A pipeline is as slow as its slowest stage. Stages are runs of neighbouring layers, one run per
+node in the nodes' order, and a run must fit into its node's memory. That is the partition of a
+chain over unlike processors; dynamic programming over (stage, last layer) finds the optimum:
+
+    best[s][j] = min over i of max(best[s - 1][i], time of layers i..j-1 on node s)
+
+in O(stages * layers^2) steps (Pinar and Aykanat, "Fast optimal load balancing algorithms for 1D
+partitioning", 2004, section 2; PipeDream, Harlap et al. 2018, section 3.2, adds replication).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What a layer costs: ``seconds`` for one micro-batch, forward and backward, on a node of
+    speed 1; ``state_bytes`` for parameters, gradients and optimizer state; ``activation_bytes``
+    kept between forward and backward of one micro-batch."""
+
+    seconds: float
+    state_bytes: float = 0
+    activation_bytes: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Where a stage runs: a node of speed 2 needs half the seconds of one of speed 1."""
+
+    speed: float = 1.0
+    memory_bytes: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The layers of each stage, and how long and how large the stage is."""
+
+    stages: tuple[range, ...]
+    seconds: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds per micro-batch of the slowest stage: the pace of the pipeline."""
+        return max(self.seconds)
+
+
+def plan_stages(
+    layers: Sequence[Layer],
+    nodes: Sequence[Node],
+    *,
+    in_flight: Sequence[int] | None = None,
+) -> Plan:
+    """The split with the fastest slowest stage: stage ``s`` runs on ``nodes[s]``, with at least one
+    layer.
+
+    ``in_flight[s]`` is how many micro-batches stage ``s`` keeps activations of. By default what
+    1F1B keeps: ``len(nodes) - s``; GPipe keeps all micro-batches of a batch on every stage.
+    ValueError if there are fewer layers than nodes, a figure makes no sense, or no split fits into
+    the nodes' memory.
+    """
+    _check(layers, nodes)
+    num_layers, num_stages = len(layers), len(nodes)
+    kept = list(range(num_stages, 0, -1)) if in_flight is None else list(in_flight)
+    if len(kept) != num_stages or min(kept) < 1:
+        raise ValueError(f"in_flight needs {num_stages} numbers of 1 or more, got {kept}")
+    seconds = list(accumulate((layer.seconds for layer in layers), initial=0.0))
+    state = list(accumulate((layer.state_bytes for layer in layers), initial=0.0))
+    active = list(accumulate((layer.activation_bytes for layer in layers), initial=0.0))
+
+    def time(stage: int, first: int, end: int) -> float:
+        return (seconds[end] - seconds[first]) / nodes[stage].speed
+
+    def room(stage: int, first: int, end: int) -> float:
+        return state[end] - state[first] + kept[stage] * (active[end] - active[first])
+
+    best = [0.0] + [math.inf] * num_layers
+    cuts: list[list[int]] = []
+    for stage, node in enumerate(nodes):
+        after = [math.inf] * (num_layers + 1)
+        cut = [-1] * (num_layers + 1)
+        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
+            # From the right: as the stage grows, neither its time nor its size ever shrinks.
+            for first in range(end - 1, stage - 1, -1):
+                own = time(stage, first, end)
+                if room(stage, first, end) > node.memory_bytes or own >= after[end]:
+                    break
+                if (slowest := max(best[first], own)) < after[end]:
+                    after[end], cut[end] = slowest, first
+        best = after
+        cuts.append(cut)
+    if best[num_layers] == math.inf:
+        raise ValueError(_too_large(layers, nodes, kept))
+    ends = [num_layers]
+    for cut in reversed(cuts):
+        ends.append(cut[ends[-1]])
+    ends.reverse()
+    stages = tuple(range(ends[s], ends[s + 1]) for s in range(num_stages))
+    return Plan(
+        stages,
+        tuple(time(s, run.start, run.stop) for s, run in enumerate(stages)),
+        tuple(room(s, run.start, run.stop) for s, run in enumerate(stages)),
+    )
+
+
+def _check(layers: Sequence[Layer], nodes: Sequence[Node]) -> None:
+    if not nodes:
+        raise ValueError("a pipeline needs at least one node")
+    if len(layers) < len(nodes):
+        raise ValueError(
+            f"{len(layers)} layers can't be split into {len(nodes)} stages: each needs at least one"
+        )
+    for index, layer in enumerate(layers):
+        figures = (layer.seconds, layer.state_bytes, layer.activation_bytes)
+        if not all(math.isfinite(figure) and figure >= 0 for figure in figures):
+            raise ValueError(f"layer {index} has a figure that is negative or not finite: {layer}")
+    for index, node in enumerate(nodes):
+        if not (0 < node.speed < math.inf) or not node.memory_bytes >= 0:
+            raise ValueError(f"node {index} needs a speed above 0 and a memory size: {node}")
+
+
+def _too_large(layers: Sequence[Layer], nodes: Sequence[Node], kept: Sequence[int]) -> str:
+    needed = sum(layer.state_bytes + layer.activation_bytes for layer in layers)
+    sizes = ", ".join(f"{node.memory_bytes:.3g}" for node in nodes)
+    return (
+        f"no split of the {len(layers)} layers fits: they need at least {needed:.3g} bytes and "
+        f"the nodes have {sizes} (stages keep the activations of {', '.join(map(str, kept))} "
+        "micro-batches); use smaller micro-batches, activation checkpointing or more nodes"
+    )
