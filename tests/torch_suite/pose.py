@@ -11,9 +11,10 @@ import types
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
 from potluck.torch.process_group import creation
 from potluck.torch.process_group.group import PotluckProcessGroup
-from torch.distributed import distributed_c10d as c10d
 
 
 class PosingAsGloo(PotluckProcessGroup):
@@ -34,11 +35,6 @@ class PosingAsGloo(PotluckProcessGroup):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Everything was done in __new__."""
-
-    def getBackendName(self) -> str:
-        return "gloo"
-
-    name = _get_backend_name = getBackendName
 
 
 _making: list[dict[str, Any]] = []

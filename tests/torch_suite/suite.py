@@ -43,6 +43,10 @@ def prepare(backend: str, world_size: int = 3) -> Any:
         import pose
 
         pose.pose()
+        # torch asks for profiler events with shapes from the backends in these lists only. They
+        # hold its own, by name, and the name here is borrowed.
+        for listed in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS"):
+            getattr(distributed_test, listed).remove("gloo")
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self) -> None:

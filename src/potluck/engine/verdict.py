@@ -92,7 +92,7 @@ def overdue(group: Group, item: Awaiting, culprit: int = -1) -> OperationTimeout
     )
     blame = f"{group.describe(culprit)} has not made this call; " if culprit >= 0 else ""
     return OperationTimeout(
-        f"{item} in epoch {group.epoch} passed its deadline on {group.describe(group.rank)}; "
+        f"{item} in epoch {group.epoch} exceeded its timeout on {group.describe(group.rank)}; "
         f"{blame}it still waits for {missing or 'its own last segment'}",
         rank=rank,
         epoch=group.epoch,

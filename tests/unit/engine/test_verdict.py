@@ -113,7 +113,7 @@ def test_a_deadline_names_what_is_missing_and_who_holds_it_up() -> None:
     error = overdue(GROUP, item)
     assert error.rank == 0
     assert str(error) == (
-        "all_reduce(x) #3 in epoch 4 passed its deadline on rank 1 (worker b); it still waits for "
+        "all_reduce(x) #3 in epoch 4 exceeded its timeout on rank 1 (worker b); it still waits for "
         "rank 0 (worker a at 10.0.0.1:7) (step 1); rank 2 (worker c) (step 5)"
     )
     named = overdue(GROUP, item, 2)

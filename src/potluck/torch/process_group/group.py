@@ -8,7 +8,7 @@ Methods come in the names of every torch since 2.6: 2.13 calls ``all_gather_sing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,6 @@ from potluck.engine.communicator import Communicator
 from potluck.errors import RemoteError
 from potluck.torch.process_group import messages, moving, reducing, sparse
 from potluck.torch.process_group.messages import MonitoredBarrier, single
-from potluck.torch.process_group.options import seconds
 from potluck.torch.process_group.profile import Record
 from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.work import Completions, GroupWork, combine
@@ -139,24 +138,25 @@ class PotluckProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> GroupWork:
         tensor = single(tensors, "all_reduce")
         if tensor.layout is torch.sparse_coo:
-            return self._run("sparse_all_reduce", sparse.all_reduce, (), tensor, opts)
+            return self._run("sparse_all_reduce", sparse.all_reduce, tensor, opts)
         opts = _with(opts, timeout)
-        return self._run("all_reduce", reducing.all_reduce, tensors, tensor, opts)
+        return self._run("all_reduce", reducing.all_reduce, tensor, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
-        return self._all(reducing.all_reduce(self._seat, tensor, opts) for tensor in tensors)
+        calls = ((tensor,) for tensor in tensors)
+        return self._all("all_reduce", reducing.all_reduce, calls, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> GroupWork:
         tensor = single(tensors, "broadcast")
         opts = _rooted(opts, timeout)
-        return self._run("broadcast", moving.broadcast, tensors, tensor, opts)
+        return self._run("broadcast", moving.broadcast, tensor, opts)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> GroupWork:
         tensor = single(tensors, "reduce")
         opts = _rooted(opts, timeout, op)
-        return self._run("reduce", reducing.reduce, tensors, tensor, opts)
+        return self._run("reduce", reducing.reduce, tensor, opts)
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
@@ -164,7 +164,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         outputs = _inner(output_tensors, "all_gather")
         source = single(input_tensors, "all_gather")
         opts = _with(opts, timeout)
-        return self._run("all_gather", moving.all_gather, input_tensors, outputs, source, opts)
+        return self._run("all_gather", moving.all_gather, outputs, source, opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor],
@@ -175,22 +175,17 @@ class PotluckProcessGroup(dist.ProcessGroup):
         outputs = [list(each) for each in output_lists]
         if len(outputs) == self._size and all(len(each) == len(input_list) for each in outputs):
             outputs = [list(each) for each in zip(*outputs, strict=True)]
-        return self._all(
-            moving.all_gather(self._seat, each, source, opts)
-            for each, source in _pairs(outputs, input_list, "all_gather_coalesced")
-        )
+        calls = _pairs(outputs, input_list, "all_gather_coalesced")
+        return self._all("all_gather", moving.all_gather, calls, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
-        inputs = (input,)
-        return self._run("all_gather_single", moving.all_gather_single, inputs, output, input, opts)
+        return self._run("all_gather_single", moving.all_gather_single, output, input, opts)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        return self._all(
-            moving.all_gather_single(self._seat, output, source, opts)
-            for output, source in _pairs(outputs, inputs, "all_gather_single_coalesced")
-        )
+        calls = _pairs(outputs, inputs, "all_gather_single_coalesced")
+        return self._all("all_gather_single", moving.all_gather_single, calls, opts)
 
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
@@ -198,58 +193,52 @@ class PotluckProcessGroup(dist.ProcessGroup):
         output = single(output_tensors, "reduce_scatter")
         parts = _inner(input_tensors, "reduce_scatter")
         opts = _with(opts, timeout)
-        return self._run("reduce_scatter", reducing.reduce_scatter, parts, output, parts, opts)
+        return self._run("reduce_scatter", reducing.reduce_scatter, output, parts, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
-        inputs = (input,)
         return self._run(
-            "reduce_scatter_single", reducing.reduce_scatter_single, inputs, output, input, opts
+            "reduce_scatter_single", reducing.reduce_scatter_single, output, input, opts
         )
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        return self._all(
-            reducing.reduce_scatter_single(self._seat, output, source, opts)
-            for output, source in _pairs(outputs, inputs, "reduce_scatter_single_coalesced")
-        )
+        calls = _pairs(outputs, inputs, "reduce_scatter_single_coalesced")
+        return self._all("reduce_scatter_single", reducing.reduce_scatter_single, calls, opts)
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> GroupWork:
         outputs = _inner(output_tensors, "gather") if output_tensors else None
         source = single(input_tensors, "gather")
         opts = _rooted(opts)
-        return self._run("gather", moving.gather, input_tensors, outputs, source, opts)
+        return self._run("gather", moving.gather, outputs, source, opts)
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> GroupWork:
         output = single(output_tensors, "scatter")
         parts = _inner(input_tensors, "scatter") if input_tensors else None
         opts = _rooted(opts)
-        return self._run("scatter", moving.scatter, parts or (), output, parts, opts)
+        return self._run("scatter", moving.scatter, output, parts, opts)
 
     def alltoall(
         self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
-        return self._run(
-            "all_to_all", moving.all_to_all, input_tensors, output_tensors, input_tensors, opts
-        )
+        return self._run("all_to_all", moving.all_to_all, output_tensors, input_tensors, opts)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None, opts: Any = None,
     ) -> GroupWork:  # fmt: skip
         sizes = (output_split_sizes, input_split_sizes)
-        return self._run(
-            "all_to_all", moving.all_to_all_single, (input,), output, input, *sizes, opts
-        )
+        return self._run("all_to_all", moving.all_to_all_single, output, input, *sizes, opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> GroupWork:
-        return self._run("barrier", moving.barrier, (), _with(opts, timeout))
+        return self._run("barrier", moving.barrier, _with(opts, timeout))
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that names, on rank 0, the ranks that did not come in time."""
-        self._monitored(self._seat, seconds(timeout, self._seat.timeout_s), wait_all_ranks)
+        timeout_s = self._seat.timeout_s if timeout is None else timeout.total_seconds()
+        self._monitored(self._seat, timeout_s, wait_all_ranks)
 
     # Torch before 2.13 knows these by other names.
     _allgather_base = all_gather_single
@@ -262,15 +251,15 @@ class PotluckProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> GroupWork:
         tensor = single(tensors, "send")
-        return self._run("send", messages.send, tensors, tensor, dst_rank, tag)
+        return self._run("send", messages.send, tensor, dst_rank, tag)
 
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> GroupWork:
         tensor = single(tensors, "recv")
-        return self._run("recv", messages.recv, tensors, tensor, src_rank, tag)
+        return self._run("recv", messages.recv, tensor, src_rank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> GroupWork:
         tensor = single(tensors, "recv")
-        return self._run("recvAnySource", messages.recv, tensors, tensor, messages.ANY, tag)
+        return self._run("recvAnySource", messages.recv, tensor, messages.ANY, tag)
 
     # -- coalescing, groups, life
 
@@ -328,13 +317,11 @@ class PotluckProcessGroup(dist.ProcessGroup):
 
     # -- inside
 
-    def _run(
-        self, name: str, operation: Callable[..., GroupWork], shown: Any, *arguments: Any
-    ) -> GroupWork:
-        """Start ``operation``; in a profile it is an event with the shapes of ``shown``."""
+    def _run(self, name: str, operation: Callable[..., GroupWork], *arguments: Any) -> GroupWork:
+        """Start ``operation``; in a profile it is an event."""
         record = None
         if torch._C._autograd._profiler_enabled():
-            record = Record(f"{self.name()}:{name}", shown)
+            record = Record(f"{self.name()}:{name}")
         work = operation(self._seat, *arguments)
         if record is not None:
             work.ends(record)
@@ -343,12 +330,20 @@ class PotluckProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _all(self, works: Any) -> GroupWork:
-        work = combine(list(works), self._seat.completions)
-        self._sequence += 1
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+    def _all(
+        self,
+        name: str,
+        operation: Callable[..., GroupWork],
+        calls: Iterable[tuple[Any, ...]],
+        opts: Any,
+    ) -> GroupWork:
+        """One work for the operation on each of several tensors."""
+
+        def every(seat: Seat) -> GroupWork:
+            works = [operation(seat, *arguments, opts) for arguments in calls]
+            return combine(works, seat.completions)
+
+        return self._run(name, every)
 
     @property
     def completions(self) -> Completions:

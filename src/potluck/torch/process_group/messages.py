@@ -69,6 +69,12 @@ class MonitoredBarrier:
     def _monitor(
         self, seat: Seat, tag: int, deadline: float, timeout_s: float, wait_all_ranks: bool
     ) -> None:
+        if timeout_s <= 0:
+            raise OperationTimeout(
+                f"Rank 0 timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms.",
+                rank=0,
+                operation="monitored_barrier",
+            )
         tokens = [np.zeros(1, dtype=np.uint8) for _ in range(seat.world_size)]
         waits = {
             rank: seat.messages.recv(tokens[rank], rank, tag, timeout_s=_FAR_S)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch.autograd.profiler import record_function
 
 
 class Record:
-    """One event named like ``potluck:all_reduce``, with the shapes of its tensors."""
+    """One asynchronous event named like ``potluck:all_reduce``.
 
-    def __init__(self, name: str, tensors: Iterable[Tensor]) -> None:
+    It shows no shapes: torch lets only C++ code record both those and an end on another thread.
+    """
+
+    def __init__(self, name: str) -> None:
         self.ended = threading.Event()
-        self._event: Any = torch._C._profiler._RecordFunctionFast(name, list(tensors))
-        self._event.__enter__()
+        self._end: torch.futures.Future[None] = torch.futures.Future()
+        with record_function(name) as event:
+            event._call_end_callbacks_on_future(self._end)
 
     def end(self) -> None:
-        """Any thread may call it; torch marks an event that ends elsewhere as asynchronous."""
+        """Any thread may call it."""
         try:
-            self._event.__exit__(None, None, None)
+            self._end.set_result(None)
         finally:
             self.ended.set()

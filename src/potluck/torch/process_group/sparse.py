@@ -39,7 +39,7 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
         mine.shape,
     ).coalesce()
     with torch.no_grad():
-        tensor.detach().copy_(total)
+        tensor.copy_(total)  # a detached alias would keep its own indices
     return GroupWork((), [tensor], seat.completions)
 
 
