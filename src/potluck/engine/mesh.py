@@ -115,7 +115,7 @@ class Mesh:
         switchboard: Switchboard,
         *,
         connect_s: float,
-        max_retries: int,
+        max_retries: int | None,
         window: tuple[int, int] | None,
     ) -> None:
         """``connect_s``: how long to try for a link before its rank counts as lost."""
