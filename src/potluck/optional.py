@@ -8,8 +8,10 @@ from types import ModuleType
 from potluck.errors import MissingDependency
 
 
-def require(module: str, extra: str) -> ModuleType:
+def require(module: str, extra: str, also: str = "") -> ModuleType:
     """Import and return ``module``, which comes with ``pip install 'potluck[extra]'``.
+
+    ``also`` says what pip can't bring.
 
     Raises MissingDependency when the package is not installed. A package that is installed but
     breaks while it is imported raises its own error, which says more than ours could.
@@ -21,6 +23,6 @@ def require(module: str, extra: str) -> ModuleType:
             raise
         raise MissingDependency(
             f"this needs the Python package {module.split('.')[0]!r}, which is not installed: "
-            f"pip install 'potluck[{extra}]'",
+            f"pip install 'potluck[{extra}]'{also}",
             name=error.name,
         ) from None

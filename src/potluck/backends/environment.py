@@ -1,17 +1,22 @@
-"""``EnvironmentBackend``: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torch's tools set them.
+"""``EnvironmentBackend``: the world that a launcher's variables describe, on potluck's own links.
 
-Rank 0 listens at MASTER_ADDR:MASTER_PORT. The others call there, say where they listen, and get
-the roster of all members once everyone has called. After that all links are between peers.
+The launcher is torchrun, mpirun, Slurm, or whoever sets RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT (``launchers.py``). Rank 0 listens at MASTER_ADDR:MASTER_PORT. The others call there,
+say where they listen, and get the roster of all members once everyone has called. After that all
+links are between peers.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Mapping
 
 from potluck.backends.base import StaticBackend
+from potluck.backends.launchers import read_seat
+from potluck.backends.meeting import meet
 from potluck.backends.tcp import TcpBase
 from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError, LinkError, OperationTimeout, Refused
@@ -25,8 +30,6 @@ from potluck.wire.messages import Hello, Refusal, Welcome
 from potluck.wire.roster import PREFIX, decode_roster, encode_roster, roster_length
 
 _EPOCH = 1
-_MAX_WORLD = 1 << 16
-"""A frame names its sender in 16 bits."""
 
 
 class EnvironmentBackend(StaticBackend):
@@ -42,17 +45,19 @@ class EnvironmentBackend(StaticBackend):
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._settings = settings or load_settings()
-        self._rank = _number(environment, "RANK", 0, _MAX_WORLD - 1)
-        self._world_size = _number(environment, "WORLD_SIZE", 1, _MAX_WORLD)
-        self._local_rank = _number(environment, "LOCAL_RANK", 0, _MAX_WORLD - 1, default=0)
-        if self._rank >= self._world_size:
+        self._seat = seat = read_seat(environment)
+        self._rank, self._world_size = seat.rank, seat.world_size
+        is_host = seat.rank == 0 and not seat.uses_agent_store
+        try:
+            self._base = TcpBase("", seat.port if is_host else 0, self._settings)
+        except ConfigurationError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+                raise
             raise ConfigurationError(
-                f"RANK={self._rank} is not below WORLD_SIZE={self._world_size}; ranks begin at 0"
-            )
-        self._master_host = environment.get("MASTER_ADDR") or "127.0.0.1"
-        self._master_port = _number(environment, "MASTER_PORT", 1, 65535, default=29500)
-        port = self._master_port if self._rank == 0 else 0
-        self._base = TcpBase("", port, self._settings)
+                f"rank 0 can't listen at MASTER_PORT={seat.port}: another program does, maybe an "
+                "earlier run that has not ended; set another MASTER_PORT on all ranks"
+            ) from error
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
         if after_epoch >= _EPOCH:
@@ -60,9 +65,24 @@ class EnvironmentBackend(StaticBackend):
                 "a group made from environment variables has no next group; start the script with "
                 "`potluck run` to survive the loss of a worker"
             ) from cause
+        if self._seat.uses_agent_store:
+            return self._base.open(self._meet(timeout_s))
         deadline = time.monotonic() + timeout_s
         members = self._host(deadline) if self._rank == 0 else self._call(deadline)
         return self._base.open(Group(_EPOCH, self._rank, members))
+
+    def _meet(self, timeout_s: float) -> Group:
+        """Under torchrun: its own store listens at MASTER_PORT, so the ranks meet in that."""
+        from potluck.backends.torchdist.store import open_store
+
+        return meet(
+            open_store(self._seat, timeout_s),
+            self._rank,
+            self._world_size,
+            base=self._base,
+            local_rank=self._seat.local_rank,
+            timeout_s=timeout_s,
+        )
 
     def close(self) -> None:
         self._base.close()
@@ -77,9 +97,9 @@ class EnvironmentBackend(StaticBackend):
             me = Member(
                 "0",
                 node=self._base.credentials.node_id,
-                host=self._master_host,
+                host=self._seat.host,
                 port=self._base.port,
-                local_rank=self._local_rank,
+                local_rank=self._seat.local_rank,
             )
             members = (me, *(rendezvous.members[rank] for rank in sorted(rendezvous.members)))
             roster = encode_roster(members)
@@ -100,13 +120,13 @@ class EnvironmentBackend(StaticBackend):
             worker=str(self._rank),
             port=self._base.port,
             world_size=self._world_size,
-            local_rank=self._local_rank,
+            local_rank=self._seat.local_rank,
         )
-        where = f"rank 0 at MASTER_ADDR:MASTER_PORT {self._master_host}:{self._master_port}"
+        where = f"rank 0 at MASTER_ADDR:MASTER_PORT {self._seat.host}:{self._seat.port}"
         try:
             link, _ = connect(
-                self._master_host,
-                self._master_port,
+                self._seat.host,
+                self._seat.port,
                 hello,
                 self._base.credentials,
                 deadline=deadline,
@@ -205,24 +225,3 @@ class _Rendezvous:
 
 def _refuse(code: str, reason: str) -> Admission:
     return Admission(Refusal(code, reason))
-
-
-def _number(
-    environment: Mapping[str, str],
-    name: str,
-    least: int,
-    most: int,
-    *,
-    default: int | None = None,
-) -> int:
-    text = environment.get(name, "")
-    if not text and default is not None:
-        return default
-    if not text:
-        raise ConfigurationError(
-            f"{name} is not set; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe a group"
-        )
-    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
-    if not is_number or not least <= int(text) <= most:
-        raise ConfigurationError(f"{name}={text[:40]!r} is not an integer from {least} to {most}")
-    return int(text)

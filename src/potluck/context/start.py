@@ -3,48 +3,53 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from potluck.backends.base import Backend
+from potluck.backends.launchers import detect
 from potluck.context.context import DistributedContext
 from potluck.errors import ConfigurationError
-from potluck.settings import load_settings
+from potluck.settings import Settings, load_settings
 
-_BACKENDS = ("auto", "agent", "env", "local")
+BACKENDS = ("auto", "agent", "env", "local", "gloo", "nccl", "mpi", "ring")
+_FOR_RING = (
+    "backend 'ring' needs every rank's address, and this rank's number: "
+    "potluck.init('ring', peers=['192.168.1.20:52416', '192.168.1.21:52416'], rank=0)"
+)
 
 
-def init(backend: str = "auto", *, timeout_s: float | None = None) -> DistributedContext:
+def init(
+    backend: str = "auto",
+    *,
+    timeout_s: float | None = None,
+    peers: Sequence[str] | None = None,
+    rank: int | None = None,
+) -> DistributedContext:
     """The context of this worker; blocks until its first group is there.
 
-    ``backend`` says where the group comes from:
+    ``backend`` says where the group comes from, and whose links it uses:
 
-    - ``"agent"``: the agent that started this worker (``potluck run``);
-    - ``"env"``: the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (LOCAL_RANK if set);
+    - ``"agent"``: the agent that started this worker (``potluck run``); survives lost workers;
+    - ``"env"``: the variables of torchrun, mpirun, Slurm, or RANK, WORLD_SIZE, MASTER_ADDR and
+      MASTER_PORT (LOCAL_RANK if set);
     - ``"local"``: nobody else, a world of one;
-    - ``"auto"``: the first of these that applies.
+    - ``"ring"``: a fixed list of ``peers``, each ``"host:port"``, of which this is ``rank``;
+    - ``"gloo"``, ``"nccl"``: torch's libraries, with the same variables as ``"env"``;
+    - ``"mpi"``: MPI, through mpi4py, under mpirun;
+    - ``"auto"``: the first of agent, env and local that applies.
 
     ``timeout_s`` is the deadline of every operation that does not name its own
-    (``POTLUCK_PEER_TIMEOUT_S``, 30 s). For a fixed list of peers build
-    ``DistributedContext(RingBackend(peers, rank))``.
+    (``POTLUCK_PEER_TIMEOUT_S``, 30 s). ConfigurationError or MissingDependency, with what to do,
+    if the backend can't be used here.
     """
-    settings = load_settings(peer_timeout_s=timeout_s)
-    chosen = _detect() if backend == "auto" else backend
-    made: Backend
-    if chosen == "agent":
-        from potluck.backends.agent import AgentBackend
-
-        made = AgentBackend(settings=settings)
-    elif chosen == "env":
-        from potluck.backends.environment import EnvironmentBackend
-
-        made = EnvironmentBackend(settings=settings)
-    elif chosen == "local":
-        from potluck.backends.local import LocalBackend
-
-        made = LocalBackend()
-    else:
+    if backend not in BACKENDS:
         raise ConfigurationError(
-            f"backend {backend!r} is unknown; choose from {', '.join(_BACKENDS)}"
+            f"backend {backend!r} is unknown; choose from {', '.join(BACKENDS)}"
         )
+    if backend != "ring" and not (peers is None and rank is None):
+        raise ConfigurationError(f"peers and rank are for backend='ring', not for {backend!r}")
+    settings = load_settings(peer_timeout_s=timeout_s)
+    made = _make(_detect() if backend == "auto" else backend, settings, peers, rank)
     try:
         return DistributedContext(made, timeout_s=settings.peer_timeout_s)
     except BaseException:
@@ -52,9 +57,41 @@ def init(backend: str = "auto", *, timeout_s: float | None = None) -> Distribute
         raise
 
 
+def _make(
+    backend: str, settings: Settings, peers: Sequence[str] | None, rank: int | None
+) -> Backend:
+    if backend == "agent":
+        from potluck.backends.agent import AgentBackend
+
+        return AgentBackend(settings=settings)
+    if backend == "env":
+        from potluck.backends.environment import EnvironmentBackend
+
+        return EnvironmentBackend(settings=settings)
+    if backend == "gloo":
+        from potluck.backends.torchdist import GlooBackend
+
+        return GlooBackend(settings=settings)
+    if backend == "nccl":
+        from potluck.backends.torchdist import NcclBackend
+
+        return NcclBackend(settings=settings)
+    if backend == "mpi":
+        from potluck.backends.mpi import MpiBackend
+
+        return MpiBackend(settings=settings)
+    if backend == "ring":
+        from potluck.backends.ring import RingBackend
+
+        if peers is None or rank is None:
+            raise ConfigurationError(_FOR_RING)
+        return RingBackend(peers, rank, settings=settings)
+    from potluck.backends.local import LocalBackend
+
+    return LocalBackend()
+
+
 def _detect() -> str:
     if os.environ.get("POTLUCK_AGENT"):
         return "agent"
-    if os.environ.get("RANK") and os.environ.get("WORLD_SIZE"):
-        return "env"
-    return "local"
+    return "local" if detect(os.environ) is None else "env"

@@ -1,0 +1,402 @@
+"""A communicator on top of another library.
+
+Blocking calls become Works with deadlines: collectives run on one thread per group, in the order of
+the calls; messages are begun by the caller and awaited on a thread each. The first error ends the
+group: the libraries can't go on after one either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from potluck.backends.base import Communicator
+from potluck.backends.lane import BoundedWork, Lane
+from potluck.backends.library import (
+    ANY_SOURCE,
+    Library,
+    Waiter,
+    exchange_all,
+    exchange_parts,
+    exchange_to,
+)
+from potluck.collectives.plan import Algorithm
+from potluck.engine.layout import Array
+from potluck.engine.reduction import check, conclude
+from potluck.engine.work import Work
+from potluck.errors import GroupClosed, GroupError, PotluckError
+from potluck.metrics import Metrics
+from potluck.types import Group, ReduceOp
+
+_CLOSE_S = 1.0
+_NOTHING = np.empty(0, dtype=np.uint8)
+
+
+@dataclass(slots=True)
+class _Family:
+    """What a communicator and its sub-groups share."""
+
+    metrics: Metrics
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    works: dict[BoundedWork, None] = field(default_factory=dict)
+    members: list[tuple[Library, Lane]] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def begin(self, work: BoundedWork) -> BaseException | None:
+        """``work`` is under way, unless the group is over: then why."""
+        with self.lock:
+            if self.error is None:
+                self.works[work] = None
+            return self.error
+
+    def end(self, work: BoundedWork) -> None:
+        with self.lock:
+            self.works.pop(work, None)
+        work.finish()
+
+    def fail(self, error: BaseException) -> None:
+        """End the group, once: everything under way and everything later raises ``error``."""
+        with self.lock:
+            if self.error is None:
+                self.error = error
+            works = list(self.works)
+            self.works.clear()
+        for work in works:
+            self.metrics.failed(work.call.partition("(")[0], type(self.error).__name__)
+            work.finish(self.error)
+
+
+class LibraryCommunicator:
+    """One rank's face of a group in another library; see ``backends.base.Communicator``."""
+
+    def __init__(
+        self, group: Group, library: Library, family: _Family, *, timeout_s: float
+    ) -> None:
+        self.group = group
+        self.rank = library.rank
+        self.world_size = library.world_size
+        self.device = library.device
+        self._library = library
+        self._family = family
+        self._timeout_s = timeout_s
+        self._groups = itertools.count(1)
+        self._lane = Lane(f"potluck-{library.name}-{len(family.members)}")
+        family.members.append((library, self._lane))
+
+    @classmethod
+    def open(
+        cls, group: Group, library: Library, *, timeout_s: float, metrics: Metrics | None = None
+    ) -> LibraryCommunicator:
+        """The communicator of a whole group. ``timeout_s`` bounds the making of sub-groups."""
+        meter = metrics or Metrics()
+        meter.group(group.epoch, group.world_size)
+        family = _Family(meter)
+        library.listen(family.fail)
+        return cls(group, library, family, timeout_s=timeout_s)
+
+    # -- collectives
+
+    def all_reduce(
+        self, array: Array, op: ReduceOp, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        flat = array.reshape(-1)
+        is_native = self._can_reduce(op, flat)
+
+        def run(deadline: float) -> None:
+            if is_native:
+                self._library.all_reduce(flat, _native(op), deadline)
+            else:
+                exchange_all(self._library, flat, op, deadline)
+            self._conclude(op, flat)
+
+        return self._collective("all_reduce", array, array, run, algorithm, timeout_s)
+
+    def reduce_scatter(
+        self,
+        output: Array,
+        array: Array,
+        op: ReduceOp,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        parts, mine = array.reshape(-1), output.reshape(-1)
+        is_native = self._can_reduce(op, parts)
+
+        def run(deadline: float) -> None:
+            library = self._library
+            if not (is_native and library.reduce_scatter(mine, parts, _native(op), deadline)):
+                exchange_parts(library, mine, parts, op, deadline)
+            self._conclude(op, mine)
+
+        return self._collective("reduce_scatter", array, output, run, algorithm, timeout_s)
+
+    def all_gather(
+        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        def run(deadline: float) -> None:
+            self._library.all_gather(output.reshape(-1), array.reshape(-1), deadline)
+
+        return self._collective("all_gather", array, output, run, algorithm, timeout_s)
+
+    def broadcast(
+        self, array: Array, root: int, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        self._check_root(root)
+
+        def run(deadline: float) -> None:
+            self._library.broadcast(array.reshape(-1), root, deadline)
+
+        return self._collective("broadcast", array, array, run, algorithm, timeout_s)
+
+    def reduce(
+        self,
+        array: Array,
+        op: ReduceOp,
+        root: int,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        self._check_root(root)
+        flat = array.reshape(-1)
+        is_native = self._can_reduce(op, flat)
+
+        def run(deadline: float) -> None:
+            if is_native:
+                self._library.reduce(flat, _native(op), root, deadline)
+            else:
+                exchange_to(self._library, root, flat, op, deadline)
+            if self.rank == root:
+                self._conclude(op, flat)
+
+        return self._collective("reduce", array, array, run, algorithm, timeout_s)
+
+    def scatter(
+        self,
+        output: Array,
+        array: Array | None,
+        root: int,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        self._check_root(root)
+
+        def run(deadline: float) -> None:
+            parts = None if array is None else array.reshape(-1)
+            self._library.scatter(output.reshape(-1), parts, root, deadline)
+
+        return self._collective("scatter", output, output, run, algorithm, timeout_s)
+
+    def gather(
+        self,
+        output: Array | None,
+        array: Array,
+        root: int,
+        *,
+        algorithm: str | None = None,
+        timeout_s: float,
+    ) -> Work:
+        self._check_root(root)
+
+        def run(deadline: float) -> None:
+            room = None if output is None else output.reshape(-1)
+            self._library.gather(room, array.reshape(-1), root, deadline)
+
+        return self._collective("gather", array, output, run, algorithm, timeout_s)
+
+    def all_to_all(
+        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
+    ) -> Work:
+        def run(deadline: float) -> None:
+            self._library.all_to_all(output.reshape(-1), array.reshape(-1), deadline)
+
+        return self._collective("all_to_all", array, output, run, algorithm, timeout_s)
+
+    def barrier(self, *, algorithm: str | None = None, timeout_s: float) -> Work:
+        barrier = self._library.barrier
+        return self._collective("barrier", _NOTHING, _NOTHING, barrier, algorithm, timeout_s)
+
+    # -- point to point
+
+    def send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        self._check_peer(peer)
+        self._library.check_message(peer, tag)
+        call = f"send({array.dtype}, shape {tuple(array.shape)}, to rank {peer}, tag {tag})"
+        return self._message(
+            call, array, lambda: self._library.send(array.reshape(-1), peer, tag), timeout_s
+        )
+
+    def recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        if peer != ANY_SOURCE:
+            self._check_peer(peer)
+        self._library.check_message(peer, tag)
+        whom = "any rank" if peer == ANY_SOURCE else f"rank {peer}"
+        call = f"recv({array.dtype}, shape {tuple(array.shape)}, from {whom}, tag {tag})"
+        return self._message(
+            call, array, lambda: self._library.recv(array.reshape(-1), peer, tag), timeout_s
+        )
+
+    # -- groups
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
+        """See ``Communicator.subgroup``; blocks until all ranks have called it, as MPI's does."""
+        chosen = tuple(ranks)
+        if len(set(chosen)) != len(chosen) or not chosen:
+            raise ValueError(f"the ranks of a group must be distinct and at least one: {chosen}")
+        for rank in chosen:
+            if not 0 <= rank < self.world_size:
+                raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        number = next(self._groups)
+        made: list[Library | None] = []
+
+        def run(deadline: float) -> None:
+            made.append(self._library.split(chosen, number, deadline))
+
+        self._collective("new_group", _NOTHING, None, run, None, self._timeout_s).wait()
+        library = made[0]
+        if library is None:
+            return None
+        return LibraryCommunicator(self.group, library, self._family, timeout_s=self._timeout_s)
+
+    # -- life
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._family.error
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._family.metrics
+
+    def abort(self, error: PotluckError) -> None:
+        if self._family.error is None:
+            self._library.tell(error)
+            self._family.fail(error)
+
+    def close(self) -> None:
+        family = self._family
+        deadline = time.monotonic() + _CLOSE_S
+        is_orderly = family.error is None
+        with family.lock:
+            works = list(family.works)
+        for work in works:  # what was sent arrives
+            is_orderly &= work.ends_within(max(0.0, deadline - time.monotonic()))
+        family.fail(GroupClosed("this group was closed here", epoch=self.group.epoch))
+        members, family.members = family.members, []
+        for library, lane in reversed(members):
+            lane.close(max(0.0, deadline - time.monotonic()) if is_orderly else 0.0)
+            library.close(is_orderly)
+
+    # -- inside
+
+    def _collective(
+        self,
+        name: str,
+        described: Array,
+        result: Array | None,
+        run: Callable[[float], None],
+        algorithm: str | None,
+        timeout_s: float,
+    ) -> Work:
+        if algorithm is not None:
+            Algorithm(algorithm)  # ValueError for a word that is none
+        nbytes, started = described.nbytes, time.monotonic()
+        call = f"{name}({described.dtype}, shape {tuple(described.shape)})"
+        work = self._begin(call, result, started + timeout_s)
+
+        def task() -> None:
+            if work.done():
+                return
+            try:
+                run(started + timeout_s)
+            except BaseException as error:
+                self._failed(error, call)
+            else:
+                seconds = time.monotonic() - started
+                self._family.metrics.observe(name, self._library.name, nbytes, seconds)
+                self._family.end(work)
+
+        if not work.done():
+            self._library.settle()
+            self._lane.submit(task)
+        return work
+
+    def _message(
+        self, call: str, array: Array, begin: Callable[[], Waiter], timeout_s: float
+    ) -> Work:
+        deadline = time.monotonic() + timeout_s
+        work = self._begin(call, array, deadline)
+        if work.done():
+            return work
+        try:
+            self._library.settle()
+            waiter = begin()
+        except GroupError as error:
+            self._failed(error, call)
+            return work
+
+        def wait() -> None:
+            try:
+                work.source = waiter(deadline)
+            except BaseException as error:
+                self._failed(error, call)
+            else:
+                self._family.end(work)
+
+        threading.Thread(target=wait, name=f"potluck-{call}", daemon=True).start()
+        return work
+
+    def _begin(self, call: str, result: Any, deadline: float) -> BoundedWork:
+        work = BoundedWork(call, result, deadline, self._family.fail)
+        error = self._family.begin(work)
+        if error is not None:
+            work.finish(error)
+        return work
+
+    def _failed(self, error: BaseException, call: str) -> None:
+        if isinstance(error, GroupError):
+            told = type(error)(
+                f"{call} in epoch {self.group.epoch}: {error}",
+                rank=error.rank,
+                epoch=self.group.epoch,
+                operation=call,
+                certain=error.certain,
+            )
+            told.__cause__ = error.__cause__
+            error = told
+        self._family.fail(error)
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"root {root} is outside a world of {self.world_size}")
+
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self.world_size:
+            raise ValueError(f"rank {peer} is outside a world of {self.world_size}")
+        if peer == self.rank:
+            raise ValueError(f"rank {peer} is this rank; a message to oneself needs no network")
+
+    def _can_reduce(self, op: ReduceOp, flat: Array) -> bool:
+        if isinstance(flat, np.ndarray):
+            check(op, flat.dtype)
+        return self._library.can_reduce(_native(op), flat.dtype)
+
+    def _conclude(self, op: ReduceOp, flat: Array) -> None:
+        if isinstance(flat, np.ndarray):
+            with np.errstate(all="ignore"):
+                conclude(op, flat, self.world_size)
+        elif op is ReduceOp.MEAN:
+            flat /= self.world_size
+
+
+def _native(op: ReduceOp) -> ReduceOp:
+    """A mean is a sum that is divided here."""
+    return ReduceOp.SUM if op is ReduceOp.MEAN else op

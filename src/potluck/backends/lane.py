@@ -1,0 +1,78 @@
+"""A thread on which one group's calls into another library run, one after the other."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from potluck.engine.work import Work
+from potluck.errors import OperationTimeout, PotluckError
+
+_GRACE_S = 0.5
+"""How long after an operation's deadline the library may still say itself what was wrong."""
+
+
+class Lane:
+    """Runs what it is given in order. The thread begins with the first task."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run ``task`` after all earlier ones. It must not raise."""
+        with self._lock:
+            if self._thread is None:
+                # A daemon: nothing can wake a thread that a library blocks.
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._tasks.put(task)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread after the tasks it has, or leave it behind in a call that blocks."""
+        self._tasks.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            del task  # and with it the arrays, before waiting for the next
+
+
+class BoundedWork(Work):
+    """A Work whose waiter does not depend on the library to hold the deadline.
+
+    An operation may wait behind another one that has more time, or in a library without deadlines.
+    """
+
+    __slots__ = ("_deadline", "_on_late")
+
+    def __init__(
+        self, call: str, result: Any, deadline: float, on_late: Callable[[PotluckError], None]
+    ) -> None:
+        super().__init__(call, result)
+        self._deadline = deadline
+        self._on_late = on_late
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """See ``Work.wait``."""
+        left = self._deadline + _GRACE_S - time.monotonic()
+        if timeout is None or timeout > left:
+            if not self._event.wait(max(0.0, left)):
+                self._on_late(
+                    OperationTimeout(
+                        f"{self.call} has not ended before its deadline", operation=self.call
+                    )
+                )
+            timeout = None
+        return super().wait(timeout)
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Wait for the end, without raising what it ended with."""
+        return self._event.wait(timeout_s)

@@ -1,0 +1,220 @@
+"""What a launcher told this process about its world: torchrun's variables, mpirun's, Slurm's.
+
+Pure: variables in, a seat out. ``RANK`` and ``WORLD_SIZE`` win, because somebody may have set them
+on purpose under another launcher.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from potluck.errors import ConfigurationError
+
+MAX_WORLD = 1 << 16
+"""A frame names its sender in 16 bits."""
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500
+
+_PORTS = range(15_000, 25_000)
+"""Below the ports that systems hand out by themselves."""
+
+Variables = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """This process's place in a world of fixed size, and where rank 0 can be met.
+
+    ``uses_agent_store``: torchrun itself listens at ``host:port``, with a store for its workers;
+    ``attempt`` counts its restarts.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    port: int
+    uses_agent_store: bool = False
+    attempt: int = 0
+
+
+def detect(variables: Variables) -> Seat | None:
+    """The seat that the first of the known launchers gave; None if there was none.
+
+    ConfigurationError names the variable that can't be used, and what to do.
+    """
+    for applies, read in _LAUNCHERS:
+        if applies(variables):
+            return read(variables)
+    return None
+
+
+def read_seat(variables: Variables) -> Seat:
+    """The seat; ConfigurationError if no launcher has given one."""
+    seat = detect(variables)
+    if seat is None:
+        missing = "WORLD_SIZE" if variables.get("RANK") else "RANK"
+        raise ConfigurationError(
+            f"{missing} is not set; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe a group "
+            "(`potluck run`, torchrun, mpirun and srun set these or their like)"
+        )
+    return seat
+
+
+def number(
+    variables: Variables, name: str, least: int, most: int, *, default: int | None = None
+) -> int:
+    """The integer in ``name``; ConfigurationError if it is none or out of range."""
+    text = variables.get(name, "")
+    if not text and default is not None:
+        return default
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    if not is_number or not least <= int(text) <= most:
+        what = f"{name}={text[:40]!r} is not" if text else f"{name} is not set; it must be"
+        raise ConfigurationError(f"{what} an integer from {least} to {most}")
+    return int(text)
+
+
+# -- the launchers
+
+
+def _plain(variables: Variables) -> Seat:
+    """torchrun, ``potluck run``, Kubernetes operators, or a person."""
+    is_torchrun = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _seat(
+        variables,
+        "torchrun" if is_torchrun else "environment",
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        host=variables.get("MASTER_ADDR") or LOOPBACK,
+        port=number(variables, "MASTER_PORT", 1, 65535, default=DEFAULT_PORT),
+        uses_agent_store=is_torchrun,
+        attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0, 1 << 30, default=0),
+    )
+
+
+def _open_mpi(variables: Variables) -> Seat:
+    job = variables.get("OMPI_MCA_ess_base_jobid") or variables.get("PMIX_NAMESPACE", "")
+    return _under_mpirun(
+        variables,
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=job,
+        how="mpirun -x MASTER_ADDR=ADDRESS",
+    )
+
+
+def _mpich(variables: Variables) -> Seat:
+    return _under_mpirun(
+        variables,
+        *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        local_size="MPI_LOCALNRANKS",
+        job=variables.get("PMI_ID", "") + variables.get("HYDI_CONTROL_FD", ""),
+        how="mpirun -genv MASTER_ADDR ADDRESS",
+    )
+
+
+def _slurm(variables: Variables) -> Seat:
+    size = "SLURM_STEP_NUM_TASKS" if variables.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST", "")
+    job = ".".join(
+        variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID")
+    )
+    return _seat(
+        variables,
+        "slurm",
+        *("SLURM_PROCID", size, "SLURM_LOCALID"),
+        host=variables.get("MASTER_ADDR") or _first_node(nodes),
+        port=_port(variables, job),
+    )
+
+
+def _under_mpirun(
+    variables: Variables,
+    rank: str,
+    size: str,
+    local_rank: str,
+    *,
+    local_size: str,
+    job: str,
+    how: str,
+) -> Seat:
+    host = variables.get("MASTER_ADDR", "")
+    if not host:
+        if variables.get(local_size) != variables.get(size):
+            raise ConfigurationError(
+                f"mpirun started ranks on several machines ({local_size}="
+                f"{variables.get(local_size, '')!r}, {size}={variables.get(size)!r}); tell all "
+                f"where rank 0 is: {how} (or use backend='mpi')"
+            )
+        host = LOOPBACK
+    port = _port(variables, job)
+    return _seat(variables, "mpirun", rank, size, local_rank, host=host, port=port)
+
+
+def _seat(
+    variables: Variables,
+    launcher: str,
+    rank_name: str,
+    size_name: str,
+    local_name: str,
+    *,
+    host: str,
+    port: int,
+    uses_agent_store: bool = False,
+    attempt: int = 0,
+) -> Seat:
+    rank = number(variables, rank_name, 0, MAX_WORLD - 1)
+    world_size = number(variables, size_name, 1, MAX_WORLD)
+    if rank >= world_size:
+        raise ConfigurationError(
+            f"{rank_name}={rank} is not below {size_name}={world_size}; ranks begin at 0"
+        )
+    return Seat(
+        launcher=launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=number(variables, local_name, 0, MAX_WORLD - 1, default=0),
+        host=host,
+        port=port,
+        uses_agent_store=uses_agent_store,
+        attempt=attempt,
+    )
+
+
+def _port(variables: Variables, job: str) -> int:
+    """MASTER_PORT, else one that all ranks of this job, and no other job, think of."""
+    default = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else DEFAULT_PORT
+    return number(variables, "MASTER_PORT", 1, 65535, default=default)
+
+
+def _first_node(nodes: str) -> str:
+    """The first host of a Slurm list: ``gpu-01`` for ``gpu-[01-03,07],login``."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
+    if match is None:
+        raise ConfigurationError(
+            f"SLURM_NODELIST={nodes[:40]!r} names no host; set MASTER_ADDR to rank 0's"
+        )
+    return match[1] + (match[2] or "")
+
+
+def _has(*names: str) -> Callable[[Variables], bool]:
+    return lambda variables: all(variables.get(name) for name in names)
+
+
+def _is_slurm_step(variables: Variables) -> bool:
+    """Whether srun started this process; a batch script sees a rank too, but is alone."""
+    in_step = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID")
+    return bool(in_step and variables.get("SLURM_PROCID"))
+
+
+_LAUNCHERS: tuple[tuple[Callable[[Variables], bool], Callable[[Variables], Seat]], ...] = (
+    (_has("RANK", "WORLD_SIZE"), _plain),
+    (_has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
+    (_has("PMI_RANK", "PMI_SIZE"), _mpich),
+    (_is_slurm_step, _slurm),
+)

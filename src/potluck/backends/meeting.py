@@ -1,0 +1,123 @@
+"""How ranks that share a store of keys and values meet: each writes down where it listens.
+
+The store (torch's TCPStore or FileStore, torchrun's) carries addresses and public names only.
+potluck's own links are mutual TLS under the cluster secret, and whoever writes an address into the
+store without holding that secret is refused by them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from potluck.backends.addresses import LOOPBACK, machine, own_address, store_server
+from potluck.backends.tcp import TcpBase
+from potluck.errors import ConfigurationError, OperationTimeout, WrongSecret
+from potluck.types import Group, Member
+
+EPOCH = 1
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What one rank writes into the store."""
+
+    host: str
+    port: int
+    node: str
+    namespace: str
+    machine: str
+    world_size: int
+    local_rank: int
+    job: str
+
+
+def meet(
+    store: Any,
+    rank: int,
+    world_size: int,
+    *,
+    base: TcpBase | None,
+    local_rank: int,
+    timeout_s: float,
+    is_fresh: bool = False,
+) -> Group:
+    """The group of all ranks that call this with the same store.
+
+    ``base`` is where potluck's own links will be, None if another library makes the links.
+    ``is_fresh`` says that the store was made for this group, so that a rank that meets twice in it
+    was started twice. ConfigurationError if ranks disagree about the world size, WrongSecret if
+    they hold different cluster secrets, OperationTimeout naming the ranks that did not come.
+    """
+    deadline = time.monotonic() + timeout_s
+    # A store may outlive a group (torchrun's does): each round of meeting has keys of its own.
+    attempt = store.add(f"potluck/rounds/{rank}", 1)
+    if is_fresh and attempt > 1:
+        raise ConfigurationError(f"RANK={rank} is taken: two processes were started with it")
+    prefix = f"potluck/{attempt}"
+    entry = Entry(
+        host=own_address(store),
+        port=base.port if base else 0,
+        node=base.credentials.node_id if base else socket.gethostname(),
+        namespace=base.credentials.namespace if base else "",
+        machine=machine(),
+        world_size=world_size,
+        local_rank=local_rank,
+        job=secrets.token_hex(8) if rank == 0 else "",
+    )
+    store.set(f"{prefix}/{rank}", msgspec.json.encode(entry).decode())
+    keys = [f"{prefix}/{other}" for other in range(world_size)]
+    entries = [_read(store, keys, other, entry, deadline, timeout_s) for other in range(world_size)]
+    has_server = store_server(store) is not None
+    members = tuple(
+        Member(
+            str(other),
+            node=each.node,
+            host=_host(each, entry, has_server),
+            port=each.port,
+            local_rank=each.local_rank,
+        )
+        for other, each in enumerate(entries)
+    )
+    return Group(EPOCH, rank, members, job=entries[0].job)
+
+
+def _read(
+    store: Any, keys: Sequence[str], rank: int, mine: Entry, deadline: float, timeout_s: float
+) -> Entry:
+    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    try:
+        store.wait([keys[rank]], left)
+    except RuntimeError as error:
+        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        raise OperationTimeout(
+            f"rank {', '.join(missing)} of {len(keys)} did not join the process group within "
+            f"{timeout_s:g} s; are all ranks started, each with its own RANK, and with the same "
+            "WORLD_SIZE and init_method?",
+            rank=int(missing[0]),
+            operation="init_process_group",
+        ) from error
+    entry = msgspec.json.decode(store.get(keys[rank]), type=Entry)
+    if entry.world_size != mine.world_size:
+        raise ConfigurationError(
+            f"rank {rank} was started with a world size of {entry.world_size}, this rank with "
+            f"{mine.world_size}; give all ranks the same world_size (WORLD_SIZE)"
+        )
+    if entry.namespace != mine.namespace:
+        raise WrongSecret(
+            f"rank {rank} at {entry.host} holds another cluster secret; copy "
+            "~/.potluck/cluster_secret from one machine to the others, or set the same "
+            "POTLUCK_PSK or POTLUCK_PASSPHRASE on all"
+        )
+    return entry
+
+
+def _host(entry: Entry, mine: Entry, has_server: bool) -> str:
+    return LOOPBACK if not has_server and entry.machine == mine.machine else entry.host

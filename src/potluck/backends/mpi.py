@@ -1,0 +1,366 @@
+"""``MpiBackend``: MPI, through mpi4py, behind a DistributedContext.
+
+MPI's blocking calls know no deadline, so every call is begun without blocking and asked after until
+it has ended, or its time is up. Only one thread is in MPI at a time. A rank that dies takes the
+others with it: that is mpirun's doing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from potluck.backends.base import Communicator, StaticBackend
+from potluck.backends.borrowed import LibraryCommunicator
+from potluck.backends.launchers import detect
+from potluck.backends.library import ANY_SOURCE, Library, Waiter
+from potluck.engine.layout import Array
+from potluck.errors import (
+    ConfigurationError,
+    Desync,
+    GroupError,
+    MissingDependency,
+    OperationTimeout,
+    PotluckError,
+    RemoteError,
+)
+from potluck.optional import require
+from potluck.settings import Settings, load_settings
+from potluck.types import Group, Member, ReduceOp
+
+_EPOCH = 1
+_NAME_BYTES = 256
+_MAX_WORD = 16 * 1024
+_APT = ", and an MPI library (Debian, Ubuntu: apt-get install openmpi-bin)"
+
+_SPIN_S = 0.001
+_LONGEST_PAUSE_S = 0.001
+
+_NATIVE = frozenset(
+    f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
+) | frozenset({"float32", "float64", "complex64", "complex128"})
+_OPS = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.PRODUCT: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.BAND: "BAND",
+    ReduceOp.BOR: "BOR",
+    ReduceOp.BXOR: "BXOR",
+}
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+
+
+class MpiBackend(StaticBackend):
+    """One rank of MPI_COMM_WORLD; start the script with mpirun.
+
+    MissingDependency if mpi4py or an MPI library is missing, ConfigurationError if MPI sees
+    another world than the launcher.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Settings | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._settings = settings or load_settings()
+        self._mpi = _load()
+        world = self._mpi.COMM_WORLD
+        seat = detect(environment)
+        if seat is not None and seat.world_size != world.size:
+            raise ConfigurationError(
+                f"MPI sees a world of {world.size}, but {seat.launcher} started {seat.world_size} "
+                "ranks; start the script with the mpirun of the MPI library that mpi4py uses "
+                f"({self._mpi.Get_library_version().splitlines()[0].split(',')[0]})"
+            )
+
+    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
+        if after_epoch:
+            raise ConfigurationError(
+                "a group of MPI has no next group; start the script with `potluck run` to survive "
+                "the loss of a worker"
+            ) from cause
+        state = _State(self._mpi)
+        library = _Mpi(state, self._mpi.COMM_WORLD.Dup())
+        group = _meet(library, time.monotonic() + timeout_s)
+        return LibraryCommunicator.open(group, library, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        return None
+
+
+def _load() -> Any:
+    """mpi4py's MPI, started with threads, and ended by us: only if nothing is left under way."""
+    is_first = "mpi4py.MPI" not in sys.modules
+    mpi4py: Any = require("mpi4py", "mpi", also=_APT)
+    if is_first:
+        mpi4py.rc.finalize = False
+        mpi4py.rc.thread_level = "serialized"
+    try:
+        mpi = require("mpi4py.MPI", "mpi", also=_APT)
+    except MissingDependency:
+        raise
+    except (ImportError, RuntimeError) as error:
+        raise MissingDependency(
+            f"mpi4py finds no MPI library ({str(error).splitlines()[0]}); install one (Debian, "
+            "Ubuntu: apt-get install openmpi-bin)"
+        ) from error
+    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+        raise ConfigurationError(
+            "MPI was started for one thread only; import potluck before mpi4py, or set "
+            "MPI4PY_RC_THREAD_LEVEL=serialized"
+        )
+    if is_first:
+        atexit.register(_finalize, mpi)
+    return mpi
+
+
+_unfinished: list[Any] = []
+"""Requests that were given up, and their arrays: MPI may still write there."""
+
+
+def _finalize(mpi: Any) -> None:
+    """MPI_Finalize would wait for ever for what was given up; without it mpirun ends the job."""
+    if not _unfinished and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def _meet(library: _Mpi, deadline: float) -> Group:
+    mine = np.zeros(_NAME_BYTES + 4, dtype=np.uint8)
+    name = library.state.mpi.Get_processor_name().encode()[:_NAME_BYTES]
+    mine[: len(name)] = np.frombuffer(name, dtype=np.uint8)
+    everyone = np.zeros((library.world_size, len(mine)), dtype=np.uint8)
+    library.all_gather(everyone.reshape(-1), mine, deadline)
+    nodes = [row[:_NAME_BYTES].tobytes().rstrip(b"\0").decode() for row in everyone]
+    members = tuple(
+        Member(str(rank), node=node, local_rank=nodes[:rank].count(node))
+        for rank, node in enumerate(nodes)
+    )
+    return Group(_EPOCH, library.rank, members)
+
+
+class _Word(msgspec.Struct):
+    """Why the group ends, as one rank tells another."""
+
+    text: str
+    rank: int
+
+
+class _State:
+    """What all groups of one world share: the lock of MPI, and the channel for last words."""
+
+    def __init__(self, mpi: Any) -> None:
+        self.mpi = mpi
+        self.lock = threading.Lock()
+        self.channel = mpi.COMM_WORLD.Dup()
+        self.tag_limit: int = self.channel.Get_attr(mpi.TAG_UB)
+        self.error: PotluckError | None = None
+        self.on_error: Callable[[PotluckError], None] | None = None
+
+    def finish(self, start: Callable[[], Any], keep: object, deadline: float) -> Any:
+        """Begin a call and wait for its end; its status."""
+        return self.wait(self.begin(start), keep, deadline)
+
+    def begin(self, start: Callable[[], Any]) -> Any:
+        with self._mpi_errors(), self.lock:
+            return start()
+
+    def wait(self, request: Any, keep: object, deadline: float) -> Any:
+        """The status of ``request``; ``keep`` are its arrays. OperationTimeout, RemoteError."""
+        status = self.mpi.Status()
+        began = time.monotonic()
+        pause = 0.0
+        while True:
+            with self._mpi_errors(), self.lock:
+                if request.Test(status):
+                    return status
+                if pause:
+                    self._hear()
+            now = time.monotonic()
+            if self.error is not None or now > deadline:
+                _unfinished.append((request, keep))
+                if self.error is not None:
+                    raise self.error
+                raise OperationTimeout("MPI has not ended it in time: a rank did not take part")
+            pause = 0.0 if now - began < _SPIN_S else min(_LONGEST_PAUSE_S, pause + 1e-5)
+            time.sleep(pause)
+
+    def tell(self, error: PotluckError) -> None:
+        """Send the others ``error`` as last words; done when MPI has taken them, or gives up."""
+        rank = self.channel.rank
+        data = np.frombuffer(msgspec.msgpack.encode(_Word(str(error), rank)), dtype=np.uint8)
+        peers = [peer for peer in range(self.channel.size) if peer != rank]
+        deadline = time.monotonic() + 1.0
+        with contextlib.suppress(GroupError):
+            for peer in peers:
+                send = lambda peer=peer: self.channel.Isend([data, self.mpi.BYTE], peer)  # noqa: E731
+                self.finish(send, data, deadline)
+
+    def _hear(self) -> None:
+        status = self.mpi.Status()
+        if self.error is not None or not self.channel.Iprobe(status=status):
+            return
+        count = status.Get_count(self.mpi.BYTE)
+        data = bytearray(count)
+        self.channel.Recv([data, self.mpi.BYTE], status.source)  # it is here already
+        word = msgspec.msgpack.decode(data, type=_Word)
+        self.error = RemoteError(word.text, rank=word.rank)
+        if self.on_error is not None:
+            self.on_error(self.error)
+
+    @contextlib.contextmanager
+    def _mpi_errors(self) -> Any:
+        try:
+            yield
+        except self.mpi.Exception as error:
+            if error.Get_error_class() == self.mpi.ERR_TRUNCATE:
+                raise Desync(
+                    "MPI brought a message that is longer than the array for it"
+                ) from error
+            raise GroupError(f"MPI says: {error.Get_error_string()}") from error
+
+
+class _Mpi:
+    """One MPI communicator as a ``Library``."""
+
+    name = "mpi"
+    device: str | None = None
+
+    def __init__(self, state: _State, comm: Any, is_part: bool = False) -> None:
+        self.state = state
+        self.rank: int = comm.rank
+        self.world_size: int = comm.size
+        self._comm = comm
+        self._is_part = is_part
+        self._byte = state.mpi.BYTE
+
+    def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
+        """Not the least and greatest floats: MPI loses a NaN."""
+        return dtype.name in _NATIVE and op in _OPS and (op not in _ORDERED or dtype.kind in "iu")
+
+    def all_reduce(self, array: Array, op: ReduceOp, deadline: float) -> None:
+        mpi = self.state.mpi
+        self._run(
+            lambda: self._comm.Iallreduce(mpi.IN_PLACE, array, op=self._op(op)), array, deadline
+        )
+
+    def reduce(self, array: Array, op: ReduceOp, root: int, deadline: float) -> None:
+        mine = array.copy()
+        room = array if self.rank == root else None
+        self._run(
+            lambda: self._comm.Ireduce(mine, room, op=self._op(op), root=root),
+            (mine, room),
+            deadline,
+        )
+
+    def reduce_scatter(self, output: Array, array: Array, op: ReduceOp, deadline: float) -> bool:
+        self._run(
+            lambda: self._comm.Ireduce_scatter_block(array, output, op=self._op(op)),
+            (array, output),
+            deadline,
+        )
+        return True
+
+    def all_gather(self, output: Array, array: Array, deadline: float) -> None:
+        self._move(self._comm.Iallgather, output, array, deadline)
+
+    def broadcast(self, array: Array, root: int, deadline: float) -> None:
+        self._run(lambda: self._comm.Ibcast(self._bytes(array), root), array, deadline)
+
+    def scatter(self, output: Array, array: Array | None, root: int, deadline: float) -> None:
+        parts = None if array is None else self._bytes(array)
+        self._run(
+            lambda: self._comm.Iscatter(parts, self._bytes(output), root),
+            (output, array),
+            deadline,
+        )
+
+    def gather(self, output: Array | None, array: Array, root: int, deadline: float) -> None:
+        room = None if output is None else self._bytes(output)
+        self._run(
+            lambda: self._comm.Igather(self._bytes(array), room, root), (output, array), deadline
+        )
+
+    def all_to_all(self, output: Array, array: Array, deadline: float) -> None:
+        self._move(self._comm.Ialltoall, output, array, deadline)
+
+    def barrier(self, deadline: float) -> None:
+        self._run(self._comm.Ibarrier, None, deadline)
+
+    # -- messages
+
+    def settle(self) -> None:
+        return None
+
+    def check_message(self, peer: int, tag: int) -> None:
+        if tag > self.state.tag_limit:
+            raise ValueError(f"this MPI library's tags end at {self.state.tag_limit}, not {tag}")
+
+    def send(self, array: Array, peer: int, tag: int) -> Waiter:
+        request = self.state.begin(lambda: self._comm.Isend(self._bytes(array), peer, tag))
+
+        def wait(deadline: float) -> int:
+            self.state.wait(request, array, deadline)
+            return peer
+
+        return wait
+
+    def recv(self, array: Array, peer: int, tag: int) -> Waiter:
+        source = self.state.mpi.ANY_SOURCE if peer == ANY_SOURCE else peer
+        request = self.state.begin(lambda: self._comm.Irecv(self._bytes(array), source, tag))
+
+        def wait(deadline: float) -> int:
+            status = self.state.wait(request, array, deadline)
+            count = status.Get_count(self._byte)
+            if count != array.nbytes:
+                raise Desync(
+                    f"rank {status.source} sent a message of {count} bytes for an array of "
+                    f"{array.nbytes}",
+                    rank=status.source,
+                )
+            source: int = status.source
+            return source
+
+        return wait
+
+    # -- groups and life
+
+    def split(self, ranks: tuple[int, ...], number: int, deadline: float) -> Library | None:
+        self.barrier(deadline)  # MPI's own call would wait for ever for a rank that is missing
+        with self.state.lock:
+            comm = self._comm.Create(self._comm.Get_group().Incl(ranks))
+        return None if comm == self.state.mpi.COMM_NULL else _Mpi(self.state, comm, is_part=True)
+
+    def listen(self, on_error: Callable[[PotluckError], None]) -> None:
+        self.state.on_error = on_error
+
+    def tell(self, error: PotluckError) -> None:
+        self.state.tell(error)
+
+    def close(self, is_orderly: bool) -> None:
+        # Freeing is a call that all ranks must make; MPI_Finalize frees what is left.
+        return None
+
+    # -- inside
+
+    def _run(self, start: Callable[[], Any], keep: object, deadline: float) -> None:
+        self.state.finish(start, keep, deadline)
+
+    def _move(self, call: Callable[..., Any], output: Array, array: Array, deadline: float) -> None:
+        self._run(lambda: call(self._bytes(array), self._bytes(output)), (output, array), deadline)
+
+    def _bytes(self, array: Array) -> list[Any]:
+        return [array.view(np.uint8), self._byte]
+
+    def _op(self, op: ReduceOp) -> Any:
+        return getattr(self.state.mpi, _OPS[op])

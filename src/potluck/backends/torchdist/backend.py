@@ -1,0 +1,117 @@
+"""``GlooBackend`` and ``NcclBackend``: who may use them, and where their ranks meet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from potluck.backends.base import Communicator, StaticBackend
+from potluck.backends.borrowed import LibraryCommunicator
+from potluck.backends.launchers import read_seat
+from potluck.backends.library import Library
+from potluck.backends.meeting import meet
+from potluck.backends.torchdist.store import Word, open_store
+from potluck.errors import ConfigurationError, GroupError
+from potluck.optional import require
+from potluck.settings import Settings, load_settings
+
+
+class _TorchBackend(StaticBackend):
+    """One rank of a fixed group that a launcher's variables describe."""
+
+    name = ""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        require("torch", "torch")
+        self._settings = settings or load_settings()
+        self._seat = read_seat(environment)
+        self._store: Any = None
+
+    def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
+        if after_epoch:
+            raise ConfigurationError(
+                f"a group of {self.name} has no next group; start the script with `potluck run` "
+                "and backend='auto' to survive the loss of a worker"
+            ) from cause
+        seat = self._seat
+        self._store = open_store(seat, timeout_s)
+        group = meet(
+            self._store,
+            seat.rank,
+            seat.world_size,
+            base=None,
+            local_rank=seat.local_rank,
+            timeout_s=timeout_s,
+            is_fresh=not seat.uses_agent_store,
+        )
+        word = Word(seat, self._store, group.job, timeout_s)
+        try:
+            library = self._make(f"potluck/{group.job}", word, timeout_s)
+        except BaseException:
+            word.close()
+            raise
+        return LibraryCommunicator.open(group, library, timeout_s=timeout_s)
+
+    def _make(self, prefix: str, word: Word, timeout_s: float) -> Library:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._store = None
+
+
+class GlooBackend(_TorchBackend):
+    """Gloo, torch's library for CPUs. Needs PyTorch, and the variables of a launcher.
+
+    MissingDependency or ConfigurationError, with what to do, where it can't be used.
+    """
+
+    name = "gloo"
+
+    def _make(self, prefix: str, word: Word, timeout_s: float) -> Library:
+        seat = self._seat
+        from potluck.backends.torchdist.gloo import Gloo
+
+        return Gloo(self._store, prefix, seat.rank, seat.world_size, word, timeout_s)
+
+
+class NcclBackend(_TorchBackend):
+    """NCCL, NVIDIA's library for CUDA GPUs; this rank uses the GPU of its local rank.
+
+    Arrays travel in the memory of that GPU: CUDA tensors without a copy, all else through one.
+    ConfigurationError where there is no GPU for this rank.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        *,
+        settings: Settings | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        torch = require("torch", "torch")
+        if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+            raise ConfigurationError(
+                "NCCL needs a CUDA GPU and a PyTorch built for it, and there is none here; use "
+                "backend='gloo' or potluck's own links (backend='auto')"
+            )
+        super().__init__(settings=settings, environment=environment)
+        count = torch.cuda.device_count()
+        if self._seat.local_rank >= count:
+            raise ConfigurationError(
+                f"local rank {self._seat.local_rank} has no GPU of its own: this machine has "
+                f"{count}; start at most {count} workers on it, or use backend='gloo'"
+            )
+
+    def _make(self, prefix: str, word: Word, timeout_s: float) -> Library:
+        seat = self._seat
+        device = f"cuda:{seat.local_rank}"
+        from potluck.backends.torchdist.nccl import Nccl
+
+        return Nccl(self._store, prefix, seat.rank, seat.world_size, word, timeout_s, device)

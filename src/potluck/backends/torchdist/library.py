@@ -1,0 +1,218 @@
+"""What Gloo and NCCL have in common: the calls of a c10d process group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from potluck.backends.library import ANY_SOURCE, Library, Waiter
+from potluck.backends.torchdist.store import Word
+from potluck.engine.layout import Array
+from potluck.errors import Desync, GroupError, OperationTimeout, PeerLost, PotluckError
+from potluck.types import ReduceOp
+
+OPS = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.PRODUCT: "PRODUCT",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+}
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+INTEGERS = frozenset({"int8", "uint8", "int32", "int64"})
+
+
+class TorchLibrary:
+    """What Gloo and NCCL have in common: the calls of a c10d process group.
+
+    Moves are made on bytes, so that every dtype can be moved.
+    """
+
+    name = ""
+    device: str | None = None
+
+    def __init__(
+        self, store: Any, prefix: str, rank: int, world_size: int, word: Word, timeout_s: float
+    ) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.rank = rank
+        self.world_size = world_size
+        self._torch = torch
+        self._dist = dist
+        self._store = store
+        self._prefix = prefix
+        self._word = word
+        self._timeout_s = timeout_s
+        self._is_part = False
+        own = dist.distributed_c10d.PrefixStore(f"{prefix}/{self.name}", store)
+        self._group: Any = self._translate(lambda: self._connect(own))
+
+    def _connect(self, store: Any) -> Any:
+        raise NotImplementedError
+
+    def _again(self, prefix: str, rank: int, world_size: int) -> TorchLibrary:
+        """A group of some of the ranks."""
+        raise NotImplementedError
+
+    # -- arrays as tensors
+
+    def _typed(self, array: Array) -> Any:
+        """The array's memory as a tensor of its dtype."""
+        raise NotImplementedError
+
+    def _bytes(self, array: Array) -> Any:
+        """The array's memory as a tensor of bytes."""
+        raise NotImplementedError
+
+    # -- collectives
+
+    def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
+        raise NotImplementedError
+
+    def all_reduce(self, array: Array, op: ReduceOp, deadline: float) -> None:
+        options = self._options("AllreduceOptions", deadline)
+        options.reduceOp = getattr(self._dist.ReduceOp, OPS[op])
+        self._run(lambda: self._group.allreduce([self._typed(array)], options), deadline)
+
+    def reduce(self, array: Array, op: ReduceOp, root: int, deadline: float) -> None:
+        options = self._options("ReduceOptions", deadline)
+        options.reduceOp = getattr(self._dist.ReduceOp, OPS[op])
+        options.rootRank = root
+        tensor = self._typed(array)
+        if self.rank != root:
+            tensor = tensor.clone()  # they compute in it
+        self._run(lambda: self._group.reduce([tensor], options), deadline)
+
+    def reduce_scatter(self, output: Array, array: Array, op: ReduceOp, deadline: float) -> bool:
+        return False
+
+    def all_gather(self, output: Array, array: Array, deadline: float) -> None:
+        options = self._options("AllgatherOptions", deadline)
+        tensors = self._bytes(output), self._bytes(array)
+        self._run(lambda: self._group._allgather_base(*tensors, options), deadline)
+
+    def broadcast(self, array: Array, root: int, deadline: float) -> None:
+        options = self._options("BroadcastOptions", deadline)
+        options.rootRank, options.rootTensor = root, 0
+        self._run(lambda: self._group.broadcast([self._bytes(array)], options), deadline)
+
+    def scatter(self, output: Array, array: Array | None, root: int, deadline: float) -> None:
+        options = self._options("ScatterOptions", deadline)
+        options.rootRank = root
+        parts = [] if array is None else [self._rows(array)]
+        self._run(lambda: self._group.scatter([self._bytes(output)], parts, options), deadline)
+
+    def gather(self, output: Array | None, array: Array, root: int, deadline: float) -> None:
+        options = self._options("GatherOptions", deadline)
+        options.rootRank = root
+        rows = [] if output is None else [self._rows(output)]
+        self._run(lambda: self._group.gather(rows, [self._bytes(array)], options), deadline)
+
+    def all_to_all(self, output: Array, array: Array, deadline: float) -> None:
+        options = self._options("AllToAllOptions", deadline)
+        tensors = self._bytes(output), self._bytes(array)
+        self._run(lambda: self._group.alltoall_base(*tensors, [], [], options), deadline)
+
+    def barrier(self, deadline: float) -> None:
+        self.all_reduce(self._one(), ReduceOp.SUM, deadline)
+
+    def _one(self) -> Array:
+        return np.ones(1, dtype=np.int32)
+
+    # -- messages
+
+    def settle(self) -> None:
+        return None
+
+    def check_message(self, peer: int, tag: int) -> None:
+        return None
+
+    def send(self, array: Array, peer: int, tag: int) -> Waiter:
+        tensor = self._bytes(array)
+        work = self._translate(lambda: self._group.send([tensor], peer, tag))
+
+        def wait(deadline: float) -> int:
+            self._translate(lambda: work.wait(left(deadline)))
+            return peer
+
+        return wait
+
+    def recv(self, array: Array, peer: int, tag: int) -> Waiter:
+        tensor = self._bytes(array)
+        if peer == ANY_SOURCE:
+            work = self._translate(lambda: self._group.recv_anysource([tensor], tag))
+        else:
+            work = self._translate(lambda: self._group.recv([tensor], peer, tag))
+
+        def wait(deadline: float) -> int:
+            self._translate(lambda: work.wait(left(deadline)))
+            return work._source_rank() if peer == ANY_SOURCE else peer
+
+        return wait
+
+    # -- groups and life
+
+    def split(self, ranks: tuple[int, ...], number: int, deadline: float) -> Library | None:
+        if self.rank not in ranks:
+            return None
+        part = self._again(f"{self._prefix}/{number}", ranks.index(self.rank), len(ranks))
+        part._is_part = True
+        return part
+
+    def listen(self, on_error: Callable[[PotluckError], None]) -> None:
+        self._word.listen(on_error)
+
+    def tell(self, error: PotluckError) -> None:
+        self._word.tell(error)
+
+    def close(self, is_orderly: bool) -> None:
+        self._group = None
+        if not self._is_part:
+            self._word.close()
+        self._store = None
+
+    # -- inside
+
+    def _rows(self, array: Array) -> list[Any]:
+        return list(self._bytes(array).reshape(self.world_size, -1))
+
+    def _options(self, name: str, deadline: float) -> Any:
+        options = getattr(self._dist.distributed_c10d, name)()
+        options.timeout = left(deadline)
+        return options
+
+    def _run(self, start: Callable[[], Any], deadline: float) -> None:
+        self._translate(lambda: start().wait())
+
+    def _translate(self, call: Callable[[], Any]) -> Any:
+        """Errors of theirs as errors of ours. All of theirs end the group."""
+        try:
+            return call()
+        except RuntimeError as error:
+            text = str(error).splitlines()[0].rpartition("] ")[2].replace(" GLHF! 🏖️", "")
+            kind = next((kind for word, kind in _MEANINGS if word in str(error)), GroupError)
+            raise kind(f"{self.name} says: {text}") from error
+
+
+_MEANINGS: tuple[tuple[str, type[GroupError]], ...] = (
+    ("imed out", OperationTimeout),
+    ("imeout", OperationTimeout),
+    ("collective mismatch", Desync),
+    ("onnection closed by peer", PeerLost),
+    ("onnection reset", PeerLost),
+    ("onnection refused", PeerLost),
+    ("Broken pipe", PeerLost),
+    ("ead error", PeerLost),
+    ("rite error", PeerLost),
+    ("remote process exited", PeerLost),
+)
+
+
+def left(deadline: float) -> timedelta:
+    """What is left until then; zero would mean for ever."""
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))

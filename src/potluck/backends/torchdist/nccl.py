@@ -1,0 +1,87 @@
+"""NCCL, NVIDIA's library for CUDA GPUs. Not run by our tests where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from potluck.backends.library import ANY_SOURCE
+from potluck.backends.torchdist.library import FLOATS, INTEGERS, OPS, TorchLibrary, left
+from potluck.backends.torchdist.store import Word
+from potluck.engine.layout import Array
+from potluck.types import ReduceOp
+
+
+class Nccl(TorchLibrary):
+    """One NCCL group. Arrays are tensors on this rank's GPU."""
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        word: Word,
+        timeout_s: float,
+        device: str,
+    ) -> None:
+        self.device = device
+        # A wait that raises, instead of a watchdog that ends the process.
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+        super().__init__(store, prefix, rank, world_size, word, timeout_s)
+
+    def _connect(self, store: Any) -> Any:
+        nccl: Any = self._torch._C._distributed_c10d.ProcessGroupNCCL
+        self._torch.cuda.set_device(self.device)
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=self._timeout_s)
+        return nccl(store, self.rank, self.world_size, options)
+
+    def _again(self, prefix: str, rank: int, world_size: int) -> TorchLibrary:
+        assert self.device is not None
+        return Nccl(self._store, prefix, rank, world_size, self._word, self._timeout_s, self.device)
+
+    def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
+        name = str(dtype).removeprefix("torch.")
+        if op not in OPS or name not in FLOATS | INTEGERS:
+            raise TypeError(
+                f"NCCL can't combine {name} with op={op.value!r}; cast the tensor first"
+            )
+        return True
+
+    def reduce_scatter(self, output: Array, array: Array, op: ReduceOp, deadline: float) -> bool:
+        options = self._options("ReduceScatterOptions", deadline)
+        options.reduceOp = getattr(self._dist.ReduceOp, OPS[op])
+        self._run(lambda: self._group._reduce_scatter_base(output, array, options), deadline)
+        return True
+
+    def settle(self) -> None:
+        self._torch.cuda.current_stream(self.device).synchronize()
+
+    def check_message(self, peer: int, tag: int) -> None:
+        if peer == ANY_SOURCE:
+            raise ValueError("NCCL can't receive from any rank; name the sender")
+        if tag:
+            raise ValueError("NCCL's messages have no tags, only an order; leave the tag at 0")
+
+    def _one(self) -> Array:
+        one: Array = self._torch.ones(1, dtype=self._torch.int32, device=self.device)
+        return one
+
+    def _typed(self, array: Array) -> Any:
+        return array
+
+    def _bytes(self, array: Array) -> Any:
+        return array.view(self._torch.uint8)
+
+    def _run(self, start: Callable[[], Any], deadline: float) -> None:
+        def call() -> None:
+            self._torch.cuda.set_device(self.device)  # each thread has its own
+            start().wait(left(deadline))
+            self._torch.cuda.current_stream(self.device).synchronize()
+
+        self._translate(call)
