@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.process_group.rendezvous import meet
+from potluck.torch.process_group.storeless import FormedStore
+from potluck.torch.process_group.world import World
 
 
 def create(options: Any, backend_options: Any) -> PotluckProcessGroup:
@@ -26,7 +28,8 @@ def create(options: Any, backend_options: Any) -> PotluckProcessGroup:
         return PotluckProcessGroup(
             parent._world, communicator, name=name, timeout=timeout, store=options.store
         )
-    world = meet(
+    formed = None if ranks else _formed(options.store)
+    world = formed or meet(
         options.store,
         options.group_rank,
         options.group_size,
@@ -42,3 +45,10 @@ def _parent() -> PotluckProcessGroup | None:
     """The default group, if it is one of ours."""
     default = dist.distributed_c10d._world.default_pg
     return default if isinstance(default, PotluckProcessGroup) else None
+
+
+def _formed(store: Any) -> World | None:
+    """The world that ``potluck://`` has formed already."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store.world if isinstance(store, FormedStore) else None

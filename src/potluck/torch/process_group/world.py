@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ class World:
         self.completions = Completions()
         self.has_devices = False
         """Whether any rank has an accelerator; then all cut large tensors into equal pieces."""
+        self.store: Any = None
+        """The Store made for this world, if it was formed without one."""
         self._owner = owner
         self._is_closed = False
         _close_at_exit(self)

@@ -1,0 +1,309 @@
+"""A torch Store over potluck's own links, for worlds that were formed without a store server.
+
+Rank 0 keeps the values. The others ask it over one link each (mutual TLS, like every connection):
+a request is answered when it can be, so that waiting for a key costs no polling. Messages are
+msgpack behind a length, as at a rendezvous.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from potluck.engine.mesh import Switchboard
+from potluck.errors import LinkError, PotluckError, ProtocolError
+from potluck.transport.blocking import recv_exactly, send_all
+from potluck.transport.handshake import connect
+from potluck.transport.listener import Admission
+from potluck.transport.tcp import TcpLink
+from potluck.types import Group
+from potluck.wire.messages import Hello, Refusal, Welcome
+
+_Message = TypeVar("_Message", "Request", "Answer")
+
+KIND = "store"
+_PREFIX_BYTES = 4
+_MAX_MESSAGE = 16 << 20
+_MESSAGE_S = 30.0
+"""How long one message may take on its way; waiting for a key does not count."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """``what`` is an operation of ``Shelf``; ``number`` comes back with the answer."""
+
+    number: int
+    what: str
+    keys: list[str]
+    values: list[bytes]
+    amount: int = 0
+
+
+class Answer(msgspec.Struct, frozen=True):
+    number: int
+    value: bytes | int | bool | None = None
+
+
+class Shelf:
+    """The values. ``ask`` answers a request, or says None: not yet."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def ask(self, request: Request) -> Answer | None:
+        values, keys = self._values, request.keys
+        match request.what:
+            case "set":
+                values[keys[0]] = request.values[0]
+                return Answer(request.number)
+            case "add":
+                total = int(values.get(keys[0], b"0")) + request.amount
+                values[keys[0]] = str(total).encode()
+                return Answer(request.number, total)
+            case "compare_set":
+                expected, desired = request.values
+                if values.get(keys[0], expected or None) == expected or (
+                    keys[0] not in values and not expected
+                ):
+                    values[keys[0]] = desired
+                return Answer(request.number, values.get(keys[0], expected))
+            case "check":
+                return Answer(request.number, all(key in values for key in keys))
+            case "wait":
+                return Answer(request.number) if all(key in values for key in keys) else None
+            case "get":
+                return Answer(request.number, values[keys[0]]) if keys[0] in values else None
+            case "delete":
+                return Answer(request.number, values.pop(keys[0], None) is not None)
+            case "count":
+                return Answer(request.number, len(values))
+            case _:
+                raise ProtocolError(f"a store has no operation {request.what!r}")
+
+
+class Keeper:
+    """Rank 0: the shelf, its own requests, and one thread that serves the other ranks."""
+
+    def __init__(self, switchboard: Switchboard | None) -> None:
+        self._shelf = Shelf()
+        self._changed = threading.Condition()
+        self._links: dict[TcpLink, _Mail] = {}
+        self._arrived: deque[TcpLink] = deque()
+        self._is_closed = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._serve, name="potluck-store", daemon=True)
+        self._thread.start()
+        if switchboard is not None:  # else nobody else is there
+            switchboard.answer(KIND, self._admit)
+
+    def ask(self, request: Request, deadline: float) -> Answer:
+        """The answer; LinkError if there is none by ``deadline``."""
+        with self._changed:
+            while (answer := self._shelf.ask(request)) is None:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise LinkError("no such key in time")
+            self._changed.notify_all()
+        self._wake()
+        return answer
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+        self._wake()
+        self._thread.join()
+
+    def _admit(self, hello: Hello, node: str) -> Admission:
+        if self._is_closed:
+            return Admission(Refusal("left", "rank 0 has left"))
+        return Admission(Welcome(rank=0), self._take)
+
+    def _take(self, link: TcpLink) -> None:
+        self._arrived.append(link)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._wake_writer.send(b"\0")
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_closed:
+                for key, _ in self._selector.select():
+                    if key.data is None:
+                        self._wake_reader.recv(4096)
+                    else:
+                        key.data.is_ready = True
+                while self._arrived:
+                    link = self._arrived.popleft()
+                    self._links[link] = mail = _Mail(link)
+                    mail.is_ready = True
+                    self._selector.register(link.fileno(), selectors.EVENT_READ, mail)
+                for mail in list(self._links.values()):
+                    self._attend(mail)
+        finally:
+            for link in [*self._links, *self._arrived]:
+                link.close()
+            self._selector.close()
+            self._wake_reader.close()
+            self._wake_writer.close()
+
+    def _attend(self, mail: _Mail) -> None:
+        """Take what one rank asks, and answer what can be answered now."""
+        try:
+            if mail.is_ready:
+                mail.is_ready = False
+                mail.take()
+            if mail.request is not None:
+                with self._changed:
+                    answer = self._shelf.ask(mail.request)
+                    self._changed.notify_all()
+                if answer is not None:
+                    mail.request = None
+                    _send(mail.link, answer)
+                    self._wake()  # others may wait for what this one has set
+        except PotluckError:
+            self._selector.unregister(mail.link.fileno())
+            del self._links[mail.link]
+            mail.link.close()
+
+
+class _Mail:
+    """One rank's link at the keeper: at most one request waits on it."""
+
+    def __init__(self, link: TcpLink) -> None:
+        self.link = link
+        self.is_ready = False
+        self.request: Request | None = None
+
+    def take(self) -> None:
+        first = bytearray(1)
+        if self.link.recv_into(memoryview(first)):
+            prefix = bytes(first) + recv_exactly(
+                self.link, _PREFIX_BYTES - 1, time.monotonic() + _MESSAGE_S
+            )
+            self.request = _receive(self.link, prefix, Request)
+
+
+class Visitor:
+    """Any other rank: asks over its link to rank 0."""
+
+    def __init__(self, group: Group, switchboard: Switchboard, timeout_s: float) -> None:
+        keeper = group.members[0]
+        hello = Hello(
+            kind=KIND,
+            namespace=switchboard.credentials.namespace,
+            job=group.job,
+            epoch=group.epoch,
+            rank=group.rank,
+            to_rank=0,
+            worker=group.me.worker,
+        )
+        self._link, _ = connect(
+            keeper.host,
+            keeper.port,
+            hello,
+            switchboard.credentials,
+            deadline=time.monotonic() + timeout_s,
+            max_retries=None,
+        )
+        self._lock = threading.Lock()
+
+    def ask(self, request: Request, deadline: float) -> Answer:
+        with self._lock:
+            _send(self._link, request)
+            while True:
+                prefix = recv_exactly(self._link, _PREFIX_BYTES, deadline)
+                answer = _receive(self._link, prefix, Answer)
+                if answer.number == request.number:
+                    return answer
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class LinkStore(Store):
+    """The Store that torch gets."""
+
+    def __init__(self, asker: Keeper | Visitor, timeout_s: float) -> None:
+        super().__init__()
+        self._asker = asker
+        self._timeout_s = timeout_s
+        self._number = 0
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", [key], [_bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        return self._ask("get", [key])  # type: ignore[no-any-return]
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", [key], amount=amount))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._ask(  # type: ignore[no-any-return]
+            "compare_set", [key], [_bytes(expected), _bytes(desired)]
+        )
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", list(keys)))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", list(keys), timeout=timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", [key]))
+
+    def num_keys(self) -> int:
+        return int(self._ask("count", []))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._timeout_s)
+
+    def _ask(
+        self, what: str, keys: list[str], values: list[bytes] | None = None, *, amount: int = 0,
+        timeout: timedelta | None = None,
+    ) -> Any:  # fmt: skip
+        self._number += 1
+        request = Request(self._number, what, keys, values or [], amount)
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        try:
+            return self._asker.ask(request, time.monotonic() + timeout_s).value
+        except LinkError as error:
+            raise dist.DistStoreError(
+                f"{what} of {', '.join(keys)} had no answer within {timeout_s:g} s: {error}"
+            ) from error
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _send(link: TcpLink, message: Request | Answer) -> None:
+    body = msgspec.msgpack.encode(message)
+    data = len(body).to_bytes(_PREFIX_BYTES, "little") + body
+    send_all(link, data, time.monotonic() + _MESSAGE_S)
+
+
+def _receive(link: TcpLink, prefix: bytes, kind: type[_Message]) -> _Message:
+    length = int.from_bytes(prefix, "little")
+    if not 0 < length <= _MAX_MESSAGE:
+        raise ProtocolError(f"a store message of {length} bytes")
+    body = recv_exactly(link, length, time.monotonic() + _MESSAGE_S)
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"a malformed store message: {error}") from error
