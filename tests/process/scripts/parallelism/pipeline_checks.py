@@ -42,7 +42,8 @@ def train(run, stages: list[nn.Sequential], schedule: type, model: nn.Sequential
     runner = schedule(
         seats[0] if single else seats, n_microbatches=MICRO_BATCHES, loss_fn=F.cross_entropy
     )
-    optimizers = [adam(part) for part in own]
+    # A stage of one Tanh has nothing to optimize.
+    optimizers = [adam(part) for part in own if list(part.parameters())]
     reference_optimizer = adam(reference)
     for x, y in batches():
         losses: list[torch.Tensor] = []

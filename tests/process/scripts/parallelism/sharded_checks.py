@@ -173,9 +173,9 @@ def zero_optimizer_overlapped_with_ddp(run):
             default_hooks.allreduce_hook, parallel, optimizer, shard_buckets=False
         ),
     )
-    # By torch's design the first two steps of such a run (buckets are built) update nothing.
+    # By torch's design the first step, before DDP has rebuilt its buckets, updates nothing.
     idle = torch.zeros(2, 8), torch.zeros(2, dtype=torch.long)
-    for x, y in [idle, idle, *[mine(run, *batch) for batch in batches()]]:
+    for x, y in [idle, *[mine(run, *batch) for batch in batches()]]:
         F.cross_entropy(parallel(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,0 +1,14 @@
+"""Run example scripts one after the other in this process: ``run_examples.py A.py ARGS , B.py``."""
+
+import runpy
+import sys
+
+command: list[str] = []
+for word in [*sys.argv[1:], ","]:
+    if word != ",":
+        command.append(word)
+        continue
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+    print(f"end of {command[0]}", flush=True)
+    command = []
