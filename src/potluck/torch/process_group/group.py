@@ -22,6 +22,7 @@ from potluck.torch.process_group import messages, moving, reducing, sparse
 from potluck.torch.process_group.messages import MonitoredBarrier, single
 from potluck.torch.process_group.profile import Record
 from potluck.torch.process_group.seat import Seat
+from potluck.torch.process_group.untraced import untraced
 from potluck.torch.process_group.work import Completions, GroupWork, combine
 from potluck.torch.process_group.world import World
 
@@ -38,6 +39,7 @@ class GroupOptions:
         self.global_ranks_in_group: list[int] = []
 
 
+@untraced
 class PotluckProcessGroup(dist.ProcessGroup):
     """The collectives of one group of ranks, over links that all groups of the world share.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from potluck.engine.work import Work
 from potluck.torch.process_group.profile import Record
+from potluck.torch.process_group.untraced import untraced
 
 _NO_LIMIT = timedelta(0)
 
@@ -49,6 +50,7 @@ class Completions:
             pool.shutdown(wait=True)
 
 
+@untraced
 class GroupWork(dist.Work):
     """What a collective of the group returns.
 
@@ -164,6 +166,7 @@ class GroupWork(dist.Work):
                     settle()
 
 
+@untraced
 class GroupFuture(torch.futures.Future[Any]):
     """The future of a GroupWork. Whoever waits for it in Python completes it himself."""
 
