@@ -9,7 +9,7 @@ export PYTHON
 help: ## Show this list
 	@echo 'potluck: train on the machines you already own'
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'Start with: make demo. Python 3.11 or newer is all it asks for;'
 	@echo 'another interpreter: make PYTHON=/path/to/python3 demo'
@@ -36,6 +36,11 @@ test: check ## Everything in check, then all tests (ARGS="-k window" for some)
 bench: ## potluck against Gloo, side by side (ARGS="--save" keeps the result)
 	@tools/environment dev
 	@$(BIN)/python benchmarks/all_reduce.py $(ARGS)
+
+.PHONY: torch-suite
+torch-suite: ## torch's own backend tests on Gloo and potluck; writes docs/torch-backend-tests.md
+	@tools/environment dev
+	@$(BIN)/python tests/torch_suite/run.py
 
 .PHONY: clean
 clean: ## Remove .venv and everything else that these commands made

@@ -27,6 +27,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import potluck.torch.process_group.creation  # noqa: F401  (before the forks, not in each)
+
 WORLD_SIZE = 3
 LIMIT_S = 1.0
 HANG_S = 30.0

@@ -69,7 +69,13 @@ class PotluckProcessGroup(dist.ProcessGroup):
         ranks = tuple(range(communicator.world_size))
         private = communicator.subgroup(ranks, key=f"{name}/messages")
         assert private is not None
-        self._seat = Seat(communicator, private, world.completions, timeout.total_seconds())
+        self._seat = Seat(
+            communicator,
+            private,
+            world.completions,
+            timeout.total_seconds(),
+            world.has_devices,
+        )
         self._rank = communicator.rank
         self._size = communicator.world_size
         self._monitored = MonitoredBarrier()

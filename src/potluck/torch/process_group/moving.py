@@ -12,6 +12,7 @@ from potluck.engine.work import Work
 from potluck.torch.process_group import buffers
 from potluck.torch.process_group.options import seconds
 from potluck.torch.process_group.seat import Seat
+from potluck.torch.process_group.staging import in_pieces, is_staged
 from potluck.torch.process_group.work import GroupWork
 
 _EXCHANGE = 1
@@ -22,9 +23,17 @@ def broadcast(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     """Every rank's tensor becomes that of rank ``opts.rootRank``."""
     buffers.check(tensor, "broadcast")
     root = opts.rootRank
+    timeout_s = seconds(opts, seat.timeout_s)
+
+    def post(array: Array) -> Work:
+        return seat.communicator.broadcast(array, root, timeout_s=timeout_s)
+
+    is_root = root == seat.rank
+    if is_staged(seat, tensor):
+        return in_pieces(seat, tensor, post, reads=is_root, writes=not is_root)
     array, is_shared = buffers.on_host(tensor)
-    work = seat.communicator.broadcast(array, root, timeout_s=seconds(opts, seat.timeout_s))
-    is_done = is_shared or root == seat.rank
+    work = post(array)
+    is_done = is_shared or is_root
     settle = None if is_done else lambda: buffers.store(array, tensor)
     return GroupWork((work,), [tensor], seat.completions, settle)
 

@@ -9,9 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from potluck.engine.layout import Array
+from potluck.engine.work import Work
 from potluck.torch.process_group import buffers
 from potluck.torch.process_group.options import check_reduction, reduction, seconds
 from potluck.torch.process_group.seat import Seat
+from potluck.torch.process_group.staging import in_pieces, is_staged
 from potluck.torch.process_group.work import GroupWork
 
 
@@ -20,10 +22,17 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     buffers.check(tensor, "all_reduce")
     op, factor = reduction(opts)
     check_reduction(op, tensor.dtype)
+    timeout_s = seconds(opts, seat.timeout_s)
+
+    def post(array: Array) -> Work:
+        if factor is not None:
+            array *= _scalar(factor, array)
+        return seat.communicator.all_reduce(array, op, timeout_s=timeout_s)
+
+    if is_staged(seat, tensor):
+        return in_pieces(seat, tensor, post)
     array, is_shared = buffers.on_host(tensor)
-    if factor is not None:
-        array *= _scalar(factor, array)
-    work = seat.communicator.all_reduce(array, op, timeout_s=seconds(opts, seat.timeout_s))
+    work = post(array)
     settle = None if is_shared else lambda: buffers.store(array, tensor)
     return GroupWork((work,), [tensor], seat.completions, settle)
 

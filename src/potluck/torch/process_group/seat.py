@@ -11,12 +11,14 @@ from potluck.torch.process_group.work import Completions
 @dataclass(slots=True)
 class Seat:
     """``messages`` carries point-to-point messages that belong to collectives, apart from the
-    user's; ``timeout_s`` is the deadline of operations that name none."""
+    user's; ``timeout_s`` is the deadline of operations that name none; ``has_devices`` says that
+    some rank of the world has an accelerator."""
 
     communicator: Communicator
     messages: Communicator
     completions: Completions
     timeout_s: float
+    has_devices: bool = False
 
     @property
     def rank(self) -> int:

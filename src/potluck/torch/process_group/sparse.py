@@ -37,6 +37,7 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
         torch.cat([indices[part] for part in kept]).t(),
         torch.cat([values[part] for part in kept]),
         mine.shape,
+        check_invariants=True,
     ).coalesce()
     with torch.no_grad():
         tensor.copy_(total)  # a detached alias would keep its own indices

@@ -74,14 +74,17 @@ class GroupWork(dist.Work):
         self._lock = threading.Lock()
         self._future: GroupFuture | None = None
         self._record: Record | None = None
+        self.settles_itself = False
+        """Whether ``settle`` waits for the works one by one, to overlap them with its copies."""
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Block until the operation has ended, at most ``timeout`` (0: the operation's own)."""
         seconds = timeout.total_seconds() if timeout else None
         if seconds is not None and seconds <= 0:
             seconds = None
-        for work in self._works:
-            work.wait(seconds)
+        if not (self.settles_itself and seconds is None):
+            for work in self._works:
+                work.wait(seconds)
         if self._record is not None:
             self._record.ended.wait()
         if self._settle is not None:
@@ -160,10 +163,10 @@ class GroupWork(dist.Work):
 
     def _bring_home(self) -> None:
         with self._lock:
-            settle, self._settle = self._settle, None
-            if settle is not None:
+            if self._settle is not None:
                 with torch.no_grad():
-                    settle()
+                    self._settle()
+                self._settle = None
 
 
 @untraced

@@ -1,0 +1,145 @@
+"""The process group between real processes: how it is found, torch's own tests, killed ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REPRESENTATIVE = [
+    *("test_all_reduce_sum", "test_all_reduce_complex_unsupported_ops", "test_all_gather"),
+    *("test_broadcast", "test_reduce_max", "test_gather", "test_scatter", "test_barrier_group"),
+    *("test_all_to_all_single_unequal_split", "test_send_recv_any_source", "test_isend"),
+    *("test_all_gather_coalesced_with_empty", "test_sparse_all_reduce_sum", "test_irecv"),
+    *("test_monitored_barrier_gloo_subgroup", "test_DistributedDataParallelCPU"),
+    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
+]
+
+
+def environment(home: Path, **variables: str) -> dict[str, str]:
+    return os.environ | {"POTLUCK_HOME": str(home), "OMP_NUM_THREADS": "1"} | variables
+
+
+def test_torchs_own_tests_of_a_backend_pass(tmp_path: Path) -> None:
+    outcomes = tmp_path / "outcomes.json"
+    run = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", str(ROOT / "tests" / "torch_suite" / "suite.py")),
+            *("potluck", str(outcomes), *REPRESENTATIVE),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=environment(tmp_path),
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(outcomes.read_text())
+    failed = {name: each["reason"] for name, each in found.items() if each["outcome"] == "fail"}
+    assert failed == {}
+    passed = [name for name, each in found.items() if each["outcome"] == "pass"]
+    assert len(passed) >= 12, found
+
+
+def test_a_rank_killed_in_ddp_or_fsdp2_is_named_by_every_survivor_within_a_second(
+    tmp_path: Path,
+) -> None:
+    run = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "torch_kills.py")),
+            *("--tries", "2"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=environment(tmp_path),
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "all survivors named the lost rank" in run.stdout
+
+
+ALONE = """
+import torch, torch.distributed as dist
+dist.init_process_group("potluck", init_method="potluck://")
+mine = torch.ones(2)
+dist.all_reduce(mine)
+dist.barrier()
+store = dist.distributed_c10d._get_default_store()
+store.set("key", "value")
+print(dist.get_backend(), dist.get_world_size(), mine.tolist(), store.get("key"), store.add("n", 2))
+dist.destroy_process_group()
+"""
+
+
+def test_torch_finds_the_backend_by_itself_and_a_world_needs_no_store_server(
+    tmp_path: Path,
+) -> None:
+    variables = ("RANK", "WORLD_SIZE", "POTLUCK_AGENT")
+    env = {k: v for k, v in environment(tmp_path).items() if k not in variables}
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, env=env
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "potluck 1 [1.0, 1.0] b'value' 2"
+
+
+PAIR = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("potluck", init_method="potluck://")
+rank = dist.get_rank()
+store = dist.distributed_c10d._get_default_store()
+store.set(f"from {rank}", str(rank))
+other = store.get(f"from {1 - rank}")
+both = dist.new_group(backend="gloo")
+mine = torch.ones(1)
+dist.all_reduce(mine, group=both)
+print("rank", rank, other, mine.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["potluck", "torchrun"])
+def test_one_script_runs_under_potluck_run_and_torchrun(tmp_path: Path, launcher: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PAIR if launcher == "potluck" else PAIR.replace("potluck://", "env://"))
+    program = str(Path(sys.executable).with_name(launcher))
+    options = ["run", "--workers", "2"] if launcher == "potluck" else ["--nproc-per-node=2"]
+    command = [program, *options, str(script)]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=environment(tmp_path)
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "rank 0 b'1' 2.0" in run.stdout
+    assert "rank 1 b'0' 2.0" in run.stdout
+
+
+DISAGREE = """
+import sys, datetime, torch.distributed as dist
+rank, world_size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+store = dist.FileStore(path, 2)
+try:
+    dist.init_process_group("potluck", store=store, rank=rank, world_size=world_size,
+                            timeout=datetime.timedelta(seconds=20))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_ranks_that_disagree_about_the_world_size_are_told_at_once(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DISAGREE, str(rank), str(size), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(tmp_path),
+        )
+        for rank, size in ((0, 2), (1, 3))
+    ]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    for text in said:
+        assert "ConfigurationError" in text
+        assert "give all ranks the same world_size" in text

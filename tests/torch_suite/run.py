@@ -1,0 +1,102 @@
+"""Runs torch's own backend tests on Gloo and on potluck, and writes docs/torch-backend-tests.md.
+
+    python tests/torch_suite/run.py
+
+Each backend has a process of its own. Exits with 1 if potluck passes less than 95% of what Gloo
+passes, or if a test fails for which REASONS has no reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "torch-backend-tests.md"
+REACH = 0.95
+
+REASONS = {
+    "test_ddp_logging_data_cpu": "it expects DDP's log to name the backend `gloo`; it names "
+    "`potluck`, which is right",
+}
+"""Why a test that Gloo passes is not expected to pass."""
+
+Outcomes = dict[str, dict[str, Any]]
+
+
+def outcomes_of(backend: str) -> Outcomes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "outcomes.json"
+        subprocess.run(
+            [sys.executable, "-W", "ignore", str(HERE / "suite.py"), backend, str(path)],
+            check=True,
+        )
+        result: Outcomes = json.loads(path.read_text())
+        return result
+
+
+def page(gloo: Outcomes, potluck: Outcomes) -> tuple[str, float, list[str]]:
+    """The page, the part of Gloo's passes that potluck passes too, and the unexplained failures."""
+    passed = [name for name, each in gloo.items() if each["outcome"] == "pass"]
+    lost = [name for name in passed if potluck[name]["outcome"] != "pass"]
+    share = 1 - len(lost) / len(passed)
+    counts = {name: Counter(each["outcome"] for each in outcomes.values())
+              for name, outcomes in (("gloo", gloo), ("potluck", potluck))}  # fmt: skip
+    lines = [
+        "# torch's own backend tests on potluck",
+        "",
+        "Written by `make torch-suite` (`tests/torch_suite/run.py`). The tests are "
+        "`DistributedTest` of `torch.testing._internal.distributed.distributed_test`, the "
+        "base that torch runs on Gloo, NCCL and MPI, on 3 ranks of one machine.",
+        "",
+        "Many of them look at the backend's *name*: under a third-party name they are skipped, "
+        "whatever the backend can do. So they are told `gloo`, and where torch would build its "
+        "`ProcessGroupGloo`, potluck's group is built (`tests/torch_suite/pose.py`). With one "
+        "exception: torch asks for profiler events with tensor shapes from a list of its own "
+        "backends only; that list is left as it is for third-party ones. potluck's operations are "
+        "in profiles too, without shapes.",
+        "",
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} "
+        f"{platform.machine()}.",
+        "",
+        "| | passed | failed | skipped |",
+        "|---|---|---|---|",
+        *(f"| {name} | {each['pass']} | {each['fail']} | {each['skip']} |"
+          for name, each in counts.items()),
+        "",
+        f"**{len(passed) - len(lost)} of the {len(passed)} tests that Gloo passes here pass on "
+        f"potluck: {share:.1%}.**",
+        "",
+        "## Passed on Gloo, not on potluck",
+        "",
+        *([f"- `{name}`: {REASONS.get(name, 'unexplained')}" for name in lost] or ["None."]),
+        "",
+        "## Skipped on Gloo too, so not run",
+        "",
+        *(f"- {number}: {reason}" for reason, number in Counter(
+            each["reason"] for each in gloo.values() if each["outcome"] == "skip"
+        ).most_common()),
+        "",
+    ]  # fmt: skip
+    return "\n".join(lines), share, [name for name in lost if name not in REASONS]
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    text, share, unexplained = page(outcomes_of("gloo"), outcomes_of("potluck"))
+    PAGE.write_text(text)
+    print(text)
+    return int(share < REACH or bool(unexplained))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
