@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from potluck import torch as torch
     from potluck.backends.inprocess import InProcessBackend as InProcessBackend
     from potluck.backends.local import LocalBackend as LocalBackend
+    from potluck.backends.mpi import MpiBackend as MpiBackend
     from potluck.backends.ring import RingBackend as RingBackend
+    from potluck.backends.torchdist import GlooBackend as GlooBackend
+    from potluck.backends.torchdist import NcclBackend as NcclBackend
     from potluck.context import Commit as Commit
     from potluck.context import DistributedContext as DistributedContext
     from potluck.context import all_reduce_mean as all_reduce_mean
@@ -30,7 +33,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "potluck.backends.inprocess": ("InProcessBackend",),
     "potluck.backends.local": ("LocalBackend",),
+    "potluck.backends.mpi": ("MpiBackend",),
     "potluck.backends.ring": ("RingBackend",),
+    "potluck.backends.torchdist": ("GlooBackend", "NcclBackend"),
     "potluck.context": (
         *("Commit", "DistributedContext", "all_reduce_mean", "all_reduce_sum", "init"),
     ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,10 +44,20 @@ class _Family:
     """What a communicator and its sub-groups share."""
 
     metrics: Metrics
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Re-entrant: a sub-group may be collected, and so released, at any moment."""
     works: dict[BoundedWork, None] = field(default_factory=dict)
     members: list[tuple[Library, Lane]] = field(default_factory=list)
     error: BaseException | None = None
+
+    def release(self, member: tuple[Library, Lane]) -> None:
+        with self.lock:
+            if member not in self.members:
+                return
+            self.members.remove(member)
+        library, lane = member
+        lane.close(0.0)
+        library.close(is_orderly=True)
 
     def begin(self, work: BoundedWork) -> BaseException | None:
         """``work`` is under way, unless the group is over: then why."""
@@ -264,7 +275,10 @@ class LibraryCommunicator:
         library = made[0]
         if library is None:
             return None
-        return LibraryCommunicator(self.group, library, self._family, timeout_s=self._timeout_s)
+        part = LibraryCommunicator(self.group, library, self._family, timeout_s=self._timeout_s)
+        # Sub-groups have threads and sockets of their own: give them back with the last reference.
+        weakref.finalize(part, self._family.release, (library, part._lane)).atexit = False
+        return part
 
     # -- life
 

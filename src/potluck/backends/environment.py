@@ -8,7 +8,6 @@ links are between peers.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -17,7 +16,7 @@ from collections.abc import Mapping
 from potluck.backends.base import StaticBackend
 from potluck.backends.launchers import read_seat
 from potluck.backends.meeting import meet
-from potluck.backends.tcp import TcpBase
+from potluck.backends.tcp import TcpBase, taking_master_port
 from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError, LinkError, OperationTimeout, Refused
 from potluck.settings import Settings, load_settings
@@ -48,16 +47,11 @@ class EnvironmentBackend(StaticBackend):
         self._seat = seat = read_seat(environment)
         self._rank, self._world_size = seat.rank, seat.world_size
         is_host = seat.rank == 0 and not seat.uses_agent_store
-        try:
-            self._base = TcpBase("", seat.port if is_host else 0, self._settings)
-        except ConfigurationError as error:
-            cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
-                raise
-            raise ConfigurationError(
-                f"rank 0 can't listen at MASTER_PORT={seat.port}: another program does, maybe an "
-                "earlier run that has not ended; set another MASTER_PORT on all ranks"
-            ) from error
+        if is_host:
+            with taking_master_port(seat.port):
+                self._base = TcpBase("", seat.port, self._settings)
+        else:
+            self._base = TcpBase("", 0, self._settings)
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
         if after_epoch >= _EPOCH:

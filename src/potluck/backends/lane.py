@@ -34,9 +34,9 @@ class Lane:
         self._tasks.put(task)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after the tasks it has, or leave it behind in a call that blocks."""
+        """End the thread after the tasks it has; wait for that, at most ``timeout_s``."""
         self._tasks.put(None)
-        if self._thread is not None:
+        if self._thread is not None and timeout_s > 0:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:

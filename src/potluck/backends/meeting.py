@@ -7,6 +7,7 @@ store without holding that secret is refused by them.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import time
@@ -18,10 +19,11 @@ import msgspec
 
 from potluck.backends.addresses import LOOPBACK, machine, own_address, store_server
 from potluck.backends.tcp import TcpBase
-from potluck.errors import ConfigurationError, OperationTimeout, WrongSecret
+from potluck.errors import ConfigurationError, LinkError, OperationTimeout, WrongSecret
 from potluck.types import Group, Member
 
 EPOCH = 1
+_STAY_S = 1.0
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -54,6 +56,23 @@ def meet(
     was started twice. ConfigurationError if ranks disagree about the world size, WrongSecret if
     they hold different cluster secrets, OperationTimeout naming the ranks that did not come.
     """
+    try:
+        return _meet(store, rank, world_size, base, local_rank, timeout_s, is_fresh)
+    except RuntimeError as error:
+        raise LinkError(
+            f"the store in which the ranks meet went away; did rank 0 fail? ({error})"
+        ) from error
+
+
+def _meet(
+    store: Any,
+    rank: int,
+    world_size: int,
+    base: TcpBase | None,
+    local_rank: int,
+    timeout_s: float,
+    is_fresh: bool,
+) -> Group:
     deadline = time.monotonic() + timeout_s
     # A store may outlive a group (torchrun's does): each round of meeting has keys of its own.
     attempt = store.add(f"potluck/rounds/{rank}", 1)
@@ -72,7 +91,13 @@ def meet(
     )
     store.set(f"{prefix}/{rank}", msgspec.json.encode(entry).decode())
     keys = [f"{prefix}/{other}" for other in range(world_size)]
-    entries = [_read(store, keys, other, entry, deadline, timeout_s) for other in range(world_size)]
+    try:
+        entries = [
+            _read(store, keys, other, entry, deadline, timeout_s) for other in range(world_size)
+        ]
+    except ConfigurationError:
+        _stay(store, prefix, rank, world_size, is_fresh)
+        raise
     has_server = store_server(store) is not None
     members = tuple(
         Member(
@@ -117,6 +142,15 @@ def _read(
             "POTLUCK_PSK or POTLUCK_PASSPHRASE on all"
         )
     return entry
+
+
+def _stay(store: Any, prefix: str, rank: int, world_size: int, is_fresh: bool) -> None:
+    """The store ends with rank 0: let the others read there first what is wrong."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{prefix}/left/{rank}", "1")
+        if rank == 0 and is_fresh:
+            others = [f"{prefix}/left/{other}" for other in range(1, world_size)]
+            store.wait(others, timedelta(seconds=_STAY_S))
 
 
 def _host(entry: Entry, mine: Entry, has_server: bool) -> str:

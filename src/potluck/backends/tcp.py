@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+from collections.abc import Iterator
+
 from potluck.cluster.credentials import load_credentials
 from potluck.engine.communicator import Communicator
 from potluck.engine.mesh import Mesh, Switchboard
+from potluck.errors import ConfigurationError
 from potluck.metrics import Metrics
 from potluck.settings import Settings
 from potluck.transport.credentials import Credentials
@@ -67,3 +72,18 @@ class TcpBase:
 
     def close(self) -> None:
         self.switchboard.close()
+
+
+@contextlib.contextmanager
+def taking_master_port(port: int) -> Iterator[None]:
+    """Say of a port that is taken where it came from."""
+    try:
+        yield
+    except ConfigurationError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+            raise
+        raise ConfigurationError(
+            f"rank 0 can't listen at MASTER_PORT={port}: another program does, maybe an earlier "
+            "run that has not ended; set another MASTER_PORT on all ranks"
+        ) from error

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+import numpy as np
+
 from potluck.backends.base import StaticBackend
 from potluck.backends.inprocess import InProcessBackend
 from potluck.backends.tcp import TcpBase
-from potluck.context import DistributedContext
+from potluck.context import DistributedContext, init
 from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings
@@ -58,9 +61,50 @@ class World:
         """``[function(ctx) for each rank]``, at the same time; WorldError if any raised."""
         return run_all([partial(function, ctx) for ctx in self.contexts], self._timeout_s)
 
+    @property
+    def world_size(self) -> int:
+        """How many ranks it has."""
+        return len(self.contexts)
+
     def close(self) -> None:
         """Close all contexts at once, as workers that end together do."""
         run_all([ctx.close for ctx in self.contexts], self._timeout_s)
+
+
+class JoinedWorld(World):
+    """This process's rank of a world whose other ranks are other processes, doing the same."""
+
+    def run(self, function: Callable[[DistributedContext], T]) -> list[T]:
+        """As ``World.run``; results are lists, numbers or bytes. If one raises, all do."""
+        (ctx,) = self.contexts
+        try:
+            result = function(ctx)
+        except BaseException as error:
+            ctx.abort(error)
+            raise
+        mine = np.frombuffer(msgspec.msgpack.encode(result), dtype=np.uint8)
+        lengths = ctx.all_gather(np.array([mine.size]))
+        padded = np.zeros(int(lengths.max()), dtype=np.uint8)
+        padded[: mine.size] = mine
+        return [
+            msgspec.msgpack.decode(row[: int(length)].tobytes())
+            for row, (length,) in zip(ctx.all_gather(padded), lengths, strict=True)
+        ]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks it has."""
+        return self.contexts[0].world_size
+
+
+@contextlib.contextmanager
+def join_world(backend: str, *, timeout_s: float = 30.0) -> Iterator[World]:
+    """The world that a launcher started this process for."""
+    with init(backend, timeout_s=timeout_s) as ctx:
+        ctx.barrier()
+        yield JoinedWorld([ctx], timeout_s)
+        if ctx.communicator.error is None:
+            ctx.barrier()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from potluck.backends.library import ANY_SOURCE, Library, Waiter
-from potluck.backends.torchdist.store import Word
+from potluck.backends.torchdist.store import Said, Word
 from potluck.engine.layout import Array
 from potluck.errors import Desync, GroupError, OperationTimeout, PeerLost, PotluckError
 from potluck.types import ReduceOp
@@ -168,7 +168,7 @@ class TorchLibrary:
         self._word.listen(on_error)
 
     def tell(self, error: PotluckError) -> None:
-        self._word.tell(error)
+        self._word.tell(Said("error", self._word.rank, str(error)))
 
     def close(self, is_orderly: bool) -> None:
         self._group = None
@@ -196,7 +196,18 @@ class TorchLibrary:
         except RuntimeError as error:
             text = str(error).splitlines()[0].rpartition("] ")[2].replace(" GLHF! 🏖️", "")
             kind = next((kind for word, kind in _MEANINGS if word in str(error)), GroupError)
+            if kind is PeerLost:
+                raise self._lost(text) from error
             raise kind(f"{self.name} says: {text}") from error
+
+    def _lost(self, text: str) -> PeerLost:
+        """Who it is, if the store can still tell; and then all others hear it too."""
+        rank = self._word.find_lost()
+        if rank < 0:
+            return PeerLost(f"{self.name} says: {text}")
+        text = f"lost rank {rank}; {self.name} says: {text}"
+        self._word.tell(Said("lost", rank, text))
+        return PeerLost(text, rank=rank, certain=True)
 
 
 _MEANINGS: tuple[tuple[str, type[GroupError]], ...] = (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,8 +13,12 @@ from typing import Any
 import msgspec
 
 from potluck.backends.launchers import Seat
-from potluck.errors import ConfigurationError, LinkError, PotluckError, RemoteError
+from potluck.backends.tcp import taking_master_port
+from potluck.errors import LinkError, PeerLost, PotluckError, RemoteError
 from potluck.optional import require
+from potluck.transport.listener import listening_socket
+
+_ROLL_CALL_S = 0.4
 
 
 def open_store(seat: Seat, timeout_s: float, *, is_client: bool = False) -> Any:
@@ -22,6 +29,10 @@ def open_store(seat: Seat, timeout_s: float, *, is_client: bool = False) -> Any:
     dist: Any = require("torch.distributed", "torch")
 
     is_host = seat.rank == 0 and not seat.uses_agent_store and not is_client
+    options: dict[str, Any] = {}
+    if is_host:  # a port that is taken is our error then, and torch has opened nothing
+        with taking_master_port(seat.port):
+            options["master_listen_fd"] = listening_socket("", seat.port).detach()
     try:
         store = dist.TCPStore(
             seat.host,
@@ -29,13 +40,9 @@ def open_store(seat: Seat, timeout_s: float, *, is_client: bool = False) -> Any:
             is_master=is_host,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
+            **options,
         )
     except RuntimeError as error:
-        if is_host:
-            raise ConfigurationError(
-                f"rank 0 can't listen at MASTER_PORT={seat.port}: another program does, maybe an "
-                f"earlier run that has not ended; set another MASTER_PORT on all ranks ({error})"
-            ) from error
         raise LinkError(
             f"rank 0 at MASTER_ADDR:MASTER_PORT {seat.host}:{seat.port} could not be reached; is "
             f"it started, and the port right? ({error})"
@@ -43,20 +50,26 @@ def open_store(seat: Seat, timeout_s: float, *, is_client: bool = False) -> Any:
     return dist.PrefixStore(f"potluck/{seat.attempt}", store)
 
 
-class _Said(msgspec.Struct):
-    """Why a group ends, as one rank tells another through the store. Empty: it leaves in order."""
+class Said(msgspec.Struct):
+    """What one rank tells another through the store.
 
-    text: str = ""
+    ``kind`` is ``error`` (this rank's own code failed), ``lost`` (``rank`` is gone), ``roll`` (say
+    that you are there) or ``end`` (to oneself: stop listening).
+    """
+
+    kind: str
     rank: int = -1
+    text: str = ""
 
 
 class Word:
-    """Word of why the group ends: each rank waits for its own key of the store on a thread.
+    """Words between the ranks about the end of their group: each listens on a thread.
 
-    A store that is gone says nothing: then the links tell who is lost.
+    A store that is gone says nothing; then the links tell who is lost.
     """
 
     def __init__(self, seat: Seat, store: Any, job: str, timeout_s: float) -> None:
+        self.rank = seat.rank
         self._seat = seat
         self._store = store
         self._prefix = f"{job}/word"
@@ -65,38 +78,67 @@ class Word:
         self._is_closed = False
 
     def listen(self, on_error: Callable[[PotluckError], None]) -> None:
+        """Begin to listen; ``on_error`` is called with what ends the group."""
         # Waiting keeps a connection busy, so this one is not the store's that others use.
         ear = open_store(self._seat, self._timeout_s, is_client=True)
+        mine = f"{self._prefix}/{self._seat.rank}"
 
         def run() -> None:
-            key = f"{self._prefix}/{self._seat.rank}"
-            try:
-                ear.wait([key], timedelta(days=365))
-                said = msgspec.json.decode(ear.get(key), type=_Said)
-            except (RuntimeError, msgspec.MsgspecError):
-                return
-            if said.text:
-                on_error(RemoteError(said.text, rank=said.rank))
+            for number in itertools.count(1):
+                try:
+                    ear.wait([f"{mine}/{number}"], timedelta(days=365))
+                    said = msgspec.json.decode(ear.get(f"{mine}/{number}"), type=Said)
+                    if said.kind == "roll":
+                        ear.set(f"{mine}/here", "1")
+                except (RuntimeError, msgspec.MsgspecError):
+                    return
+                if said.kind == "end":
+                    return
+                if said.kind == "lost":
+                    on_error(PeerLost(said.text, rank=said.rank, certain=True))
+                if said.kind == "error":
+                    on_error(RemoteError(said.text, rank=said.rank))
 
         self._thread = threading.Thread(target=run, name="potluck-word", daemon=True)
         self._thread.start()
 
-    def tell(self, error: PotluckError) -> None:
-        said = _Said(str(error), self._seat.rank)
-        for rank in range(self._seat.world_size):
-            if rank != self._seat.rank:
-                self._say(rank, said)
+    def tell(self, said: Said) -> None:
+        """Tell all other ranks, as far as the store is there."""
+        with contextlib.suppress(RuntimeError):
+            for rank in range(self._seat.world_size):
+                if rank != self._seat.rank:
+                    self._say(rank, said)
+
+    def find_lost(self) -> int:
+        """Ask all ranks whether they are there; the first that does not answer, -1 if all do."""
+        others = [rank for rank in range(self._seat.world_size) if rank != self._seat.rank]
+        keys = {rank: f"{self._prefix}/{rank}/here" for rank in others}
+        deadline = time.monotonic() + _ROLL_CALL_S
+        try:
+            for rank in others:
+                self._say(rank, Said("roll"))
+            for rank, key in keys.items():
+                left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+                with contextlib.suppress(RuntimeError):
+                    self._store.wait([key], left)
+                    continue
+                if not self._store.check([key]):
+                    return rank
+        except RuntimeError:  # the store is gone, and with it its host
+            return -1 if self._seat.uses_agent_store else 0
+        return -1
 
     def close(self) -> None:
+        """Stop listening. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         if self._thread is not None:
-            self._say(self._seat.rank, _Said())
+            with contextlib.suppress(RuntimeError):
+                self._say(self._seat.rank, Said("end"))
             self._thread.join(1.0)
+        self._store = None
 
-    def _say(self, rank: int, said: _Said) -> None:
-        try:
-            self._store.set(f"{self._prefix}/{rank}", msgspec.json.encode(said).decode())
-        except RuntimeError:
-            return  # the store is gone, and its host with it
+    def _say(self, rank: int, said: Said) -> None:
+        number = self._store.add(f"{self._prefix}/{rank}/count", 1)
+        self._store.set(f"{self._prefix}/{rank}/{number}", msgspec.json.encode(said).decode())

@@ -1,0 +1,186 @@
+"""Gloo and MPI behind the same context as our own links, in real processes; and their failures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.testing.commands import Command, potluck_command
+
+SCRIPTS = Path(__file__).parent / "scripts" / "backends"
+SUITE = Path(__file__).parents[1] / "conformance" / "test_communicators.py"
+SAME = str(SCRIPTS / "same_everywhere.py")
+FAILURES = str(SCRIPTS / "failures.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--tag-output"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no"]
+
+needs_mpi = pytest.mark.skipif(
+    shutil.which("mpirun") is None,
+    reason="needs the program 'mpirun' (Debian, Ubuntu: apt-get install openmpi-bin)",
+)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has, and nobody else will be given while this test runs."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in socks]
+
+
+@contextlib.contextmanager
+def ranks(count: int, arguments: Sequence[str], **variables: str) -> Iterator[list[Command]]:
+    """The same command as every rank of a world, started by hand."""
+    port = str(free_ports(1)[0])
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Command(
+                    [*arguments],
+                    env={
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(count),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": port,
+                        "OMP_NUM_THREADS": "1",
+                        **variables,
+                    },
+                )
+            )
+            for rank in range(count)
+        ]
+
+
+# -- every promise of a communicator, on the other libraries' links
+
+
+def test_gloo_keeps_every_promise_of_a_communicator() -> None:
+    suite = [*PYTEST, str(SUITE)]
+    with ranks(3, suite, POTLUCK_CONFORMANCE="gloo", POTLUCK_TEST_SEED="1") as runs:
+        for run in runs:
+            assert run.finish(100) == 0, run.text
+            assert run.wait_for(" passed")
+
+
+@needs_mpi
+def test_mpi_keeps_every_promise_of_a_communicator() -> None:
+    variables = {"POTLUCK_CONFORMANCE": "mpi", "POTLUCK_TEST_SEED": "1", "OMP_NUM_THREADS": "1"}
+    with Command([*MPIRUN, "-n", "4", *PYTEST, str(SUITE)], env=variables) as run:
+        assert run.finish(100) == 0, run.text
+        assert sum(" passed" in line for line in run.lines) == 4
+
+
+# -- one script, four ways to start it
+
+
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        ([sys.executable], "world 1 sum 1 local ranks [0]"),
+        ([*potluck_command(), "run", "-n", "2"], "world 2 sum 3 local ranks [0, 1]"),
+        ([*TORCHRUN, "--standalone", "--nproc-per-node", "2"], "world 2 sum 3 local ranks [0, 1]"),
+        pytest.param(
+            [*MPIRUN, "-n", "4"], "world 4 sum 10 local ranks [0, 1, 2, 3]", marks=needs_mpi
+        ),
+    ],
+    ids=["python", "potluck-run", "torchrun", "mpirun"],
+)
+def test_the_same_script_runs_under_every_launcher(start: list[str], told: str) -> None:
+    program = [sys.executable] if start[0] == "mpirun" else []
+    with Command([*start, *program, SAME], env={"OMP_NUM_THREADS": "1"}) as run:
+        assert run.finish() == 0, run.text
+        run.wait_for(told)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        [*potluck_command(), "run", "-n", "2"],
+        [*TORCHRUN, "--standalone", "--nproc-per-node", "2"],
+    ],
+    ids=["potluck-run", "torchrun"],
+)
+def test_gloo_runs_under_launchers_with_one_word_changed(start: list[str]) -> None:
+    with Command([*start, SAME, "gloo"], env={"OMP_NUM_THREADS": "1"}) as run:
+        assert run.finish() == 0, run.text
+        run.wait_for("world 2 sum 3 local ranks [0, 1]")
+
+
+# -- what goes wrong
+
+
+def stories(lines: Sequence[str]) -> dict[tuple[str, int], dict[str, Any]]:
+    told = [json.loads(line[line.index("{") :]) for line in lines if '{"story"' in line]
+    return {(each["story"], each["rank"]): each for each in told}
+
+
+def test_failures_in_gloo_are_our_errors_on_every_rank_and_in_time() -> None:
+    names = ["worlds", "absent", "unheard", "broken", "killed"]
+    ports = ",".join(map(str, free_ports(len(names))))
+    with ranks(3, [sys.executable, FAILURES, "gloo", ",".join(names), ports]) as runs:
+        codes = [run.finish() for run in runs]
+        told = stories([line for run in runs for line in run.lines])
+    assert codes == [0, 0, -9], [run.text for run in runs]
+    for rank in range(3):
+        assert told["worlds", rank]["error"] == "ConfigurationError"
+        assert "give all ranks the same world_size" in told["worlds", rank]["text"]
+    for rank in (0, 2):
+        absent = told["absent", rank]
+        assert absent["error"] == absent["again"]
+        assert absent["error"] in ("OperationTimeout", "PeerLost"), absent
+        assert absent["cause"] == "RuntimeError"
+        assert absent["seconds"] < 2.5
+    assert "OperationTimeout" in {told["absent", rank]["error"] for rank in (0, 2)}
+    assert told["unheard", 0]["error"] == "OperationTimeout"
+    assert "recv(float64, shape (3,), from rank 1, tag 3)" in told["unheard", 0]["text"]
+    assert told["broken", 1]["error"] == "ZeroDivisionError"
+    for rank in (0, 2):
+        assert told["broken", rank]["error"] == "RemoteError"
+        assert "rank 1" in told["broken", rank]["text"]
+        assert "a bad batch" in told["broken", rank]["text"]
+        assert told["broken", rank]["seconds"] < 2.0
+    for rank in (0, 1):
+        killed = told["killed", rank]
+        assert (killed["error"], killed["again"]) == ("PeerLost", "PeerLost"), killed
+        assert killed["lost"] == 2
+        assert killed["seconds"] < 2.0
+
+
+def test_the_host_of_the_store_may_die_too() -> None:
+    port = str(free_ports(1)[0])
+    with ranks(2, [sys.executable, FAILURES, "gloo", "host_killed", port]) as runs:
+        codes = [run.finish() for run in runs]
+        told = stories([line for run in runs for line in run.lines])
+    assert codes == [-9, 0], runs[1].text
+    assert told["host_killed", 1]["error"] == "PeerLost"
+    assert told["host_killed", 1]["lost"] == 0
+
+
+@needs_mpi
+@pytest.mark.parametrize("story", ["absent", "broken"])
+def test_failures_in_mpi_are_our_errors_and_end_the_job(story: str) -> None:
+    with Command([*MPIRUN, "-n", "3", sys.executable, FAILURES, "mpi", story]) as run:
+        code = run.finish()
+        told = stories(run.lines)
+    if story == "absent":
+        for rank in (0, 2):
+            assert told["absent", rank]["error"] == "OperationTimeout"
+            assert told["absent", rank]["again"] == "OperationTimeout"
+            assert told["absent", rank]["seconds"] < 2.5
+    else:
+        for rank in (0, 2):
+            assert told["broken", rank]["error"] == "RemoteError"
+            assert "a bad batch" in told["broken", rank]["text"]
+            assert told["broken", rank]["seconds"] < 2.0
+    assert code != 0, "a job with operations that never ended must not look like a success"

@@ -1,0 +1,105 @@
+"""What each launcher's variables mean, as a table; and what is said of those that mean nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from potluck.backends.launchers import Seat, detect, read_seat
+from potluck.errors import ConfigurationError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "10.0.0.7",
+    "MASTER_PORT": "4000",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "MASTER_PORT": "4000",
+}
+MPICH = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "MASTER_PORT": "4000",
+}
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODELIST": "gpu-[01-03,07],login",
+    "MASTER_PORT": "4000",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "seat"),
+    [
+        ({}, None),
+        ({"RANK": "0"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Seat("environment", 0, 1, 0, "127.0.0.1", 29500)),
+        (TORCHRUN, Seat("torchrun", 3, 4, 1, "10.0.0.7", 4000, True, 2)),
+        (MPIRUN, Seat("mpirun", 1, 4, 1, "127.0.0.1", 4000)),
+        (MPIRUN | {"MASTER_ADDR": "10.0.0.7"}, Seat("mpirun", 1, 4, 1, "10.0.0.7", 4000)),
+        (MPICH, Seat("mpirun", 1, 2, 1, "127.0.0.1", 4000)),
+        (SRUN, Seat("slurm", 5, 8, 1, "gpu-01", 4000)),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "6"}, Seat("slurm", 5, 6, 1, "gpu-01", 4000)),
+        (SRUN | {"SLURM_STEP_NODELIST": "one"}, Seat("slurm", 5, 8, 1, "one", 4000)),
+        (SRUN | {"SLURM_STEP_ID": ""}, None),  # in the batch script itself: alone
+        (MPIRUN | TORCHRUN, Seat("torchrun", 3, 4, 1, "10.0.0.7", 4000, True, 2)),
+        (SRUN | MPIRUN, Seat("mpirun", 1, 4, 1, "127.0.0.1", 4000)),  # mpirun in a Slurm job
+    ],
+)
+def test_a_launchers_variables_give_a_seat(variables: dict[str, str], seat: Seat | None) -> None:
+    assert detect(variables) == seat
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        (TORCHRUN | {"RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4; ranks begin at 0"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not an integer from 1"),
+        (TORCHRUN | {"MASTER_PORT": "x"}, "MASTER_PORT='x' is not an integer from 1 to 65535"),
+        (MPIRUN | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 is not below"),
+        (
+            MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            "tell all where rank 0 is: mpirun -x MASTER",
+        ),
+        (MPICH | {"MPI_LOCALNRANKS": "1"}, "mpirun -genv MASTER_ADDR ADDRESS"),
+        (SRUN | {"SLURM_NTASKS": ""}, "SLURM_NTASKS is not set; it must be an integer from 1"),
+        (SRUN | {"SLURM_NODELIST": ""}, "names no host; set MASTER_ADDR"),
+    ],
+)
+def test_a_variable_that_means_nothing_is_named(variables: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        detect(variables)
+
+
+def test_two_jobs_on_one_machine_meet_at_two_ports_and_all_ranks_of_one_at_the_same() -> None:
+    def port(job: str, rank: int) -> int:
+        variables = MPIRUN | {"MASTER_PORT": "", "OMPI_MCA_ess_base_jobid": job}
+        seat = detect(variables | {"OMPI_COMM_WORLD_RANK": str(rank)})
+        assert seat is not None
+        return seat.port
+
+    assert port("1", 0) == port("1", 3)
+    assert port("1", 0) != port("2", 0)
+    assert 15_000 <= port("1", 0) < 25_000
+
+
+def test_without_a_launcher_the_variables_to_set_are_named() -> None:
+    with pytest.raises(ConfigurationError, match="RANK is not set; RANK, WORLD_SIZE, MASTER_ADDR"):
+        read_seat({})
+    with pytest.raises(ConfigurationError, match="WORLD_SIZE is not set"):
+        read_seat({"RANK": "1"})
