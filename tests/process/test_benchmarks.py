@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "all_reduce.py"
 
 
@@ -31,3 +33,22 @@ def test_all_reduce_is_measured_against_gloo_and_both_are_right(tmp_path: Path) 
             assert row[peer]["same_bits"]
             assert row[peer]["max_error"] < 1e-5
             assert len(row[peer]["samples_s"]) == 2
+
+
+@pytest.mark.parametrize("name", ["torch_ddp", "torch_fsdp2"])
+def test_training_is_measured_against_gloo_and_both_end_equal(name: str, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    run = subprocess.run(
+        [
+            *(sys.executable, str(BENCHMARK.with_name(f"{name}.py")), "--world", "2"),
+            *("--rounds", "1", "--steps", "1", "--json", str(figures)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "potluck/gloo" in run.stdout
+    [row] = json.loads(figures.read_text())["rows"]
+    assert row["same_parameters"]
+    assert all(len(row[peer]["samples_s"]) == 1 for peer in ("potluck", "gloo", "alone"))

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from harness import adam, alone, batches, check, close, mine, mlp, moved, same_parameters, whole
 from harness import together as train
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -155,28 +154,3 @@ def zero_optimizer(run):
     if run.rank == 0:
         state = optimizer.state_dict()["state"]
         assert sorted(s["exp_avg"].numel() for s in state.values()) == sorted(sizes)
-
-
-@check(2)
-def zero_optimizer_overlapped_with_ddp(run):
-    model = mlp()
-    # The hook wants static buckets, and steps by itself during backward.
-    parallel = DistributedDataParallel(
-        copy.deepcopy(model), static_graph=True, gradient_as_bucket_view=True
-    )
-    optimizer = ZeroRedundancyOptimizer(
-        parallel.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.02
-    )
-    parallel.register_comm_hook(
-        None,
-        ddp_zero_hook.hook_with_zero_step(
-            default_hooks.allreduce_hook, parallel, optimizer, shard_buckets=False
-        ),
-    )
-    # By torch's design the first step, before DDP has rebuilt its buckets, updates nothing.
-    idle = torch.zeros(2, 8), torch.zeros(2, dtype=torch.long)
-    for x, y in [idle, *[mine(run, *batch) for batch in batches()]]:
-        F.cross_entropy(parallel(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    same_parameters(parallel.module, alone(model))

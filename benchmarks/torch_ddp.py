@@ -1,0 +1,54 @@
+"""torch's DistributedDataParallel over potluck against Gloo: seconds per training step.
+
+An MLP of 8.4 million parameters (two 2048 x 2048 layers, float32), 32 samples per worker and step,
+plain SGD, one compute thread per worker, DDP as it comes (25 MB buckets). Rounds alternate between
+the two; both train from the same parameters on the same data and must end at the same ones.
+
+    python benchmarks/torch_ddp.py            # 2 and 4 workers
+    python benchmarks/torch_ddp.py --save     # keep the result in benchmarks/results/
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from bench import training
+
+
+def make(
+    rank: int, world_size: int
+) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], bytes]]:
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    width = 2048
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(32, width, generator=generator)
+
+    def trainer(model: nn.Module) -> Callable[[], None]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            torch.autograd.backward(model(x).square().mean())
+            optimizer.step()
+
+        return step
+
+    def parameters() -> bytes:
+        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+        return flat.numpy().tobytes()
+
+    return trainer(DistributedDataParallel(model)), trainer(copy.deepcopy(model)), parameters
+
+
+if __name__ == "__main__":
+    if role := os.environ.get("BENCH_ROLE"):
+        sys.exit(training.worker(role, make))
+    sys.exit(training.main(__file__, "torch_ddp", "torch DDP: potluck and Gloo", [2, 4], 0.7))
