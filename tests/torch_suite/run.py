@@ -56,7 +56,7 @@ def page(gloo: Outcomes, potluck: Outcomes) -> tuple[str, float, list[str]]:
         "",
         "Written by `make torch-suite` (`tests/torch_suite/run.py`). The tests are "
         "`DistributedTest` of `torch.testing._internal.distributed.distributed_test`, the "
-        "base that torch runs on Gloo, NCCL and MPI, on 3 ranks of one machine.",
+        "base that torch runs on Gloo, NCCL and MPI, on 4 ranks of one machine.",
         "",
         "Many of them look at the backend's *name*: under a third-party name they are skipped, "
         "whatever the backend can do. So they are told `gloo`, and where torch would build its "

@@ -23,7 +23,7 @@ from typing import Any
 TEST_TIMEOUT_S = 90
 
 
-def prepare(backend: str, world_size: int = 3) -> Any:
+def prepare(backend: str, world_size: int = 4) -> Any:
     """Import torch's tests for ``backend``; the class that runs them."""
     os.environ["BACKEND"] = "gloo"
     os.environ["WORLD_SIZE"] = str(world_size)

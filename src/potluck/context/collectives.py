@@ -1,7 +1,7 @@
 """The operations on a group, as users call them: arrays in, arrays out, blocking or as a Work.
 
 Common to all: arrays are NumPy arrays or torch tensors of any shape (also empty or not
-contiguous) in float16, bfloat16, float32, float64, int8, int32, int64 or uint8. All ranks must
+contiguous) in any float, integer, bool or complex dtype that NumPy has, or bfloat16. All ranks must
 make the same calls in the same order with the same shapes and dtypes; if they do not, every rank
 gets ``Desync``. ``timeout`` is in seconds; past it every rank gets ``OperationTimeout``. A member
 that dies gives ``PeerLost`` on every other. ``async_op=True`` returns a ``Work`` whose ``wait()``
