@@ -77,8 +77,9 @@ def compare(groups: Sequence[ranks.Group], rounds: int, steps: int) -> dict[str,
             samples[group.role].append(slowest / steps)
         slowest = max(answer["seconds"] for answer in groups[0].ask(f"alone {steps}"))
         samples["alone"].append(slowest / steps)
-    digests = {answer["digest"] for group in groups for answer in group.ask("digest")}
-    norms = [answer["norm"] for group in groups for answer in group.ask("digest")]
+    ends = [answer for group in groups for answer in group.ask("digest")]
+    digests = {end["digest"] for end in ends}
+    norms = [end["norm"] for end in ends]
     row["same_parameters"] = max(norms) - min(norms) <= 1e-5 * max(norms)
     row["same_bits"] = len(digests) == 1
     for role, found in samples.items():

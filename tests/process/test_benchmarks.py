@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "all_reduce.py"
 
 
@@ -35,12 +33,11 @@ def test_all_reduce_is_measured_against_gloo_and_both_are_right(tmp_path: Path) 
             assert len(row[peer]["samples_s"]) == 2
 
 
-@pytest.mark.parametrize("name", ["torch_ddp", "torch_fsdp2"])
-def test_training_is_measured_against_gloo_and_both_end_equal(name: str, tmp_path: Path) -> None:
+def test_training_is_measured_against_gloo_and_both_end_equal(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     run = subprocess.run(
         [
-            *(sys.executable, str(BENCHMARK.with_name(f"{name}.py")), "--world", "2"),
+            *(sys.executable, str(BENCHMARK.with_name("torch_ddp.py")), "--world", "2"),
             *("--rounds", "1", "--steps", "1", "--json", str(figures)),
         ],
         capture_output=True,

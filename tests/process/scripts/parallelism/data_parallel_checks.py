@@ -205,12 +205,17 @@ def ddp_with_powersgd(run):
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=24, start_powerSGD_iter=2, min_compression_rate=0.1
     )
-    same_parameters(*hooked(run, powerSGD_hook.powerSGD_hook, state, 25), tolerance=1e-5)
+    same_parameters(
+        *hooked(run, powerSGD_hook.powerSGD_hook, state, bucket_cap_mb=25), tolerance=1e-5
+    )
 
 
 @check(2)
 def ddp_with_a_hook_of_ones_own(run):
-    """A hook that waits for a second collective when the first has come."""
+    """A hook that waits for a second collective when the first has come.
+
+    One bucket: with several, ranks would call the second collectives in different orders.
+    """
 
     def clipped(state, bucket):
         summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
@@ -224,7 +229,7 @@ def ddp_with_a_hook_of_ones_own(run):
 
         return summed.then(settle)
 
-    same_parameters(*hooked(run, clipped), tolerance=1e-6)
+    same_parameters(*hooked(run, clipped, bucket_cap_mb=25), tolerance=1e-6)
 
 
 @check(2)
