@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from potluck.errors import ConfigurationError
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.process_group.rendezvous import meet
 from potluck.torch.process_group.storeless import FormedStore
 from potluck.torch.process_group.world import World
+
+OLDEST_TORCH = "2.13"
+"""The oldest release this is tested on. 2.6 forgets the Python half of a Work that its C++ code
+holds, so that torch's DDP waits for ever."""
 
 
 def create(options: Any, backend_options: Any) -> PotluckProcessGroup:
@@ -18,6 +24,11 @@ def create(options: Any, backend_options: Any) -> PotluckProcessGroup:
     A sub-group of a potluck world shares its links and needs no message to come about; any other
     group meets through the store and gets a world of its own.
     """
+    if torch.__version__ < OLDEST_TORCH:
+        raise ConfigurationError(
+            f"the process group needs torch {OLDEST_TORCH} or newer, this is {torch.__version__}: "
+            "pip install --upgrade torch"
+        )
     name = options.group_id
     ranks = list(options.global_ranks_in_group)
     timeout = getattr(backend_options, "_timeout", None) or options.timeout

@@ -2,8 +2,8 @@
 # torch's stub gives overloads where its own callers use one form.
 """``PotluckProcessGroup``: torch's ProcessGroup over potluck's engine.
 
-Methods come in the names of every torch since 2.6: 2.13 calls ``all_gather_single`` what was
-``_allgather_base`` before, and so on.
+Methods come in new and old names: torch 2.13 calls ``all_gather_single`` what was
+``_allgather_base`` before, and so on; other libraries still use the old ones.
 """
 
 from __future__ import annotations
@@ -401,5 +401,7 @@ def _pairs(first: Sequence[Any], second: Sequence[Any], operation: str) -> Any:
 
 
 def _accelerators() -> list[str]:
+    if not torch.accelerator.is_available():  # torch 2.6 raises where later ones say None
+        return []
     device = torch.accelerator.current_accelerator()
     return [] if device is None else [device.type]
