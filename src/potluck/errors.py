@@ -20,6 +20,7 @@
      │    └── GroupClosed        the group was closed here, by close() or by a newer epoch
      ├── AgentLost               the agent that started this worker is gone: stop
      ├── Diverged                replicas no longer hold equal parameters: resume from a checkpoint
+     ├── CallbackError           a callback of the script raised; the text says which: fix it
      └── CheckpointError         a checkpoint can't be written or read; the previous one still can
 
 Caller's mistakes (a wrong dtype, a rank out of range) are ``TypeError`` and ``ValueError``.
@@ -121,6 +122,10 @@ class AgentLost(PotluckError):
 
 class Diverged(PotluckError):
     """Replicas disagree about the parameters they should share."""
+
+
+class CallbackError(PotluckError):
+    """A callback or hook that the script gave to the training raised; the text names it."""
 
 
 class CheckpointError(PotluckError):

@@ -64,7 +64,7 @@ class BoundedWork(Work):
         """See ``Work.wait``."""
         left = self._deadline + _GRACE_S - time.monotonic()
         if timeout is None or timeout > left:
-            if not self._event.wait(max(0.0, left)):
+            if not self._block(max(0.0, left)):
                 self._on_late(
                     OperationTimeout(
                         f"{self.call} has not ended before its deadline", operation=self.call

@@ -23,11 +23,29 @@ from potluck.engine.work import Work
 from potluck.types import ReduceOp
 
 
+class Waits:
+    """Adds up how long calls have blocked."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
 class Collectives:
     """Collective and point-to-point operations on one group."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, waits: Waits | None = None) -> None:
         self.timeout_s = timeout_s
+        self._waits = waits if waits is not None else Waits()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has been blocked in these operations and those of sub-groups."""
+        return self._waits.seconds
 
     @property
     def communicator(self) -> Communicator:
@@ -60,7 +78,7 @@ class Collectives:
         work = self.communicator.all_reduce(
             mine.array, _op(op), algorithm=algorithm, timeout_s=self._patience(timeout)
         )
-        return _end(work, mine.write_back, async_op)
+        return self._end(work, mine.write_back, async_op)
 
     def reduce_scatter(
         self,
@@ -85,7 +103,7 @@ class Collectives:
             algorithm=algorithm,
             timeout_s=self._patience(timeout),
         )
-        return _end(work, result.write_back, async_op)
+        return self._end(work, result.write_back, async_op)
 
     def all_gather(
         self,
@@ -101,7 +119,7 @@ class Collectives:
         work = self.communicator.all_gather(
             result.array, mine.array, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
-        return _end(work, result.write_back, async_op)
+        return self._end(work, result.write_back, async_op)
 
     def broadcast(
         self,
@@ -117,7 +135,7 @@ class Collectives:
         work = self.communicator.broadcast(
             mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
-        return _end(work, mine.write_back, async_op)
+        return self._end(work, mine.write_back, async_op)
 
     def reduce(
         self,
@@ -135,7 +153,7 @@ class Collectives:
             mine.array, _op(op), root, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
         done = mine.write_back if self.rank == root else (lambda: array)
-        return _end(work, done, async_op)
+        return self._end(work, done, async_op)
 
     def scatter(
         self,
@@ -163,7 +181,7 @@ class Collectives:
         work = self.communicator.scatter(
             mine.array, source, root, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
-        return _end(work, mine.write_back, async_op)
+        return self._end(work, mine.write_back, async_op)
 
     def gather(
         self,
@@ -180,12 +198,12 @@ class Collectives:
             work = self.communicator.gather(
                 None, mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
             )
-            return _end(work, lambda: None, async_op)
+            return self._end(work, lambda: None, async_op)
         result = self._adapt(empty_like(array, (self.world_size, *mine.array.shape)))
         work = self.communicator.gather(
             result.array, mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
-        return _end(work, result.write_back, async_op)
+        return self._end(work, result.write_back, async_op)
 
     def all_to_all(
         self,
@@ -202,11 +220,13 @@ class Collectives:
         work = self.communicator.all_to_all(
             result.array, mine.array, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
-        return _end(work, result.write_back, async_op)
+        return self._end(work, result.write_back, async_op)
 
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
         """Return once every rank has called it."""
-        self.communicator.barrier(algorithm=algorithm, timeout_s=self._patience(timeout)).wait()
+        patience = self._patience(timeout)
+        work = self.communicator.barrier(algorithm=algorithm, timeout_s=patience)
+        self._end(work, lambda: None, False)
 
     def send(
         self,
@@ -220,7 +240,7 @@ class Collectives:
         """Send ``array`` to rank ``dst``; returns it when its memory may be reused."""
         mine = self._adapt(array, writable=False)
         work = self.communicator.send(mine.array, dst, _tag(tag), timeout_s=self._patience(timeout))
-        return _end(work, lambda: array, async_op)
+        return self._end(work, lambda: array, async_op)
 
     def recv(
         self,
@@ -238,9 +258,14 @@ class Collectives:
         """
         mine = self._adapt(array)
         work = self.communicator.recv(mine.array, src, _tag(tag), timeout_s=self._patience(timeout))
-        return _end(work, mine.write_back, async_op)
+        return self._end(work, mine.write_back, async_op)
 
     # -- inside
+
+    def _end(self, work: Work, result: Callable[[], Any], async_op: bool) -> Any:
+        work.on_wait = self._waits.add
+        work.then(lambda _: result())
+        return work if async_op else work.wait()
 
     def _adapt(self, array: Any, *, writable: bool = True) -> Adapted:
         return adapt(array, writable=writable, device=self.communicator.device)
@@ -258,11 +283,6 @@ class Collectives:
                 f"{operation} takes one part per rank: the first dimension must be "
                 f"{self.world_size}, the shape is {shape}"
             )
-
-
-def _end(work: Work, result: Callable[[], Any], async_op: bool) -> Any:
-    work.then(lambda _: result())
-    return work if async_op else work.wait()
 
 
 def _op(name: str) -> ReduceOp:

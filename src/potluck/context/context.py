@@ -21,7 +21,7 @@ import numpy as np
 
 from potluck.backends.base import Backend, Communicator
 from potluck.cluster.commit import Vote, tally
-from potluck.context.collectives import Collectives
+from potluck.context.collectives import Collectives, Waits
 from potluck.errors import ConfigurationError, Diverged, GroupError, PotluckError, RemoteError
 from potluck.types import Group, Member
 from potluck.wire.frames import MAX_CONTROL
@@ -102,7 +102,7 @@ class DistributedContext(Collectives):
         It lives until the context re-forms.
         """
         communicator = self._communicator.subgroup(ranks)
-        return None if communicator is None else SubGroup(communicator, self.timeout_s)
+        return None if communicator is None else SubGroup(communicator, self.timeout_s, self._waits)
 
     # -- the elastic face
 
@@ -219,8 +219,8 @@ class DistributedContext(Collectives):
 class SubGroup(Collectives):
     """The operations on a sub-group; see ``DistributedContext.new_group``."""
 
-    def __init__(self, communicator: Communicator, timeout_s: float) -> None:
-        super().__init__(timeout_s)
+    def __init__(self, communicator: Communicator, timeout_s: float, waits: Waits) -> None:
+        super().__init__(timeout_s, waits)
         self._communicator = communicator
 
     @property

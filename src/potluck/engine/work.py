@@ -42,6 +42,7 @@ class Work:
         "_result",
         "_transform",
         "call",
+        "on_wait",
         "source",
     )
 
@@ -49,6 +50,8 @@ class Work:
         self.call = call
         self.source = -1
         """Point-to-point: the rank that a receive got its message from."""
+        self.on_wait: Callable[[float], None] | None = None
+        """Called with the seconds that a ``wait`` has blocked, if it had to."""
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._result = result
@@ -69,7 +72,7 @@ class Work:
 
         The operation has its own deadline, so without ``timeout`` (seconds) this returns too.
         """
-        if not self._event.wait(timeout):
+        if not self._block(timeout):
             raise OperationTimeout(
                 f"{self.call} has not ended after {timeout} s", operation=self.call
             )
@@ -79,6 +82,16 @@ class Work:
             if self._transform is not None:
                 self._result, self._transform = self._transform(self._result), None
             return self._result
+
+    def _block(self, timeout: float | None) -> bool:
+        """Block until the operation has ended; False after ``timeout`` seconds."""
+        if self._event.is_set():
+            return True
+        began = time.monotonic()
+        ended = self._event.wait(timeout)
+        if self.on_wait is not None:
+            self.on_wait(time.monotonic() - began)
+        return ended
 
     def then(self, transform: Callable[[Any], Any]) -> Work:
         """Let ``wait`` return ``transform(result)``, computed once in the waiting thread."""

@@ -5,11 +5,33 @@ from potluck.optional import require
 require("torch", "torch")
 
 from potluck.autoload import register as _register  # noqa: E402
+from potluck.checkpoint import CheckpointStore  # noqa: E402
+from potluck.torch.amp import GradScaler  # noqa: E402
+from potluck.torch.clip import clip_grad_norm_  # noqa: E402
 from potluck.torch.ddp import DDP, DistributedDataParallel  # noqa: E402
+from potluck.torch.intercept import GradientInterceptor  # noqa: E402
 from potluck.torch.loop import ElasticLoop  # noqa: E402
 from potluck.torch.sampler import DistributedSampler  # noqa: E402
-from potluck.training import Policy  # noqa: E402
+from potluck.training import NoiseBatching, Policy, ProportionalShares  # noqa: E402
+from potluck.training.progress_bar import ProgressBar  # noqa: E402
+from potluck.training.scaling import LossScale  # noqa: E402
+from potluck.training.tensorboard import TensorBoardLogger  # noqa: E402
 
-__all__ = ["DDP", "DistributedDataParallel", "DistributedSampler", "ElasticLoop", "Policy"]
+__all__ = [
+    "DDP",
+    "CheckpointStore",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "ElasticLoop",
+    "GradScaler",
+    "GradientInterceptor",
+    "LossScale",
+    "NoiseBatching",
+    "Policy",
+    "ProgressBar",
+    "ProportionalShares",
+    "TensorBoardLogger",
+    "clip_grad_norm_",
+]
 
 _register()

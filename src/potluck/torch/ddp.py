@@ -72,6 +72,11 @@ class DistributedDataParallel(nn.Module):
     def weight(self, weight: float | None) -> None:
         self._reducer.weight = weight
 
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward now ends with all ranks' gradients (not inside ``no_sync()``)."""
+        return self._reducer.enabled
+
     def synchronize(self) -> None:
         """Take over parameters and buffers from rank 0. Every rank must call it."""
         broadcast_tensors(self.ctx, [*self.module.parameters(), *self.module.buffers()])

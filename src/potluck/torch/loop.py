@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset, default_collate
 
-from potluck.checkpoint.state import State, fingerprint
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext, init
+from potluck.torch.amp import GradScaler
+from potluck.torch.batching import NoiseProbe
 from potluck.torch.ddp import DistributedDataParallel
+from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.training import elastic
-from potluck.training.elastic import Policy
+from potluck.training.policy import Policy
 from potluck.training.sampler import Schedule, Share
 
 
@@ -45,14 +48,19 @@ class ElasticLoop:
 
     ``dataset`` is a map-style data set or a tuple of tensors or arrays with samples along their
     first axis. ``optimizer`` may be several; their ``step`` takes no closure. ``also`` names other
-    objects with state_dict and load_state_dict (schedulers) that belong to the state. Newcomers
-    receive that state; ``checkpoint`` (a directory) also keeps it on the leader's disk, and a
-    training of which nobody is left goes on from there.
+    objects with state_dict and load_state_dict (schedulers, a GradScaler) that belong to the
+    state. Newcomers receive that state; ``checkpoint`` (a directory, or a CheckpointStore with
+    options) also keeps it on disk, with each rank's random state, and a training of which nobody
+    is left goes on from there, in a world of any size.
+
+    ``policy`` also says whether shares follow the workers' speeds and the batch size the
+    gradient's noise. ``callbacks`` are objects with methods such as ``on_epoch_end(epoch, loss)``
+    (training/callbacks.py).
 
     The context is the model's own, if it is a DistributedDataParallel, else ``ctx`` or
     ``potluck.init()``.
 
-    ``losses``, ``recoveries``, ``num_reruns``, ``step_number`` and ``epoch`` are those of
+    ``losses``, ``recoveries``, ``num_reruns``, ``step_number`` and the other figures are those of
     training.elastic.ElasticLoop.
     """
 
@@ -70,6 +78,7 @@ class ElasticLoop:
         also: Mapping[str, Any] | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
         policy: Policy | None = None,
+        callbacks: Sequence[object] = (),
         ctx: DistributedContext | None = None,
     ) -> None:
         if ctx is None:
@@ -86,10 +95,22 @@ class ElasticLoop:
         schedule = Schedule(len(dataset), batch_size, epochs, seed, shuffle)
         replica = TorchReplica(model, optimizers, also or {})
         self._core = elastic.ElasticLoop(
-            self.ctx, schedule, replica, checkpoint=checkpoint, policy=policy
+            self.ctx,
+            schedule,
+            replica,
+            checkpoint=checkpoint,
+            policy=policy,
+            callbacks=callbacks,
         )
-        for each in optimizers:
-            each.register_step_pre_hook(self._before_optimizer_step)
+        self._core.face = self
+        batching = policy is not None and policy.batching is not None
+        self._probe = NoiseProbe(model) if batching else None
+        scalers = [each for each in (also or {}).values() if isinstance(each, GradScaler)]
+        self._scaler = scalers[0] if scalers else None
+        for scaler in scalers:
+            scaler.attach(optimizers, partial(self._core.commit, skipped=True))
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before_optimizer_step)
 
     def __iter__(self) -> Iterator[Any]:
         for share in self._core:
@@ -118,7 +139,28 @@ class ElasticLoop:
 
     def commit(self, *, loss: float | None = None, ok: bool = True) -> None:
         """What ``optimizer.step()`` does first, for blocks that apply something else."""
-        self._core.commit(loss=loss, ok=ok)
+        core = self._core
+        core.commit(loss=loss, ok=ok)
+        if self._probe is not None and core.share is not None and core.batch is not None:
+            factor = 1.0 if self._scaler is None else self._scaler.factor
+            seen = self._probe.take(core.share, core.batch, factor)
+            if seen is not None:
+                core.saw_noise(*seen)
+
+    def average(self, **metrics: Any) -> dict[str, float]:
+        """The means of ``metrics`` over all ranks: in a step by samples, else by equal parts.
+
+        Every rank must call it with the same names; in a step before ``optimizer.step()``.
+        """
+        return self._core.average(**metrics)
+
+    def save(self) -> None:
+        """Write a checkpoint now: model, optimizers, ``also``, position, random state.
+
+        Every rank must call it, between steps. CheckpointError on a rank that could not write;
+        of an asynchronous store, whose last save could not.
+        """
+        self._core.save()
 
     @property
     def losses(self) -> list[float]:
@@ -137,16 +179,44 @@ class ElasticLoop:
         return self._core.num_reruns
 
     @property
+    def num_skipped(self) -> int:
+        return self._core.num_skipped
+
+    @property
     def step_number(self) -> int:
         return self._core.step_number
+
+    @property
+    def committed(self) -> int:
+        return self._core.committed
 
     @property
     def epoch(self) -> int:
         return self._core.epoch
 
+    @property
+    def batch_size(self) -> int:
+        return self._core.batch_size
+
+    @property
+    def noise_scale(self) -> float:
+        return self._core.noise_scale
+
+    @property
+    def speeds(self) -> tuple[float, ...] | None:
+        return self._core.speeds
+
+    @property
+    def samples_per_s(self) -> float:
+        return self._core.samples_per_s
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._core.schedule
+
     def parameter_hash(self) -> str:
         """Hex SHA3-256 of the model's parameters: equal on all ranks, bit by bit."""
-        return _hash(self._model)
+        return parameter_hash(self._model)
 
     def _fetch(self, share: Share) -> Any:
         if isinstance(self._dataset, TensorDataset):
@@ -162,66 +232,6 @@ class ElasticLoop:
         # args begins with the optimizer itself.
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ValueError("an optimizer that takes a closure can't step on all ranks or on none")
-        self._core.commit()
-
-
-class TorchReplica:
-    """A model and its optimizers as a training.replica.Replica."""
-
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], also: Mapping[str, Any]
-    ) -> None:
-        self._model = model
-        self._optimizers = list(optimizers)
-        self._also = dict(also)
-        self._buffers: list[Tensor] = []
-        self._random: list[Tensor] = []
-        self.device = _device_name(model)
-
-    def capture(self) -> State:
-        return {
-            "model": self._model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-            "also": {name: each.state_dict() for name, each in self._also.items()},
-        }
-
-    def restore(self, state: State) -> None:
-        self._model.load_state_dict(state["model"])
-        for optimizer, each in zip(self._optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(each)
-        for name, each in self._also.items():
-            each.load_state_dict(state["also"][name])
-
-    def fingerprint(self) -> str:
-        return _hash(self._model)
-
-    def remember(self) -> None:
-        self._buffers = [buffer.detach().clone() for buffer in self._model.buffers()]
-        self._random = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._random += torch.cuda.get_rng_state_all()
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        for buffer, before in zip(self._model.buffers(), self._buffers, strict=True):
-            buffer.copy_(before)
-        for parameter in self._model.parameters():
-            parameter.grad = None
-        torch.set_rng_state(self._random[0])
-        if len(self._random) > 1:
-            torch.cuda.set_rng_state_all(self._random[1:])
-
-    def weigh(self, weight: float) -> None:
-        if isinstance(self._model, DistributedDataParallel):
-            self._model.weight = weight
-            # The loop has seen to it that all ranks have the same state.
-            self._model.synchronized = True
-
-
-def _hash(model: nn.Module) -> str:
-    return fingerprint(list(model.parameters()))
-
-
-def _device_name(model: nn.Module) -> str:
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        if self._scaler is not None and self._scaler.pending:
+            raise RuntimeError("gradients are still scaled: call scaler.step(optimizer) instead")
+        self.commit()

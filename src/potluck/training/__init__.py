@@ -1,7 +1,21 @@
 """Training without a framework: the order of samples, and the loop that survives lost workers."""
 
-from potluck.training.elastic import ElasticLoop, Policy
+from potluck.training.elastic import ElasticLoop
+from potluck.training.metrics import average
+from potluck.training.noise import NoiseBatching
+from potluck.training.policy import Policy
 from potluck.training.replica import Replica, StateReplica
 from potluck.training.sampler import Schedule, Share
+from potluck.training.shares import ProportionalShares
 
-__all__ = ["ElasticLoop", "Policy", "Replica", "Schedule", "Share", "StateReplica"]
+__all__ = [
+    "ElasticLoop",
+    "NoiseBatching",
+    "Policy",
+    "ProportionalShares",
+    "Replica",
+    "Schedule",
+    "Share",
+    "StateReplica",
+    "average",
+]

@@ -12,8 +12,9 @@ Nothing may be applied before ``commit`` returns. When a peer is lost before tha
 early, the survivors form the next group, and the same samples are handed out again. When a peer is
 lost *during* the vote, ``commit`` itself forms the next group and asks it for the outcome: it
 returns if the step counts and ends the block if it does not (``cluster/commit.py`` decides).
-Between steps newcomers are let in: every member says where it stands, and whoever is behind
-receives the state of the most senior rank that is up to date.
+Between steps (``agreement.py``) newcomers are let in: every member says where it stands, and
+whoever is behind receives the state of the most senior rank that is up to date. Then ranks may
+change the shares and the batch size together (``pace.py``), and write a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,50 +23,29 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from potluck.checkpoint.state import State
 from potluck.checkpoint.store import CheckpointStore
-from potluck.cluster.commit import Resolution, Standing, reconcile
-from potluck.errors import (
-    CheckpointError,
-    ConfigurationError,
-    Diverged,
-    Evicted,
-    GroupError,
-    OperationTimeout,
-    PeerLost,
-)
+from potluck.errors import Diverged, Evicted, GroupError, OperationTimeout, PeerLost
+from potluck.training.agreement import Agreement
+from potluck.training.callbacks import Callbacks
+from potluck.training.metrics import average
+from potluck.training.pace import Pace
+from potluck.training.policy import Policy
+from potluck.training.progress import Progress
 from potluck.training.replica import Replica
-from potluck.training.sampler import Schedule, Share
-from potluck.training.transfer import broadcast_state
+from potluck.training.sampler import Batch, Schedule, Share
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
+
+__all__ = ["LOST", "ElasticLoop", "Policy"]
 
 _log = logging.getLogger(__name__)
 
 LOST = (PeerLost, OperationTimeout, Evicted)
 """The errors that a new group heals."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """How often the loop does what costs something, and how long it goes on trying.
-
-    Every ``hash_every`` steps parameters are compared between ranks; every ``save_every`` steps
-    (and at the end) the leader writes a checkpoint, if there is a place for it. After a loss a
-    step must be committed within ``recovery_s`` seconds and ``max_attempts`` groups.
-    """
-
-    hash_every: int = 50
-    save_every: int = 100
-    recovery_s: float = 300.0
-    max_attempts: int = 50
 
 
 class _Repeat(BaseException):
@@ -75,10 +55,10 @@ class _Repeat(BaseException):
 class ElasticLoop:
     """Iterate over it for this rank's Share of each step; see the module's own text.
 
-    ``step_number`` and ``committed`` are the steps and samples committed since the training began.
     ``losses`` are the global losses of the steps committed while this worker was there (NaN where
     none was told, or where it went down with a rank). ``recoveries`` are the seconds from each
     lost peer to the next commit, ``num_reruns`` the steps that this worker ran again.
+    ``callbacks`` are told what happens (callbacks.py).
     """
 
     def __init__(
@@ -89,43 +69,76 @@ class ElasticLoop:
         *,
         checkpoint: CheckpointStore | None = None,
         policy: Policy | None = None,
+        callbacks: Sequence[object] = (),
     ) -> None:
         self.ctx = ctx
         self.schedule = schedule
-        self.step_number = 0
-        self.committed = 0
         self.losses: list[float] = []
         self.recoveries: list[float] = []
         self.num_reruns = 0
+        self.face: Any = self
+        """What callbacks get as the job: this loop, or the one that is built around it."""
         self._replica = replica
-        self._store = checkpoint
         self._policy = policy or Policy()
-        # Where this rank stands in the group's history (cluster/commit.py).
-        self._has_state = False
-        self._history = 0
-        # What the group owes: a new group, an agreement, a state for those who are behind.
-        self._cause: BaseException | None = None
-        self._newcomers = False
-        self._resolution: Resolution | None = None
-        self._agreed = False
-        self._hash_due = True
-        self._lost_at: float | None = None
+        self._callbacks = Callbacks(callbacks)
+        self._progress = Progress(schedule, self._policy.batching)
+        self._agreement = Agreement(ctx, self._progress, replica, checkpoint)
+        self._pace = Pace(self._policy)
         self._attempts = 0
+        self._begun = False
+        self._told_of = 0  # the group that callbacks know of
         # The step under way.
         self._share: Share | None = None
+        self._batch: Batch | None = None
         self._open = False
         self._counted = False
         self._told: dict[str, Any] = {}
         self._began = 0.0
+        self._waited_s = 0.0
+        self._computed_s = 0.0
         self._rate = 0.0
-        self._saved_at = -1
 
     # ------------------------------------------------------------ what a script calls
 
     @property
+    def step_number(self) -> int:
+        """Steps committed since the training began."""
+        return self._progress.step
+
+    @property
+    def committed(self) -> int:
+        """Samples committed since the training began, over all epochs."""
+        return self._progress.committed
+
+    @property
+    def num_skipped(self) -> int:
+        """Committed steps that applied nothing."""
+        return self._progress.num_skipped
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next step, of all ranks together (fewer at the end of an epoch)."""
+        return self._progress.batch_size
+
+    @property
+    def noise_scale(self) -> float:
+        """The gradient's simple noise scale in samples (noise.py), NaN while it is not known."""
+        return self._progress.noise.scale
+
+    @property
+    def speeds(self) -> tuple[float, ...] | None:
+        """Samples per second by which shares are dealt out, None while they are equal."""
+        return self._pace.speeds
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second of this rank, waiting included, averaged over the last steps."""
+        return self._rate
+
+    @property
     def done(self) -> bool:
         """Whether every sample of every epoch is committed."""
-        return self._has_state and self.committed >= self.schedule.total
+        return self._agreement.has_state and self._progress.done
 
     @property
     def in_step(self) -> bool:
@@ -133,9 +146,19 @@ class ElasticLoop:
         return self._open
 
     @property
+    def share(self) -> Share | None:
+        """What this rank computes on in the step under way."""
+        return self._share
+
+    @property
+    def batch(self) -> Batch | None:
+        """What all ranks together compute on in the step under way."""
+        return self._batch
+
+    @property
     def epoch(self) -> int:
         """The epoch of the data set that the next step belongs to."""
-        return self.schedule.batch(self.committed).epoch
+        return self._progress.epoch
 
     @property
     def last_loss(self) -> float:
@@ -145,12 +168,18 @@ class ElasticLoop:
     def __iter__(self) -> Iterator[Share]:
         while True:
             self._settle()
+            if not self._begun:
+                self._begun = True
+                self._tell("on_train_begin", self.face)
             if self.done:
                 break
-            batch = self.schedule.batch(self.committed)
-            share = self.schedule.share(batch, self.ctx.rank, self.ctx.world_size)
+            batch = self._progress.batch()
+            share = self.schedule.share(
+                batch, self.ctx.rank, self.ctx.world_size, self._pace.speeds
+            )
             self._replica.weigh(share.weight)
-            self._share, self._counted = share, False
+            self._batch, self._share, self._counted = batch, share, False
+            self._began, self._waited_s = time.monotonic(), self.ctx.waited_s
             yield share
             if self._share is not None:
                 raise RuntimeError("the body of the loop must do its work inside job.step()")
@@ -164,7 +193,7 @@ class ElasticLoop:
         """
         if self._share is None:
             raise RuntimeError("job.step() is for the body of a loop over the job, once per turn")
-        self._open, self._began = True, time.monotonic()
+        self._open = True
         try:
             self._replica.remember()
             self.ctx.begin_step(self.step_number)
@@ -184,6 +213,8 @@ class ElasticLoop:
         finally:
             self._open, self._share = False, None
             self._told.clear()
+        if self._counted:
+            self._tell_of_step()
 
     def log(self, **facts: Any) -> None:
         """Tell whoever watches. ``loss`` in a step, before its commit, becomes the global loss."""
@@ -192,16 +223,36 @@ class ElasticLoop:
         else:
             self.ctx.report(**{name: _plain(value) for name, value in facts.items()})
 
-    def commit(self, *, loss: float | None = None, ok: bool = True) -> None:
+    def average(self, **metrics: Any) -> dict[str, float]:
+        """The means of ``metrics`` over all ranks: in a step by samples, else by equal parts.
+
+        Every rank must call it with the same names; in a step before its commit.
+        """
+        weight = 1.0 if self._share is None else self._share.weight
+        return average(self.ctx, metrics, weight=weight)
+
+    def save(self) -> None:
+        """Write a checkpoint now. Every rank must call it, after a step or before the first.
+
+        CheckpointError on the rank that could not write; ValueError without a place for it.
+        """
+        if self._open:
+            raise RuntimeError("a checkpoint is written between steps, not inside job.step()")
+        self._agreement.save_now()
+
+    def commit(self, *, loss: float | None = None, ok: bool = True, skipped: bool = False) -> None:
         """Return once this step counts on every rank; else leave the block of the step.
 
         Call it when all that the step will apply is computed, and before any of it is applied.
-        Raises Diverged when replicas differ. Cost: one vote of a few bytes per rank.
+        ``skipped`` (the same on all ranks) says that nothing will be. Raises Diverged when
+        replicas differ. Cost: one vote of a few bytes per rank.
         """
         if not self._open or self._share is None:
             raise RuntimeError("commit belongs inside the block of a step")
         if self._counted:
             return
+        waited_s = self.ctx.waited_s - self._waited_s
+        self._computed_s = time.monotonic() - self._began - waited_s
         told = self._told.pop("loss", None) if loss is None else loss
         try:
             outcome = self.ctx.commit(
@@ -218,14 +269,18 @@ class ElasticLoop:
             if not outcome:
                 self._refused(outcome.reason)
             told_loss = outcome.loss
-            self._newcomers = outcome.reform
-            self._history = self.ctx.epoch
-        self._count(told_loss)
+            self._agreement.newcomers = outcome.reform
+            self._agreement.history = self.ctx.epoch
+        self._count(told_loss, skipped)
+
+    def saw_noise(self, signal: float, noise: float) -> None:
+        """Unbiased |G|^2 and tr(Sigma) of the gradient of a committed step (noise.py)."""
+        self._pace.saw(signal, noise)
 
     # ------------------------------------------------------------ one step's outcome
 
     def _state_hash(self) -> int:
-        if not self._hash_due and self.step_number % self._policy.hash_every:
+        if not self._agreement.hash_due and self.step_number % self._policy.hash_every:
             return 0
         return 1 + int(self._replica.fingerprint()[:15], 16)
 
@@ -237,12 +292,13 @@ class ElasticLoop:
         while True:
             self._lost(error)
             try:
-                resolution, loss = self._agree(pending)
+                resolution, loss = self._agreement.agree(pending)
             except LOST as again:
                 error = again
                 continue
+            self._pace.new_group()
             if self.ctx.rank in resolution.apply:
-                self._history = resolution.history
+                self._agreement.history = resolution.history
                 return loss
             raise _Repeat from error
 
@@ -255,18 +311,21 @@ class ElasticLoop:
             )
         raise _Repeat
 
-    def _count(self, loss: float) -> None:
+    def _count(self, loss: float, skipped: bool) -> None:
         assert self._share is not None
+        assert self._batch is not None
         self._counted = True
-        self._hash_due = False
-        self.step_number += 1
-        self.committed += self.schedule.batch(self.committed).size
+        self._agreement.hash_due = False
+        self._progress.count(self._batch, loss, skipped=skipped)
+        self._agreement.last_loss = loss
         self.losses.append(loss)
         self._attempts = 0
         now = time.monotonic()
-        if self._lost_at is not None:
-            self.recoveries.append(now - self._lost_at)
-            self._lost_at = None
+        if self._agreement.lost_at is not None:
+            self.recoveries.append(now - self._agreement.lost_at)
+            self._agreement.lost_at = None
+        elif len(self.losses) > 1:  # the first step also warms up
+            self._pace.timed(self._share.num_samples, self._computed_s)
         rate = self._share.num_samples / max(now - self._began, 1e-9)
         self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
         if not math.isnan(loss):
@@ -278,6 +337,23 @@ class ElasticLoop:
             **{name: _plain(value) for name, value in self._told.items()},
         )
 
+    def _tell_of_step(self) -> None:
+        assert self._batch is not None
+        self._tell("on_step_end", self.step_number, self.last_loss)
+        if self._batch.start + self._batch.size == self.schedule.num_samples:
+            self._tell("on_epoch_end", self._batch.epoch, self._progress.epoch_loss)
+
+    def _tell(self, event: str, *arguments: Any) -> None:
+        try:
+            self._callbacks.call(event, *arguments)
+        except LOST as error:
+            self._lost(error)
+        except GroupError:
+            raise
+        except Exception as error:
+            self.ctx.abort(error)
+            raise
+
     def _rerun(self) -> None:
         self._replica.undo()
         self.num_reruns += 1
@@ -285,13 +361,13 @@ class ElasticLoop:
     def _lost(self, error: GroupError) -> None:
         """Note that the group is over; raise ``error`` if there is no use in another."""
         now = time.monotonic()
-        if self._lost_at is None:
-            self._lost_at = now
+        if self._agreement.lost_at is None:
+            self._agreement.lost_at = now
         self._attempts += 1
-        self._cause = error
+        self._agreement.cause = error
         if not self.ctx.elastic:
             raise error
-        waited = now - self._lost_at
+        waited = now - self._agreement.lost_at
         if self._attempts > self._policy.max_attempts or waited > self._policy.recovery_s:
             error.add_note(f"gave up after {self._attempts} groups and {waited:.0f} s")
             raise error
@@ -301,132 +377,38 @@ class ElasticLoop:
 
     def _settle(self) -> None:
         """Return in a group whose members all stand where this rank stands."""
+        agreement = self._agreement
         while True:
             try:
-                if not self._agreed or self._cause is not None or self._newcomers:
-                    self._agree(0)
-                self._bring_up_to_date()
-                self._save(always=self.done)
+                if agreement.due:
+                    agreement.agree(0)
+                    self._pace.new_group()
+                agreement.bring_up_to_date()
+                self._pace.exchange(self.ctx, self._progress)
+                every = self._policy.save_every
+                agreement.save(due=self.done or self.step_number % every == 0)
                 if self.done:
-                    self._compare_at_the_end()
-                return
+                    agreement.compare_at_the_end()
+                break
             except LOST as error:
                 self._lost(error)
-            except (CheckpointError, ConfigurationError) as error:
-                self.ctx.abort(error)
+            except Exception as error:
+                if not isinstance(error, GroupError | Diverged):
+                    self.ctx.abort(error)
                 raise
-
-    def _agree(self, pending: int) -> tuple[Resolution, float]:
-        """Form the next group if one is due, and decide with its members what counts.
-
-        ``pending`` is the epoch of the vote whose outcome this rank has lost, 0 for none. Also
-        returns the loss of the last step that counts, NaN if nobody here knows it.
-        """
-        began = time.monotonic()
-        reformed = self._cause is not None or self._newcomers
-        if reformed:
-            self._agreed = False
-            self.ctx.reform(self._cause)
-            self._cause, self._newcomers = None, False
-        mine = [self.step_number if self._has_state else -1, self._history, pending, self.last_loss]
-        rows = self.ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
-        resolution = reconcile([Standing(*map(int, row[:3])) for row in rows])
-        losses = [float(row[3]) for row in rows if int(row[0]) == resolution.committed]
-        self._resolution, self._agreed, self._hash_due = resolution, True, True
-        if reformed and self._has_state:
-            since = began if self._lost_at is None else self._lost_at
-            seconds = time.monotonic() - since
-            event = f"re-formed with {self.ctx.world_size} in {seconds:.1f} s"
-            if self.ctx.rank not in resolution.apply and self._lost_at is not None:
-                event += f", step {resolution.committed} run again"
-            _log.info("%s: %s", event, resolution.reason)
-        return resolution, next(iter(losses), math.nan)
-
-    def _bring_up_to_date(self) -> None:
-        """Hand the state of whoever is up to date to whoever is not."""
-        resolution = self._resolution
-        if resolution is None:
-            return
-        source = resolution.source
-        if source < 0:
-            source = self._start_afresh()
-        wanted = self.ctx.rank in resolution.receivers and self.ctx.rank != source
-        if resolution.receivers and self.ctx.world_size > 1:
-            state = self._capture() if self.ctx.rank == source else None
-            received = broadcast_state(self.ctx, state, source, wanted=wanted)
-            if wanted:
-                self._restore(received)
-                if self.step_number:
-                    _log.info("joined at step %d", self.step_number)
-        self._has_state, self._resolution = True, None
-        self._history = max(self._history, resolution.history)
-
-    def _start_afresh(self) -> int:
-        """Nobody has a state: the rank with the newest checkpoint loads it. Returns that rank."""
-        found = self._store.load_latest() if self._store is not None else None
-        steps = self.ctx.all_gather(np.array([found.step if found else -1], np.int64)).reshape(-1)
-        source = int(np.argmax(steps))
-        if found is not None and self.ctx.rank == source:
-            self._restore(found.state)
-            self._saved_at = self.step_number
-            self.ctx.report(event=f"resumed from the checkpoint of step {self.step_number}")
-        return source
-
-    def _capture(self) -> State:
-        return {
-            "step": self.step_number,
-            "committed": self.committed,
-            "num_samples": self.schedule.num_samples,
-            "seed": self.schedule.seed,
-            "replica": self._replica.capture(),
-        }
-
-    def _restore(self, state: State) -> None:
-        try:
-            step, committed = int(state["step"]), int(state["committed"])
-            num_samples, seed = state["num_samples"], state["seed"]
-            replica = state["replica"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"not the state of an elastic loop: {error!r}") from error
-        if (num_samples, seed) != (self.schedule.num_samples, self.schedule.seed):
-            raise ConfigurationError(
-                f"this state belongs to a training on {num_samples} samples with seed {seed}; "
-                f"this one has {self.schedule.num_samples} and seed {self.schedule.seed}"
-            )
-        self._replica.restore(replica)
-        self.step_number, self.committed = step, committed
-
-    def _save(self, *, always: bool) -> None:
-        """Write a checkpoint if this rank leads and one is due; training goes on if it can't be."""
-        due = always or self.step_number % self._policy.save_every == 0
-        new = self.step_number not in (0, self._saved_at)
-        if self._store is None or not (due and new and self.ctx.is_master):
-            return
-        self._saved_at = self.step_number
-        try:
-            self._store.save(self._capture(), self.step_number)
-        except CheckpointError as error:
-            _log.error("%s", error)
-            self.ctx.report(event=str(error))
-
-    def _compare_at_the_end(self) -> None:
-        """Nobody leaves before everybody is done, and with equal parameters."""
-        mine = np.frombuffer(bytes.fromhex(self._replica.fingerprint()), np.uint8)
-        hashes = self.ctx.all_gather(mine.copy()).reshape(-1, len(mine))
-        different = [str(rank) for rank, other in enumerate(hashes) if (other != hashes[0]).any()]
-        if different:
-            raise Diverged(
-                f"after step {self.step_number} the parameters of rank {', '.join(different)} "
-                "differ from those of rank 0"
-            )
+        known, self._told_of = self._told_of, self.ctx.epoch
+        if self._begun and self.ctx.epoch != known:
+            self._tell("on_group_change", self.ctx.world_size)
 
     def _finish(self) -> None:
+        self._agreement.finish_saving()
         self.ctx.report(
             committed_steps=self.step_number,
             steps_run_again=self.num_reruns,
             recoveries=list(self.recoveries),
             parameter_hash=self._replica.fingerprint(),
         )
+        self._tell("on_train_end", self.face)
 
 
 def _plain(value: Any) -> Any:

@@ -35,6 +35,12 @@ class Replica(Protocol):
     def weigh(self, weight: float) -> None:
         """This rank's part in the next global mean is ``weight``."""
 
+    def capture_own(self) -> State:
+        """What belongs to this rank alone: the state of its random generators."""
+
+    def restore_own(self, state: State) -> None:
+        """Become what ``capture_own`` returned on the same rank of an earlier group."""
+
 
 @dataclass
 class StateReplica:
@@ -64,4 +70,10 @@ class StateReplica:
         return None
 
     def weigh(self, weight: float) -> None:
+        return None
+
+    def capture_own(self) -> State:
+        return None
+
+    def restore_own(self, state: State) -> None:
         return None

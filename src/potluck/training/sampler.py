@@ -1,19 +1,22 @@
 """Which samples a step is made of: a pure function of (seed, epoch, committed samples).
 
 An epoch is a permutation of the data set; a step takes the next ``batch_size`` samples of it (the
-last one of an epoch may be smaller) and gives every rank a contiguous, near-equal share. Because
+last one of an epoch may be smaller) and gives every rank a contiguous share of it. Because
 the position is counted in *committed* samples, a step that is interrupted, or that runs again in
 a smaller or larger group, covers the same samples: each one of an epoch is committed exactly once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+from potluck.training.shares import apportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,15 @@ def order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
     return permutation
 
 
-def shares(size: int, world_size: int) -> list[tuple[int, int]]:
-    """(start, stop) of every rank's part of ``size`` samples; the first ranks get one more."""
-    small, extra = divmod(size, world_size)
-    starts = [rank * small + min(rank, extra) for rank in range(world_size + 1)]
-    return list(pairwise(starts))
+def shares(
+    size: int, world_size: int, speeds: Sequence[float] | None = None
+) -> list[tuple[int, int]]:
+    """(start, stop) of every rank's part of ``size`` samples.
+
+    Near-equal parts, the first ranks get one more; with ``speeds`` proportional to them.
+    """
+    counts = apportion(size, (1.0,) * world_size if speeds is None else speeds)
+    return list(pairwise(accumulate(counts, initial=0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +102,13 @@ class Schedule:
         """Samples to commit until the training is complete."""
         return self.epochs * self.num_samples
 
-    def batch(self, committed: int) -> Batch:
-        """The global batch that follows ``committed`` samples; it never crosses an epoch's end."""
+    def batch(self, committed: int, size: int | None = None) -> Batch:
+        """The global batch that follows ``committed`` samples; it never crosses an epoch's end.
+
+        ``size`` stands in for ``batch_size`` where that changes on the way.
+        """
         epoch, start = divmod(committed, self.num_samples)
-        return Batch(epoch, start, min(self.batch_size, self.num_samples - start))
+        return Batch(epoch, start, min(size or self.batch_size, self.num_samples - start))
 
     def indices(self, batch: Batch) -> NDArray[np.int64]:
         """The samples of ``batch``."""
@@ -107,9 +117,11 @@ class Schedule:
             return whole[batch.start : batch.start + batch.size]
         return np.arange(batch.start, batch.start + batch.size, dtype=np.int64)
 
-    def share(self, batch: Batch, rank: int, world_size: int) -> Share:
-        """``rank``'s share of ``batch`` in a group of ``world_size``."""
-        start, stop = shares(batch.size, world_size)[rank]
+    def share(
+        self, batch: Batch, rank: int, world_size: int, speeds: Sequence[float] | None = None
+    ) -> Share:
+        """``rank``'s share of ``batch`` in a group of ``world_size``, by ``speeds`` if given."""
+        start, stop = shares(batch.size, world_size, speeds)[rank]
         samples = self.indices(batch)
         if start == stop:
             return Share(batch.epoch, samples[:1], 0.0)

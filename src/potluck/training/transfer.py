@@ -1,4 +1,4 @@
-"""A state from one rank to all others: safetensors bytes in pieces, hash-checked before use."""
+"""States between ranks: safetensors bytes in pieces, hash-checked before use."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 4 << 20
 MAX_STATE_BYTES = 1 << 42
+MAX_OWN_BYTES = 1 << 30
 
 
 def broadcast_state(ctx: DistributedContext, state: State, source: int, *, wanted: bool) -> State:
@@ -49,3 +50,19 @@ def broadcast_state(ctx: DistributedContext, state: State, source: int, *, wante
     if digest(data) != header[8:].tobytes().hex():
         raise CheckpointError(f"the state from rank {source} arrived damaged")
     return decode(bytes(data))
+
+
+def gather_states(ctx: DistributedContext, mine: State) -> list[State]:
+    """Every rank's own state, in rank order, on every rank; meant for small ones.
+
+    Every rank of the group must call it. Costs two all_gathers: of 8 bytes, and of as many bytes
+    per rank as the largest state takes.
+    """
+    data = np.frombuffer(encode(mine), np.uint8)
+    lengths = ctx.all_gather(np.array([len(data)], np.int64)).reshape(-1)
+    if lengths.min() < 0 or lengths.max() > MAX_OWN_BYTES:
+        raise CheckpointError(f"ranks announce states of {lengths.tolist()} bytes of their own")
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: len(data)] = data
+    rows = ctx.all_gather(padded)
+    return [decode(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]

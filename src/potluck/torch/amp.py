@@ -1,0 +1,152 @@
+"""Mixed precision: loss scaling that decides the same on all ranks, and fits the elastic loop.
+
+Parameters stay in float32 (the master weights) and ``torch.autocast`` computes in half precision::
+
+    scaler = potluck.torch.GradScaler()
+    job = ElasticLoop(model, optimizer, data, batch_size=64, also={"scaler": scaler})
+    for x, y in job:
+        with job.step():
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            job.log(loss=loss)
+            scaler.step(optimizer)
+            scaler.update()
+
+bfloat16 has float32's range and needs no scaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from potluck.torch.sharded import groups_of, is_sharded
+from potluck.training.scaling import LossScale
+
+
+class GradScaler:
+    """Scales the loss for float16 and skips the steps that overflow: torch.amp's, for many ranks.
+
+    Whether a step overflows is decided from the reduced gradients, which are equal bit by bit on
+    all ranks: one rank's infinity is everybody's after the reduction, so all skip or none, and
+    nothing is communicated. (Gradients that are sharded, DTensors, cost one all_reduce of one
+    number.) All optimizers of an ElasticLoop step together or not at all.
+
+    Give it to the loop as ``also={"scaler": scaler}``: then its state goes to newcomers and into
+    checkpoints, and a skipped step is a committed one (``job.num_skipped`` counts them).
+
+    ``enabled=False`` makes every method do nothing but what it must.
+    """
+
+    def __init__(self, rule: LossScale | None = None, *, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._rule = rule or LossScale()
+        self._optimizers: Sequence[Optimizer] = ()
+        self._commit: Callable[[], None] | None = None
+        # The step under way.
+        self._scaled = False
+        self._unscaled: list[Optimizer] = []
+        self._flags: dict[torch.device, Tensor] = {}
+        self._overflow: bool | None = None
+
+    @property
+    def factor(self) -> float:
+        """What losses are multiplied by now."""
+        return self._rule.scale if self.enabled else 1.0
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients are scaled, and have not been unscaled yet."""
+        return self._scaled and not self._unscaled
+
+    def attach(self, optimizers: Sequence[Optimizer], commit: Callable[[], None]) -> None:
+        """Belong to a loop: ``commit`` makes a step that applies nothing count (the loop calls)."""
+        self._optimizers, self._commit = tuple(optimizers), commit
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the factor: what ``backward`` is for."""
+        if not self.enabled:
+            return loss
+        if self._unscaled:
+            self._begin()  # the last step was interrupted before its update
+        self._scaled = True
+        return loss * self._rule.scale
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the factor again, to clip or look at them before ``step``."""
+        if not self.enabled or optimizer in self._unscaled:
+            return
+        if not self._scaled:
+            raise RuntimeError("nothing is scaled: call scaler.scale(loss).backward() first")
+        self._unscaled.append(optimizer)
+        inverse = 1.0 / self._rule.scale
+        for gradient in _gradients(optimizer):
+            local = gradient.to_local() if is_sharded(gradient) else gradient
+            local.mul_(inverse)
+            flag = self._flags.setdefault(local.device, torch.zeros((), device=local.device))
+            flag.logical_or_(local.isfinite().all().logical_not())
+
+    def step(self, optimizer: Optimizer) -> Any:
+        """``optimizer.step()``, or, after an overflow, a step that counts and changes nothing."""
+        if not self.enabled:
+            return optimizer.step()
+        for each in self._optimizers or (optimizer,):
+            self.unscale_(each)
+        self._overflow = self._decide()
+        if not self._overflow:
+            return optimizer.step()
+        if self._commit is not None:
+            self._commit()
+        return None
+
+    def update(self) -> None:
+        """Make the factor that of the next step. Once per step, after ``step``."""
+        if not self.enabled:
+            return
+        if self._overflow is None:
+            raise RuntimeError("scaler.update() comes after scaler.step(optimizer)")
+        overflow = self._overflow
+        self._begin()
+        self._rule = self._rule.after(overflow)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The factor and the steps since it last changed."""
+        return {"scale": self._rule.scale, "num_good": self._rule.num_good}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the factor of a ``state_dict``."""
+        self._begin()
+        self._rule = replace(
+            self._rule, scale=float(state["scale"]), num_good=int(state["num_good"])
+        )
+
+    def _begin(self) -> None:
+        self._scaled, self._overflow = False, None
+        self._unscaled, self._flags = [], {}
+
+    def _decide(self) -> bool:
+        sharded = [g for each in self._unscaled for g in _gradients(each) if is_sharded(g)]
+        for group in groups_of(sharded):
+            for flag in self._flags.values():
+                torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
+        return any(bool(flag) for flag in self._flags.values())
+
+
+def _gradients(optimizer: Optimizer) -> Iterable[Any]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.dtype == torch.float16:
+                raise ValueError(
+                    "a float16 parameter can't be trained with loss scaling: keep parameters in "
+                    "float32 and compute under torch.autocast(..., torch.float16)"
+                )
+            yield parameter.grad

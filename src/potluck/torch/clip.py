@@ -1,0 +1,46 @@
+"""Gradient clipping by global norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from potluck.torch.ddp import DistributedDataParallel
+from potluck.torch.sharded import is_sharded
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients so that their norm, as one vector, is at most ``max_norm``.
+
+    Returns the norm before that, a tensor without dimensions. Call it after ``backward()`` and
+    before ``optimizer.step()``: then a DistributedDataParallel's gradients are reduced, and equal
+    bit by bit on all ranks, so each rank computes the same norm and nothing is communicated.
+    Gradients that are sharded (DTensors, as FSDP2's) cost one all_reduce of one number per mesh
+    dimension. With a GradScaler call ``scaler.unscale_(optimizer)`` first.
+
+    RuntimeError inside ``no_sync()``, where the gradients are still each rank's own, and, if
+    ``error_if_nonfinite``, for a norm that is infinite or NaN.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; it must be positive")
+    chosen: Any = parameters
+    if isinstance(parameters, nn.Module):
+        if isinstance(parameters, DistributedDataParallel) and not parameters.reduces:
+            raise RuntimeError(
+                "inside no_sync() gradients are each rank's own: clip after the backward outside"
+            )
+        chosen = parameters.parameters()
+    norm: Any = torch.nn.utils.clip_grad_norm_(
+        chosen, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+    )
+    whole: Tensor = norm.full_tensor() if is_sharded(norm) else norm
+    return whole

@@ -1,0 +1,79 @@
+"""A model, its optimizers, and what else is trained, as the elastic loop sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from potluck.checkpoint.state import State, fingerprint
+from potluck.torch.ddp import DistributedDataParallel
+from potluck.torch.rng import capture_random, restore_random
+
+
+class TorchReplica:
+    """A training.replica.Replica. ``also`` are objects with state_dict and load_state_dict."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], also: Mapping[str, Any]
+    ) -> None:
+        self._model = model
+        self._optimizers = list(optimizers)
+        self._also = dict(also)
+        self._buffers: list[Tensor] = []
+        self._random: State = None
+        self.device = _device_name(model)
+
+    def capture(self) -> State:
+        return {
+            "model": self._model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "also": {name: each.state_dict() for name, each in self._also.items()},
+        }
+
+    def restore(self, state: State) -> None:
+        self._model.load_state_dict(state["model"])
+        for optimizer, each in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(each)
+        for name, each in self._also.items():
+            each.load_state_dict(state["also"][name])
+
+    def capture_own(self) -> State:
+        return capture_random()
+
+    def restore_own(self, state: State) -> None:
+        restore_random(state)
+
+    def fingerprint(self) -> str:
+        return parameter_hash(self._model)
+
+    def remember(self) -> None:
+        self._buffers = [buffer.detach().clone() for buffer in self._model.buffers()]
+        self._random = capture_random()
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        for buffer, before in zip(self._model.buffers(), self._buffers, strict=True):
+            buffer.copy_(before)
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        restore_random(self._random)
+
+    def weigh(self, weight: float) -> None:
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.weight = weight
+            # The loop has seen to it that all ranks have the same state.
+            self._model.synchronized = True
+
+
+def parameter_hash(model: nn.Module) -> str:
+    """Hex SHA3-256 of the model's parameters, bit by bit."""
+    return fingerprint(list(model.parameters()))
+
+
+def _device_name(model: nn.Module) -> str:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -1,0 +1,200 @@
+"""Between steps: the members of a group become equal, and stay together.
+
+After a change of the group every member says where it stands (cluster/commit.py decides what
+counts); whoever is behind receives the state of the most senior rank that is up to date. If nobody
+has a state, the newest checkpoint is loaded by whoever has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from potluck.checkpoint.state import State
+from potluck.checkpoint.store import CheckpointStore
+from potluck.cluster.commit import Resolution, Standing, reconcile
+from potluck.errors import CheckpointError, Diverged
+from potluck.training import saving
+from potluck.training.noise import NoiseEstimate
+from potluck.training.progress import Progress
+from potluck.training.replica import Replica
+from potluck.training.transfer import broadcast_state, gather_states
+
+if TYPE_CHECKING:
+    from potluck.context import DistributedContext
+
+_log = logging.getLogger(__name__)
+
+
+class Agreement:
+    """Where this rank stands in the group's history, and what the group owes.
+
+    ``cause`` is what ended the group, ``newcomers`` says that a newer view waits, ``hash_due``
+    that parameters must be compared at the next vote.
+    """
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        progress: Progress,
+        replica: Replica,
+        store: CheckpointStore | None,
+    ) -> None:
+        self.has_state = False
+        self.history = 0
+        self.cause: BaseException | None = None
+        self.newcomers = False
+        self.hash_due = True
+        self.lost_at: float | None = None
+        self.last_loss = math.nan
+        self._ctx = ctx
+        self._progress = progress
+        self._replica = replica
+        self._store = store
+        self._resolution: Resolution | None = None
+        self._agreed = False
+        self._saved_at = -1
+        self._own: list[State] = []  # what each rank of a loaded checkpoint had for itself
+
+    @property
+    def due(self) -> bool:
+        """Whether the members must agree before they train on."""
+        return not self._agreed or self.cause is not None or self.newcomers
+
+    def agree(self, pending: int) -> tuple[Resolution, float]:
+        """Form the next group if one is due, and decide with its members what counts.
+
+        ``pending`` is the epoch of the vote whose outcome this rank has lost, 0 for none. Also
+        returns the loss of the last step that counts, NaN if nobody here knows it.
+        """
+        began = time.monotonic()
+        reformed = self.cause is not None or self.newcomers
+        if reformed:
+            self._agreed = False
+            if self._store is not None and self.cause is not None:
+                self._store.give_up()
+            self._ctx.reform(self.cause)
+            self.cause, self.newcomers = None, False
+        progress = self._progress
+        noise = progress.noise
+        mine = [
+            *(progress.step if self.has_state else -1, self.history, pending, self.last_loss),
+            *(progress.batch_size, noise.signal, noise.noise, noise.num),
+        ]
+        rows = self._ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
+        resolution = reconcile([Standing(*map(int, row[:3])) for row in rows])
+        losses = [float(row[3]) for row in rows if int(row[0]) == resolution.committed]
+        self._adopt(rows[max(resolution.source, 0)])
+        self._resolution, self._agreed, self.hash_due = resolution, True, True
+        self._saved_at = -1  # what only some have heard of does not count
+        if reformed and self.has_state:
+            since = began if self.lost_at is None else self.lost_at
+            seconds = time.monotonic() - since
+            event = f"re-formed with {self._ctx.world_size} in {seconds:.1f} s"
+            if self._ctx.rank not in resolution.apply and self.lost_at is not None:
+                event += f", step {resolution.committed} run again"
+            _log.info("%s: %s", event, resolution.reason)
+        return resolution, next(iter(losses), math.nan)
+
+    def bring_up_to_date(self) -> None:
+        """Hand the state of whoever is up to date to whoever is not."""
+        resolution = self._resolution
+        if resolution is None:
+            return
+        ctx, source = self._ctx, resolution.source
+        afresh = source < 0
+        if afresh:
+            source = self._start_afresh()
+        wanted = ctx.rank in resolution.receivers and ctx.rank != source
+        if resolution.receivers and ctx.world_size > 1:
+            state = self.capture() | {"own": self._own} if ctx.rank == source else None
+            received = broadcast_state(ctx, state, source, wanted=wanted)
+            if wanted:
+                self._restore(received)
+                if self._progress.step:
+                    _log.info("joined at step %d", self._progress.step)
+        if ctx.rank < len(self._own):
+            self._replica.restore_own(self._own[ctx.rank])
+        self._own = []
+        if afresh:
+            self._saved_at = self._progress.step
+        self.has_state, self._resolution = True, None
+        self.history = max(self.history, resolution.history)
+
+    def save(self, *, due: bool) -> None:
+        """Write a checkpoint if one is ``due``; training goes on if it can't be written."""
+        if self._store is None or not due or self._progress.step in (0, self._saved_at):
+            return
+        try:
+            self.save_now()
+        except CheckpointError as error:
+            self._complain(error)
+
+    def save_now(self) -> None:
+        """Write a checkpoint. Every rank must call it; CheckpointError where that fails."""
+        if self._store is None:
+            raise ValueError("there is no place for checkpoints: pass checkpoint=DIRECTORY")
+        own = gather_states(self._ctx, self._replica.capture_own())
+        self._saved_at = self._progress.step
+        saving.save(self._ctx, self._store, self.capture() | {"own": own}, self._progress.step)
+
+    def finish_saving(self) -> None:
+        """Wait until everything is on the disk."""
+        if self._store is None:
+            return
+        try:
+            self._store.wait()
+        except CheckpointError as error:
+            self._complain(error)
+
+    def compare_at_the_end(self) -> None:
+        """Nobody leaves before everybody is done, and with equal parameters."""
+        mine = np.frombuffer(bytes.fromhex(self._replica.fingerprint()), np.uint8)
+        hashes = self._ctx.all_gather(mine.copy()).reshape(-1, len(mine))
+        different = [str(rank) for rank, other in enumerate(hashes) if (other != hashes[0]).any()]
+        if different:
+            raise Diverged(
+                f"after step {self._progress.step} the parameters of rank {', '.join(different)} "
+                "differ from those of rank 0"
+            )
+
+    def capture(self) -> dict[str, Any]:
+        """All of the training's state that is equal on all ranks."""
+        return self._progress.capture() | {"replica": self._replica.capture()}
+
+    # ------------------------------------------------------------ inside
+
+    def _adopt(self, row: Any) -> None:
+        """The batch size and the noise of the rank whose state counts: some may be ahead of it."""
+        if self._progress.batching is not None:
+            self._progress.batch_size = int(row[4])
+            self._progress.noise = NoiseEstimate(float(row[5]), float(row[6]), int(row[7]))
+
+    def _start_afresh(self) -> int:
+        """Nobody has a state: the rank with the newest checkpoint loads it. Returns that rank."""
+        found = self._store.load_latest() if self._store is not None else None
+        mine = np.array([found.step if found else -1], np.int64)
+        source = int(np.argmax(self._ctx.all_gather(mine).reshape(-1)))
+        if found is not None and self._ctx.rank == source:
+            self._restore(found.state)
+            step = self._progress.step
+            self._ctx.report(event=f"resumed from the checkpoint of step {step}")
+        return source
+
+    def _restore(self, state: State) -> None:
+        if not isinstance(state, dict) or not isinstance(state.get("own"), list):
+            raise CheckpointError("not the state of an elastic loop")
+        self._progress.restore(state)
+        try:
+            self._replica.restore(state["replica"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"not the state of this training: {error!r}") from error
+        self._own = state["own"]
+
+    def _complain(self, error: CheckpointError) -> None:
+        _log.error("%s", error)
+        self._ctx.report(event=str(error))

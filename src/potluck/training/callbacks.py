@@ -1,0 +1,66 @@
+"""Callbacks: plain objects whose methods the loop calls between steps.
+
+::
+
+    class Report:
+        def on_epoch_end(self, epoch: int, loss: float) -> None:
+            print(f"epoch {epoch}: loss {loss:.4f}")
+
+    ElasticLoop(..., callbacks=[Report()])
+
+Every method is optional; every rank calls its own objects. A committed step is told once, on each
+rank that was there; a step that was run again is not told twice. A callback may communicate, if
+all ranks' callbacks do; a peer lost meanwhile ends it early. Any other exception of a callback
+ends the training on all ranks with a CallbackError that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from potluck.errors import CallbackError, GroupError
+
+EVENTS = {
+    "on_train_begin": "(job): the first step comes next; the loop itself, to keep",
+    "on_step_end": "(step, loss): so many steps are committed; the global loss, or NaN",
+    "on_epoch_end": "(epoch, loss): an epoch is through; the mean of its steps' losses",
+    "on_group_change": "(world_size): a worker was lost or has come",
+    "on_train_end": "(job): every sample of every epoch is committed",
+}
+"""What a callback object may have methods for."""
+
+
+class Callbacks:
+    """The callback objects of one loop, called in the order they were given."""
+
+    def __init__(self, objects: Sequence[object]) -> None:
+        for each in objects:
+            names = [name for name in dir(each) if name.startswith("on_")]
+            unknown = [name for name in names if name not in EVENTS]
+            if unknown or not names:
+                wrong = f"has {unknown[0]}" if unknown else "has none of them"
+                raise TypeError(
+                    f"{type(each).__name__} {wrong}; a callback has methods named "
+                    f"{', '.join(EVENTS)}"
+                )
+        self._objects = list(objects)
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Call ``event`` of every object that has it.
+
+        CallbackError from what a callback raised, naming the two; a GroupError stays one, so that
+        the loop can form the next group.
+        """
+        for each in self._objects:
+            method = getattr(each, event, None)
+            if method is None:
+                continue
+            try:
+                method(*arguments)
+            except GroupError:
+                raise
+            except Exception as error:
+                raise CallbackError(
+                    f"{type(each).__name__}.{event} raised {type(error).__name__}: {error}"
+                ) from error

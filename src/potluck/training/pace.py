@@ -1,0 +1,106 @@
+"""What the ranks measure while they train, and what they make of it together between steps.
+
+Every few steps each rank tells its speed and what it saw of the gradient's noise (one all_gather);
+all ranks then compute the same shares and the same batch size from the same numbers. Should a peer
+be lost in between, some ranks may have heard and others not: so a new group begins with equal
+shares, exchanges at once, and takes the batch size from the rank whose state counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from potluck.training.noise import next_batch
+from potluck.training.policy import Policy
+from potluck.training.progress import Progress
+from potluck.training.shares import Plan, ProportionalShares, Speed, replan
+
+if TYPE_CHECKING:
+    from potluck.context import DistributedContext
+
+_log = logging.getLogger(__name__)
+
+EARLY_STEPS = (0, 2, 5)
+"""Steps after a change of the group at which ranks exchange sooner than ``adapt_every``."""
+
+
+class Pace:
+    """Measurements of this rank, and the plan that all ranks share."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.plan: Plan | None = None
+        """How samples are dealt out, None for equal shares."""
+        self._policy = policy
+        self._is_on = policy.shares is not None or policy.batching is not None
+        self._speed = Speed()
+        self._signals: list[float] = []
+        self._noises: list[float] = []
+        self._since: int | None = None  # the step at which this group began
+        self._exchanged = -1
+
+    @property
+    def speeds(self) -> tuple[float, ...] | None:
+        """Samples per second of each rank, as far as shares follow them."""
+        return self.plan.speeds if self.plan is not None else None
+
+    def timed(self, num_samples: int, seconds: float) -> None:
+        """This rank has computed ``seconds`` on ``num_samples`` samples of a committed step."""
+        smoothing = (self._policy.shares or ProportionalShares()).smoothing
+        self._speed = self._speed.after(num_samples, seconds, smoothing)
+
+    def saw(self, signal: float, noise: float) -> None:
+        """This rank's unbiased |G|^2 and tr(Sigma) of a committed step (noise.py)."""
+        if math.isfinite(signal) and math.isfinite(noise):
+            self._signals.append(signal)
+            self._noises.append(noise)
+
+    def new_group(self) -> None:
+        """Nothing that the old group agreed on holds."""
+        self.plan, self._since, self._exchanged = None, None, -1
+
+    def exchange(self, ctx: DistributedContext, progress: Progress) -> None:
+        """Exchange measurements if that is due. Every rank calls it between steps."""
+        if not self._is_on or not self._due(progress.step):
+            return
+        mine = [
+            self._speed.samples_per_s,
+            len(self._signals),
+            math.fsum(self._signals),
+            math.fsum(self._noises),
+        ]
+        rows = ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
+        self._exchanged = progress.step
+        self._signals, self._noises = [], []
+        self._deal([float(row[0]) for row in rows], progress)
+        self._resize(rows[:, 1:].sum(axis=0).tolist(), progress)
+
+    def _due(self, step: int) -> bool:
+        if self._since is None:
+            self._since = step
+        since = step - self._since
+        often = since in EARLY_STEPS or since % self._policy.adapt_every == 0
+        return often and step != self._exchanged
+
+    def _deal(self, speeds: list[float], progress: Progress) -> None:
+        options = self._policy.shares
+        if options is None or not any(speeds):
+            return
+        plan = replan(self.plan, speeds, progress.batch_size, options.threshold)
+        if self.plan is None or plan.speeds != self.plan.speeds:
+            _log.info("step %d: %s", progress.step, plan.reason)
+        self.plan = plan
+
+    def _resize(self, sums: list[float], progress: Progress) -> None:
+        options = self._policy.batching
+        num, signal, noise = sums
+        if options is None or not num:
+            return
+        progress.noise = progress.noise.after(signal / num, noise / num, options.smoothing)
+        size, reason = next_batch(progress.batch_size, progress.noise, options)
+        if size != progress.batch_size:
+            _log.info("step %d: batches of %d: %s", progress.step, size, reason)
+        progress.batch_size = size

@@ -1,0 +1,107 @@
+"""How far a training is: what the ranks have committed, equal on all of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from potluck.checkpoint.state import State
+from potluck.errors import CheckpointError, ConfigurationError
+from potluck.training.noise import NoiseBatching, NoiseEstimate
+from potluck.training.sampler import Batch, Schedule
+
+
+@dataclass(slots=True)
+class Progress:
+    """Steps and samples committed since the training began, and what the next step is.
+
+    ``num_skipped`` counts the committed steps that applied nothing (a loss scale overflowed).
+    """
+
+    schedule: Schedule
+    batching: NoiseBatching | None = None
+    step: int = 0
+    committed: int = 0
+    num_skipped: int = 0
+    batch_size: int = field(init=False)
+    noise: NoiseEstimate = field(default_factory=NoiseEstimate)
+    _loss_sum: float = 0.0
+    _loss_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        size = self.schedule.batch_size
+        if self.batching is not None and self.batching.clamp(size) != size:
+            raise ValueError(
+                f"batch_size {size} is not between min_batch {self.batching.min_batch} "
+                f"and max_batch {self.batching.max_batch}"
+            )
+        self.batch_size = size
+
+    @property
+    def done(self) -> bool:
+        """Whether every sample of every epoch is committed."""
+        return self.committed >= self.schedule.total
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the data set that the next step belongs to."""
+        return self.batch().epoch
+
+    @property
+    def epoch_loss(self) -> float:
+        """Mean loss of the samples of the epoch under way, NaN if none was told."""
+        return self._loss_sum / self._loss_weight if self._loss_weight else math.nan
+
+    def batch(self) -> Batch:
+        """The samples of the next step."""
+        return self.schedule.batch(self.committed, self.batch_size)
+
+    def count(self, batch: Batch, loss: float, *, skipped: bool) -> None:
+        """The step on ``batch`` is committed."""
+        if not batch.start:
+            self._loss_sum = self._loss_weight = 0.0
+        if math.isfinite(loss):
+            self._loss_sum += loss * batch.size
+            self._loss_weight += batch.size
+        self.step += 1
+        self.committed += batch.size
+        self.num_skipped += skipped
+
+    def capture(self) -> dict[str, State]:
+        """Everything of this, for a newcomer or a checkpoint."""
+        return {
+            "step": self.step,
+            "committed": self.committed,
+            "num_samples": self.schedule.num_samples,
+            "seed": self.schedule.seed,
+            "num_skipped": self.num_skipped,
+            "batch_size": self.batch_size,
+            "noise": [self.noise.signal, self.noise.noise, self.noise.num],
+            "epoch_loss": [self._loss_sum, self._loss_weight],
+        }
+
+    def restore(self, state: State) -> None:
+        """Go on where ``capture`` was called, maybe on another rank.
+
+        Raises CheckpointError for what is no such state, ConfigurationError for one of another
+        data set or seed. Without ``batching`` the script's own batch size holds.
+        """
+        try:
+            found = {name: int(state[name]) for name in ("step", "committed", "num_skipped")}
+            order = (state["num_samples"], state["seed"])
+            batch_size = int(state["batch_size"])
+            signal, noise, num = state["noise"]
+            loss_sum, loss_weight = map(float, state["epoch_loss"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"not the state of an elastic loop: {error!r}") from error
+        if order != (self.schedule.num_samples, self.schedule.seed):
+            raise ConfigurationError(
+                f"this state belongs to a training on {order[0]} samples with seed {order[1]}; "
+                f"this one has {self.schedule.num_samples} and seed {self.schedule.seed}"
+            )
+        self.step, self.committed = found["step"], found["committed"]
+        self.num_skipped = found["num_skipped"]
+        self._loss_sum, self._loss_weight = loss_sum, loss_weight
+        if self.batching is not None:
+            self.batch_size = self.batching.clamp(batch_size)
+            self.noise = NoiseEstimate(float(signal), float(noise), int(num))

@@ -1,0 +1,79 @@
+"""A progress bar on the leader's terminal, as a callback."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+class ProgressBar:
+    """Shows samples, loss and speed on rank 0; after its loss, on the next rank 0.
+
+    ``file`` is where it is drawn, by default stderr. What is no terminal gets one line per epoch.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._console = Console(file=file, stderr=file is None)
+        self._job: Any = None
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def on_train_begin(self, job: Any) -> None:
+        """Keep the loop, and draw if this is the leader."""
+        self._job = job
+        self._draw()
+
+    def on_step_end(self, step: int, loss: float) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            job = self._job
+            self._bar.update(
+                self._task,
+                completed=job.committed,
+                epoch=job.epoch,
+                loss=f"{loss:.4f}",
+                speed=f"{job.samples_per_s * job.ctx.world_size:.0f} samples/s",
+            )
+
+    def on_epoch_end(self, epoch: int, loss: float) -> None:
+        """A line, where no bar can be drawn."""
+        if self._job.ctx.is_master and not self._console.is_terminal:
+            self._console.print(
+                f"epoch {epoch + 1}/{self._job.schedule.epochs}: loss {loss:.4f}", highlight=False
+            )
+
+    def on_group_change(self, world_size: int) -> None:
+        """Draw from now on if this worker has become the leader."""
+        self._draw()
+
+    def on_train_end(self, job: Any) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _draw(self) -> None:
+        is_mine = self._job.ctx.is_master and self._console.is_terminal
+        if self._bar is not None or not is_mine:
+            return
+        self._bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        job = self._job
+        self._task = self._bar.add_task(
+            "",
+            total=job.schedule.total,
+            completed=job.committed,
+            epoch=job.epoch,
+            loss="-",
+            speed="",
+        )
+        self._bar.start()
