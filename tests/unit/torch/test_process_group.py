@@ -110,6 +110,41 @@ def test_each_reduction_of_floats_everywhere_it_is_offered(
         torch.testing.assert_close(rooted, want if rank == 1 else values(rank, torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8], ids=str)
+def test_averages_of_integers_drop_the_fraction_as_nccl_does(dtype: torch.dtype) -> None:
+    def body(group: PotluckProcessGroup) -> list[list[int]]:
+        sign = -1 if dtype.is_signed else 1
+        mine = torch.tensor([sign * (7 + group.rank()), 4], dtype=dtype)  # sums 24, 12
+        strided = torch.tensor([[5 + group.rank(), 0]] * 2, dtype=dtype)[:, 0]  # sums 18
+        rooted, part = mine[:1] + sign, torch.empty(1, dtype=dtype)  # sums 27
+        options, scattering = dist.AllreduceOptions(), dist.ReduceScatterOptions()
+        options.reduceOp = scattering.reduceOp = dist.ReduceOp.AVG
+        source = torch.tensor([1 + group.rank()] * WORLD, dtype=dtype) + sign  # sums 6 + 3 sign
+        group.allreduce([mine], options).wait()
+        group.allreduce([strided], options).wait()
+        group.reduce([rooted], reducing(dist.ReduceOp.AVG, root=1)).wait()
+        group.reduce_scatter_single(part, source, scattering).wait()
+        return [mine.tolist(), strided.tolist(), rooted.tolist(), part.tolist()]
+
+    sign = -1 if dtype.is_signed else 1
+    for rank, (mine, strided, rooted, part) in enumerate(on_groups(body)):
+        assert mine == [sign * 8, 4]
+        assert strided == [6, 6]
+        assert rooted == ([sign * 9] if rank == 1 else [sign * (8 + rank)])
+        assert part == [2 + sign]
+
+
+def test_an_average_that_is_no_integer_is_cut_towards_zero() -> None:
+    def body(group: PotluckProcessGroup) -> list[int]:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.AVG
+        small = torch.tensor([1, -1]) * (group.rank() == 0)  # sums 1 and -1
+        group.allreduce([small], options).wait()
+        return small.tolist()
+
+    assert on_groups(body) == [[0, 0]] * WORLD
+
+
 @pytest.mark.parametrize(
     ("op", "expected"),
     [
@@ -337,8 +372,8 @@ BAD_CALLS: list[tuple[str, type[Exception], str, Callable[[PotluckProcessGroup],
     ),
     ("bits of floats", TypeError, "non-integral dtype", lambda g: g.allreduce(
         [torch.ones(2)], dist.ReduceOp.BAND)),
-    ("mean of integers", TypeError, "use ReduceOp.SUM and divide", lambda g: g.allreduce(
-        [torch.ones(2, dtype=torch.int32)], dist.ReduceOp.AVG)),
+    ("mean of bools", TypeError, "convert it to a float", lambda g: g.allreduce(
+        [torch.ones(2, dtype=torch.bool)], dist.ReduceOp.AVG)),
     ("two tensors", ValueError, "one tensor per rank", lambda g: g.allreduce(
         [torch.ones(1), torch.ones(1)])),
     ("short output", ValueError, "times the input's", lambda g: g.all_gather_single(

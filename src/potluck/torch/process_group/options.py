@@ -61,8 +61,5 @@ def check_reduction(op: ReduceOp, dtype: torch.dtype) -> None:
         raise TypeError(
             f"Cannot use ReduceOp.{op.name} with non-integral dtype {dtype}; it combines bits"
         )
-    if op is ReduceOp.MEAN and not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(
-            f"ReduceOp.AVG of {dtype} would have to be rounded; use ReduceOp.SUM and divide, or "
-            "a floating point tensor"
-        )
+    if op is ReduceOp.MEAN and dtype is torch.bool:
+        raise TypeError("ReduceOp.AVG of torch.bool has no meaning; convert it to a float tensor")

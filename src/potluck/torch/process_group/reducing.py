@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from potluck.torch.process_group.options import check_reduction, reduction, seco
 from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.staging import in_pieces, is_staged
 from potluck.torch.process_group.work import GroupWork
+from potluck.types import ReduceOp
 
 
 def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
@@ -27,13 +28,14 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     def post(array: Array) -> Work:
         if factor is not None:
             array *= _scalar(factor, array)
-        return seat.communicator.all_reduce(array, op, timeout_s=timeout_s)
+        work = seat.communicator.all_reduce(array, _posted(op, array), timeout_s=timeout_s)
+        return _averaged(work, op, array, seat.world_size)
 
     if is_staged(seat, tensor):
         return in_pieces(seat, tensor, post)
     array, is_shared = buffers.on_host(tensor)
     work = post(array)
-    settle = None if is_shared else lambda: buffers.store(array, tensor)
+    settle = _settle(work, op, array, tensor, is_shared)
     return GroupWork((work,), [tensor], seat.completions, settle)
 
 
@@ -47,9 +49,12 @@ def reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     if factor is not None:
         array = array * _scalar(factor, array)
         is_shared = False
-    work = seat.communicator.reduce(array, op, root, timeout_s=seconds(opts, seat.timeout_s))
-    is_done = is_shared or root != seat.rank
-    settle = None if is_done else lambda: buffers.store(array, tensor)
+    work = seat.communicator.reduce(
+        array, _posted(op, array), root, timeout_s=seconds(opts, seat.timeout_s)
+    )
+    settle = None
+    if root == seat.rank:
+        settle = _settle(_averaged(work, op, array, seat.world_size), op, array, tensor, is_shared)
     return GroupWork((work,), [tensor], seat.completions, settle)
 
 
@@ -89,10 +94,47 @@ def _scatter_parts(seat: Seat, output: Tensor, source: Array, opts: Any) -> Grou
         source = source * _scalar(factor, source)
     array, is_shared = buffers.on_host(output)
     work = seat.communicator.reduce_scatter(
-        array, source, op, timeout_s=seconds(opts, seat.timeout_s)
+        array, source, _posted(op, array), timeout_s=seconds(opts, seat.timeout_s)
     )
-    settle = None if is_shared else lambda: buffers.store(array, output)
+    _averaged(work, op, array, seat.world_size)
+    settle = _settle(work, op, array, output, is_shared)
     return GroupWork((work,), [output], seat.completions, settle)
+
+
+def _is_rounded(op: ReduceOp, array: Array) -> bool:
+    return op is ReduceOp.MEAN and array.dtype.kind in "iu"
+
+
+def _posted(op: ReduceOp, array: Array) -> ReduceOp:
+    """The engine has no mean of integers; they are summed, and divided here."""
+    return ReduceOp.SUM if _is_rounded(op, array) else op
+
+
+def _averaged(work: Work, op: ReduceOp, array: Array, world_size: int) -> Work:
+    """Integers are divided as NCCL does: the fraction is dropped."""
+
+    def divide(result: Any) -> Any:
+        total = array if array.itemsize == 8 else array.astype(np.int64)
+        size = total.dtype.type(world_size)
+        array[...] = (total - np.fmod(total, size)) // size
+        return result
+
+    return work.then(divide) if _is_rounded(op, array) else work
+
+
+def _settle(
+    work: Work, op: ReduceOp, array: Array, tensor: Tensor, is_shared: bool
+) -> Callable[[], None] | None:
+    """What is left to do once ``work`` has ended."""
+    if is_shared and not _is_rounded(op, array):
+        return None
+
+    def settle() -> None:
+        work.wait()
+        if not is_shared:
+            buffers.store(array, tensor)
+
+    return settle
 
 
 def _scalar(factor: float | Tensor, array: Array) -> Any:
