@@ -19,7 +19,13 @@ import msgspec
 
 from potluck.backends.addresses import LOOPBACK, machine, own_address, store_server
 from potluck.backends.tcp import TcpBase
-from potluck.errors import ConfigurationError, LinkError, OperationTimeout, WrongSecret
+from potluck.errors import (
+    ConfigurationError,
+    LinkError,
+    OperationTimeout,
+    PotluckError,
+    WrongSecret,
+)
 from potluck.types import Group, Member
 
 EPOCH = 1
@@ -58,6 +64,8 @@ def meet(
     """
     try:
         return _meet(store, rank, world_size, base, local_rank, timeout_s, is_fresh)
+    except PotluckError:
+        raise
     except RuntimeError as error:
         raise LinkError(
             f"the store in which the ranks meet went away; did rank 0 fail? ({error})"

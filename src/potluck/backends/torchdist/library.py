@@ -193,6 +193,8 @@ class TorchLibrary:
         """Errors of theirs as errors of ours. All of theirs end the group."""
         try:
             return call()
+        except PotluckError:
+            raise
         except RuntimeError as error:
             text = str(error).splitlines()[0].rpartition("] ")[2].replace(" GLHF! 🏖️", "")
             kind = next((kind for word, kind in _MEANINGS if word in str(error)), GroupError)

@@ -1,0 +1,31 @@
+"""Hugging Face transformers: ``TrainingArguments`` from here, for its own ``Trainer``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from potluck.optional import require
+from potluck.torch.plugins.start import start
+
+_transformers: Any = require("transformers", "ecosystem")
+
+
+@dataclass
+class TrainingArguments(_transformers.TrainingArguments):  # type: ignore[misc]
+    """transformers' own arguments, with ``ddp_backend`` ``"potluck"``.
+
+    Accelerate, below, refuses that name on CPUs, so the group is opened here, before it looks.
+    """
+
+    ddp_backend: str | None = field(
+        default="potluck", metadata={"help": "The backend of the process group."}
+    )
+
+    def __post_init__(self) -> None:
+        backend = self.ddp_backend
+        if backend is not None and start(backend, timedelta(seconds=self.ddp_timeout)):
+            self.ddp_backend = None  # what is there is taken, whatever its name
+        super().__post_init__()
+        self.ddp_backend = backend

@@ -1,0 +1,80 @@
+"""Front ends of others over potluck: their own configuration, the backend's name changed.
+
+Each example is trained on two workers by the launchers that its first lines name, and what it
+prints is checked: the backend, a loss that falls, and ranks that end with equal parameters.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from potluck.testing.commands import Command, potluck_command
+
+Results = list[tuple[str, ...]]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RUN_EXAMPLES = Path(__file__).parent / "scripts" / "front_ends.py"
+POTLUCK_RUN = [*potluck_command(), "run", "--workers", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+RESULT = re.compile(
+    r"rank (\d) of (\d), backend (\w+): loss (\d+\.\d+) -> (\d+\.\d+), parameters (\w{12})"
+)
+QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def run_examples(start: list[str], *commands: list[str]) -> list[Results]:
+    """Run examples; for each, what each rank printed, in rank order."""
+    for package in ("accelerate", "transformers", "lightning"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}: pip install 'potluck[ecosystem]'")
+    words = [word for name, *rest in commands for word in (str(EXAMPLES / name), *rest, ",")]
+    script = [str(RUN_EXAMPLES)] if len(commands) > 1 else []
+    with Command([*start, *script, *words[:-1]], env=QUIET) as run:
+        assert run.finish(100) == 0, run.text
+        found = RESULT.findall(run.text)
+    assert len(found) == 2 * len(commands), run.text
+    return [sorted(found[2 * index : 2 * index + 2]) for index in range(len(commands))]
+
+
+def check(results: Results) -> None:
+    assert [(rank, size, backend) for rank, size, backend, *_ in results] == [
+        ("0", "2", "potluck"),
+        ("1", "2", "potluck"),
+    ]
+    assert len({parameters for *_, parameters in results}) == 1
+    for _, _, _, first, last, _ in results:
+        assert float(last) < 0.8 * float(first)
+
+
+COMMANDS = [
+    ["accelerate_digits.py", "--epochs", "2"],
+    ["transformers_tiny.py", "--steps", "30"],
+    ["lightning_fabric_digits.py", "--epochs", "2"],
+    ["lightning_trainer_digits.py", "--epochs", "3"],
+]
+
+
+@pytest.mark.parametrize("commands", [COMMANDS[:1], COMMANDS[1:]], ids=["one", "the others"])
+def test_potluck_run_trains_the_front_ends_examples(commands: list[list[str]]) -> None:
+    """Several in one pair of processes, one after the other: importing takes the longest."""
+    for results in run_examples(POTLUCK_RUN, *commands):
+        check(results)
+
+
+def test_torchrun_trains_the_very_same_examples() -> None:
+    for results in run_examples(TORCHRUN, *COMMANDS):
+        check(results)
+
+
+@pytest.mark.parametrize("package", ["accelerate", "transformers", "lightning"])
+def test_without_the_package_an_example_says_how_to_get_it(package: str) -> None:
+    example = next(name for name, *_ in COMMANDS if name.startswith(package))
+    script = f"import sys, runpy; sys.modules[{package!r}] = None; runpy.run_path({example!r})"
+    with Command([sys.executable, "-c", script], cwd=EXAMPLES) as run:
+        assert run.finish() == 1
+        run.wait_for(f"this needs {package}: pip install 'potluck[torch,sklearn,ecosystem]'")
