@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class GradientInterceptor:
     ``local`` includes what earlier backwards have accumulated in ``.grad``.
 
     What ``keep`` raises comes out of ``backward()`` as a RuntimeError that names the parameter.
-    Nothing is communicated. ``close`` takes the hooks away.
+    Nothing is communicated. It works, and lives, as long as the module, or until ``close``.
     """
 
     def __init__(
@@ -83,8 +83,7 @@ class GradientInterceptor:
         self._parameters = {n: p for n, p in inner.named_parameters() if p.requires_grad}
         self._handles: list[RemovableHandle] = []
         for name, parameter in self._parameters.items():
-            hook = _hook(weakref.ref(self), name)
-            self._handles.append(_register(parameter, hook))
+            self._handles.append(_register(parameter, partial(self._on_gradient, name)))
 
     def close(self) -> None:
         """Take the hooks away; ``last`` stays."""
@@ -151,14 +150,3 @@ def _when_backward_ends(function: Callable[[], None]) -> None:
 def _register(parameter: Any, hook: Callable[[Tensor], None]) -> RemovableHandle:
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     return handle
-
-
-def _hook(interceptor: weakref.ref[GradientInterceptor], name: str) -> Callable[[Tensor], None]:
-    """A parameter's hook that does not keep the interceptor alive."""
-
-    def on_gradient(parameter: Tensor) -> None:
-        alive = interceptor()
-        if alive is not None:
-            alive._on_gradient(name, parameter)
-
-    return on_gradient

@@ -13,9 +13,10 @@ from potluck.checkpoint.state import State
 
 def capture_random() -> State:
     """The states of torch's generators (CPU, and CUDA if in use), Python's and NumPy's global."""
+    version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": random.getstate(),
+        "python": (version, np.array(words, np.uint32), gauss),
         "numpy": np.random.get_state(),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -29,7 +30,8 @@ def restore_random(state: State) -> None:
     CUDA generators of which this machine has another number are left alone.
     """
     torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])
     cuda = state.get("cuda", [])
     if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():

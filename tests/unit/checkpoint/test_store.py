@@ -9,13 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from potluck.checkpoint import store as store_module
-from potluck.checkpoint.store import CheckpointStore
+from potluck.checkpoint import files as files_module
+from potluck.checkpoint.store import CheckpointStore, Part
 from potluck.errors import CheckpointError
 
 
@@ -124,7 +125,7 @@ def test_a_full_disk_is_an_error_and_the_previous_one_stays(
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(store_module.os, "fsync", full)
+    monkeypatch.setattr(files_module.os, "fsync", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         store.save(state(2), 2)
     monkeypatch.undo()
@@ -200,3 +201,146 @@ def test_a_writer_killed_at_any_point_loses_nothing_and_its_leftovers_go(
 def test_keep_must_be_positive(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         CheckpointStore(tmp_path, keep=0)
+
+
+# ---------------------------------------------------------------- in parts
+
+
+def save_in_parts(
+    directory: Path, step: int, world_size: int, *, missing: tuple[int, ...] = ()
+) -> list[Path]:
+    """What the ranks of a group do; rank 0 last, which then waits for nobody."""
+    number = CheckpointStore(directory).next_number()
+    paths = []
+    for rank in reversed(range(world_size)):
+        if rank not in missing:
+            store = CheckpointStore(directory, sharded=True, parts_timeout_s=0.05)
+            path = store.save(state(step), step, part=Part(rank, world_size, number))
+            assert path is not None
+            paths.append(path)
+    return paths[::-1]
+
+
+def test_parts_of_many_ranks_are_read_as_one_state(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save_in_parts(tmp_path, step, 3)
+    assert loaded(CheckpointStore(tmp_path)) == 5
+    assert len(list(tmp_path.iterdir())) == 3 * 4
+    found = CheckpointStore(tmp_path).load_latest()
+    assert found is not None
+    assert np.array_equal(found.state["model"]["b"], np.full(2, -5.0))
+
+
+def test_parts_and_whole_files_may_follow_each_other(tmp_path: Path) -> None:
+    save_in_parts(tmp_path, 1, 2)
+    CheckpointStore(tmp_path).save(state(2), 2)
+    assert loaded(CheckpointStore(tmp_path)) == 2
+    save_in_parts(tmp_path, 3, 4)
+    assert loaded(CheckpointStore(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_flipped_byte_in_any_part_means_the_previous_checkpoint(
+    tmp_path: Path, rank: int
+) -> None:
+    save_in_parts(tmp_path, 1, 3)
+    path = save_in_parts(tmp_path, 2, 3)[rank]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert loaded(CheckpointStore(tmp_path)) == 1
+
+
+def test_a_part_that_never_comes_is_named_and_the_previous_checkpoint_counts(
+    tmp_path: Path,
+) -> None:
+    save_in_parts(tmp_path, 1, 3)
+    with pytest.raises(CheckpointError, match=r"000002-step-2.part-2-of-3 is not in .* share"):
+        save_in_parts(tmp_path, 2, 3, missing=(1,))
+    assert loaded(CheckpointStore(tmp_path)) == 1
+    save_in_parts(tmp_path, 3, 2)
+    assert loaded(CheckpointStore(tmp_path)) == 3
+    assert len(list(tmp_path.iterdir())) == 4 + 3, "the incomplete one is swept"
+
+
+def test_when_a_rank_is_lost_its_part_is_not_waited_for(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, sharded=True, asynchronous=True, parts_timeout_s=600)
+    store.save(state(1), 1, part=Part(0, 2, 1))
+    store.give_up()
+    with pytest.raises(CheckpointError, match="not complete"):
+        store.wait()
+
+
+# ---------------------------------------------------------------- in the background
+
+
+class Gate:
+    """Holds every fsync up until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        real = os.fsync
+
+        def held(fd: int) -> None:
+            self.reached.set()
+            assert self.opened.wait(30)
+            real(fd)
+
+        monkeypatch.setattr(files_module.os, "fsync", held)
+
+
+def test_a_state_that_changes_while_it_is_written_is_written_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    store = CheckpointStore(tmp_path, asynchronous=True)
+    weights = np.full(8, 1.0)
+    assert store.save({"model": {"w": weights}}, 1) is None
+    assert gate.reached.wait(30)
+    weights += 41  # training goes on
+    assert store.load_latest() is None
+    gate.opened.set()
+    store.wait()
+    assert loaded(store) == 1
+
+
+def test_only_one_is_written_at_a_time_and_the_next_save_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    store = CheckpointStore(tmp_path, asynchronous=True)
+    store.save(state(1), 1)
+    assert gate.reached.wait(30)
+    second = threading.Thread(target=store.save, args=(state(2), 2))
+    second.start()
+    assert len(list(tmp_path.glob("*.writing"))) == 1
+    gate.opened.set()
+    second.join(30)
+    store.close()
+    assert loaded(store) == 2
+
+
+def test_what_a_background_write_raised_surfaces_at_the_next_save_which_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, asynchronous=True)
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files_module.os, "fsync", full)
+        store.save(state(1), 1)
+        store._writer._thread.join()  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match=r"step 1 can't be written.*No space left"):
+        store.save(state(2), 2)
+    store.close()
+    assert loaded(store) == 2
+
+
+def test_facts_of_the_world_come_back(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path).save(state(1), 1, facts={"world_size": 4})
+    found = CheckpointStore(tmp_path).load_latest()
+    assert found is not None
+    assert found.facts == {"world_size": 4}
