@@ -30,7 +30,7 @@ check: ## Lint, types and floors: ruff, mypy --strict, import-linter
 .PHONY: test
 test: check ## Everything in check, then all tests (ARGS="-k window" for some)
 	@tools/system-packages
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 .PHONY: bench
 bench: ## potluck against Gloo, side by side (ARGS="--save" keeps the result)
