@@ -34,7 +34,8 @@ class Agreement:
     """Where this rank stands in the group's history, and what the group owes.
 
     ``cause`` is what ended the group, ``newcomers`` says that a newer view waits, ``hash_due``
-    that parameters must be compared at the next vote.
+    that parameters must be compared at the next vote, ``save_due`` that a checkpoint which the
+    script asked for was interrupted.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Agreement:
         self.cause: BaseException | None = None
         self.newcomers = False
         self.hash_due = True
+        self.save_due = False
         self.lost_at: float | None = None
         self.last_loss = math.nan
         self._ctx = ctx
@@ -83,13 +85,14 @@ class Agreement:
         noise = progress.noise
         mine = [
             *(progress.step if self.has_state else -1, self.history, pending, self.last_loss),
-            *(progress.batch_size, noise.signal, noise.noise, noise.num),
+            *(progress.batch_size, noise.signal, noise.noise, noise.num, self.save_due),
         ]
         rows = self._ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
         resolution = reconcile([Standing(*map(int, row[:3])) for row in rows])
         losses = [float(row[3]) for row in rows if int(row[0]) == resolution.committed]
         self._adopt(rows[max(resolution.source, 0)])
         self._resolution, self._agreed, self.hash_due = resolution, True, True
+        self.save_due = bool(rows[:, 8].any())
         self._saved_at = -1  # what only some have heard of does not count
         if reformed and self.has_state:
             since = began if self.lost_at is None else self.lost_at
@@ -127,6 +130,7 @@ class Agreement:
 
     def save(self, *, due: bool) -> None:
         """Write a checkpoint if one is ``due``; training goes on if it can't be written."""
+        due, self.save_due = due or self.save_due, False
         if self._store is None or not due or self._progress.step in (0, self._saved_at):
             return
         try:

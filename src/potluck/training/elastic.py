@@ -238,7 +238,12 @@ class ElasticLoop:
         """
         if self._open:
             raise RuntimeError("a checkpoint is written between steps, not inside job.step()")
-        self._agreement.save_now()
+        try:
+            self._agreement.save_now()
+        except LOST as error:
+            self._lost(error)
+            self._agreement.save_due = True  # some may have written theirs: all do it again
+            self._settle()
 
     def commit(self, *, loss: float | None = None, ok: bool = True, skipped: bool = False) -> None:
         """Return once this step counts on every rank; else leave the block of the step.

@@ -1,0 +1,83 @@
+"""What potluck.torch offers around backward, with torch's own DDP and FSDP2."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from harness import batches, check, close, mine, mlp, same_bits, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from potluck.torch import GradientInterceptor, GradScaler, LossScale, clip_grad_norm_
+
+
+def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+
+
+@check(2, 4)
+def sharded_gradients_are_clipped_by_their_global_norm(run):
+    meshes = [None]
+    if run.world_size == 4:
+        meshes.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    x, y = batches(1)[0]
+    model = mlp()
+    backward(model, x, y)
+    for mesh in meshes:
+        parallel = fully_shard(mlp(), mesh=mesh)
+        backward(parallel, *mine(run, x, y))
+        norm = clip_grad_norm_(parallel, 0.01)
+        right = copy.deepcopy(model)
+        for copied, parameter in zip(right.parameters(), model.parameters(), strict=True):
+            copied.grad = parameter.grad.clone()
+        close(norm, nn.utils.clip_grad_norm_(right.parameters(), 0.01))
+        same_bits(norm)
+        for found, wanted in zip(parallel.parameters(), right.parameters(), strict=True):
+            close(whole(found.grad), wanted.grad)
+
+
+@check(2)
+def an_overflow_in_one_ranks_shard_skips_the_step_on_all(run):
+    parallel = fully_shard(mlp())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    scaler = GradScaler(LossScale(scale=8.0))
+    x, y = mine(run, *batches(1)[0])
+    for spoilt in (True, False):
+        before = [whole(p).clone() for p in parallel.parameters()]
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(parallel(x), y)).backward()
+        if spoilt and run.rank == 1:
+            parallel[0].weight.grad.to_local()[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        now = [whole(p) for p in parallel.parameters()]
+        same = [torch.equal(*pair) for pair in zip(before, now, strict=True)]
+        assert all(same) if spoilt else not any(same)
+    assert scaler.factor == 4.0
+
+
+@check(2)
+def gradients_of_torchs_ddp_are_intercepted_before_and_after_the_reduction(run):
+    x, y = batches(1)[0]
+    own = mlp()
+    backward(own, *mine(run, x, y))
+    model = mlp()
+    backward(model, x, y)
+    for options in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}):
+        parallel = DistributedDataParallel(mlp(), **options)
+        with GradientInterceptor(parallel) as gradients:
+            with parallel.no_sync():
+                backward(parallel, *mine(run, x, y))
+            assert all(g.reduced is None for g in gradients.last.gradients.values())
+            parallel.zero_grad()
+            backward(parallel, *mine(run, x, y))
+            for name, parameter in model.named_parameters():
+                found = gradients.last.gradients[name]
+                close(found.local, own.get_parameter(name).grad)
+                close(found.reduced, parameter.grad)
+    dist.barrier()
