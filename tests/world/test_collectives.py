@@ -18,7 +18,7 @@ ALGORITHMS = ("ring", "tree", "direct", "centralized", None)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_programs_give_what_they_should(kind: str, size: int, seed: int) -> None:
     """All ranks run one random program, each with its own pauses, waits and order of waiting."""
-    with open_world(kind, size, segment_bytes=4096, max_early_bytes=16_384) as world:
+    with open_world(kind, size, segment_bytes=4096, max_early_bytes=1 << 20) as world:
         world.run(lambda ctx: _run_program(ctx, seed, 120))
 
 
