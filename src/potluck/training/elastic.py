@@ -96,6 +96,7 @@ class ElasticLoop:
         self._began = 0.0
         self._waited_s = 0.0
         self._computed_s = 0.0
+        self._is_typical = False
         self._rate = 0.0
 
     # ------------------------------------------------------------ what a script calls
@@ -200,6 +201,7 @@ class ElasticLoop:
             yield
             if not self._counted:
                 self.commit()
+            self._measure()
         except _Repeat:
             self._rerun()
         except LOST as error:
@@ -256,8 +258,6 @@ class ElasticLoop:
             raise RuntimeError("commit belongs inside the block of a step")
         if self._counted:
             return
-        waited_s = self.ctx.waited_s - self._waited_s
-        self._computed_s = time.monotonic() - self._began - waited_s
         told = self._told.pop("loss", None) if loss is None else loss
         try:
             outcome = self.ctx.commit(
@@ -329,8 +329,9 @@ class ElasticLoop:
         if self._agreement.lost_at is not None:
             self.recoveries.append(now - self._agreement.lost_at)
             self._agreement.lost_at = None
-        elif len(self.losses) > 1:  # the first step also warms up
-            self._pace.timed(self._share.num_samples, self._computed_s)
+            self._is_typical = False
+        else:
+            self._is_typical = len(self.losses) > 1  # the first step also warms up
         rate = self._share.num_samples / max(now - self._began, 1e-9)
         self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
         if not math.isnan(loss):
@@ -341,6 +342,13 @@ class ElasticLoop:
             device=self._replica.device,
             **{name: _plain(value) for name, value in self._told.items()},
         )
+
+    def _measure(self) -> None:
+        """The block of a committed step has ended: all of its time was work, but for the waits."""
+        waited_s = self.ctx.waited_s - self._waited_s
+        self._computed_s = time.monotonic() - self._began - waited_s
+        if self._is_typical and self._share is not None:
+            self._pace.timed(self._share.num_samples, self._computed_s)
 
     def _tell_of_step(self) -> None:
         assert self._batch is not None
