@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -82,10 +81,9 @@ class Training:
                 mine[index[: share.num_samples]] = 1
                 self.ctx.all_reduce(mine)
                 if self.pretended:
-                    # Compute time as this worker would have it: it began that much earlier.
+                    # As if it had begun so much earlier, and computed since.
                     pretended = self.pretended[self.ctx.members[self.ctx.rank].worker]
-                    waited_s = self.ctx.waited_s - core._waited_s
-                    core._began = time.monotonic() - waited_s - pretended * share.num_samples
+                    core._stopwatch.began -= pretended * share.num_samples
                 self.job.log(loss=loss)
                 self.optimizer.step()
                 self.seen += mine
@@ -98,10 +96,10 @@ class Training:
 
 
 def test_shares_follow_speeds_and_the_losses_stay_those_of_one_process() -> None:
-    """Seconds per sample so long (0.1 to 0.4) that this machine's own time does not show."""
+    """Seconds per sample so long (1 to 4) that this machine's own time does not show."""
     with DistributedContext(LocalBackend()) as ctx:
         expected = Training(ctx, Policy()).run()
-    pretended = {"0": 0.1, "1": 0.1, "2": 0.4}
+    pretended = {"0": 1.0, "1": 1.0, "2": 4.0}
     results = run_world(3, lambda ctx: Training(ctx, SHARES, pretended=pretended).run())
     for training in results:
         assert training.job.losses == pytest.approx(expected.job.losses, rel=1e-9)
@@ -125,9 +123,9 @@ def test_when_speeds_change_shares_are_dealt_again() -> None:
         class Swap:
             def on_step_end(self, step: int, loss: float) -> None:
                 if step == 12:
-                    training.pretended = {"0": 0.3, "1": 0.1}
+                    training.pretended = {"0": 3.0, "1": 1.0}
 
-        slow = {"0": 0.1, "1": 0.3}
+        slow = {"0": 1.0, "1": 3.0}
         training = Training(ctx, SHARES, pretended=slow, epochs=8, callbacks=[Swap()])
         return training.run()
 
@@ -139,7 +137,7 @@ def test_when_speeds_change_shares_are_dealt_again() -> None:
 
 def test_a_new_group_begins_with_equal_shares_and_deals_again() -> None:
     together = threading.Barrier(3)
-    pretended = {"0": 0.1, "1": 0.1, "2": 0.4}
+    pretended = {"0": 1.0, "1": 1.0, "2": 4.0}
 
     def work(ctx: MortalContext) -> Training:
         class Death:
@@ -171,7 +169,8 @@ def test_waiting_for_others_is_no_work_and_applying_the_step_is() -> None:
         schedule = Schedule(16, 4, epochs=1)
         job = elastic.ElasticLoop(ctx, schedule, StateReplica(lambda: {}, lambda state: None))
         gate = threading.Event()
-        computed = []
+        computed: list[float] = []
+        job._pace.timed = lambda num, seconds: computed.append(seconds)  # type: ignore[method-assign]
         for _ in job:
             with job.step():
                 if ctx.rank == 1:
@@ -182,7 +181,6 @@ def test_waiting_for_others_is_no_work_and_applying_the_step_is() -> None:
                 job.commit()
                 if ctx.rank == 2:
                     gate.wait(0.2)  # slow in its optimizer, as it were
-            computed.append(job._computed_s)
         return min(computed)
 
     fast, *slow = run_world(3, work)
@@ -248,7 +246,7 @@ def test_over_deaths_and_joins_with_everything_on_samples_are_committed_exactly_
                 world.join()
 
     def work(ctx: MortalContext) -> Training:
-        pretended = {str(worker): 0.1 + 0.1 * (worker % 3) for worker in range(12)}
+        pretended = {str(worker): 1.0 + worker % 3 for worker in range(12)}
         return Training(
             ctx, BOTH, pretended=pretended, batch_size=10, epochs=3, callbacks=[Joins()]
         ).run()

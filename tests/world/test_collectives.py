@@ -18,7 +18,7 @@ ALGORITHMS = ("ring", "tree", "direct", "centralized", None)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_programs_give_what_they_should(kind: str, size: int, seed: int) -> None:
     """All ranks run one random program, each with its own pauses, waits and order of waiting."""
-    with open_world(kind, size, segment_bytes=4096, max_early_bytes=1 << 20) as world:
+    with open_world(kind, size, segment_bytes=4096, max_early_bytes=16_384) as world:
         world.run(lambda ctx: _run_program(ctx, seed, 120))
 
 
@@ -140,6 +140,33 @@ def test_messages_pile_up_to_the_bound_and_no_further() -> None:
                 assert (ctx.recv(np.zeros(4000), 0, tag=number) == number).all()
 
     with open_world("tls", 2, max_early_bytes=bound, timeout_s=20) as world:
+        world.run(act)
+
+
+def test_messages_that_fill_the_share_do_not_stop_a_call_the_receiver_has_begun() -> None:
+    """The receiver begins first, with an empty share; then messages for later take all of it."""
+    begun, filled = threading.Event(), threading.Event()
+
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier()
+        array = np.full(10_000, float(ctx.rank))
+        if ctx.rank == 1:
+            work = ctx.broadcast(array, 0, async_op=True)
+            begun.set()
+            assert filled.wait(20)
+            work.wait()
+            assert not array.any()
+            for number in range(40):
+                assert (ctx.recv(np.ones(100), 0, tag=number) == 0).all()
+        else:
+            assert begun.wait(20)
+            sends = [ctx.send(np.zeros(100), 1, tag=tag, async_op=True) for tag in range(40)]
+            filled.set()
+            ctx.broadcast(array, 0)
+            for send in sends:
+                send.wait()
+
+    with open_world("tls", 2, segment_bytes=4096, max_early_bytes=16_384, timeout_s=20) as world:
         world.run(act)
 
 

@@ -24,15 +24,17 @@ from potluck.types import ReduceOp
 
 
 class Waits:
-    """Adds up how long calls have blocked."""
+    """Adds up how long calls have blocked, and the CPU time that this process used meanwhile."""
 
-    __slots__ = ("seconds",)
+    __slots__ = ("cpu_s", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.cpu_s = 0.0
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, cpu_s: float) -> None:
         self.seconds += seconds
+        self.cpu_s += cpu_s
 
 
 class Collectives:
@@ -43,9 +45,9 @@ class Collectives:
         self._waits = waits if waits is not None else Waits()
 
     @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has been blocked in these operations and those of sub-groups."""
-        return self._waits.seconds
+    def waits(self) -> Waits:
+        """How long this rank has been blocked so far in these operations and in sub-groups'."""
+        return self._waits
 
     @property
     def communicator(self) -> Communicator:

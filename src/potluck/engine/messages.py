@@ -124,7 +124,7 @@ class Messages:
 
     def keep_eager(self, port: Port, frame: Frame) -> Sink:
         """Where the payload of a small message goes: it is kept until somebody asks for it."""
-        self._ports.share(port.rank).hold(frame.length)
+        self._ports.hold(port.rank, frame.length)
         return self._ports.keep(port, frame, self._on_eager)
 
     def _on_eager(self, port: Port, frame: Frame, payload: bytearray) -> None:
@@ -133,7 +133,7 @@ class Messages:
     def on_request(self, port: Port, frame: Frame, payload: memoryview) -> None:
         """A large message asks to be received (REQUEST)."""
         nbytes = frames.decode_request(bytes(payload)).nbytes
-        self._ports.share(port.rank).hold(0)
+        self._ports.hold(port.rank, 0)
         self._arrive(Arrived(port.rank, frame, nbytes, None))
 
     def _arrive(self, arrived: Arrived) -> None:

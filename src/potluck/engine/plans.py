@@ -72,7 +72,7 @@ class Plans:
         if self._ports.departed and key in self._running:
             self._ports.check_departed(running)
         for peer in running.receive_peers:
-            self._announce(peer)
+            self.announce(peer)
 
     def check_deadlines(self, now: float) -> None:
         """Ask about operations that stall, and end the group over one that is overdue."""
@@ -170,21 +170,19 @@ class Plans:
 
     def route(self, port: Port, frame: Frame) -> Sink:
         """Where the payload of a DATA frame goes."""
-        share = self._ports.share(port.rank)
-        share.has_begun(frame.channel, frame.operation)
+        self._ports.share(port.rank).has_begun(frame.channel, frame.operation)
         running = self._running.get((frame.channel, frame.operation))
         if running is None:
             if frame.operation < self._posted.get(frame.channel, 0):
                 self._on_late(port, frame)
-            share.hold(frame.length)
-            self._announce(port.rank)
+            self._ports.hold(port.rank, frame.length)
             return self._ports.keep(port, frame, self._on_early)
         self._ports.use(port.rank, frame.length)
         if port.rank in running.early:
-            return self._ports.keep(port, frame, self._on_early)
+            return self._ports.keep(port, frame, self._on_waiting)
         segment = self._due(running, port.rank, frame)
         if segment is None or not running.is_ready(segment):
-            return self._ports.keep(port, frame, self._on_early)
+            return self._ports.keep(port, frame, self._on_waiting)
         if frame.flags & IN_WINDOW:
             buffer = None
         elif running.combines(segment):
@@ -201,10 +199,19 @@ class Plans:
         return Sink(buffer, complete)
 
     def _on_early(self, port: Port, frame: Frame, payload: bytearray) -> None:
+        """A frame is there whose operation had not begun when its header came."""
         key = (frame.channel, frame.operation)
-        running = self._running.get(key)
-        if running is None:
+        if key not in self._running:
             self._early.setdefault(key, {}).setdefault(port.rank, deque()).append((frame, payload))
+            return
+        self._ports.release(port.rank, frame.length)
+        self._on_waiting(port, frame, payload)
+
+    def _on_waiting(self, port: Port, frame: Frame, payload: bytearray) -> None:
+        """A frame is there for whose bytes the memory was not ready."""
+        running = self._running.get((frame.channel, frame.operation))
+        if running is None:
+            self._on_late(port, frame)
             return
         running.early.setdefault(port.rank, deque()).append((frame, payload))
         self._advance(running)
@@ -242,7 +249,7 @@ class Plans:
             return None
         return segment
 
-    def _announce(self, peer: int) -> None:
+    def announce(self, peer: int) -> None:
         """Let ``peer`` know what has begun here, if it may be waiting to send that."""
         if peer not in self._ports.by_rank or not self._ports.share(peer).is_filling:
             return

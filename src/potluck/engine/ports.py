@@ -43,6 +43,7 @@ class Ports:
         max_early_bytes: int,
         meter: Callable[[str], LinkMeter],
         pending: Callable[[], Iterable[Pending]],
+        on_hold: Callable[[int], None],
         wake: Callable[[int], None],
     ) -> None:
         self.by_rank: dict[int, Port] = {}
@@ -58,6 +59,7 @@ class Ports:
         self._max_early_bytes = max_early_bytes
         self._meter = meter
         self._pending = pending
+        self._on_hold = on_hold
         self._wake = wake
         self._watched: dict[int, int] = {}
         self._unsent: dict[int, deque[Outgoing]] = {}
@@ -187,6 +189,11 @@ class Ports:
         if report and rank in self.by_rank:
             frame = Frame(Kind.USED, self._group.epoch, operation=report, source=self._group.rank)
             self.tell(rank, Outgoing(frame, NOTHING))
+
+    def hold(self, rank: int, nbytes: int) -> None:
+        """A frame of ``rank`` must be kept: nobody here waits for it yet."""
+        self.share(rank).hold(nbytes)
+        self._on_hold(rank)
 
     def release(self, rank: int, nbytes: int) -> None:
         """A frame of ``rank`` that had to be kept has found its use here."""

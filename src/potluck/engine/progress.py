@@ -77,6 +77,7 @@ class ProgressLoop:
             max_early_bytes=max(max_early_bytes, 4 * (segment_bytes + OVERHEAD)),
             meter=meter,
             pending=self._pending,
+            on_hold=lambda rank: self._plans.announce(rank),
             wake=self._wake_for,
         )
         self._plans = Plans(self._fate, self._ports, on_operation)

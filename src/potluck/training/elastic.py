@@ -36,6 +36,7 @@ from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.replica import Replica
 from potluck.training.sampler import Batch, Schedule, Share
+from potluck.training.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -93,9 +94,7 @@ class ElasticLoop:
         self._open = False
         self._counted = False
         self._told: dict[str, Any] = {}
-        self._began = 0.0
-        self._waited_s = 0.0
-        self._computed_s = 0.0
+        self._stopwatch = Stopwatch(ctx)
         self._is_typical = False
         self._rate = 0.0
 
@@ -180,7 +179,7 @@ class ElasticLoop:
             )
             self._replica.weigh(share.weight)
             self._batch, self._share, self._counted = batch, share, False
-            self._began, self._waited_s = time.monotonic(), self.ctx.waited_s
+            self._stopwatch.start()
             yield share
             if self._share is not None:
                 raise RuntimeError("the body of the loop must do its work inside job.step()")
@@ -332,7 +331,7 @@ class ElasticLoop:
             self._is_typical = False
         else:
             self._is_typical = len(self.losses) > 1  # the first step also warms up
-        rate = self._share.num_samples / max(now - self._began, 1e-9)
+        rate = self._share.num_samples / max(now - self._stopwatch.began, 1e-9)
         self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
         if not math.isnan(loss):
             self._told["loss"] = loss
@@ -344,11 +343,9 @@ class ElasticLoop:
         )
 
     def _measure(self) -> None:
-        """The block of a committed step has ended: all of its time was work, but for the waits."""
-        waited_s = self.ctx.waited_s - self._waited_s
-        self._computed_s = time.monotonic() - self._began - waited_s
+        """The block of a committed step has ended."""
         if self._is_typical and self._share is not None:
-            self._pace.timed(self._share.num_samples, self._computed_s)
+            self._pace.timed(self._share.num_samples, self._stopwatch.busy_s())
 
     def _tell_of_step(self) -> None:
         assert self._batch is not None
