@@ -42,8 +42,14 @@ torch-suite: ## torch's own backend tests on Gloo and potluck; writes docs/torch
 	@tools/environment dev
 	@$(BIN)/python tests/torch_suite/run.py
 
+.PHONY: native
+native: ## Build the native core again after a change in native/ (seconds)
+	@tools/native
+
 .PHONY: clean
 clean: ## Remove .venv and everything else that these commands made
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
+	rm -f src/potluck/_native.*.so src/potluck/_native.*.pyd
+	find native/build -mindepth 1 ! -name CMakeLists.txt -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

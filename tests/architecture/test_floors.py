@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LINT = [str(Path(sys.executable).with_name("lint-imports")), "--no-logo", "--no-cache"]
+# An editable install's finder goes before PYTHONPATH; without it the folder's own copy is read.
+LINT = (
+    "import sys\n"
+    "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in type(f).__module__]\n"
+    "from importlinter.cli import lint_imports_command\n"
+    "lint_imports_command(['--no-logo', '--no-cache'])\n"
+)
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        LINT,
+        [sys.executable, "-c", LINT],
         cwd=folder,
         env={"PYTHONPATH": str(folder / "src"), "PATH": "/usr/bin:/bin"},
         capture_output=True,

@@ -1,0 +1,10 @@
+// The parts of the binding: each bind_*.cpp registers one idea of the core.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace potluck::bind {
+
+// One line per bind_*.cpp; called by binding.cpp.
+
+}  // namespace potluck::bind

@@ -1,0 +1,20 @@
+// The extension module potluck._native. Only this file and its parts (bind_*.cpp) know Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind.hpp"
+#include "core/cpu.hpp"
+
+namespace nb = nanobind;
+
+NB_MODULE(_native, m) {
+    m.doc() = "potluck's native core; src/potluck/native.py is the only file that imports it";
+    m.attr("version") = POTLUCK_VERSION;
+#ifdef POTLUCK_OPENSSL
+    m.attr("has_openssl") = true;
+#else
+    m.attr("has_openssl") = false;
+#endif
+    m.def("cpu_features", &potluck::cpu_features, "What was found on this processor.");
+}

@@ -1,0 +1,24 @@
+// What this processor can do, asked once at run time: one build serves all machines.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace potluck {
+
+struct Cpu {
+    bool avx2 = false;        // with FMA and F16C, as every AVX2 machine has them
+    bool avx512 = false;      // F, BW, DQ and VL, and the operating system keeps their registers
+    bool sse42 = false;       // with the crc32 instruction
+    bool pclmul = false;      // carry-less multiply
+    bool neon = false;        // always there on aarch64
+    bool arm_crc32 = false;
+};
+
+// The processor this runs on.
+const Cpu& cpu();
+
+// The names of what was found, for people.
+std::vector<std::string> cpu_features();
+
+}  // namespace potluck

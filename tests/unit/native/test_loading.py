@@ -1,0 +1,60 @@
+"""The extension is found, switched off or refused, each with a sentence that says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import potluck
+from potluck import native
+
+needs_core = pytest.mark.skipif(not native.available, reason=f"no native core: {native.reason}")
+
+
+def test_zero_switches_it_off() -> None:
+    assert native.load("0") == (None, "switched off by POTLUCK_NATIVE=0")
+
+
+@needs_core
+def test_the_extension_is_of_the_same_version_as_the_package() -> None:
+    loaded = native.load("")
+    assert loaded.module is native.core
+    assert loaded.reason == ""
+    assert native.core.version == potluck.__version__
+    assert native.describe().startswith(f"native {potluck.__version__} (")
+
+
+@needs_core
+def test_an_extension_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(potluck, "__version__", "9.9")
+    loaded = native.load("")
+    assert loaded.module is None
+    assert f"is of version {native.core.version}, potluck of 9.9; install" in loaded.reason
+
+
+def test_a_broken_extension_is_a_sentence_not_a_traceback(tmp_path: Path) -> None:
+    broken = tmp_path / "_native.so"
+    broken.write_bytes(b"no shared object")
+    loaded = native.load(str(broken))
+    assert loaded.module is None
+    assert "is there but can't be loaded; install potluck again" in loaded.reason
+
+
+def test_without_the_extension_the_reason_names_the_compiler() -> None:
+    script = (
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'potluck._native':\n"
+        "            raise ModuleNotFoundError('no', name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "from potluck import native\n"
+        "print(native.available, native.describe())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.startswith("False Python (it was not built: no working C++20 compiler")
