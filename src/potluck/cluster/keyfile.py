@@ -11,7 +11,7 @@ from pathlib import Path
 
 from potluck.errors import IdentityError
 
-_MAX_BYTES = 64 * 1024
+_MAX_BYTES = 1 << 20
 
 
 def load_or_create(path: Path, what: str, make: Callable[[], bytes]) -> bytes:
@@ -22,12 +22,12 @@ def load_or_create(path: Path, what: str, make: Callable[[], bytes]) -> bytes:
     readable by others, belongs to somebody else, or can't be read or written.
     """
     try:
-        return _read(path, what)
+        return read_private(path, what)
     except FileNotFoundError:
         pass
     _create(path, what, make())
     try:
-        return _read(path, what)
+        return read_private(path, what)
     except FileNotFoundError as error:
         raise IdentityError(f"{what} {path} vanished while it was being made") from error
 
@@ -38,7 +38,31 @@ def write_private(path: Path, what: str, data: bytes) -> None:
         raise IdentityError(f"{what} {path} exists already; it is not overwritten")
 
 
-def _read(path: Path, what: str) -> bytes:
+def replace_private(path: Path, what: str, data: bytes) -> None:
+    """Write a file that may exist: readers find the old content or the new, never a part of it.
+
+    IdentityError if it can't be written.
+    """
+    temporary = _temporary(path)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            _write(temporary, data)
+            os.replace(temporary, path)
+            _sync_directory(path.parent)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+    except OSError as error:
+        raise _cannot_create(path, what, error) from error
+
+
+def read_private(path: Path, what: str) -> bytes:
+    """The content of ``path`` (at most 1 MiB).
+
+    FileNotFoundError if there is none; IdentityError if others may read or change it, if it belongs
+    to somebody else, or can't be read.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -68,15 +92,11 @@ def _read(path: Path, what: str) -> bytes:
 
 def _create(path: Path, what: str, data: bytes) -> bool:
     """Whether this call made the file (False: somebody else did)."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary = _temporary(path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(fd)
+            _write(temporary, data)
             # Unlike rename, link never replaces: the first process wins, all others read its file.
             os.link(temporary, path)
             _sync_directory(path.parent)
@@ -90,6 +110,18 @@ def _create(path: Path, what: str, data: bytes) -> bool:
     except OSError as error:
         raise _cannot_create(path, what, error) from error
     return True
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(fd)
 
 
 def _cannot_create(path: Path, what: str, error: OSError) -> IdentityError:

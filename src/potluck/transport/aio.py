@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from potluck.errors import LinkError, PotluckError, ProtocolError
 from potluck.transport.credentials import Credentials, node_id_of_certificate
 from potluck.transport.failures import translated
-from potluck.transport.handshake import objection, welcomed
+from potluck.transport.handshake import check_node, objection, welcomed
 from potluck.transport.listener import listening_socket
 from potluck.transport.rate import RateLimitedLog
 from potluck.transport.tcp import tune
@@ -69,7 +69,9 @@ async def connect(
             reader, writer = await asyncio.open_connection(
                 host, port, ssl=credentials.client_context, server_hostname=""
             )
-            peer = f"{peer} (node {peer_node(writer)[:12]})"
+            node = peer_node(writer)
+            peer = f"{peer} (node {node[:12]})"
+            check_node(node, peer, credentials)
             await write_greeting(writer, hello)
             answer = await read_greeting(reader)
         return reader, writer, welcomed(answer, peer)
@@ -144,7 +146,7 @@ class Server:
                 hello = await read_greeting(reader)
                 if not isinstance(hello, Hello):
                     raise ProtocolError("the peer began with something else than HELLO")
-                refusal = objection(hello, self._credentials)
+                refusal = objection(hello, node, self._credentials)
                 if refusal is not None:
                     await write_greeting(writer, refusal)
                     return

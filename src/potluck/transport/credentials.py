@@ -17,7 +17,7 @@ import hashlib
 import os
 import ssl
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cryptography import x509
@@ -31,43 +31,112 @@ from potluck.errors import SecurityError
 PSK_BYTES = 32
 
 _CA_LABEL = b"potluck certificate authority v1"
+_ADVERT_LABEL = b"potluck adverts v1"
 _NAMESPACE_LABEL = b"potluck namespace v1"
 _ALWAYS = datetime.datetime(1970, 1, 1)
 _FOREVER = datetime.datetime(9999, 12, 31, 23, 59, 59)
 
 
 @dataclass(frozen=True, slots=True)
-class Credentials:
-    """A node's standing in one cluster. Safe to print: it shows no secret."""
+class Standing:
+    """What a node shows and accepts at one moment. Safe to print: it shows no secret."""
 
-    node_id: str
-    """SHA3-256 of the node's raw public key, 64 hex digits."""
     namespace: str
     """The cluster's public name, 32 hex digits; says nothing about the secret."""
+    namespaces: frozenset[str]
+    """The names whose holders are accepted: more than one while the secret is being changed."""
     server_context: ssl.SSLContext = field(repr=False)
     client_context: ssl.SSLContext = field(repr=False)
+    advert_keys: tuple[bytes, ...] = field(repr=False)
+    """Keys of the tags in adverts: own adverts use the first, all are recognised."""
 
 
-def make_credentials(psk: bytes, key: Ed25519PrivateKey) -> Credentials:
+def _objects_to_nobody(node: str) -> str | None:
+    return None
+
+
+class Credentials:
+    """A node's standing in one cluster, as it is now. Safe to print: it shows no secret.
+
+    ``standing`` is asked anew for each connection, so that a changed secret holds from the next
+    one on. ``objects_to(node)`` says why a node is refused although it holds the secret (it was
+    banned), or None.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        standing: Callable[[], Standing],
+        objects_to: Callable[[str], str | None] = _objects_to_nobody,
+    ) -> None:
+        self.node_id = node_id
+        self.objects_to = objects_to
+        self._standing = standing
+
+    def __repr__(self) -> str:
+        return f"Credentials(node_id={self.node_id!r}, namespace={self.namespace!r})"
+
+    @property
+    def namespace(self) -> str:
+        """The cluster's public name, 32 hex digits; says nothing about the secret."""
+        return self._standing().namespace
+
+    @property
+    def server_context(self) -> ssl.SSLContext:
+        """For the accepting side of a connection that begins now."""
+        return self._standing().server_context
+
+    @property
+    def client_context(self) -> ssl.SSLContext:
+        """For the calling side of a connection that begins now."""
+        return self._standing().client_context
+
+    @property
+    def advert_keys(self) -> tuple[bytes, ...]:
+        """Keys of the tags in adverts: own adverts use the first, all are recognised."""
+        return self._standing().advert_keys
+
+    def accepts(self, namespace: str) -> bool:
+        """Whether a peer that calls itself a member of ``namespace`` is in this cluster."""
+        return namespace in self._standing().namespaces
+
+
+def make_credentials(
+    psk: bytes,
+    key: Ed25519PrivateKey,
+    objects_to: Callable[[str], str | None] = _objects_to_nobody,
+) -> Credentials:
     """Credentials for the holder of ``psk`` (32 bytes) whose own key is ``key``. About 1 ms."""
-    if len(psk) != PSK_BYTES:
-        raise ValueError(f"a cluster secret has {PSK_BYTES} bytes, this one {len(psk)}")
-    namespace = namespace_of(psk)
+    standing = make_standing(psk, key)
+    return Credentials(node_id_of(key.public_key()), lambda: standing, objects_to)
+
+
+def make_standing(psk: bytes, key: Ed25519PrivateKey, *, also: Sequence[bytes] = ()) -> Standing:
+    """Show a certificate under ``psk``; accept those issued under it or under a secret in ``also``.
+
+    ValueError if a secret has another length than 32 bytes.
+    """
+    secrets = (psk, *also)
+    for secret in secrets:
+        if len(secret) != PSK_BYTES:
+            raise ValueError(f"a cluster secret has {PSK_BYTES} bytes, this one {len(secret)}")
     ca_key = _derive_ca_key(psk)
-    ca_certificate = _ca_certificate(ca_key, namespace)
+    own_ca = _ca_certificate(ca_key, namespace_of(psk))
+    authorities = [own_ca] + [_ca_certificate(_derive_ca_key(s), namespace_of(s)) for s in also]
     node_id = node_id_of(key.public_key())
-    chain = _node_certificate(key.public_key(), node_id, ca_key, ca_certificate).public_bytes(
+    chain = _node_certificate(key.public_key(), node_id, ca_key, own_ca).public_bytes(
         serialization.Encoding.PEM
     ) + key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    return Credentials(
-        node_id=node_id,
-        namespace=namespace,
-        server_context=_context(ssl.PROTOCOL_TLS_SERVER, ca_certificate, chain),
-        client_context=_context(ssl.PROTOCOL_TLS_CLIENT, ca_certificate, chain),
+    return Standing(
+        namespace=namespace_of(psk),
+        namespaces=frozenset(map(namespace_of, secrets)),
+        server_context=_context(ssl.PROTOCOL_TLS_SERVER, authorities, chain),
+        client_context=_context(ssl.PROTOCOL_TLS_CLIENT, authorities, chain),
+        advert_keys=tuple(_derive(s, _ADVERT_LABEL) for s in secrets),
     )
 
 
@@ -95,8 +164,12 @@ def node_id_of_certificate(der: bytes | None) -> str:
 
 
 def _derive_ca_key(psk: bytes) -> Ed25519PrivateKey:
-    seed = HKDF(hashes.SHA256(), length=32, salt=None, info=_CA_LABEL).derive(psk)
-    return Ed25519PrivateKey.from_private_bytes(seed)
+    return Ed25519PrivateKey.from_private_bytes(_derive(psk, _CA_LABEL))
+
+
+def _derive(psk: bytes, label: bytes) -> bytes:
+    """32 bytes for one purpose, from which nothing about those for another can be learned."""
+    return HKDF(hashes.SHA256(), length=32, salt=None, info=label).derive(psk)
 
 
 def _name(text: str) -> x509.Name:
@@ -159,7 +232,9 @@ def _node_certificate(
     )
 
 
-def _context(protocol: int, ca: x509.Certificate, chain: bytes) -> ssl.SSLContext:
+def _context(
+    protocol: int, authorities: Sequence[x509.Certificate], chain: bytes
+) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.maximum_version = ssl.TLSVersion.TLSv1_3
@@ -169,7 +244,8 @@ def _context(protocol: int, ca: x509.Certificate, chain: bytes) -> ssl.SSLContex
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         # No resumption: every connection proves its key anew, and no ticket waits to be read.
         context.num_tickets = 0
-    context.load_verify_locations(cadata=ca.public_bytes(serialization.Encoding.PEM).decode())
+    pem = b"".join(each.public_bytes(serialization.Encoding.PEM) for each in authorities)
+    context.load_verify_locations(cadata=pem.decode())
     with _as_file(chain) as path:
         context.load_cert_chain(path)
     return context

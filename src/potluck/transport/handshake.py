@@ -70,8 +70,9 @@ def connect(
     ``window`` = (num_slots, slot_bytes) per direction; None offers none. ``cancelled`` is asked
     every 0.1 s; once it says True, the call ends with LinkError.
 
-    Raises WrongSecret (no Hello was sent, or none was read), Refused (the peer said no; ``code``
-    and text are its), ProtocolError (not a potluck peer), LinkError (no connection in time).
+    Raises WrongSecret (no Hello was sent, or none was read), Refused (the peer said no: ``code``
+    and text are its; or it is banned here), ProtocolError (not a potluck peer), LinkError (no
+    connection in time).
     """
     peer = f"{host}:{port}"
     patience = _Patience(deadline, connection_timeout_s, cancelled)
@@ -131,6 +132,7 @@ def _connect_once(
         drive(tls_handshake(tls), tls, limit, "setting up TLS", peer, cancelled)
         node = node_id_of_certificate(tls.getpeercert(binary_form=True))
         peer = f"{peer} (node {node[:12]})"
+        check_node(node, peer, credentials)
         if hello.kind == "data" and window is not None:
             offered = offer_window(*window)
         said = msgspec.structs.replace(hello, window=None if offered is None else offered.offer)
@@ -211,11 +213,21 @@ def receive_hello(tls: ssl.SSLSocket) -> Steps[tuple[Hello, str]]:
     return hello, node
 
 
-def objection(hello: Hello, credentials: Credentials) -> Refusal | None:
-    """Why a server must refuse ``hello`` whoever it is for, or None."""
+def check_node(node: str, peer: str, credentials: Credentials) -> None:
+    """Refused with the code ``banned`` if this side does not want to talk to ``node``."""
+    why = credentials.objects_to(node)
+    if why is not None:
+        raise Refused(f"{peer} is not called: {why}", "banned")
+
+
+def objection(hello: Hello, node: str, credentials: Credentials) -> Refusal | None:
+    """Why a server must refuse ``hello`` from ``node`` whoever it is for, or None."""
+    why = credentials.objects_to(node)
+    if why is not None:
+        return Refusal("banned", why)
     if hello.version != PROTOCOL_VERSION:
         return Refusal("version", _version_text("this node", PROTOCOL_VERSION, hello.version))
-    if hello.namespace != credentials.namespace:
+    if not credentials.accepts(hello.namespace):
         return Refusal(
             "namespace",
             f"this node belongs to cluster {credentials.namespace}, not to {hello.namespace!r}",

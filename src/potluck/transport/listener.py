@@ -81,7 +81,7 @@ class Listener:
         self.port: int = sock.getsockname()[1]
         self._reception = Reception(
             sock,
-            credentials.server_context,
+            credentials,
             self._start_answer,
             hello_timeout_s=hello_timeout_s,
             max_pending=max_pending,
@@ -153,7 +153,7 @@ class Listener:
                 del self._answering[threading.current_thread()]
 
     def _admission(self, hello: Hello, node: str) -> Admission:
-        refusal = objection(hello, self._credentials)
+        refusal = objection(hello, node, self._credentials)
         if refusal is not None:
             return Admission(refusal)
         deadline = time.monotonic() + self.admit_timeout_s

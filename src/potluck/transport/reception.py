@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from potluck.errors import PotluckError
+from potluck.transport.credentials import Credentials
 from potluck.transport.failures import translated
 from potluck.transport.handshake import Steps, receive_hello
 from potluck.transport.rate import RateLimitedLog
@@ -52,14 +53,14 @@ class Reception:
     def __init__(
         self,
         sock: socket.socket,
-        context: ssl.SSLContext,
+        credentials: Credentials,
         greeted: Greeted,
         *,
         hello_timeout_s: float,
         max_pending: int,
     ) -> None:
         self._socket = sock
-        self._context = context
+        self._credentials = credentials
         self._greeted = greeted
         self._hello_timeout_s = hello_timeout_s
         self._max_pending = max_pending
@@ -130,7 +131,7 @@ class Reception:
         try:
             sock.setblocking(False)
             tune(sock)
-            tls = secured(sock, self._context)
+            tls = secured(sock, self._credentials.server_context)
         except OSError as error:
             sock.close()
             self._complain.warning(str(translated(error, peer, "greeting it")))
