@@ -1,0 +1,133 @@
+"""The testing kit itself: hosts that talk, lose packets, are cut off, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from potluck.testing.hosts import Host, Network, remove_stale
+
+pytestmark = pytest.mark.needs_root_netns
+
+ECHO = """
+import socket, struct, sys
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("", 5000))
+group = socket.inet_aton("224.0.0.77")
+server.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group + bytes(4))
+print("ready", flush=True)
+while True:
+    data, caller = server.recvfrom(100)
+    server.sendto(data, caller)
+"""
+ASK = """
+import socket, sys
+address, count = sys.argv[1], int(sys.argv[2])
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+    client.settimeout(0.2)
+    answers = 0
+    for number in range(count):
+        try:
+            client.sendto(b"%d" % number, (address, 5000))
+        except OSError as error:
+            print(type(error).__name__, error.errno)
+            break
+        if count == 1:
+            try:
+                answers += client.recv(100) == b"0"
+            except TimeoutError:
+                pass
+    else:
+        if count > 1:  # all were sent at once, and the answers are counted until they cease
+            try:
+                while client.recv(100):
+                    answers += 1
+            except TimeoutError:
+                pass
+        print(answers)
+"""
+
+
+def asked(host: Host, address: str, count: int = 1) -> str:
+    return host.run([sys.executable, "-c", ASK, address, str(count)]).stdout.strip()
+
+
+def wait_for_line(process: subprocess.Popen[str], timeout_s: float = 30.0) -> str:
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], timeout_s)[0], "it said nothing in time"
+    return process.stdout.readline().strip()
+
+
+def ended(process: subprocess.Popen[str]) -> int:
+    """Its exit code; its pipe is closed."""
+    with process:
+        return process.wait(timeout=30)
+
+
+def namespaces() -> set[str]:
+    folder = Path("/run/netns")
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def test_hosts_hear_each_other_until_they_are_cut_off() -> None:
+    with ExitStack() as stack:
+        server, client = stack.enter_context(Network(2))
+        echo = stack.enter_context(
+            server.start([sys.executable, "-c", ECHO], stdout=subprocess.PIPE, text=True)
+        )
+        stack.callback(server.network.close)
+        assert wait_for_line(echo) == "ready"
+        assert echo.pid in server.pids()
+        assert asked(client, server.address) == "1"
+        assert asked(client, "224.0.0.77") == "1"  # multicast
+
+        client.blackhole(server)
+        assert asked(client, server.address) == "0"
+        client.blackhole(server, on=False)
+        client.refuse(server)
+        assert asked(client, server.address) == "OSError 113"
+        client.refuse(server, on=False)
+        server.link(up=False)
+        assert asked(client, server.address) == "0"
+        server.link(up=True)
+        client.lose(1.0)
+        assert asked(client, server.address) == "0"
+        client.lose(0.5)
+        assert 20 <= int(asked(client, server.address, 100)) <= 80  # six deviations
+        client.lose(0)
+        assert asked(client, server.address, 100) == "100"
+        server.network.close()
+        assert echo.wait(timeout=30) == -signal.SIGKILL  # with the network, its programs end
+    assert not any(host.namespace in namespaces() for host in (server, client))
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
+    script = (
+        "import sys; from potluck.testing.hosts import Network; network = Network(1)\n"
+        "sleeper = network[0].start([sys.executable, '-c', 'input()'])\n"
+        "print(network[0].namespace, network.bridge, sleeper.pid, flush=True); input()"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    *left, _ = wait_for_line(owner).split()
+    assert set(left) <= namespaces()
+    assert not set(left) & set(remove_stale())  # its owner lives
+    owner.kill()
+    assert ended(owner) == -signal.SIGKILL
+    with Network(1):
+        assert not set(left) & namespaces()
+
+
+def test_bad_values_are_named() -> None:
+    with pytest.raises(ValueError, match="1 to 250 hosts, not 0"):
+        Network(0)
+    with pytest.raises(ValueError, match="'fast' is not a rate: write 100mbit"):
+        Network(1, rate="fast")
