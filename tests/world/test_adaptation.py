@@ -83,7 +83,7 @@ class Training:
                 if self.pretended:
                     # As if it had begun so much earlier, and computed since.
                     pretended = self.pretended[self.ctx.members[self.ctx.rank].worker]
-                    core._stopwatch.began -= pretended * share.num_samples
+                    core._began -= pretended * share.num_samples
                 self.job.log(loss=loss)
                 self.optimizer.step()
                 self.seen += mine
@@ -108,7 +108,7 @@ def test_shares_follow_speeds_and_the_losses_stay_those_of_one_process() -> None
             training.model.parameters(), expected.model.parameters(), strict=True
         ):
             torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
-        assert training.job.speeds == results[0].job.speeds
+        assert training.job.shares == results[0].job.shares
     assert [training.counts[0] for training in results] == [8, 8, 8]
     for step in (9, 13):
         # 24 samples at 4:4:1 are 10.67, 10.67 and 2.67.
@@ -154,9 +154,8 @@ def test_a_new_group_begins_with_equal_shares_and_deals_again() -> None:
     assert sorted(results) == ["0", "2"]
     fast, slow = results["0"], results["2"]
     assert (fast.seen == 6).all()
-    assert fast.job.speeds == slow.job.speeds
-    assert fast.job.speeds is not None
-    assert len(fast.job.speeds) == 2
+    assert fast.job.shares == slow.job.shares
+    assert len(fast.job.shares) == 2
     # 24 samples at 4:1.
     assert fast.counts[17] == pytest.approx(19, abs=1)
     assert fast.counts[17] + slow.counts[17] == 24

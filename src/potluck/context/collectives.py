@@ -24,17 +24,15 @@ from potluck.types import ReduceOp
 
 
 class Waits:
-    """Adds up how long calls have blocked, and the CPU time that this process used meanwhile."""
+    """Adds up how long calls have blocked."""
 
-    __slots__ = ("cpu_s", "seconds")
+    __slots__ = ("seconds",)
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.cpu_s = 0.0
 
-    def add(self, seconds: float, cpu_s: float) -> None:
+    def add(self, seconds: float) -> None:
         self.seconds += seconds
-        self.cpu_s += cpu_s
 
 
 class Collectives:
@@ -45,9 +43,9 @@ class Collectives:
         self._waits = waits if waits is not None else Waits()
 
     @property
-    def waits(self) -> Waits:
-        """How long this rank has been blocked so far in these operations and in sub-groups'."""
-        return self._waits
+    def waited_s(self) -> float:
+        """Seconds that this rank has been blocked in these operations and those of sub-groups."""
+        return self._waits.seconds
 
     @property
     def communicator(self) -> Communicator:

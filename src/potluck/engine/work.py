@@ -50,9 +50,8 @@ class Work:
         self.call = call
         self.source = -1
         """Point-to-point: the rank that a receive got its message from."""
-        self.on_wait: Callable[[float, float], None] | None = None
-        """Called with the seconds that a ``wait`` has blocked, if it had to, and with the seconds
-        of CPU that this process has used meanwhile."""
+        self.on_wait: Callable[[float], None] | None = None
+        """Called with the seconds that a ``wait`` has blocked, if it had to."""
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._result = result
@@ -88,10 +87,10 @@ class Work:
         """Block until the operation has ended; False after ``timeout`` seconds."""
         if self._event.is_set():
             return True
-        began, cpu = time.monotonic(), time.process_time()
+        began = time.monotonic()
         ended = self._event.wait(timeout)
         if self.on_wait is not None:
-            self.on_wait(time.monotonic() - began, time.process_time() - cpu)
+            self.on_wait(time.monotonic() - began)
         return ended
 
     def then(self, transform: Callable[[Any], Any]) -> Work:

@@ -203,8 +203,8 @@ class ElasticLoop:
         return self._core.noise_scale
 
     @property
-    def speeds(self) -> tuple[float, ...] | None:
-        return self._core.speeds
+    def shares(self) -> tuple[int, ...]:
+        return self._core.shares
 
     @property
     def samples_per_s(self) -> float:

@@ -36,7 +36,7 @@ from potluck.training.policy import Policy
 from potluck.training.progress import Progress
 from potluck.training.replica import Replica
 from potluck.training.sampler import Batch, Schedule, Share
-from potluck.training.stopwatch import Stopwatch
+from potluck.training.shares import EQUAL, apportion
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -94,7 +94,8 @@ class ElasticLoop:
         self._open = False
         self._counted = False
         self._told: dict[str, Any] = {}
-        self._stopwatch = Stopwatch(ctx)
+        self._began = 0.0
+        self._waited_s = 0.0
         self._is_typical = False
         self._rate = 0.0
 
@@ -126,9 +127,10 @@ class ElasticLoop:
         return self._progress.noise.scale
 
     @property
-    def speeds(self) -> tuple[float, ...] | None:
-        """Samples per second by which shares are dealt out, None while they are equal."""
-        return self._pace.speeds
+    def shares(self) -> tuple[int, ...]:
+        """How many samples of a full batch each rank gets, in rank order."""
+        costs = self._pace.costs or (EQUAL,) * self.ctx.world_size
+        return apportion(self.batch_size, costs)
 
     @property
     def samples_per_s(self) -> float:
@@ -174,12 +176,10 @@ class ElasticLoop:
             if self.done:
                 break
             batch = self._progress.batch()
-            share = self.schedule.share(
-                batch, self.ctx.rank, self.ctx.world_size, self._pace.speeds
-            )
+            share = self.schedule.share(batch, self.ctx.rank, self.ctx.world_size, self._pace.costs)
             self._replica.weigh(share.weight)
             self._batch, self._share, self._counted = batch, share, False
-            self._stopwatch.start()
+            self._began, self._waited_s = time.monotonic(), self.ctx.waited_s
             yield share
             if self._share is not None:
                 raise RuntimeError("the body of the loop must do its work inside job.step()")
@@ -331,7 +331,7 @@ class ElasticLoop:
             self._is_typical = False
         else:
             self._is_typical = len(self.losses) > 1  # the first step also warms up
-        rate = self._share.num_samples / max(now - self._stopwatch.began, 1e-9)
+        rate = self._share.num_samples / max(now - self._began, 1e-9)
         self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
         if not math.isnan(loss):
             self._told["loss"] = loss
@@ -343,9 +343,13 @@ class ElasticLoop:
         )
 
     def _measure(self) -> None:
-        """The block of a committed step has ended."""
+        """The block of a committed step has ended: all of its time was work, but for the waits.
+
+        What a rank waits for a transfer is not its own cost: that ends for all ranks together.
+        """
         if self._is_typical and self._share is not None:
-            self._pace.timed(self._share.num_samples, self._stopwatch.busy_s())
+            waited_s = self.ctx.waited_s - self._waited_s
+            self._pace.timed(self._share.num_samples, time.monotonic() - self._began - waited_s)
 
     def _tell_of_step(self) -> None:
         assert self._batch is not None

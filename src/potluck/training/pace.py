@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy as np
 from potluck.training.noise import next_batch
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
-from potluck.training.shares import Plan, ProportionalShares, Speed, replan
+from potluck.training.shares import Cost, Plan, fit, replan
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -36,21 +38,22 @@ class Pace:
         """How samples are dealt out, None for equal shares."""
         self._policy = policy
         self._is_on = policy.shares is not None or policy.batching is not None
-        self._speed = Speed()
+        window = policy.shares.window if policy.shares is not None else 1
+        self._steps: deque[tuple[int, float]] = deque(maxlen=window)
         self._signals: list[float] = []
         self._noises: list[float] = []
         self._since: int | None = None  # the step at which this group began
         self._exchanged = -1
 
     @property
-    def speeds(self) -> tuple[float, ...] | None:
-        """Samples per second of each rank, as far as shares follow them."""
-        return self.plan.speeds if self.plan is not None else None
+    def costs(self) -> tuple[Cost, ...] | None:
+        """What samples are dealt out by, None for equal shares."""
+        return self.plan.costs if self.plan is not None else None
 
     def timed(self, num_samples: int, seconds: float) -> None:
         """This rank has computed ``seconds`` on ``num_samples`` samples of a committed step."""
-        smoothing = (self._policy.shares or ProportionalShares()).smoothing
-        self._speed = self._speed.after(num_samples, seconds, smoothing)
+        if num_samples:
+            self._steps.append((num_samples, seconds))
 
     def saw(self, signal: float, noise: float) -> None:
         """This rank's unbiased |G|^2 and tr(Sigma) of a committed step (noise.py)."""
@@ -66,8 +69,9 @@ class Pace:
         """Exchange measurements if that is due. Every rank calls it between steps."""
         if not self._is_on or not self._due(progress.step):
             return
+        cost = fit(self._steps) or Cost(0.0, 0.0)
         mine = [
-            self._speed.samples_per_s,
+            *(cost.fixed_s, cost.sample_s),
             len(self._signals),
             math.fsum(self._signals),
             math.fsum(self._noises),
@@ -75,8 +79,9 @@ class Pace:
         rows = ctx.all_gather(np.array(mine, np.float64)).reshape(-1, len(mine))
         self._exchanged = progress.step
         self._signals, self._noises = [], []
-        self._deal([float(row[0]) for row in rows], progress)
-        self._resize(rows[:, 1:].sum(axis=0).tolist(), progress)
+        costs = [Cost(float(row[0]), float(row[1])) if row[1] else None for row in rows]
+        self._deal(costs, progress)
+        self._resize(rows[:, 2:].sum(axis=0).tolist(), progress)
 
     def _due(self, step: int) -> bool:
         if self._since is None:
@@ -85,12 +90,12 @@ class Pace:
         often = since in EARLY_STEPS or since % self._policy.adapt_every == 0
         return often and step != self._exchanged
 
-    def _deal(self, speeds: list[float], progress: Progress) -> None:
+    def _deal(self, costs: Sequence[Cost | None], progress: Progress) -> None:
         options = self._policy.shares
-        if options is None or not any(speeds):
+        if options is None:
             return
-        plan = replan(self.plan, speeds, progress.batch_size, options.threshold)
-        if self.plan is None or plan.speeds != self.plan.speeds:
+        plan = replan(self.plan, costs, progress.batch_size, options.threshold)
+        if plan is not None and (self.plan is None or plan.costs != self.plan.costs):
             _log.info("step %d: %s", progress.step, plan.reason)
         self.plan = plan
 

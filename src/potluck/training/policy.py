@@ -18,7 +18,7 @@ class Policy:
 
     With ``shares`` faster ranks get more samples, with ``batching`` the batch size follows the
     gradient's noise. For these, ranks exchange what they measured every ``adapt_every`` steps, and
-    sooner after a change of the group (one all_gather of 32 bytes per rank).
+    sooner after a change of the group (one all_gather of 40 bytes per rank).
     """
 
     hash_every: int = 50

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.training.shares import apportion
+from potluck.training.shares import EQUAL, Cost, apportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ def order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
 
 
 def shares(
-    size: int, world_size: int, speeds: Sequence[float] | None = None
+    size: int, world_size: int, costs: Sequence[Cost] | None = None
 ) -> list[tuple[int, int]]:
     """(start, stop) of every rank's part of ``size`` samples.
 
-    Near-equal parts, the first ranks get one more; with ``speeds`` proportional to them.
+    Near-equal parts, the first ranks get one more; with ``costs`` such that all are done together.
     """
-    counts = apportion(size, (1.0,) * world_size if speeds is None else speeds)
+    counts = apportion(size, (EQUAL,) * world_size if costs is None else costs)
     return list(pairwise(accumulate(counts, initial=0)))
 
 
@@ -118,10 +118,10 @@ class Schedule:
         return np.arange(batch.start, batch.start + batch.size, dtype=np.int64)
 
     def share(
-        self, batch: Batch, rank: int, world_size: int, speeds: Sequence[float] | None = None
+        self, batch: Batch, rank: int, world_size: int, costs: Sequence[Cost] | None = None
     ) -> Share:
-        """``rank``'s share of ``batch`` in a group of ``world_size``, by ``speeds`` if given."""
-        start, stop = shares(batch.size, world_size, speeds)[rank]
+        """``rank``'s share of ``batch`` in a group of ``world_size``, by ``costs`` if given."""
+        start, stop = shares(batch.size, world_size, costs)[rank]
         samples = self.indices(batch)
         if start == stop:
             return Share(batch.epoch, samples[:1], 0.0)

@@ -1,116 +1,152 @@
 """Shares for unlike machines: who computes how many samples of a batch. Pure.
 
-A step lasts as long as its slowest rank, so samples are dealt out in proportion to measured speed:
-then all ranks end at the same time. The gradient stays that of the whole batch, because every
-rank's mean is weighed by its samples (Share.weight). Speeds are measured at the current shares, so
-a fixed cost per step counts as slowness; dealing again with the new measurement settles where all
-ranks take equally long.
+A step lasts as long as its slowest rank, so samples are dealt out such that all ranks end at the
+same time. A rank's time is a line: a fixed part (the optimizer, packing gradients) and a part per
+sample. Both come from its last steps, by the median of the slopes between them (Theil, 1950; Sen,
+1968), which a few odd steps do not move. The gradient stays that of the whole batch, because every
+rank's mean is weighed by its samples (Share.weight).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
+
+SPREAD = 0.2
+"""By which fraction two steps' samples must differ to tell the fixed part from the other."""
+
+LEAST_SLOPE = 0.1
+"""The part per sample is at least this fraction of all: the other way to see it is noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProportionalShares:
     """Deal samples out by speed.
 
-    ``smoothing`` is the weight of the newest step in a rank's measured speed. Shares change only
-    when the step would become shorter by more than the fraction ``threshold``.
+    A rank's speed is that of the median of its last ``window`` steps. Shares change only when the
+    step would become shorter by more than the fraction ``threshold``.
     """
 
-    smoothing: float = 0.3
+    window: int = 12
     threshold: float = 0.05
 
     def __post_init__(self) -> None:
-        if not 0 < self.smoothing <= 1:
-            raise ValueError(f"smoothing is {self.smoothing}; it must be above 0 and at most 1")
+        if self.window < 1:
+            raise ValueError(f"window is {self.window}; it must be at least 1 step")
         if not self.threshold >= 0:
             raise ValueError(f"threshold is {self.threshold}; it must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """One rank's speed: exponential averages of samples and of seconds; their ratio is robust."""
+class Cost:
+    """What a rank needs for its share of a step: ``fixed_s + sample_s * samples`` seconds."""
 
-    samples: float = 0.0
-    seconds: float = 0.0
+    fixed_s: float
+    sample_s: float
 
-    def after(self, num_samples: int, seconds: float, smoothing: float) -> Speed:
-        """The average with one more step in it."""
-        if num_samples < 1 or not seconds > 0:
-            return self
-        if not self.seconds:
-            return Speed(num_samples, seconds)
-        keep = 1 - smoothing
-        return Speed(
-            keep * self.samples + smoothing * num_samples,
-            keep * self.seconds + smoothing * seconds,
-        )
+    def seconds(self, num_samples: int) -> float:
+        return self.fixed_s + self.sample_s * num_samples
 
-    @property
-    def samples_per_s(self) -> float:
-        """0 while nothing has been measured."""
-        return self.samples / self.seconds if self.seconds else 0.0
+
+EQUAL = Cost(0.0, 1.0)
+"""What every rank counts as before anything is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The speeds that shares are dealt out by, in rank order, and why."""
+    """The costs that shares are dealt out by, in rank order, and why."""
 
-    speeds: tuple[float, ...]
+    costs: tuple[Cost, ...]
     reason: str = ""
 
 
-def apportion(size: int, speeds: Sequence[float]) -> tuple[int, ...]:
+def fit(steps: Iterable[tuple[int, float]]) -> Cost | None:
+    """The cost that (samples, seconds) of some ``steps`` show, None if there are none.
+
+    While all of them have about equally many samples, all is taken as cost per sample: what that
+    gets wrong shows as soon as shares have changed once.
+    """
+    timed = [(n, s) for n, s in steps if n > 0 and s > 0]
+    if not timed:
+        return None
+    per_sample = statistics.median(s / n for n, s in timed)
+    slopes = [
+        (s1 - s2) / (n1 - n2)
+        for (n1, s1), (n2, s2) in combinations(timed, 2)
+        if abs(n1 - n2) > SPREAD * max(n1, n2)
+    ]
+    slope = statistics.median(slopes) if slopes else per_sample
+    if slope >= per_sample:
+        return Cost(0.0, per_sample)
+    slope = max(slope, LEAST_SLOPE * per_sample)
+    return Cost(max(statistics.median(s - slope * n for n, s in timed), 0.0), slope)
+
+
+def apportion(size: int, costs: Sequence[Cost]) -> tuple[int, ...]:
     """How many of ``size`` samples each rank gets: the split whose slowest rank is fastest.
 
     Nobody gets nothing unless there are fewer samples than ranks, since a rank without samples
-    shows no speed. Ties go to the lower rank, so equal speeds give equal shares and the first
+    shows no speed. Ties go to the lower rank, so equal costs give equal shares and the first
     ranks one more.
     """
-    if size < 0 or not speeds or not all(0 < speed < math.inf for speed in speeds):
-        raise ValueError(f"{size} samples can't be dealt out by speeds {list(speeds)}")
-    total = math.fsum(speeds)
+    if size < 0 or not costs or not all(map(_is_possible, costs)):
+        raise ValueError(f"{size} samples can't be dealt out by costs {list(costs)}")
+    ranks = range(len(costs))
+    least = 1 if size >= len(costs) else 0
     # What everybody certainly gets, then one at a time to whoever would be done with it first.
-    counts = [math.floor(size * speed / total) for speed in speeds]
-    ranks = range(len(speeds))
+    end = _common_end(size, costs)
+    counts = [max(math.floor((end - c.fixed_s) / c.sample_s), least) for c in costs]
     while sum(counts) < size:
-        counts[min(ranks, key=lambda rank: (counts[rank] + 1) / speeds[rank])] += 1
-    while sum(counts) > size:  # only by rounding, where one rank has nearly everything
-        counts[max(ranks, key=lambda rank: counts[rank] / speeds[rank])] -= 1
-    if size >= len(counts):
-        for rank in ranks:
-            if not counts[rank]:
-                rich = [other for other in ranks if counts[other] > 1]
-                counts[max(rich, key=lambda other: counts[other] / speeds[other])] -= 1
-                counts[rank] = 1
+        counts[min(ranks, key=lambda rank: costs[rank].seconds(counts[rank] + 1))] += 1
+    while sum(counts) > size:
+        rich = [rank for rank in ranks if counts[rank] > least]
+        counts[max(rich, key=lambda rank: costs[rank].seconds(counts[rank]))] -= 1
     return tuple(counts)
 
 
-def seconds(size: int, split_by: Sequence[float], speeds: Sequence[float]) -> float:
-    """How long ranks of ``speeds`` compute on ``size`` samples dealt out by ``split_by``."""
+def _is_possible(cost: Cost) -> bool:
+    return 0 <= cost.fixed_s < math.inf and 0 < cost.sample_s < math.inf
+
+
+def _common_end(size: int, costs: Sequence[Cost]) -> float:
+    """When all ranks are done that have anything to do, if samples could be divided."""
+    rate = head_start = end = 0.0
+    for cost in sorted(costs, key=lambda cost: cost.fixed_s):
+        if rate and end <= cost.fixed_s:
+            break  # the others are done before this one could begin
+        rate += 1 / cost.sample_s
+        head_start += cost.fixed_s / cost.sample_s
+        end = (size + head_start) / rate
+    return end
+
+
+def step_s(size: int, split_by: Sequence[Cost], costs: Sequence[Cost]) -> float:
+    """How long ranks of ``costs`` compute on ``size`` samples dealt out by ``split_by``."""
     counts = apportion(size, split_by)
-    return max(count / speed for count, speed in zip(counts, speeds, strict=True))
+    return max(cost.seconds(count) for count, cost in zip(counts, costs, strict=True))
 
 
-def replan(plan: Plan | None, measured: Sequence[float], size: int, threshold: float) -> Plan:
-    """The plan to go on with: ``plan`` (None: equal shares) or one by the ``measured`` speeds.
+def replan(
+    plan: Plan | None, measured: Sequence[Cost | None], size: int, threshold: float
+) -> Plan | None:
+    """The plan to go on with: ``plan`` (None: equal shares) or one by the ``measured`` costs.
 
-    A rank without a measurement (0) counts as the median of the others.
+    A rank without a measurement (None) counts as the median of the others.
     """
-    current = plan if plan is not None else Plan((1.0,) * len(measured), "equal shares")
-    known = [speed for speed in measured if speed > 0]
+    known = [cost for cost in measured if cost is not None]
     if not known:
-        return current
-    middle = statistics.median(known)
-    filled = tuple(speed if speed > 0 else middle for speed in measured)
-    now, then = seconds(size, current.speeds, filled), seconds(size, filled, filled)
+        return plan
+    middle = Cost(
+        statistics.median(cost.fixed_s for cost in known),
+        statistics.median(cost.sample_s for cost in known),
+    )
+    costs = tuple(cost if cost is not None else middle for cost in measured)
+    current = plan if plan is not None else Plan((EQUAL,) * len(costs))
+    now, then = step_s(size, current.costs, costs), step_s(size, costs, costs)
     if now <= (1 + threshold) * then:
         return replace(current, reason=f"new shares would gain {now / then - 1:.0%}")
-    split = ":".join(str(count) for count in apportion(size, filled))
-    return Plan(filled, f"shares {split} make steps {now / then:.2f} times as fast")
+    split = ":".join(str(count) for count in apportion(size, costs))
+    return Plan(costs, f"shares {split} make steps {now / then:.2f} times as fast")

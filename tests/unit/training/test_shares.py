@@ -7,7 +7,11 @@ import random
 
 import pytest
 
-from potluck.training.shares import Plan, ProportionalShares, Speed, apportion, replan
+from potluck.training.shares import EQUAL, Cost, Plan, ProportionalShares, apportion, fit, replan
+
+
+def speeds(*samples_per_s: float) -> list[Cost]:
+    return [Cost(0.0, 1 / speed) for speed in samples_per_s]
 
 
 def every_split(size: int, parts: int) -> itertools.product[int]:
@@ -15,84 +19,140 @@ def every_split(size: int, parts: int) -> itertools.product[int]:
     return (way for way in ways if sum(way) == size)  # type: ignore[return-value]
 
 
+# ---------------------------------------------------------------- dealing out
+
+
 def test_equal_speeds_give_equal_shares_and_the_first_ranks_one_more() -> None:
-    assert apportion(10, [1.0] * 4) == (3, 3, 2, 2)
-    assert apportion(3, [7.0] * 5) == (1, 1, 1, 0, 0)
-    assert apportion(0, [1.0, 2.0]) == (0, 0)
+    assert apportion(10, [EQUAL] * 4) == (3, 3, 2, 2)
+    assert apportion(3, speeds(*[7.0] * 5)) == (1, 1, 1, 0, 0)
+    assert apportion(0, speeds(1.0, 2.0)) == (0, 0)
 
 
 def test_shares_are_proportional_to_speed() -> None:
-    assert apportion(64, [300.0, 100.0]) == (48, 16)
-    assert apportion(70, [4.0, 2.0, 1.0]) == (40, 20, 10)
+    assert apportion(64, speeds(300.0, 100.0)) == (48, 16)
+    assert apportion(70, speeds(4.0, 2.0, 1.0)) == (40, 20, 10)
+
+
+def test_whoever_has_a_fixed_cost_gets_less() -> None:
+    """Both need 10 ms a sample; the second 200 ms before the first one: 20 samples' worth."""
+    assert apportion(100, [Cost(0.0, 0.01), Cost(0.2, 0.01)]) == (60, 40)
 
 
 def test_no_other_split_ends_sooner(seed: int) -> None:
     chance = random.Random(seed)
-    for _ in range(60):
-        speeds = [chance.uniform(0.2, 5) for _ in range(chance.randint(1, 4))]
-        size = chance.randint(len(speeds), 9)
-        counts = apportion(size, speeds)
+    for _ in range(80):
+        costs = [
+            Cost(chance.choice([0.0, chance.uniform(0, 3)]), chance.uniform(0.2, 5))
+            for _ in range(chance.randint(1, 4))
+        ]
+        size = chance.randint(len(costs), 9)
+        counts = apportion(size, costs)
         assert sum(counts) == size
         assert min(counts) >= 1
-        mine = max(count / speed for count, speed in zip(counts, speeds, strict=True))
+        mine = max(cost.seconds(count) for count, cost in zip(counts, costs, strict=True))
         best = min(
-            max(count / speed for count, speed in zip(way, speeds, strict=True))
-            for way in every_split(size, len(speeds))
+            max(cost.seconds(count) for count, cost in zip(way, costs, strict=True))
+            for way in every_split(size, len(costs))
             if min(way) >= 1
         )
         assert mine == pytest.approx(best)
 
 
+def test_a_large_batch_over_many_ranks_is_dealt_out_at_once() -> None:
+    counts = apportion(10**9, [Cost(0.1 * rank, 1e-6 * (1 + rank % 7)) for rank in range(500)])
+    assert sum(counts) == 10**9
+    assert min(counts) >= 1
+
+
 def test_a_rank_that_is_a_thousand_times_slower_still_shows_its_speed() -> None:
-    assert apportion(64, [1000.0, 1.0, 1000.0]) == (31, 1, 32)
+    assert apportion(64, speeds(1000.0, 1.0, 1000.0)) == (32, 1, 31)
+    assert apportion(64, [Cost(0.0, 0.001), Cost(900.0, 1.0)]) == (63, 1)
 
 
-@pytest.mark.parametrize("speeds", [[], [0.0, 1.0], [-1.0], [float("nan")], [float("inf")]])
-def test_impossible_speeds_are_refused(speeds: list[float]) -> None:
+@pytest.mark.parametrize(
+    "costs",
+    [[], [Cost(0.0, 0.0)], [Cost(-1.0, 1.0)], [Cost(0.0, float("nan"))], [Cost(0, float("inf"))]],
+)
+def test_impossible_costs_are_refused(costs: list[Cost]) -> None:
     with pytest.raises(ValueError, match="can't be dealt out"):
-        apportion(8, speeds)
+        apportion(8, costs)
 
 
-def test_speed_is_samples_over_seconds_and_forgets_slowly() -> None:
-    speed = Speed().after(10, 2.0, 0.5)
-    assert speed.samples_per_s == 5
-    speed = speed.after(10, 1.0, 0.5)
-    assert speed.samples_per_s == pytest.approx(10 / 1.5)
-    assert speed.after(0, 1.0, 0.5) == speed, "a step without samples says nothing"
+# ---------------------------------------------------------------- measuring
+
+
+def test_steps_of_one_size_show_a_speed_and_a_few_odd_ones_do_not_count() -> None:
+    cost = fit([(10, 2.0), (10, 2.2), (10, 1.8), (10, 90.0), (11, 2.2)])
+    assert cost == Cost(0.0, 0.2)
+    assert fit([]) is None
+
+
+def test_steps_of_two_sizes_show_the_fixed_part() -> None:
+    cost = fit([(n, 0.3 + 0.01 * n) for n in (128, 128, 52, 52, 52)])
+    assert cost is not None
+    assert (cost.fixed_s, cost.sample_s) == (pytest.approx(0.3), pytest.approx(0.01))
+
+
+def test_a_line_that_no_machine_has_is_bent_to_one_that_is_possible() -> None:
+    """Slower with fewer samples (its speed changed meanwhile), or faster than nothing at none."""
+    falling = fit([(100, 1.0), (50, 3.0)])
+    assert falling is not None
+    assert falling.sample_s > 0
+    steep = fit([(100, 4.0), (50, 1.0)])
+    assert steep is not None
+    assert steep.fixed_s == 0
+
+
+# ---------------------------------------------------------------- planning
 
 
 def test_a_plan_changes_only_when_steps_become_shorter_by_the_threshold() -> None:
-    equal = Plan((1.0, 1.0))
-    assert replan(equal, [104.0, 100.0], 64, 0.05).speeds == equal.speeds
-    changed = replan(equal, [300.0, 100.0], 64, 0.05)
-    assert changed.speeds == (300.0, 100.0)
-    assert changed.reason == "shares 48:16 make steps 2.00 times as fast"
-    assert replan(changed, [310.0, 98.0], 64, 0.05).speeds == changed.speeds
-    assert replan(changed, [100.0, 100.0], 64, 0.05).speeds == (100.0, 100.0)
+    assert replan(None, speeds(104.0, 100.0), 64, 0.05) == Plan(
+        (EQUAL, EQUAL), "new shares would gain 1%"
+    )
+    changed = replan(None, speeds(300.0, 100.0), 64, 0.05)
+    assert changed == Plan(
+        tuple(speeds(300.0, 100.0)), "shares 48:16 make steps 2.00 times as fast"
+    )
+    kept = replan(changed, speeds(310.0, 98.0), 64, 0.05)
+    assert kept is not None
+    assert kept.costs == tuple(speeds(300.0, 100.0))
+    equal = replan(changed, speeds(100.0, 100.0), 64, 0.05)
+    assert equal is not None
+    assert equal.costs == tuple(speeds(100.0, 100.0))
 
 
 def test_without_measurements_shares_stay_and_a_newcomer_counts_as_the_median() -> None:
-    assert replan(None, [0.0, 0.0], 8, 0.05).speeds == (1.0, 1.0)
-    plan = replan(None, [400.0, 0.0, 100.0, 200.0], 70, 0.05)
-    assert plan.speeds == (400.0, 200.0, 100.0, 200.0)
+    assert replan(None, [None, None], 8, 0.05) is None
+    fast, slow, middle = speeds(400.0, 100.0, 200.0)
+    plan = replan(None, [fast, None, slow, middle], 70, 0.05)
+    assert plan is not None
+    assert plan.costs == (fast, middle, slow, middle)
 
 
-def test_with_a_fixed_cost_per_step_repeated_planning_makes_all_ranks_take_equally_long() -> None:
-    """Rank 0 needs 10 ms a sample, rank 1 5 ms and 200 ms for each step whatever its share."""
-    costs = [(0.0, 0.010), (0.2, 0.005)]
+@pytest.mark.parametrize("size", [90, 256])
+def test_the_second_plan_is_the_best_where_a_step_has_a_fixed_cost(size: int) -> None:
+    """Rank 1 needs half as long for a sample, and 200 ms for each step whatever its share."""
+    costs = [Cost(0.0, 0.010), Cost(0.2, 0.005)]
+    steps: list[list[tuple[int, float]]] = [[], []]
     plan: Plan | None = None
-    counts: tuple[int, ...] = ()
-    for _ in range(20):
-        counts = apportion(90, plan.speeds if plan else (1.0, 1.0))
-        times = [a + b * n for (a, b), n in zip(costs, counts, strict=True)]
-        measured = [n / t for n, t in zip(counts, times, strict=True)]
-        plan = replan(plan, measured, 90, 0.02)
-    times = [a + b * n for (a, b), n in zip(costs, counts, strict=True)]
-    assert times[0] == pytest.approx(times[1], rel=0.05)
+    for _ in range(3):
+        counts = apportion(size, plan.costs if plan else (EQUAL, EQUAL))
+        for rank, count in enumerate(counts):
+            steps[rank] += [(count, costs[rank].seconds(count))] * 3
+        plan = replan(plan, [fit(mine) for mine in steps], size, 0.0)
+    assert counts == pytest.approx(apportion(size, costs), abs=1)
+
+
+def test_a_speed_that_changes_shows_once_it_lasts() -> None:
+    """The window's median: a third of odd steps changes nothing, two thirds are the new speed."""
+    old, new = [(64, 1.0)] * 12, [(64, 3.0)] * 12
+    assert fit([*old[:8], *new[:4]]) == fit(old)
+    assert fit([*old[:4], *new[:8]]) == fit(new)
 
 
 def test_options_must_make_sense() -> None:
-    with pytest.raises(ValueError, match="smoothing"):
-        ProportionalShares(smoothing=0)
+    with pytest.raises(ValueError, match="window"):
+        ProportionalShares(window=0)
     with pytest.raises(ValueError, match="threshold"):
         ProportionalShares(threshold=-1)
