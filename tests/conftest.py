@@ -7,13 +7,10 @@ test and is named.
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import random
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -55,23 +52,11 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("needs_root_netns") and (reason := no_netns()):
-            item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("needs_root_netns"):
+            from potluck.testing import hosts
 
-
-@functools.cache
-def no_netns() -> str:
-    """Why no network namespace can be made here; empty if one can."""
-    if os.name != "posix" or os.geteuid() != 0:
-        return "needs root, to make network namespaces"
-    if shutil.which("ip") is None:
-        return "needs the program 'ip' (Debian, Ubuntu: apt-get install iproute2)"
-    name = f"potluck-probe-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=10)
-    if made.returncode:
-        return f"this system makes no network namespaces: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "delete", name], check=True, timeout=10)
-    return ""
+            if reason := hosts.missing():
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 # ---------------------------------------------------------------- what every test gets

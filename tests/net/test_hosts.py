@@ -88,21 +88,23 @@ def test_hosts_hear_each_other_until_they_are_cut_off() -> None:
         assert asked(client, server.address) == "1"
         assert asked(client, "224.0.0.77") == "1"  # multicast
 
-        client.blackhole(server)
-        assert asked(client, server.address) == "0"
-        client.blackhole(server, on=False)
-        client.refuse(server)
-        assert asked(client, server.address) == "OSError 113"
-        client.refuse(server, on=False)
         server.link(up=False)
         assert asked(client, server.address) == "0"
         server.link(up=True)
+        assert asked(client, server.address) == "1"
         client.lose(1.0)
         assert asked(client, server.address) == "0"
         client.lose(0.5)
         assert 20 <= int(asked(client, server.address, 100)) <= 80  # six deviations
         client.lose(0)
         assert asked(client, server.address, 100) == "100"
+
+        client.blackhole(server)
+        assert asked(client, server.address) == "0"
+        client.blackhole(server, on=False)
+        client.refuse(server)
+        assert asked(client, server.address) == "OSError 113"
+        client.refuse(server, on=False)
         server.network.close()
         assert echo.wait(timeout=30) == -signal.SIGKILL  # with the network, its programs end
     assert not any(host.namespace in namespaces() for host in (server, client))
