@@ -1,0 +1,98 @@
+"""What a node tells the network about itself: version, port, a random id, and a tag. Pure.
+
+The tag is an HMAC under a key that only members of the cluster can derive, so adverts of other
+clusters and forged ones are dropped without a connection. Whoever replays an advert from another
+address only makes a hint that leads nowhere. An advert holds no name of a host, node or cluster:
+the id is new at each start, and tags of the same cluster have nothing in common.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+ADVERT_VERSION = 1
+INSTANCE_BYTES = 16
+TAG_BYTES = 16
+
+_LABEL = b"potluck advert tag v1"
+_SIGNED = struct.Struct("<HH16s")
+_BEACON = struct.Struct("<4sHH16s16s")
+_MAGIC = b"plck"
+
+BEACON_BYTES = _BEACON.size
+
+
+@dataclass(frozen=True, slots=True)
+class Advert:
+    """A node listens on TCP ``port``; ``instance`` is random and new at each start."""
+
+    version: int
+    port: int
+    instance: bytes
+    tag: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """An address worth calling. ``instance`` (hex) is empty where nobody advertised it."""
+
+    host: str
+    port: int
+    source: str
+    instance: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """What this process shows to the network, and whom it recognises there.
+
+    ``keys()`` gives the keys of tags (32 bytes each): own adverts use the first, all are
+    recognised. ``port`` 0 means: only look, and be seen by nobody.
+    """
+
+    keys: Callable[[], Sequence[bytes]]
+    port: int
+    instance: bytes
+
+    def advert(self) -> Advert:
+        """The advert to send now."""
+        return make_advert(self.keys()[0], self.port, self.instance)
+
+    def recognises(self, advert: Advert) -> bool:
+        """Whether another process that holds one of the keys made this advert. About 5 us."""
+        if advert.version != ADVERT_VERSION or not advert.port or advert.instance == self.instance:
+            return False
+        signed = _SIGNED.pack(advert.version, advert.port, advert.instance)
+        return any(hmac.compare_digest(_tag(key, signed), advert.tag) for key in self.keys())
+
+
+def new_instance() -> bytes:
+    """A random id for one run of one process."""
+    return secrets.token_bytes(INSTANCE_BYTES)
+
+
+def make_advert(key: bytes, port: int, instance: bytes) -> Advert:
+    """The advert of a process that listens on ``port``, tagged under ``key``."""
+    signed = _SIGNED.pack(ADVERT_VERSION, port, instance)
+    return Advert(ADVERT_VERSION, port, instance, _tag(key, signed))
+
+
+def encode_beacon(advert: Advert) -> bytes:
+    """The 40 bytes of a beacon's datagram."""
+    return _BEACON.pack(_MAGIC, advert.version, advert.port, advert.instance, advert.tag)
+
+
+def decode_beacon(data: bytes) -> Advert | None:
+    """The advert in a datagram, None for anything else. The tag is not judged here."""
+    if len(data) != BEACON_BYTES:
+        return None
+    magic, version, port, instance, tag = _BEACON.unpack(data)
+    return Advert(version, port, instance, tag) if magic == _MAGIC else None
+
+
+def _tag(key: bytes, signed: bytes) -> bytes:
+    return hmac.digest(key, _LABEL + signed, "sha256")[:TAG_BYTES]

@@ -1,0 +1,203 @@
+"""The beacon: 40 bytes by UDP multicast, on every interface, IPv4 and IPv6.
+
+It works where mDNS is filtered or taken by another program. Each node speaks at its start, a few
+times quickly, then every ``INTERVAL_S``, and soon after it has heard an instance for the first
+time, so that a newcomer need not wait. Packets have a hop limit of 1: they never leave the network
+they were sent in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+
+from potluck.cluster.discovery.advert import (
+    BEACON_BYTES,
+    Advert,
+    Hint,
+    Presence,
+    decode_beacon,
+    encode_beacon,
+)
+from potluck.cluster.discovery.finder import OnHint
+from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
+from potluck.transport.rate import RateLimitedLog
+
+GROUP4 = "239.255.52.15"
+"""Of the block for one's own site (RFC 2365)."""
+GROUP6 = "ff12::706c:636b"
+"""A transient group of the link (RFC 4291, 2.7)."""
+INTERVAL_S = 2.0
+
+_FIRST_PAUSES_S = (0.1, 0.3, 0.6, 1.0)
+_ANSWER_S = 0.2
+_BURST = 64
+_MAX_HEARD = 256
+
+_log = logging.getLogger(__name__)
+
+
+class Beacon:
+    """A Finder on UDP ``port``, which all nodes must share."""
+
+    name = "beacon"
+
+    def __init__(
+        self,
+        port: int,
+        *,
+        interfaces: Callable[[], Sequence[Interface]] = lambda: usable_interfaces(loopback=True),
+    ) -> None:
+        self._port = port
+        self._interfaces = interfaces
+        self._complain = RateLimitedLog(_log)
+        self._sockets: dict[socket.AddressFamily, socket.socket] = {}
+        self._joined: set[tuple[socket.AddressFamily, str, int]] = set()
+        self._heard: dict[bytes, None] = {}
+        self._soon = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, presence: Presence, on_hint: OnHint) -> None:
+        self._presence, self._on_hint = presence, on_hint
+        self._task = asyncio.create_task(self._speak())
+
+    async def close(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._shut()
+
+    async def _speak(self) -> None:
+        pauses = iter(_FIRST_PAUSES_S)
+        while True:
+            self._soon.clear()
+            self._look_around()
+            if self._presence.port:
+                self._send(encode_beacon(self._presence.advert()))
+            pause = next(pauses, INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._soon.wait()
+                    await asyncio.sleep(_ANSWER_S)  # one answer for all who came meanwhile
+
+    def _look_around(self) -> None:
+        """Open the sockets and join the groups where that was not done: interfaces come and go."""
+        self._present = self._interfaces()
+        for family in (socket.AF_INET, socket.AF_INET6):
+            if family not in self._sockets:
+                self._open(family)
+        wanted = {
+            (family, address, interface.index)
+            for interface in self._present
+            for family, address in _places(interface)
+            if family in self._sockets
+        }
+        self._joined &= wanted
+        for place in wanted - self._joined:
+            if self._join(*place):
+                self._joined.add(place)
+
+    def _open(self, family: socket.AddressFamily) -> None:
+        sock = socket.socket(family, socket.SOCK_DGRAM)
+        try:
+            sock.setblocking(False)
+            # Several nodes may live on one machine: each gets every multicast datagram.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if sys.platform != "linux" and hasattr(socket, "SO_REUSEPORT"):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_HOPS, 1)
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_LOOP, 1)
+            else:
+                sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 1)
+                sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+            sock.bind(("", self._port))
+        except OSError as error:
+            sock.close()
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                self._complain.warning(f"no beacon on UDP port {self._port}: {error}")
+            return
+        self._sockets[family] = sock
+        asyncio.get_running_loop().add_reader(sock, self._hear, sock)
+
+    def _join(self, family: socket.AddressFamily, address: str, index: int) -> bool:
+        sock = self._sockets[family]
+        try:
+            if family == socket.AF_INET:
+                member = socket.inet_aton(GROUP4) + socket.inet_aton(address)
+                sock.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
+            else:
+                member = socket.inet_pton(family, GROUP6) + struct.pack("@I", index)
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, member)
+        except OSError as error:
+            # In use: another address of the same interface has joined already.
+            return error.errno == errno.EADDRINUSE
+        return True
+
+    def _send(self, data: bytes) -> None:
+        for interface in self._present:
+            for family, address in _places(interface):
+                sock = self._sockets.get(family)
+                if sock is None:
+                    continue
+                try:
+                    if family == socket.AF_INET:
+                        source = socket.inet_aton(address)
+                        sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, source)
+                        sock.sendto(data, (GROUP4, self._port))
+                    else:
+                        which = struct.pack("@I", interface.index)
+                        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_IF, which)
+                        sock.sendto(data, (GROUP6, self._port, 0, interface.index))
+                except OSError as error:
+                    _log.debug("no beacon on %s: %s", interface.name, error)
+
+    def _hear(self, sock: socket.socket) -> None:
+        """A bounded number at a time: a flood must not keep the loop from its other work."""
+        for _ in range(_BURST):
+            try:
+                data, address = sock.recvfrom(BEACON_BYTES + 1)
+            except BlockingIOError:
+                return
+            except OSError as error:  # the interface went away
+                _log.debug("beacon: %s", error)
+                return
+            advert = decode_beacon(data)
+            if advert is not None and self._presence.recognises(advert):
+                self._found(advert, socket.getnameinfo(address, _NUMERIC)[0])
+
+    def _found(self, advert: Advert, host: str) -> None:
+        if advert.instance not in self._heard:
+            self._heard[advert.instance] = None
+            if len(self._heard) > _MAX_HEARD:
+                del self._heard[next(iter(self._heard))]
+            self._soon.set()
+        self._on_hint(Hint(host, advert.port, self.name, advert.instance.hex()))
+
+    def _shut(self) -> None:
+        sockets, self._sockets = self._sockets, {}
+        self._joined.clear()
+        for sock in sockets.values():
+            asyncio.get_running_loop().remove_reader(sock)
+            sock.close()
+
+
+_NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV | socket.NI_DGRAM
+
+
+def _places(interface: Interface) -> list[tuple[socket.AddressFamily, str]]:
+    """Where to speak: each IPv4 network of the interface, and its link once by IPv6."""
+    places = [(socket.AF_INET, address) for address in interface.ipv4]
+    local = [each for each in interface.ipv6 if ipaddress.ip_address(each).is_link_local]
+    if local or interface.ipv6:
+        places.append((socket.AF_INET6, (local or list(interface.ipv6))[0]))
+    return places

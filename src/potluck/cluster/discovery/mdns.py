@@ -1,0 +1,186 @@
+"""mDNS (RFC 6762, 6763): a service ``_potluck._tcp.local.`` on every usable interface.
+
+Its name is the random instance id, so no host's name is told. The records are the advert: the
+port in SRV, version and tag in TXT; A and AAAA hold the addresses that mDNS needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zeroconf import IPVersion, ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from potluck.cluster.discovery.advert import INSTANCE_BYTES, TAG_BYTES, Advert, Hint, Presence
+from potluck.cluster.discovery.finder import OnHint
+from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
+from potluck.transport.rate import RateLimitedLog
+
+SERVICE = "_potluck._tcp.local."
+INTERVAL_S = 2.0
+
+_TTL_S = 120
+_RESOLVE_MS = 1500
+_MAX_RESOLVING = 16
+_MAX_KNOWN = 256
+
+_log = logging.getLogger(__name__)
+_zeroconf_log = logging.getLogger("zeroconf")
+
+
+class Mdns:
+    """A Finder by mDNS. Interfaces are named to zeroconf one by one, and looked at again and again:
+    its own choice misses some of a machine with several."""
+
+    name = "mdns"
+
+    def __init__(
+        self, *, interfaces: Callable[[], Sequence[Interface]] = usable_interfaces
+    ) -> None:
+        self._interfaces = interfaces
+        self._complain = RateLimitedLog(_log, interval_s=30.0)
+        self._known: dict[str, tuple[Hint, ...]] = {}
+        self._resolving: dict[str, asyncio.Task[None]] = {}
+        self._zeroconf: AsyncZeroconf | None = None
+        self._browser: AsyncServiceBrowser | None = None
+        self._shown: tuple[object, ...] | None = None
+        self._info: AsyncServiceInfo | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, presence: Presence, on_hint: OnHint) -> None:
+        self._presence, self._on_hint = presence, on_hint
+        if _zeroconf_log.level == logging.NOTSET:
+            # It warns, with a traceback, of each interface that does not work at the moment.
+            _zeroconf_log.setLevel(logging.ERROR)
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        task, self._task = self._task, None
+        tasks = [*filter(None, (task,)), *self._resolving.values()]
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._browser is not None:
+            await self._browser.async_cancel()
+        if self._zeroconf is not None:
+            await self._zeroconf.async_close()  # says goodbye
+        self._browser = self._zeroconf = None
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._look_around()
+            except Exception as error:  # whatever fails here, the other finders go on
+                self._complain.warning(f"mDNS does not work at the moment: {error}")
+            for hints in list(self._known.values()):
+                for hint in hints:
+                    self._on_hint(hint)
+            await asyncio.sleep(INTERVAL_S)
+
+    async def _look_around(self) -> None:
+        interfaces = self._interfaces()
+        # zeroconf names IPv4 networks by an address and IPv6 links by the interface's index.
+        places: list[Any] = [each for i in interfaces for each in i.ipv4]
+        places += [each.index for each in interfaces if each.ipv6 and not each.is_loopback]
+        if not places:
+            return
+        if self._zeroconf is None:
+            family = IPVersion.All if socket.has_dualstack_ipv6() else IPVersion.V4Only
+            self._zeroconf = AsyncZeroconf(interfaces=places, ip_version=family)
+            await self._zeroconf.zeroconf.async_wait_for_start()
+            self._browser = AsyncServiceBrowser(
+                self._zeroconf.zeroconf, SERVICE, handlers=[self._changed]
+            )
+        else:
+            await self._zeroconf.async_update_interfaces(places)
+        if self._presence.port:
+            await self._show(self._zeroconf, interfaces)
+
+    async def _show(self, zeroconf: AsyncZeroconf, interfaces: Sequence[Interface]) -> None:
+        advert = self._presence.advert()
+        addresses = sorted({each for i in interfaces for each in (*i.ipv4, *i.ipv6)})
+        shown = (advert, *addresses)
+        if shown == self._shown:
+            return
+        instance = advert.instance.hex()
+        info = AsyncServiceInfo(
+            SERVICE,
+            f"{instance}.{SERVICE}",
+            port=advert.port,
+            properties={"v": str(advert.version), "t": advert.tag.hex()},
+            server=f"{instance}.local.",
+            parsed_addresses=addresses,
+            host_ttl=_TTL_S,
+            other_ttl=_TTL_S,
+        )
+        if self._info is None:
+            # The name is random: nobody else has it, so nobody need be asked.
+            await zeroconf.async_register_service(info, cooperating_responders=True)
+        else:
+            await zeroconf.async_update_service(info)
+        self._info, self._shown = info, shown
+
+    def _changed(
+        self,
+        zeroconf: Zeroconf,
+        service_type: str,
+        name: str,
+        state_change: ServiceStateChange,
+        **_: Any,
+    ) -> None:
+        instance = _instance_of(name)
+        if instance is None or instance == self._presence.instance:
+            return
+        if state_change is ServiceStateChange.Removed:
+            self._known.pop(name, None)
+            return
+        info = AsyncServiceInfo(SERVICE, name)
+        if info.load_from_cache(zeroconf):
+            self._found(name, instance, info)
+        elif name not in self._resolving and len(self._resolving) < _MAX_RESOLVING:
+            task = asyncio.create_task(self._resolve(zeroconf, name, instance, info))
+            self._resolving[name] = task
+            task.add_done_callback(lambda _: self._resolving.pop(name, None))
+
+    async def _resolve(
+        self, zeroconf: Zeroconf, name: str, instance: bytes, info: AsyncServiceInfo
+    ) -> None:
+        if await info.async_request(zeroconf, _RESOLVE_MS):
+            self._found(name, instance, info)
+
+    def _found(self, name: str, instance: bytes, info: AsyncServiceInfo) -> None:
+        advert = _advert_of(instance, info)
+        if advert is None or not self._presence.recognises(advert):
+            return
+        addresses = info.parsed_scoped_addresses()[:16]
+        self._known.pop(name, None)
+        self._known[name] = tuple(
+            Hint(each, advert.port, self.name, instance.hex()) for each in addresses
+        )
+        if len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        for hint in self._known.get(name, ()):
+            self._on_hint(hint)
+
+
+def _instance_of(name: str) -> bytes | None:
+    label = name.removesuffix(f".{SERVICE}")
+    is_hex = len(label) == 2 * INSTANCE_BYTES and set(label) <= set(string.hexdigits)
+    return bytes.fromhex(label) if is_hex else None
+
+
+def _advert_of(instance: bytes, info: AsyncServiceInfo) -> Advert | None:
+    texts = info.decoded_properties
+    version, tag = texts.get("v") or "", texts.get("t") or ""
+    if not (version.isascii() and version.isdigit() and len(version) <= 4):
+        return None
+    if len(tag) != 2 * TAG_BYTES or not set(tag) <= set(string.hexdigits):
+        return None
+    if info.port is None or not 0 < info.port < 65536:
+        return None
+    return Advert(int(version), info.port, instance, bytes.fromhex(tag))
