@@ -17,4 +17,5 @@ NB_MODULE(_native, m) {
     m.attr("has_openssl") = false;
 #endif
     m.def("cpu_features", &potluck::cpu_features, "What was found on this processor.");
+    potluck::bind::kernels(m);
 }

@@ -1,0 +1,40 @@
+// A Python object's memory as bytes: anything with the buffer protocol (NumPy arrays, memoryviews).
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+
+namespace potluck::bind {
+
+// Contiguous memory, held while this lives. Raises what the object raises (BufferError, TypeError).
+class Buffer {
+public:
+    Buffer(nanobind::handle object, bool writable) {
+        const int flags = writable ? PyBUF_WRITABLE : PyBUF_SIMPLE;
+        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nanobind::python_error();
+    }
+    Buffer(Buffer&& other) noexcept : view_(other.view_) { other.view_.obj = nullptr; }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    Buffer& operator=(Buffer&&) = delete;
+    ~Buffer() {
+        if (view_.obj != nullptr) PyBuffer_Release(&view_);
+    }
+
+    void* data() const { return view_.buf; }
+    std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+private:
+    Py_buffer view_{};
+};
+
+// Runs `work`, without the interpreter lock where it takes longer than handing the lock over.
+template <class Work>
+void without_lock(std::size_t bytes, Work&& work) {
+    if (bytes < 32768) return work();
+    nanobind::gil_scoped_release released;
+    work();
+}
+
+}  // namespace potluck::bind

@@ -1,0 +1,137 @@
+// Reduction, codecs and checksums, as functions over buffers.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <vector>
+
+#include "bind.hpp"
+#include "bind_buffer.hpp"
+#include "core/checksum.hpp"
+#include "core/codec.hpp"
+#include "core/kernels.hpp"
+#include "core/reduce.hpp"
+
+namespace nb = nanobind;
+
+namespace potluck::bind {
+
+namespace {
+
+Dtype dtype_of(int code) {
+    if (code < 1 || code >= num_dtypes) throw nb::value_error("no such element type");
+    return static_cast<Dtype>(code);
+}
+
+Op op_of(int code) {
+    if (code < 0 || code >= num_ops) throw nb::value_error("no such operation");
+    return static_cast<Op>(code);
+}
+
+Codec codec_of(int code) {
+    if (code < 1 || code > 3) throw nb::value_error("no such codec");
+    return static_cast<Codec>(code);
+}
+
+void require(bool holds, const char* what) {
+    if (!holds) throw nb::value_error(what);
+}
+
+void combine_buffers(int dtype_code, int op_code, nb::handle target, nb::handle source) {
+    const Dtype dtype = dtype_of(dtype_code);
+    const Op op = op_of(op_code);
+    require(has_combine(dtype, op), "this operation has no meaning for this element type");
+    const Buffer to(target, true), from(source, false);
+    require(to.size() == from.size(), "the buffers must be of one size");
+    without_lock(to.size(), [&] {
+        combine(dtype, op, to.data(), from.data(), to.size() / item_bytes(dtype));
+    });
+}
+
+void combine_many_buffers(int dtype_code, int op_code, nb::handle target, nb::sequence sources) {
+    const Dtype dtype = dtype_of(dtype_code);
+    const Op op = op_of(op_code);
+    require(has_combine(dtype, op), "this operation has no meaning for this element type");
+    const Buffer to(target, true);
+    std::vector<Buffer> held;
+    std::vector<const void*> from;
+    for (nb::handle source : sources) {
+        held.emplace_back(source, false);
+        require(held.back().size() == to.size(), "the buffers must be of one size");
+        from.push_back(held.back().data());
+    }
+    require(!from.empty(), "at least one source is needed");
+    without_lock(to.size() * from.size(), [&] {
+        combine_many(dtype, op, to.data(), from.data(), from.size(), to.size() / item_bytes(dtype));
+    });
+}
+
+void divide_buffer(int dtype_code, nb::handle array, std::size_t divisor) {
+    const Dtype dtype = dtype_of(dtype_code);
+    require(has_divide(dtype), "only floats and complex numbers can be divided");
+    const Buffer values(array, true);
+    without_lock(values.size(), [&] {
+        divide(dtype, values.data(), values.size() / item_bytes(dtype), divisor);
+    });
+}
+
+void check_sizes(Codec codec, const Buffer& encoded, const Buffer& floats) {
+    require(floats.size() % 4 == 0 && encoded.size() == encoded_bytes(codec, floats.size() / 4),
+            "the encoded buffer is not of the size that so many elements take");
+}
+
+void encode_buffer(int code, nb::handle encoded, nb::handle source) {
+    const Codec codec = codec_of(code);
+    const Buffer to(encoded, true), from(source, false);
+    check_sizes(codec, to, from);
+    without_lock(from.size(), [&] { encode(codec, to.data(), from.data(), from.size() / 4); });
+}
+
+void encode_with_residual_buffer(int code, nb::handle encoded, nb::handle residual,
+                                 nb::handle source) {
+    const Codec codec = codec_of(code);
+    const Buffer to(encoded, true), left(residual, true), from(source, false);
+    check_sizes(codec, to, from);
+    require(left.size() == from.size(), "the residual must be of the source's size");
+    without_lock(from.size(), [&] {
+        encode_with_residual(codec, to.data(), left.data(), from.data(), from.size() / 4);
+    });
+}
+
+template <void (*Decode)(Codec, void*, const void*, std::size_t)>
+void decode_buffer(int code, nb::handle target, nb::handle encoded) {
+    const Codec codec = codec_of(code);
+    const Buffer to(target, true), from(encoded, false);
+    check_sizes(codec, from, to);
+    without_lock(to.size(), [&] { Decode(codec, to.data(), from.data(), to.size() / 4); });
+}
+
+template <std::uint32_t (*Checksum)(std::uint32_t, const void*, std::size_t)>
+std::uint32_t checksum_buffer(nb::handle data, std::uint32_t before) {
+    const Buffer bytes(data, false);
+    std::uint32_t crc = 0;
+    without_lock(bytes.size(), [&] { crc = Checksum(before, bytes.data(), bytes.size()); });
+    return crc;
+}
+
+}  // namespace
+
+void kernels(nb::module_& m) {
+    using namespace nb::literals;
+    m.def("combine", combine_buffers, "dtype"_a, "op"_a, "target"_a, "source"_a);
+    m.def("combine_many", combine_many_buffers, "dtype"_a, "op"_a, "target"_a, "sources"_a);
+    m.def("divide", divide_buffer, "dtype"_a, "array"_a, "divisor"_a);
+    m.def("encode", encode_buffer, "codec"_a, "encoded"_a, "source"_a);
+    m.def("encode_with_residual", encode_with_residual_buffer, "codec"_a, "encoded"_a,
+          "residual"_a, "source"_a);
+    m.def("decode", decode_buffer<decode>, "codec"_a, "target"_a, "encoded"_a);
+    m.def("decode_accumulate", decode_buffer<decode_accumulate>, "codec"_a, "target"_a,
+          "encoded"_a);
+    m.def("crc32c", checksum_buffer<crc32c>, "data"_a, "before"_a = 0);
+    m.def("crc32c_portable", checksum_buffer<crc32c_portable>, "data"_a, "before"_a = 0);
+    m.def("kernel_sets", kernel_sets, "The instruction sets that kernels exist for and run here.");
+    m.def("kernel_set", [] { return std::string(potluck::kernels().name); });
+    m.def("use_kernel_set", use_kernel_set, "name"_a);
+}
+
+}  // namespace potluck::bind
