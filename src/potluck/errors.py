@@ -7,6 +7,7 @@
      ├── MissingDependency       an optional package is absent: run the pip command it names
      ├── SecurityError           a peer or a key file was not trusted; nothing was exchanged
      │    ├── WrongSecret        the peer holds another cluster secret
+     │    ├── WrongCode          a pairing code is wrong or too old: run `potluck pair` for another
      │    └── IdentityError      my own key file is unreadable, readable by others, or damaged
      ├── ProtocolError           bytes that are not potluck's, or another version of it
      ├── LinkError               no link to a peer could be made, or it ended
@@ -47,6 +48,10 @@ class SecurityError(PotluckError):
 
 class WrongSecret(SecurityError):
     """The peer's certificate was not issued under this cluster's secret, or mine not under its."""
+
+
+class WrongCode(SecurityError):
+    """A pairing code was wrong or has expired. The secret was given to nobody."""
 
 
 class IdentityError(SecurityError):
