@@ -1,0 +1,191 @@
+#include "core/window_channel.hpp"
+
+#include <algorithm>
+
+namespace potluck::window {
+
+namespace {
+
+// Nobody sleeps longer without looking: a waker may have been stopped before it could ring.
+constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
+constexpr std::int64_t LEAST_SPIN_NS = 500;
+constexpr int LOOKS_PER_CLOCK = 8;
+
+}  // namespace
+
+Channel::Channel(void* memory, const Shape& shape_, int rank_, std::int64_t most_spin_ns)
+    : rank(rank_),
+      shape(shape_),
+      header_(static_cast<Header*>(memory)),
+      seats_(reinterpret_cast<Seat*>(static_cast<char*>(memory) + Shape::PAGE)),
+      blocks_(static_cast<char*>(memory) + shape_.blocks_at()),
+      known_(static_cast<std::size_t>(shape_.world), 0),
+      most_spin_ns_(most_spin_ns),
+      spin_ns_(most_spin_ns) {}
+
+void Channel::publish(std::uint64_t fingerprint) {
+    mine().calls[num_calls_ % NUM_CALLS].store(fingerprint, std::memory_order_relaxed);
+    ++num_calls_;
+}
+
+int Channel::dissenter(int who, std::uint64_t fingerprint) const {
+    const std::uint32_t index = (num_calls_ - 1) % NUM_CALLS;
+    for (int other = 0; other < shape.world; ++other) {
+        if (other == rank || (who != ALL && who != other)) continue;
+        if (seat(other).calls[index].load(std::memory_order_relaxed) != fingerprint) return other;
+    }
+    return -1;
+}
+
+void Channel::arrive() {
+    ++tick_;
+    // Sequentially consistent, as is the sleeper's `want`: one of the two sees the other.
+    mine().tick.store(tick_, std::memory_order_seq_cst);
+    for (int i = 1; i < shape.world; ++i) {
+        const int other = (rank + i) % shape.world;
+        std::uint64_t want = seat(other).want.load(std::memory_order_seq_cst);
+        // The first to see it met takes the wish down, so a sleeper is woken once.
+        if (want != 0 && is_met(want) && seat(other).want.compare_exchange_strong(want, 0)) {
+            ring(other);
+        }
+    }
+}
+
+bool Channel::is_met(std::uint64_t wish) const {
+    const int who = wisher_awaits(wish);
+    const std::uint32_t wanted = wished_tick(wish);
+    const int first = who == ALL ? 0 : who;
+    const int last = who == ALL ? shape.world - 1 : std::min(who, shape.world - 1);
+    for (int other = first; other <= last; ++other) {
+        if (!reached(seat(other).tick.load(std::memory_order_seq_cst), wanted)) return false;
+    }
+    return true;
+}
+
+void Channel::ring(int of_rank) {
+    seat(of_rank).bell.fetch_add(1, std::memory_order_seq_cst);
+    wake_all(seat(of_rank).bell);
+}
+
+bool Channel::has(const Need& need) {
+    if (need.who != ALL) {
+        const auto who = static_cast<std::size_t>(need.who);
+        if (reached(known_[who], need.tick)) return true;
+        known_[who] = seat(need.who).tick.load(std::memory_order_acquire);
+        return reached(known_[who], need.tick);
+    }
+    if (reached(known_all_, need.tick)) return true;
+    std::uint32_t least = tick_;
+    for (int i = 1; i < shape.world; ++i) {
+        const int other = (rank + i) % shape.world;
+        auto& known = known_[static_cast<std::size_t>(other)];
+        if (!reached(known, need.tick)) {
+            known = seat(other).tick.load(std::memory_order_acquire);
+            if (!reached(known, need.tick)) return false;
+        }
+        if (!reached(known, least)) least = known;
+    }
+    known_all_ = least;
+    return true;
+}
+
+Outcome Channel::verdict(const Need& need) {
+    if (is_stopped()) return Outcome::STOPPED;
+    for (int other = 0; other < shape.world; ++other) {
+        if (other == rank || (need.who != ALL && need.who != other)) continue;
+        const Seat& theirs = seat(other);
+        if (reached(theirs.tick.load(std::memory_order_acquire), need.tick)) continue;
+        const Elsewhere& entry = theirs.elsewhere[number % NUM_ELSEWHERE];
+        if (entry.number.load(std::memory_order_acquire) == number + 1) {
+            culprit = other;
+            return Outcome::DESYNC;
+        }
+        if (theirs.left.load(std::memory_order_acquire) != 0 &&
+            !reached(theirs.tick.load(std::memory_order_acquire), need.tick)) {
+            culprit = other;
+            return Outcome::LEFT;
+        }
+    }
+    return Outcome::PENDING;
+}
+
+int Channel::laggard(const Need& need) const {
+    for (int other = 0; other < shape.world; ++other) {
+        if (other == rank || (need.who != ALL && need.who != other)) continue;
+        if (!reached(seat(other).tick.load(std::memory_order_acquire), need.tick)) return other;
+    }
+    return -1;
+}
+
+bool Channel::has_not_called(int who, std::uint32_t base) const {
+    return !reached(seat(who).tick.load(std::memory_order_acquire), base + 1);
+}
+
+bool Channel::prepare_sleep(const Need& need, Watch* watch) {
+    Seat& me = mine();
+    *watch = {&me.bell, me.bell.load(std::memory_order_seq_cst)};
+    me.want.store(wish(need.who, need.tick), std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    return !has(need) && verdict(need) == Outcome::PENDING;
+}
+
+Outcome Channel::wait(const Need& need, std::int64_t until_ns) {
+    if (has(need)) return Outcome::DONE;
+    const std::int64_t began = now_ns();
+    const auto end = [&](Outcome outcome) {
+        waited_ns += now_ns() - began;
+        return outcome;
+    };
+    // Spinning pays while the others are about as far as this rank; where it did not, do it less.
+    for (std::int64_t spun = 0; spun < spin_ns_; spun = now_ns() - began) {
+        for (int look = 0; look < LOOKS_PER_CLOCK; ++look) {
+            relax();
+            if (has(need)) {
+                spin_ns_ = std::min(most_spin_ns_, 2 * spin_ns_);
+                return end(Outcome::DONE);
+            }
+        }
+        if (is_stopped()) return end(Outcome::STOPPED);
+    }
+    spin_ns_ = std::min(most_spin_ns_, std::max(LEAST_SPIN_NS, spin_ns_ / 2));
+    while (true) {
+        Watch watch{};
+        if (prepare_sleep(need, &watch)) {
+            const std::int64_t left = until_ns - now_ns();
+            if (left > 0) sleep_on(watch, std::min(left, LONGEST_SLEEP_NS));
+        }
+        awake();
+        if (has(need)) return end(Outcome::DONE);
+        const Outcome reason = verdict(need);
+        if (reason != Outcome::PENDING) return end(reason);
+        if (now_ns() >= until_ns) return end(Outcome::PENDING);
+    }
+}
+
+void Channel::stop(bool for_all) {
+    stopped_.store(true, std::memory_order_seq_cst);
+    if (!for_all) {
+        ring(rank);
+        return;
+    }
+    header_->aborted.store(1, std::memory_order_seq_cst);
+    for (int other = 0; other < shape.world; ++other) ring(other);
+}
+
+bool Channel::is_stopped() const {
+    return stopped_.load(std::memory_order_relaxed) ||
+           header_->aborted.load(std::memory_order_relaxed) != 0;
+}
+
+void Channel::leave() {
+    mine().left.store(1, std::memory_order_seq_cst);
+    for (int other = 0; other < shape.world; ++other) ring(other);
+}
+
+void Channel::note_elsewhere(std::uint64_t number_, std::uint64_t fingerprint) {
+    Elsewhere& entry = mine().elsewhere[number_ % NUM_ELSEWHERE];
+    entry.fingerprint.store(fingerprint, std::memory_order_relaxed);
+    entry.number.store(number_ + 1, std::memory_order_release);
+}
+
+}  // namespace potluck::window

@@ -1,0 +1,95 @@
+// A collective call over the window, as a state machine that never blocks.
+//
+// The data goes a block at a time. In its iteration `i` a rank
+//
+//     copies block i into its slot                      (what the others need of it)
+//     and, once all have completed the iteration before,
+//     consumes block i - 1 from the others' slots       (copies it out, or combines it)
+//     [all_reduce and reduce of large data: consuming is combining the own slice, into the slot,
+//      and a third stage copies the others' slices of block i - 2 out]
+//     and counts one tick.
+//
+// So there is one synchronisation per block, not two or three. Contributions are always combined
+// in the order of the ranks, by whoever combines them: results are the same bits on every rank
+// and for both ways of reducing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/window_channel.hpp"
+#include "core/window_combine.hpp"
+
+namespace potluck::window {
+
+enum class Kind : std::uint8_t {
+    ALL_REDUCE = 0,
+    REDUCE_SCATTER,
+    ALL_GATHER,
+    BROADCAST,
+    REDUCE,
+    SCATTER,
+    GATHER,
+    ALL_TO_ALL,
+    BARRIER,
+};
+constexpr int NUM_KINDS = 9;
+
+// What one rank asks for. `count` is in elements: of the whole array for all_reduce, broadcast and
+// reduce, of one rank's part for the others.
+struct Call {
+    Kind kind = Kind::BARRIER;
+    Combination combination;
+    int root = 0;
+    const char* source = nullptr;
+    char* result = nullptr;
+    std::size_t count = 0;
+    std::size_t itemsize = 1;
+    std::uint64_t number = 0;
+    std::uint64_t fingerprint = 0;
+};
+
+class Movement {
+public:
+    explicit Movement(const Call& call) : call_(call) {}
+
+    // Go on as far as possible: DONE, PENDING (`need` must come first) or DESYNC.
+    Outcome step(Channel& channel);
+
+    const Call& call() const { return call_; }
+    const Need& need() const { return need_; }
+    // The tick at which this call began here.
+    std::uint32_t base() const { return base_; }
+
+private:
+    struct Span {
+        std::size_t at;
+        std::size_t length;
+    };
+
+    void begin(Channel& channel);
+    bool gives() const;     // writes into its slot
+    Need takes() const;     // whom it must have heard of before it reads
+    bool listens() const;   // reads at all
+    Span block(int index) const;
+    Span slice(Span block, int of_rank) const;
+    void give(int index);
+    void take(int index);
+    void bring_home(int index);
+    bool is_over_own_part() const;
+    void copy_slice(char* to, const char* from, std::size_t length) const;
+    char* slot(int of_rank, int index) const;
+
+    Call call_;
+    Channel* channel_ = nullptr;
+    Need need_;
+    std::uint32_t base_ = 0;
+    std::size_t block_ = 0;  // elements
+    int num_blocks_ = 0;
+    int depth_ = 1;          // 2: slices are combined by their owners and copied out by the others
+    int iteration_ = 0;
+    int stage_ = 0;
+    bool has_compared_ = false;
+};
+
+}  // namespace potluck::window

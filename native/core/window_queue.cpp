@@ -1,0 +1,245 @@
+#include "core/window_queue.hpp"
+
+#include <algorithm>
+
+#include "core/window_engine.hpp"
+
+namespace potluck::window {
+
+namespace {
+
+constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
+
+}  // namespace
+
+// -- telling that calls have ended
+
+void Notifier::push(std::uint64_t id) {
+    {
+        const std::lock_guard hold(lock_);
+        ended_.push_back(id);
+    }
+    changed_.notify_one();
+}
+
+std::uint64_t Notifier::next() {
+    std::unique_lock hold(lock_);
+    changed_.wait(hold, [this] { return is_closed_ || !ended_.empty(); });
+    if (ended_.empty()) return 0;
+    const std::uint64_t id = ended_.front();
+    ended_.pop_front();
+    return id;
+}
+
+void Notifier::close() {
+    {
+        const std::lock_guard hold(lock_);
+        is_closed_ = true;
+    }
+    changed_.notify_all();
+}
+
+bool Ticket::watch() {
+    std::uint32_t before = OPEN;
+    return watched_.compare_exchange_strong(before, AWAITED) || before == AWAITED;
+}
+
+void Ticket::end(Outcome how, Channel& channel) {
+    outcome = how;
+    if (how == Outcome::TIMEOUT || how == Outcome::LEFT || how == Outcome::DESYNC) {
+        culprit = how == Outcome::TIMEOUT ? channel.laggard(movement.need()) : channel.culprit;
+        has_begun = culprit < 0 || !channel.has_not_called(culprit, movement.base());
+    }
+}
+
+void Ticket::publish(Notifier& notifier) {
+    const bool has_failed = outcome != Outcome::DONE && outcome != Outcome::STOPPED;
+    if (done_.exchange(ENDED, std::memory_order_seq_cst) == AWAITED) wake_all(done_);
+    if (watched_.exchange(ENDED) == AWAITED || has_failed) notifier.push(id);
+}
+
+void Ticket::sleep(std::int64_t until_ns) {
+    std::uint32_t before = OPEN;
+    if (done_.compare_exchange_strong(before, AWAITED) || before == AWAITED) {
+        sleep_on({&done_, AWAITED}, std::min(until_ns - now_ns(), LONGEST_SLEEP_NS));
+    }
+}
+
+// -- the queue
+
+Queue::Queue(void* memory, const Shape& shape, int rank, std::int64_t most_spin_ns,
+             std::shared_ptr<Engine> engine, std::shared_ptr<Notifier> notifier)
+    : channel(memory, shape, rank, most_spin_ns),
+      engine_(std::move(engine)),
+      notifier_(std::move(notifier)) {}
+
+bool Queue::is_free() {
+    const std::lock_guard hold(lock_);
+    return !is_driven_ && calls_.empty();
+}
+
+bool Queue::has_work() {
+    const std::lock_guard hold(lock_);
+    return !calls_.empty();
+}
+
+Outcome Queue::run(Ticket& ticket) {
+    if (!take_idle()) return Outcome::PENDING;
+    const std::int64_t waited = channel.waited_ns;
+    Outcome outcome = drive(ticket, ticket.deadline_ns);
+    if (outcome == Outcome::PENDING) outcome = Outcome::TIMEOUT;
+    conclude(ticket, outcome);
+    const auto took = static_cast<std::uint64_t>(now_ns() - ticket.began_ns);
+    const auto idle = static_cast<std::uint64_t>(channel.waited_ns - waited);
+    blocked_ns_.fetch_add(took, std::memory_order_relaxed);
+    worked_ns_.fetch_add(took - std::min(took, idle), std::memory_order_relaxed);
+    release();
+    return outcome;
+}
+
+void Queue::submit(Tickets ticket) {
+    {
+        const std::lock_guard hold(lock_);
+        calls_.push_back(std::move(ticket));
+    }
+    engine_->ring();
+}
+
+bool Queue::wait(const Tickets& ticket, std::int64_t until_ns) {
+    const std::int64_t began = now_ns();
+    std::int64_t idle = 0;
+    while (!ticket->is_done()) {
+        if (now_ns() >= until_ns) break;
+        if (!take()) {
+            const std::int64_t slept = now_ns();
+            ticket->sleep(until_ns);
+            idle += now_ns() - slept;
+            continue;
+        }
+        const std::int64_t waited = channel.waited_ns;
+        while (!ticket->is_done()) {
+            const Tickets first = front();
+            Outcome outcome = drive(*first, std::min(until_ns, first->deadline_ns));
+            if (outcome == Outcome::PENDING) {
+                if (now_ns() < first->deadline_ns) break;  // the caller's patience has ended
+                outcome = Outcome::TIMEOUT;
+            }
+            finish_front(first, outcome);
+        }
+        idle += channel.waited_ns - waited;
+        release();
+    }
+    const auto took = static_cast<std::uint64_t>(now_ns() - began);
+    blocked_ns_.fetch_add(took, std::memory_order_relaxed);
+    worked_ns_.fetch_add(took - std::min(took, static_cast<std::uint64_t>(idle)),
+                         std::memory_order_relaxed);
+    return ticket->is_done();
+}
+
+Queue::Poll Queue::poll(Watch* watch, std::int64_t* until_ns) {
+    if (!take()) return Poll::IDLE;
+    bool has_moved = false;
+    Poll found = Poll::IDLE;
+    while (const Tickets first = front()) {
+        const std::uint32_t before = channel.tick();
+        Outcome outcome = channel.is_stopped() ? Outcome::STOPPED : first->movement.step(channel);
+        has_moved = has_moved || channel.tick() != before;
+        if (outcome == Outcome::PENDING) {
+            const Need& need = first->movement.need();
+            outcome = channel.verdict(need);
+            if (outcome == Outcome::PENDING && now_ns() >= first->deadline_ns) {
+                outcome = Outcome::TIMEOUT;
+            }
+            if (outcome == Outcome::PENDING) {
+                if (watch == nullptr) break;
+                if (!channel.prepare_sleep(need, watch)) continue;
+                *until_ns = std::min(*until_ns, first->deadline_ns);
+                found = Poll::BLOCKED;
+                break;
+            }
+        }
+        finish_front(first, outcome);
+        has_moved = true;
+    }
+    {
+        const std::lock_guard hold(lock_);
+        is_driven_ = false;
+    }
+    return found == Poll::IDLE && has_moved ? Poll::MOVED : found;
+}
+
+void Queue::stop(bool for_all) {
+    channel.stop(for_all);
+    if (has_work()) engine_->ring();
+}
+
+bool Queue::take_idle() {
+    for (int attempt = 0; attempt < 100; ++attempt) {
+        {
+            const std::lock_guard hold(lock_);
+            if (!calls_.empty()) return false;
+            if (!is_driven_) {
+                is_driven_ = true;
+                return true;
+            }
+        }
+        relax();  // whoever ended the last call is just about to go
+    }
+    return false;
+}
+
+bool Queue::take() {
+    {
+        const std::lock_guard hold(lock_);
+        if (is_driven_ || calls_.empty()) return false;
+        is_driven_ = true;
+    }
+    channel.awake();
+    return true;
+}
+
+void Queue::release() {
+    bool has_more = false;
+    {
+        const std::lock_guard hold(lock_);
+        is_driven_ = false;
+        has_more = !calls_.empty();
+    }
+    if (has_more) engine_->ring();
+}
+
+Tickets Queue::front() {
+    const std::lock_guard hold(lock_);
+    return calls_.empty() ? nullptr : calls_.front();
+}
+
+Outcome Queue::drive(Ticket& ticket, std::int64_t until_ns) {
+    while (!channel.is_stopped()) {
+        Outcome outcome = ticket.movement.step(channel);
+        if (outcome == Outcome::PENDING) outcome = channel.wait(ticket.movement.need(), until_ns);
+        else return outcome;
+        if (outcome != Outcome::DONE) return outcome;
+    }
+    return Outcome::STOPPED;
+}
+
+void Queue::conclude(Ticket& ticket, Outcome outcome) {
+    ticket.end(outcome, channel);
+    if (outcome == Outcome::DONE) {
+        stats_[static_cast<std::size_t>(ticket.movement.call().kind)].add(
+            now_ns() - ticket.began_ns, ticket.nbytes);
+    } else {
+        channel.stop(true);  // half a call lies in the window: nothing after it can be right
+    }
+}
+
+void Queue::finish_front(const Tickets& ticket, Outcome outcome) {
+    conclude(*ticket, outcome);
+    {
+        const std::lock_guard hold(lock_);
+        calls_.pop_front();
+    }
+    ticket->publish(*notifier_);
+}
+
+}  // namespace potluck::window

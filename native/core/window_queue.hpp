@@ -1,0 +1,125 @@
+// The calls of one channel, in order, and whoever moves them.
+//
+// One thread at a time drives a channel: the caller of a blocking call, a thread that waits for an
+// earlier call, or the engine thread. Whoever finds it taken waits for his call to end, or goes.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include "core/window_channel.hpp"
+#include "core/window_move.hpp"
+#include "core/window_stats.hpp"
+
+namespace potluck::window {
+
+class Engine;
+
+// Tells one thread which of the calls that somebody wants to hear of have ended.
+class Notifier {
+public:
+    void push(std::uint64_t id);
+    // The next one, 0 once `close` was called.
+    std::uint64_t next();
+    void close();
+
+private:
+    std::mutex lock_;
+    std::condition_variable changed_;
+    std::deque<std::uint64_t> ended_;
+    bool is_closed_ = false;
+};
+
+// A call under way. Its memory must stay until it has ended.
+class Ticket {
+public:
+    Ticket(const Call& call, std::int64_t deadline_ns, std::uint64_t nbytes, std::uint64_t id = 0)
+        : movement(call), deadline_ns(deadline_ns), nbytes(nbytes), id(id), began_ns(now_ns()) {}
+
+    bool is_done() const { return done_.load(std::memory_order_acquire) == ENDED; }
+    // Let the notifier tell when it ends; false if it has.
+    bool watch();
+    // Both are set before it is done.
+    Outcome outcome = Outcome::PENDING;
+    int culprit = -1;
+    bool has_begun = true;  // the culprit has begun this call too
+
+    Movement movement;
+    const std::int64_t deadline_ns;
+    const std::uint64_t nbytes;
+    const std::uint64_t id;
+    const std::int64_t began_ns;
+
+private:
+    friend class Queue;
+    static constexpr std::uint32_t OPEN = 0, ENDED = 1, AWAITED = 2;
+
+    void end(Outcome how, Channel& channel);
+    void publish(Notifier& notifier);
+    void sleep(std::int64_t until_ns);
+
+    Word done_{OPEN};
+    std::atomic<std::uint32_t> watched_{OPEN};
+};
+
+using Tickets = std::shared_ptr<Ticket>;
+
+class Queue {
+public:
+    // `engine` takes over what nobody waits for; `notifier` hears of submitted calls that fail and
+    // of those that are watched.
+    Queue(void* memory, const Shape& shape, int rank, std::int64_t most_spin_ns,
+          std::shared_ptr<Engine> engine, std::shared_ptr<Notifier> notifier);
+
+    Channel channel;
+
+    // Run a call in this thread, if nothing is before it. PENDING: something is, `submit` it.
+    Outcome run(Ticket& ticket);
+    // Whether `run` would run it.
+    bool is_free();
+
+    void submit(Tickets ticket);
+    // Block until the call has ended, moving the channel meanwhile; false at `until_ns`.
+    bool wait(const Tickets& ticket, std::int64_t until_ns);
+
+    // For the engine thread: go on with what is first. `watch` is filled in if there is something
+    // to wait for and nothing can be done now (`until_ns` is lowered to its deadline).
+    enum class Poll { IDLE, MOVED, BLOCKED };
+    Poll poll(Watch* watch, std::int64_t* until_ns);
+
+    // The group is over, here or for all: everything that waits ends with STOPPED.
+    void stop(bool for_all);
+    bool has_work();
+    // This rank makes no more calls.
+    void leave() { channel.leave(); }
+
+    const Stats& stats(Kind kind) const { return stats_[static_cast<std::size_t>(kind)]; }
+    // Nanoseconds that callers were blocked, and the part of it in which they had work to do.
+    std::uint64_t blocked_ns() const { return blocked_ns_.load(std::memory_order_relaxed); }
+    std::uint64_t worked_ns() const { return worked_ns_.load(std::memory_order_relaxed); }
+
+private:
+    bool take();
+    bool take_idle();
+    void release();
+    Tickets front();
+    Outcome drive(Ticket& ticket, std::int64_t until_ns);
+    void conclude(Ticket& ticket, Outcome outcome);
+    void finish_front(const Tickets& ticket, Outcome outcome);
+
+    std::shared_ptr<Engine> engine_;
+    std::shared_ptr<Notifier> notifier_;
+    std::mutex lock_;
+    bool is_driven_ = false;
+    std::deque<Tickets> calls_;
+    std::array<Stats, NUM_KINDS> stats_;
+    std::atomic<std::uint64_t> blocked_ns_{0};
+    std::atomic<std::uint64_t> worked_ns_{0};
+};
+
+}  // namespace potluck::window
