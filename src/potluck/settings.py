@@ -55,7 +55,15 @@ class Settings:
     gradient_port: Annotated[
         Port, About("TCP port of the first worker's links; the next worker's is one higher; 0: any")
     ] = 52416
-    discovery_port: Annotated[Port, About("UDP port on which nodes look for each other")] = 52415
+    discovery_port: Annotated[
+        Port, About("port on which nodes look for each other (UDP) and their agents talk (TCP)")
+    ] = 52415
+    discovery: Annotated[
+        str, About("ways to find peers: some of mdns, beacon, static, with ',' between")
+    ] = "mdns,beacon,static"
+    peers: Annotated[
+        str, About("nodes to call without being told by the network: host or host:port, with ','")
+    ] = ""
     min_peers: Annotated[int, Ge(1), About("nodes to wait for before a job starts")] = 1
     peer_timeout_s: Annotated[
         Seconds, About("seconds an operation waits for a peer before it gives up")

@@ -20,6 +20,7 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from spake2 import SPAKE2_A, SPAKE2_B, SPAKEError
+from spake2.ed25519_basic import NotOnCurve
 
 from potluck.errors import ConfigurationError, ProtocolError, WrongCode
 
@@ -87,7 +88,7 @@ class Exchange:
         """
         try:
             key: bytes = self._spake.finish(theirs)
-        except (SPAKEError, ValueError, AssertionError) as error:
+        except (SPAKEError, NotOnCurve, ValueError, AssertionError) as error:
             raise ProtocolError("a pairing message that no potluck sends") from error
         return Sealing(key, is_host=self._is_host)
 

@@ -301,6 +301,18 @@ def test_a_code_is_never_printed_and_no_two_are_alike() -> None:
         assert "secret" not in shown
 
 
+def test_an_element_of_any_bytes_is_refused_or_leads_to_another_key(seed: int) -> None:
+    rng = random.Random(seed)
+    right = Exchange(CODE, is_host=True)
+    for kind in (b"A", b"B", b"S", b""):
+        for _ in range(10):
+            data = kind + rng.randbytes(33 - len(kind))
+            with contextlib.suppress(ProtocolError):
+                sealing = Exchange(CODE, is_host=True).agree(data)
+                assert sealing.proof != right.agree(Exchange(CODE, is_host=False).opening).proof
+                right = Exchange(CODE, is_host=True)
+
+
 def test_messages_of_any_bytes_are_refused_without_being_decoded(seed: int) -> None:
     rng = random.Random(seed)
     kinds = (wire.OPENING, wire.ANSWER, wire.PROOF, wire.SEALED, wire.BUSY)

@@ -1,0 +1,35 @@
+"""All ways to find peers at once, as the settings say."""
+
+from __future__ import annotations
+
+from potluck.cluster.discovery.beacon import Beacon
+from potluck.cluster.discovery.finder import Finder
+from potluck.cluster.discovery.mdns import Mdns
+from potluck.cluster.discovery.static import StaticPeers, parse_peers
+from potluck.errors import ConfigurationError
+from potluck.settings import Settings
+
+WAYS = ("mdns", "beacon", "static")
+
+
+def all_finders(settings: Settings) -> list[Finder]:
+    """The ways that ``settings.discovery`` names; static peers only where some are written down.
+
+    ConfigurationError for a way that there is not, or for peers that can't be read.
+    """
+    wanted = [each.strip() for each in settings.discovery.split(",") if each.strip()]
+    unknown = [each for each in wanted if each not in WAYS]
+    if unknown:
+        raise ConfigurationError(
+            f"POTLUCK_DISCOVERY={settings.discovery!r}: there is no way {unknown[0]!r}; write one "
+            f"or more of {', '.join(WAYS)} with ',' between"
+        )
+    peers = parse_peers(settings.peers, settings.discovery_port)
+    found: list[Finder] = []
+    if "mdns" in wanted:
+        found.append(Mdns())
+    if "beacon" in wanted:
+        found.append(Beacon(settings.discovery_port))
+    if "static" in wanted and peers:
+        found.append(StaticPeers(peers))
+    return found
