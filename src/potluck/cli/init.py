@@ -1,0 +1,57 @@
+"""``potluck init``: make this machine's key and the cluster's secret."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from potluck.errors import PotluckError
+
+
+def init(
+    json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Make this machine's key and the secret of a new cluster, where there are none.
+
+    Both are files in ~/.potluck that only you can read. Machines that hold the same secret are one
+    cluster; to bring another machine in, run `potluck pair` here and `potluck join` there. Nothing
+    that exists is changed, and it is no error to run this twice.
+
+    With --json: {"version": 1, "node", "namespace", "home", "made"}; made says whether the secret
+    is new. The secret itself is never shown.
+    """
+    from potluck.cluster.credentials import load_credentials
+    from potluck.cluster.secret import SECRET_FILE
+    from potluck.settings import load_settings
+
+    try:
+        settings = load_settings()
+        given = "POTLUCK_PSK" if settings.psk is not None else "POTLUCK_PASSPHRASE"
+        is_given = settings.psk is not None or settings.passphrase is not None
+        path = settings.home / SECRET_FILE
+        existed = path.exists()
+        credentials = load_credentials(settings)
+    except PotluckError as error:
+        typer.echo(f"potluck: {error}", err=True)
+        raise typer.Exit(2) from None
+    made = not is_given and not existed
+    if json:
+        import msgspec
+
+        facts = {
+            "version": 1,
+            "node": credentials.node_id,
+            "namespace": credentials.namespace,
+            "home": str(settings.home),
+            "made": made,
+        }
+        typer.echo(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+        return
+    if is_given:
+        typer.echo(f"The cluster's secret comes from {given}.")
+    else:
+        typer.echo(f"The cluster's secret {'was made' if made else 'is there already'}: {path}")
+    typer.echo(f"This machine is node {credentials.node_id[:12]} of it.")
+    if not is_given:
+        typer.echo("To bring another machine in, run here: potluck pair")

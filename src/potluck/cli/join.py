@@ -1,0 +1,121 @@
+"""``potluck join``: take the cluster's secret over from the machine that shows a code."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from potluck.errors import ConfigurationError, PotluckError
+
+if TYPE_CHECKING:
+    from potluck.settings import Settings
+    from potluck.wire.pairing import Handover
+
+
+def join(
+    code: Annotated[
+        str,
+        typer.Argument(
+            metavar="CODE",
+            help="The code that `potluck pair` shows on a machine of the cluster: 274-831-927.",
+            show_default=False,
+        ),
+    ],
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Where that machine waits, HOST:PORT, if the network does not tell.",
+            show_default=False,
+        ),
+    ] = "",
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Leave the cluster that this machine belongs to now."),
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(min=1, max=3600, help="Seconds to look for the other machine.")
+    ] = 60,
+    json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Make this machine part of a cluster, with the code that one of its machines shows.
+
+    Run `potluck pair` there first, then this here. The secret of the cluster goes to ~/.potluck,
+    where only you can read it. A machine that has a secret of its own already keeps it, unless
+    you say --replace; the old one is then kept in a file beside it.
+
+    With --json: {"version": 1, "node", "name", "namespace", "kept"}: who gave the secret, the
+    cluster's public name, and the file that holds the old secret (or null).
+    """
+    from potluck.cluster.keyring import replace_secret
+    from potluck.cluster.trust import TrustStore
+    from potluck.settings import load_settings
+    from potluck.transport.credentials import namespace_of
+
+    try:
+        settings = load_settings()
+        _check(settings, replace)
+        given = asyncio.run(_ask(settings, code, address, wait))
+        kept = replace_secret(settings.home, given.psk)
+        TrustStore(settings.home).meet(given.node, given.name)
+    except PotluckError as error:
+        typer.echo(f"potluck: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if json:
+        import msgspec
+
+        facts = {
+            "version": 1,
+            "node": given.node,
+            "name": given.name,
+            "namespace": namespace_of(given.psk),
+            "kept": str(kept) if kept else None,
+        }
+        typer.echo(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+        return
+    typer.echo(f"This machine is in the cluster of {given.name or 'node ' + given.node[:12]} now.")
+    if kept is not None:
+        typer.echo(f"The secret it had before is in {kept}.")
+
+
+def _check(settings: Settings, replace: bool) -> None:
+    """Better before the code is spent than after it."""
+    from potluck.cluster.secret import SECRET_FILE
+
+    if settings.psk is not None or settings.passphrase is not None:
+        raise ConfigurationError(
+            "POTLUCK_PSK or POTLUCK_PASSPHRASE gives this machine its secret, so it can't take "
+            "over another; unset the variable first"
+        )
+    path = settings.home / SECRET_FILE
+    if path.exists() and not replace:
+        raise ConfigurationError(
+            f"this machine has a cluster secret already ({path}). To leave that cluster and join "
+            "the other: potluck join --replace CODE"
+        )
+
+
+async def _ask(settings: Settings, text: str, address: str, wait_s: float) -> Handover:
+    from potluck.cluster.discovery.everywhere import all_finders
+    from potluck.cluster.discovery.static import parse_peers
+    from potluck.cluster.identity import load_or_create_identity
+    from potluck.cluster.pairing import parse_code
+    from potluck.cluster.pairing_link import take_over
+    from potluck.transport.credentials import node_id_of
+    from potluck.wire.pairing import Newcomer
+
+    code = parse_code(text)
+    node = node_id_of(load_or_create_identity(settings.home).public_key())
+    me = Newcomer(node, socket.gethostname()[:256])
+    if address:
+        places = parse_peers(address, 0) if ":" in address else ()
+        if len(places) != 1 or not places[0][1]:
+            raise ConfigurationError(
+                f"--address {address!r}: write HOST:PORT as `potluck pair` did"
+            )
+        return await take_over(code, me, [], address=places[0])
+    return await take_over(code, me, all_finders(settings), timeout_s=wait_s)

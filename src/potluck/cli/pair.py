@@ -1,0 +1,104 @@
+"""``potluck pair``: show a code with which another machine takes the cluster's secret over."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from potluck.errors import PotluckError
+
+if TYPE_CHECKING:
+    from potluck.cluster.pairing import Code
+    from potluck.settings import Settings
+    from potluck.wire.pairing import Newcomer
+
+
+def pair(
+    minutes: Annotated[float, typer.Option(min=0.01, max=60, help="How long the code holds.")] = 5,
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="TCP port to wait on; 0: any free one."),
+    ] = 0,
+    json: Annotated[
+        bool, typer.Option("--json", help="Lines of JSON, for programs; they hold the code.")
+    ] = False,
+) -> None:
+    """Show a code, and give the cluster's secret to the machine that uses it.
+
+    On the other machine run `potluck join` with the code, while this command waits. The code is
+    good for one machine and one guess: after a wrong one it is void, and so it is after --minutes.
+    Who listens or sits in between learns nothing from it (SPAKE2). Makes the cluster's secret if
+    there is none.
+
+    With --json, one object per line: {"event": "waiting", "code", "port", "addresses"}, then
+    {"event": "joined", "node", "name"}.
+    """
+    from potluck.cluster.pairing import new_code
+    from potluck.settings import load_settings
+
+    code = new_code()
+    try:
+        newcomer = asyncio.run(_wait(load_settings(), code, minutes, port, json))
+    except PotluckError as error:
+        typer.echo(f"potluck: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("potluck: given up; the code is void", err=True)
+        raise typer.Exit(130) from None
+    if json:
+        _line({"event": "joined", "node": newcomer.node, "name": newcomer.name})
+    else:
+        typer.echo(f"{newcomer.name or 'A machine'} is in: node {newcomer.node[:12]}.")
+
+
+async def _wait(settings: Settings, code: Code, minutes: float, port: int, json: bool) -> Newcomer:
+    from potluck.cluster.credentials import load_credentials
+    from potluck.cluster.discovery.everywhere import all_finders
+    from potluck.cluster.discovery.interfaces import usable_interfaces
+    from potluck.cluster.pairing_link import hand_over
+    from potluck.cluster.secret import load_secret
+    from potluck.cluster.trust import TrustStore
+    from potluck.wire.pairing import Handover
+
+    node = load_credentials(settings).node_id
+    secret = Handover(load_secret(settings), node, socket.gethostname()[:256])
+
+    def show(bound: int) -> None:
+        addresses = [
+            f"[{each}]:{bound}" if ":" in each else f"{each}:{bound}"
+            for interface in usable_interfaces()
+            for each in (*interface.ipv4, *interface.ipv6)
+            if not each.startswith("fe80:")
+        ]
+        if json:
+            _line(
+                {
+                    "event": "waiting",
+                    "code": code.spoken(),
+                    "port": bound,
+                    "addresses": addresses,
+                }
+            )
+            return
+        typer.echo(f"On the other machine, within {minutes:g} minutes:\n")
+        typer.echo(f"    potluck join {code.spoken()}\n")
+        if addresses:
+            typer.echo(f"If it does not find this one, add: --address {addresses[0]}")
+        typer.echo("Waiting (Ctrl-C gives up) ...")
+
+    finders = all_finders(settings)
+    newcomer = await hand_over(
+        code, secret, finders, port=port, expires_s=60 * minutes, on_waiting=show
+    )
+    if len(newcomer.node) == 64:
+        TrustStore(settings.home).meet(newcomer.node, newcomer.name)
+    return newcomer
+
+
+def _line(facts: dict[str, object]) -> None:
+    import msgspec
+
+    typer.echo(msgspec.json.encode(facts).decode())
