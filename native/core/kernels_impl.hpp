@@ -194,9 +194,11 @@ inline void narrow_some(Any<Float16>* out, const float* in, std::size_t count) {
 #else
 
 inline void widen_some(float* out, const Any<Float16>* in, std::size_t count) {
+    POTLUCK_LOOP
     for (std::size_t i = 0; i < count; ++i) out[i] = widen(in[i].value);
 }
 inline void narrow_some(Any<Float16>* out, const float* in, std::size_t count) {
+    POTLUCK_LOOP
     for (std::size_t i = 0; i < count; ++i) {
         Float16 rounded;
         narrow(in[i], rounded);
@@ -207,9 +209,11 @@ inline void narrow_some(Any<Float16>* out, const float* in, std::size_t count) {
 #endif
 
 inline void widen_some(float* out, const Any<Bfloat16>* in, std::size_t count) {
+    POTLUCK_LOOP
     for (std::size_t i = 0; i < count; ++i) out[i] = widen(in[i].value);
 }
 inline void narrow_some(Any<Bfloat16>* out, const float* in, std::size_t count) {
+    POTLUCK_LOOP
     for (std::size_t i = 0; i < count; ++i) {
         Bfloat16 rounded;
         narrow(in[i], rounded);
@@ -236,6 +240,7 @@ void combine_half(void* out, const void* a, const void* b, std::size_t count) {
         float left[strip], right[strip];
         widen_some(left, x + at, n);
         widen_some(right, y + at, n);
+        POTLUCK_LOOP
         for (std::size_t i = 0; i < n; ++i) left[i] = Operation::of(left[i], right[i]);
         narrow_some(o + at, left, n);
     });
@@ -270,9 +275,10 @@ void widen_combine(void* target, const void* source, std::size_t count) {
     for_strips(count, [&](std::size_t at, std::size_t n) {
         float wide[strip];
         widen_some(wide, in + at, n);
-        for (std::size_t i = 0; i < n; ++i) {
-            out[at + i].value = Operation::of(out[at + i].value, wide[i]);
-        }
+        // A pointer of its own: through the captured one each store could change the pointer.
+        Any<float>* const o = out + at;
+        POTLUCK_LOOP
+        for (std::size_t i = 0; i < n; ++i) o[i].value = Operation::of(o[i].value, wide[i]);
     });
 }
 
@@ -281,6 +287,7 @@ void complex_product(void* out, const void* a, const void* b, std::size_t count)
     auto* o = static_cast<Any<T>*>(out);
     const auto* x = static_cast<const Any<T>*>(a);
     const auto* y = static_cast<const Any<T>*>(b);
+    POTLUCK_LOOP
     for (std::size_t i = 0; i < 2 * count; i += 2) {
         const T xr = x[i].value, xi = x[i + 1].value, yr = y[i].value, yi = y[i + 1].value;
         o[i].value = xr * yr - xi * yi;
@@ -297,6 +304,7 @@ template <class T>
 void divide_loop(void* array, std::size_t count, double divisor) {
     auto* values = static_cast<Any<T>*>(array);
     const T by = static_cast<T>(divisor);
+    POTLUCK_LOOP
     for (std::size_t i = 0; i < count; ++i) values[i].value = values[i].value / by;
 }
 
@@ -309,6 +317,7 @@ void divide_half(void* array, std::size_t count, double divisor) {
     for_strips(count, [&](std::size_t at, std::size_t n) {
         float wide[strip];
         widen_some(wide, values + at, n);
+        POTLUCK_LOOP
         for (std::size_t i = 0; i < n; ++i) wide[i] = wide[i] / by;
         narrow_some(values + at, wide, n);
     });
@@ -319,6 +328,7 @@ template <class T>
 void divide_complex(void* array, std::size_t count, double divisor) {
     auto* values = static_cast<Any<T>*>(array);
     const T scale = T{1} / static_cast<T>(divisor), ratio = T{0};
+    POTLUCK_LOOP
     for (std::size_t i = 0; i < 2 * count; i += 2) {
         const T re = values[i].value, im = values[i + 1].value;
         values[i].value = (re + im * ratio) * scale;
@@ -332,6 +342,7 @@ float encode_block(void* codes, const void* source, std::size_t count) {
     auto* out = static_cast<Any<u8>*>(codes);
     const auto* in = static_cast<const Any<u32>*>(source);
     u32 largest = 0;
+    POTLUCK_LOOP
     for (std::size_t i = 0; i < count; ++i) {
         const u32 magnitude = in[i].value & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;
@@ -343,6 +354,7 @@ float encode_block(void* codes, const void* source, std::size_t count) {
     const float maximum = from_bits(largest);
     const float inverse = 127.0f / maximum;
     // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the low bits.
+    POTLUCK_LOOP
     for (std::size_t i = 0; i < count; ++i) {
         const float shifted = from_bits(in[i].value) * inverse + 12582912.0f;
         out[i].value = static_cast<u8>(to_bits(shifted));

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -59,18 +60,21 @@ def describe() -> str:
 
 
 def _import(wanted: str) -> ModuleType:
-    if not wanted.endswith((".so", ".pyd", ".dylib")):
+    if "potluck._native" in sys.modules or not wanted.endswith((".so", ".pyd", ".dylib")):
         return importlib.import_module("potluck._native")
     spec = importlib.util.spec_from_file_location("potluck._native", wanted)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    sys.modules["potluck._native"] = module
     return module
 
 
 if TYPE_CHECKING:
-    from potluck import _native as core
+    from potluck import _native as _extension
+
+    core = _extension
 
     available: bool
     reason: str

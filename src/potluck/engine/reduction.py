@@ -1,10 +1,15 @@
-"""Combining two contributions, element by element, in place (the Python twin of the kernels)."""
+"""Combining contributions, element by element: the oracle that the native kernels are held to.
+
+The engine itself goes through ``engine/kernels.py``, which takes the native kernel where there is
+one. Which NaN a NaN is (its sign and payload) is nowhere specified; every other bit is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from potluck.engine.layout import Array
@@ -22,6 +27,7 @@ _KERNELS: dict[ReduceOp, Callable[..., Any]] = {
 }
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
+_HALVES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
 
 
 def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
@@ -39,6 +45,20 @@ def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
 def combine(op: ReduceOp, mine: Array, theirs: Array) -> None:
     """``mine = op(mine, theirs)``. Integers wrap around as in NumPy."""
     _KERNELS[op](mine, theirs, out=mine)
+
+
+def combine_many(op: ReduceOp, target: Array, sources: Sequence[Array]) -> None:
+    """``target = op(...op(op(sources[0], sources[1]), sources[2])...)``, from left to right.
+
+    float16 and bfloat16 sums and products are accumulated in float32 and rounded once, at the end.
+    """
+    kernel = _KERNELS[op]
+    wide = target.dtype in _HALVES and op not in _ORDERED
+    total = sources[0].astype(np.float32 if wide else target.dtype)
+    for source in sources[1:]:
+        kernel(total, source, out=total)
+    with np.errstate(over="ignore", invalid="ignore"):
+        target[:] = total
 
 
 def conclude(op: ReduceOp, array: Array, world_size: int) -> None:

@@ -35,7 +35,10 @@ def test_an_extension_of_another_version_is_refused(monkeypatch: pytest.MonkeyPa
     assert f"is of version {native.core.version}, potluck of 9.9; install" in loaded.reason
 
 
-def test_a_broken_extension_is_a_sentence_not_a_traceback(tmp_path: Path) -> None:
+def test_a_broken_extension_is_a_sentence_not_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "potluck._native", raising=False)
     broken = tmp_path / "_native.so"
     broken.write_bytes(b"no shared object")
     loaded = native.load(str(broken))

@@ -1,0 +1,6 @@
+"""Element-wise encodings on the wire. Pure: arrays in, arrays out."""
+
+from potluck.codecs.codec import Codec, check_dtype
+from potluck.codecs.registry import NAMES, codec_of
+
+__all__ = ["NAMES", "Codec", "check_dtype", "codec_of"]

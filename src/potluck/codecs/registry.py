@@ -1,0 +1,19 @@
+"""The codecs by name."""
+
+from __future__ import annotations
+
+from potluck.codecs.codec import Codec
+from potluck.codecs.halves import Bf16, Fp16
+from potluck.codecs.int8 import Int8
+
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp16(), Bf16(), Int8())}
+
+NAMES = tuple(_CODECS)
+
+
+def codec_of(name: str) -> Codec:
+    """The codec called ``name``; ValueError naming all of them if there is none."""
+    try:
+        return _CODECS[name]
+    except KeyError:
+        raise ValueError(f"there is no codec {name!r}; the codecs are {', '.join(NAMES)}") from None
