@@ -14,6 +14,19 @@ TEMPORARY = ".writing"
 """What ends the name of a file that is not whole yet."""
 
 
+def make_directory(path: Path) -> None:
+    """Make ``path`` if need be, so that it is still there after a crash."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    fd = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[int]:
     """Hold the only writer's lock on ``directory``; yields a descriptor of it."""

@@ -109,6 +109,7 @@ class CheckpointStore:
         self._parts_timeout_s = parts_timeout_s
         self._writer = BackgroundWriter("checkpoint-writer")
         self._given_up = threading.Event()
+        self._number = 0  # of the last part: its file may not be there yet
 
     def save(
         self,
@@ -131,6 +132,7 @@ class CheckpointStore:
         if part is not None:
             sizes = {name: entry.data.nbytes for name, entry in entries.items()}
             entries = {name: entries[name] for name in assign(sizes, part.of)[part.index]}
+            self._number = max(self._number, part.number)
         self._given_up = threading.Event()
         job = _Job(step, part, tree, entries, facts or {}, self._given_up)
         if self.asynchronous:
@@ -151,9 +153,12 @@ class CheckpointStore:
         self._given_up.set()
 
     def next_number(self) -> int:
-        """A number above those of all checkpoints; CheckpointError if the directory is no use."""
+        """A number above those of all checkpoints, also of what is being written.
+
+        CheckpointError if the directory is no use.
+        """
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            files.make_directory(self.directory)
             numbers = [
                 _NAME.fullmatch(n.removesuffix(TEMPORARY)) for n in os.listdir(self.directory)
             ]
@@ -161,7 +166,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"checkpoints can't be written to {self.directory}: {error.strerror or error}"
             ) from error
-        return 1 + max((int(match[1]) for match in numbers if match), default=0)
+        return 1 + max([self._number, *(int(match[1]) for match in numbers if match)])
 
     def load_latest(self) -> Checkpoint | None:
         """The newest checkpoint that is intact, None if there is none.
@@ -187,7 +192,7 @@ class CheckpointStore:
 
     def _write(self, job: _Job) -> Path:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            files.make_directory(self.directory)
             if job.part is not None and job.part.index:
                 return self._write_part(job, job.part)
             return self._write_checkpoint(job)

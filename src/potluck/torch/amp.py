@@ -46,6 +46,8 @@ class GradScaler:
     """
 
     def __init__(self, rule: LossScale | None = None, *, enabled: bool = True) -> None:
+        if rule is not None and not isinstance(rule, LossScale):
+            raise TypeError(f"rule is {rule!r}: pass potluck.torch.LossScale(scale=...)")
         self.enabled = enabled
         self._rule = rule or LossScale()
         self._optimizers: Sequence[Optimizer] = ()

@@ -19,6 +19,10 @@ class NoiseProbe:
     def __init__(self, model: nn.Module) -> None:
         self._interceptor = GradientInterceptor(model, keep=_squared)
 
+    def close(self) -> None:
+        """Measure no more."""
+        self._interceptor.close()
+
     def take(self, share: Share, batch: Batch, factor: float) -> tuple[float, float] | None:
         """Unbiased |G|^2 and tr(Sigma) of the step whose backward came last (training/noise.py).
 

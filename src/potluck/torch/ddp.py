@@ -8,6 +8,7 @@ needs no process group, weighs ranks by their samples, and survives the loss of 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -53,8 +54,8 @@ class DistributedDataParallel(nn.Module):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and not parameter.is_floating_point():
                 raise TypeError(f"{name} is {parameter.dtype}; only floats can be averaged")
-        if bucket_size_mb <= 0:
-            raise ValueError(f"bucket_size_mb is {bucket_size_mb}; it must be positive")
+        if not 0 < bucket_size_mb < math.inf:
+            raise ValueError(f"bucket_size_mb is {bucket_size_mb}; it must be positive and finite")
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.ctx = ctx if ctx is not None else init()

@@ -85,8 +85,10 @@ class ElasticLoop:
             ctx = model.ctx if isinstance(model, DistributedDataParallel) else init()
         self.ctx = ctx
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        if isinstance(dataset, tuple):
-            dataset = TensorDataset(*map(torch.as_tensor, dataset))
+        for each in optimizers:
+            if not isinstance(each, Optimizer):
+                raise TypeError(f"optimizer is a {type(each).__name__}, not a torch Optimizer")
+        dataset = _with_length(dataset)
         if checkpoint is not None and not isinstance(checkpoint, CheckpointStore):
             checkpoint = CheckpointStore(checkpoint)
         self._model = model
@@ -125,6 +127,8 @@ class ElasticLoop:
                 self.ctx.abort(error)
                 raise
             yield samples
+        if self._probe is not None:
+            self._probe.close()  # another loop may train the model on
 
     def step(self) -> AbstractContextManager[None]:
         """The block of one step; see the class."""
@@ -157,8 +161,8 @@ class ElasticLoop:
     def save(self) -> None:
         """Write a checkpoint now: model, optimizers, ``also``, position, random state.
 
-        Every rank must call it, between steps. CheckpointError on a rank that could not write;
-        of an asynchronous store, whose last save could not.
+        Every rank must call it, between steps. CheckpointError on all ranks if one could not
+        write; of an asynchronous store, if its last save could not.
         """
         self._core.save()
 
@@ -235,3 +239,19 @@ class ElasticLoop:
         if self._scaler is not None and self._scaler.pending:
             raise RuntimeError("gradients are still scaled: call scaler.step(optimizer) instead")
         self.commit()
+
+
+def _with_length(dataset: Any) -> Any:
+    """``dataset`` itself, or one of a tuple of tensors."""
+    if isinstance(dataset, tuple):
+        tensors = [torch.as_tensor(each) for each in dataset]
+        sizes = [len(each) if each.dim() else 0 for each in tensors]
+        if len(set(sizes)) != 1:
+            raise ValueError(f"the parts of the data set have {sizes} samples; they must be equal")
+        return TensorDataset(*tensors)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"{type(dataset).__name__} is no map-style data set: the loop needs its length and "
+            "its samples by number, so that each is trained on exactly once per epoch"
+        )
+    return dataset

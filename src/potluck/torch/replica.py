@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.checkpoint.state import State, fingerprint
+from potluck.errors import CheckpointError
 from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.rng import capture_random, restore_random
 
@@ -20,6 +21,12 @@ class TorchReplica:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], also: Mapping[str, Any]
     ) -> None:
+        for name, each in also.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise TypeError(
+                    f"also[{name!r}] is a {type(each).__name__}: it needs state_dict and "
+                    "load_state_dict"
+                )
         self._model = model
         self._optimizers = list(optimizers)
         self._also = dict(also)
@@ -35,11 +42,38 @@ class TorchReplica:
         }
 
     def restore(self, state: State) -> None:
+        self._check(state)
         self._model.load_state_dict(state["model"])
         for optimizer, each in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(each)
         for name, each in self._also.items():
             each.load_state_dict(state["also"][name])
+
+    def _check(self, state: State) -> None:
+        """CheckpointError that names what differs, before anything is changed."""
+        num_optimizers = len(state["optimizers"])
+        if num_optimizers != len(self._optimizers):
+            raise CheckpointError(
+                f"the state is that of {num_optimizers} optimizers, this training has "
+                f"{len(self._optimizers)}"
+            )
+        if state["also"].keys() != self._also.keys():
+            raise CheckpointError(
+                f"the state holds also={sorted(state['also'])}, this training has "
+                f"also={sorted(self._also)}"
+            )
+        own = self._model.state_dict()
+        different = [
+            name
+            for name in own.keys() | state["model"].keys()
+            if _shape(own.get(name)) != _shape(state["model"].get(name))
+        ]
+        if different:
+            name = min(different)
+            theirs, mine = _shape(state["model"].get(name)), _shape(own.get(name))
+            raise CheckpointError(
+                f"the state is that of another model: {name!r} is {theirs} in it, {mine} here"
+            )
 
     def capture_own(self) -> State:
         return capture_random()
@@ -72,6 +106,13 @@ class TorchReplica:
 def parameter_hash(model: nn.Module) -> str:
     """Hex SHA3-256 of the model's parameters, bit by bit."""
     return fingerprint(list(model.parameters()))
+
+
+def _shape(value: Any) -> str:
+    """What must be equal for a value to be loaded."""
+    if value is None:
+        return "missing"
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "no tensor"
 
 
 def _device_name(model: nn.Module) -> str:

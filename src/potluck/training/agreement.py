@@ -134,17 +134,23 @@ class Agreement:
         if self._store is None or not due or self._progress.step in (0, self._saved_at):
             return
         try:
-            self.save_now()
+            self._save(self._store)  # where another rank has failed, that one complains
         except CheckpointError as error:
             self._complain(error)
 
     def save_now(self) -> None:
-        """Write a checkpoint. Every rank must call it; CheckpointError where that fails."""
+        """Write a checkpoint. Every rank must call it; CheckpointError on all if one fails."""
         if self._store is None:
             raise ValueError("there is no place for checkpoints: pass checkpoint=DIRECTORY")
+        elsewhere = self._save(self._store)
+        if elsewhere:
+            raise CheckpointError(elsewhere)
+
+    def _save(self, store: CheckpointStore) -> str:
         own = gather_states(self._ctx, self._replica.capture_own())
         self._saved_at = self._progress.step
-        saving.save(self._ctx, self._store, self.capture() | {"own": own}, self._progress.step)
+        state = self.capture() | {"own": own}
+        return saving.save(self._ctx, store, state, self._progress.step)
 
     def finish_saving(self) -> None:
         """Wait until everything is on the disk."""

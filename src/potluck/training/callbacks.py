@@ -35,7 +35,13 @@ class Callbacks:
     """The callback objects of one loop, called in the order they were given."""
 
     def __init__(self, objects: Sequence[object]) -> None:
+        if not isinstance(objects, Sequence):
+            raise TypeError(f"callbacks is a {type(objects).__name__}; pass a list of objects")
         for each in objects:
+            if isinstance(each, type):
+                raise TypeError(
+                    f"{each.__name__} is a class; a callback is an object: pass {each.__name__}()"
+                )
             names = [name for name in dir(each) if name.startswith("on_")]
             unknown = [name for name in names if name not in EVENTS]
             if unknown or not names:

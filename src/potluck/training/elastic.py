@@ -235,7 +235,7 @@ class ElasticLoop:
     def save(self) -> None:
         """Write a checkpoint now. Every rank must call it, after a step or before the first.
 
-        CheckpointError on the rank that could not write; ValueError without a place for it.
+        CheckpointError on all ranks if one could not write; ValueError without a place for it.
         """
         if self._open:
             raise RuntimeError("a checkpoint is written between steps, not inside job.step()")
@@ -245,6 +245,9 @@ class ElasticLoop:
             self._lost(error)
             self._agreement.save_due = True  # some may have written theirs: all do it again
             self._settle()
+        except TypeError as error:  # only the writer knows what a state can't hold
+            self.ctx.abort(error)
+            raise
 
     def commit(self, *, loss: float | None = None, ok: bool = True, skipped: bool = False) -> None:
         """Return once this step counts on every rank; else leave the block of the step.

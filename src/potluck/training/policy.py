@@ -33,3 +33,6 @@ class Policy:
         for name in ("hash_every", "save_every", "adapt_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, kind in (("shares", ProportionalShares), ("batching", NoiseBatching)):
+            if not isinstance(getattr(self, name), kind | None):
+                raise TypeError(f"{name} is {getattr(self, name)!r}: pass a {kind.__name__}(...)")

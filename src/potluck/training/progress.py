@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from potluck.checkpoint.state import State
 from potluck.errors import CheckpointError, ConfigurationError
@@ -74,6 +75,7 @@ class Progress:
             "committed": self.committed,
             "num_samples": self.schedule.num_samples,
             "seed": self.schedule.seed,
+            "shuffle": self.schedule.shuffle,
             "num_skipped": self.num_skipped,
             "batch_size": self.batch_size,
             "noise": [self.noise.signal, self.noise.noise, self.noise.num],
@@ -88,16 +90,17 @@ class Progress:
         """
         try:
             found = {name: int(state[name]) for name in ("step", "committed", "num_skipped")}
-            order = (state["num_samples"], state["seed"])
+            order = (state["num_samples"], state["seed"], state["shuffle"])
             batch_size = int(state["batch_size"])
             signal, noise, num = state["noise"]
             loss_sum, loss_weight = map(float, state["epoch_loss"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"not the state of an elastic loop: {error!r}") from error
-        if order != (self.schedule.num_samples, self.schedule.seed):
+        mine = (self.schedule.num_samples, self.schedule.seed, self.schedule.shuffle)
+        if order != mine:
             raise ConfigurationError(
-                f"this state belongs to a training on {order[0]} samples with seed {order[1]}; "
-                f"this one has {self.schedule.num_samples} and seed {self.schedule.seed}"
+                f"this state belongs to a training on {_describe(*order)}; this one is on "
+                f"{_describe(*mine)}: pass the same, or another directory for checkpoints"
             )
         self.step, self.committed = found["step"], found["committed"]
         self.num_skipped = found["num_skipped"]
@@ -105,3 +108,8 @@ class Progress:
         if self.batching is not None:
             self.batch_size = self.batching.clamp(batch_size)
             self.noise = NoiseEstimate(float(signal), float(noise), int(num))
+
+
+def _describe(num_samples: Any, seed: Any, shuffle: Any) -> str:
+    order = f"shuffled with seed {seed}" if shuffle else "in their own order"
+    return f"{num_samples} samples {order}"

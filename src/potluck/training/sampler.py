@@ -90,6 +90,9 @@ class Schedule:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("num_samples", "batch_size", "epochs", "seed"):
+            if not isinstance(getattr(self, name), int | np.integer):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be a whole number")
         if self.num_samples < 1:
             raise ValueError("the data set is empty")
         if self.batch_size < 1:

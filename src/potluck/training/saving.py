@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,41 @@ from potluck.errors import CheckpointError
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
-_log = logging.getLogger(__name__)
+MAX_REASON_BYTES = 512
+"""How much of a writer's error the other ranks are told."""
+
+MAX_WRITE_S = 600.0
+"""How long ranks wait for one that writes."""
 
 
-def save(ctx: DistributedContext, store: CheckpointStore, state: State, step: int) -> None:
+def save(ctx: DistributedContext, store: CheckpointStore, state: State, step: int) -> str:
     """Write ``state``, which all ranks hold, as the checkpoint of ``step``. Every rank calls it.
 
-    Rank 0 writes, or, if the store is sharded, each rank its part. CheckpointError on a rank whose
-    write failed (of an asynchronous store: whose last write failed).
+    Rank 0 writes, or, if the store is sharded, each rank its part; then all wait for the slowest,
+    so that nobody takes a rank with a slow disk for a lost one. CheckpointError on a rank whose
+    write failed (of an asynchronous store: whose last write failed); elsewhere the result says
+    which rank it was, and why. It is empty if none failed.
     """
+    failed: CheckpointError | None = None
+    try:
+        _write(ctx, store, state, step)
+    except CheckpointError as error:
+        failed = error
+    reason = np.zeros(MAX_REASON_BYTES, np.uint8)
+    if failed is not None:
+        text = str(failed).encode()[:MAX_REASON_BYTES]
+        reason[: len(text)] = np.frombuffer(text, np.uint8)
+    reasons = ctx.all_gather(reason, timeout=max(ctx.timeout_s, MAX_WRITE_S))
+    if failed is not None:
+        raise failed
+    for rank, row in enumerate(reasons):
+        if row[0]:
+            text = row.tobytes().rstrip(b"\0")
+            return f"{ctx.group.describe(rank)}: {text.decode(errors='replace')}"
+    return ""
+
+
+def _write(ctx: DistributedContext, store: CheckpointStore, state: State, step: int) -> None:
     facts = world_facts(ctx)
     if not store.sharded:
         if ctx.is_master:

@@ -59,6 +59,8 @@ class TensorBoardLogger:
 
     def log(self, step: int, /, **scalars: float) -> None:
         """Write ``scalars`` at ``step``; nothing on other ranks than the leader."""
+        if self._job is None:
+            raise RuntimeError("log belongs into a training: pass this object in callbacks=[...]")
         if not self._job.ctx.is_master:
             return
         if self._writer is None:

@@ -51,3 +51,10 @@ def test_a_lost_peer_in_a_callback_stays_a_lost_peer() -> None:
 
     with pytest.raises(PeerLost):
         Callbacks([Communicating()]).call("on_step_end", 3, 0.1)
+
+
+def test_a_class_or_a_single_object_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Recorder is a class.*pass Recorder\(\)"):
+        Callbacks([Recorder])
+    with pytest.raises(TypeError, match="callbacks is a Recorder; pass a list"):
+        Callbacks(Recorder())  # type: ignore[arg-type]
