@@ -3,6 +3,7 @@
 An MLP of 8.4 million parameters (two 2048 x 2048 layers, float32), 32 samples per worker and step,
 plain SGD, one compute thread per worker, DDP as it comes (25 MB buckets). Rounds alternate between
 the two; both train from the same parameters on the same data and must end at the same ones.
+Scaling efficiency: the time of one worker's step while nobody else computes, over a step with all.
 
     python benchmarks/torch_ddp.py            # 2 and 4 workers
     python benchmarks/torch_ddp.py --save     # keep the result in benchmarks/results/
@@ -49,6 +50,6 @@ def make(
 
 
 if __name__ == "__main__":
-    if role := os.environ.get("BENCH_ROLE"):
-        sys.exit(training.worker(role, make))
+    if "BENCH_TOKEN" in os.environ:
+        sys.exit(training.worker(sys.argv[1], make))
     sys.exit(training.main(__file__, "torch_ddp", "torch DDP: potluck and Gloo", [2, 4], 0.7))

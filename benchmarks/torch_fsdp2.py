@@ -66,6 +66,6 @@ def make(
 
 
 if __name__ == "__main__":
-    if role := os.environ.get("BENCH_ROLE"):
-        sys.exit(training.worker(role, make))
+    if "BENCH_TOKEN" in os.environ:
+        sys.exit(training.worker(sys.argv[1], make))
     sys.exit(training.main(__file__, "torch_fsdp2", "torch FSDP2: potluck and Gloo", [2], 0.8))

@@ -1,1 +1,1 @@
-"""What the benchmarks share: groups of ranks, their workers, tables, plots."""
+"""What the benchmarks share besides ``potluck.bench``: training steps, slow CPUs, result files."""

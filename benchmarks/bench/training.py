@@ -1,27 +1,32 @@
 """Training steps of a model over one backend against another, in turns.
 
-Each peer's ranks are processes of their own, told over stdin what to do (see ``worker``):
-``time N`` answers the seconds of N steps, ``alone N`` those of N steps that communicate nothing
-(all ranks take them at the same time: what is left of a step if communication were free),
-``digest`` a hash of the parameters as they are now.
+Each peer's ranks are processes of their own (``potluck.bench.crew``), told what to do over a
+channel (see ``worker``): ``time`` answers the seconds of some steps, ``alone`` those of steps that
+communicate nothing, ``digest`` a hash of the parameters as they are now.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import ranks, report
+from bench import results
+from potluck.bench.channel import Channel
+from potluck.bench.crew import Crew
+from potluck.bench.libraries import PEERS as ALL_PEERS
+from potluck.bench.machine import heading, load, machine
 
-PEERS = ("potluck", "gloo", "potluck-tls")
+PEERS = ("potluck", "gloo", "potluck-tls", "potluck-python")
 
 Step = Callable[[], Any]
 Make = Callable[[int, int], tuple[Step, Step, Callable[[], bytes]]]
@@ -38,59 +43,87 @@ def main(script: str, name: str, description: str, worlds: Sequence[int], reach:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/")
     arguments = parser.parse_args()
-    machine = report.machine()
-    text = [report.heading(machine), "", head(arguments.peers)]
+    facts = machine()
+    text = [heading(facts), "", head(arguments.peers)]
     print("\n".join(text), flush=True)
     rows = []
     for world_size in arguments.world:
-        with ranks.Group.all_of(arguments.peers, world_size, Path(script)) as groups:
-            row = compare(groups, arguments.rounds, arguments.steps)
+        with crews(arguments.peers, world_size, Path(script)) as started:
+            row = compare(started, arguments.rounds, arguments.steps)
         rows.append(row)
         text.append(line(row))
         print(text[-1], flush=True)
+    facts["load_after"] = load()
     text.append(
         "\nMedian milliseconds per training step of the slowest rank. X/gloo: X's time over "
         f"Gloo's;\nbelow 1, X is faster; the reach is {reach}. alone: the same step without "
-        "communication,\non as many processes at once: no backend can be faster."
+        "communication,\non as many processes at once: no backend can be faster. single: on one "
+        "process while the\nothers sleep. efficiency: single over potluck's; its bound is single "
+        f"over alone.\nload after: {facts['load_after']}"
     )
     print(text[-1])
-    result = {"benchmark": name, "reach": reach, "machine": machine, "rows": rows}
+    result = {"benchmark": name, "reach": reach, "machine": facts, "rows": rows}
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.save:
-        folder = Path(script).parent / "results"
-        print(f"saved: {save(result, text, folder)}")
+        print(f"saved: {results.save(result, text)}")
     return 0 if all(row["same_parameters"] for row in rows) else 1
 
 
-def compare(groups: Sequence[ranks.Group], rounds: int, steps: int) -> dict[str, Any]:
-    """Time the groups in turns; they start equal, and take the same steps."""
-    row: dict[str, Any] = {"world_size": groups[0].world_size}
-    samples: dict[str, list[float]] = {role: [] for role in [*(g.role for g in groups), "alone"]}
-    for group in groups:
-        group.ask("alone 3")
-        group.ask("time 3")  # the buckets are built, links made, memory touched
+@contextlib.contextmanager
+def crews(peers: Sequence[str], world_size: int, script: Path) -> Iterator[list[Crew]]:
+    """A crew per peer, each process running ``script PEER``."""
+    with (
+        tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder,
+        contextlib.ExitStack() as s,
+    ):
+        program = (sys.executable, str(script))
+        started = [
+            s.enter_context(Crew(ALL_PEERS[peer], world_size, Path(folder), program=program))
+            for peer in peers
+        ]
+        for crew in started:
+            crew.join()
+        yield started
+
+
+def compare(started: Sequence[Crew], rounds: int, steps: int) -> dict[str, Any]:
+    """Time the crews in turns; they start equal, and take the same steps."""
+    row: dict[str, Any] = {"world_size": started[0].world_size}
+    names = [*(crew.peer.name for crew in started), "alone", "single"]
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for crew in started:
+        crew.ask("alone", steps=3)
+        crew.ask("time", steps=3)  # the buckets are built, links made, memory touched
     for number in range(rounds):
-        # Who goes first alternates too: whoever comes second finds a warmer machine.
-        for group in groups if number % 2 == 0 else groups[::-1]:
-            slowest = max(answer["seconds"] for answer in group.ask(f"time {steps}"))
-            samples[group.role].append(slowest / steps)
-        slowest = max(answer["seconds"] for answer in groups[0].ask(f"alone {steps}"))
-        samples["alone"].append(slowest / steps)
-    ends = [answer for group in groups for answer in group.ask("digest")]
+        # Who goes first changes too: whoever comes second finds a warmer machine.
+        first = number % len(started)
+        for crew in [*started[first:], *started[:first]]:
+            samples[crew.peer.name].append(slowest(crew.ask("time", steps=steps)) / steps)
+        samples["alone"].append(slowest(started[0].ask("alone", steps=steps)) / steps)
+        samples["single"].append(slowest([started[0].ask_one(0, "single", steps=steps)]) / steps)
+    ends = [answer for crew in started for answer in crew.ask("digest")]
     digests = {end["digest"] for end in ends}
     norms = [end["norm"] for end in ends]
     row["same_parameters"] = max(norms) - min(norms) <= 1e-5 * max(norms)
     row["same_bits"] = len(digests) == 1
-    for role, found in samples.items():
-        row[role] = {"samples_s": found, "median_s": statistics.median(found)}
+    for name, found in samples.items():
+        row[name] = {"samples_s": found, "median_s": statistics.median(found)}
+    if "potluck" in row:
+        row["efficiency"] = row["single"]["median_s"] / row["potluck"]["median_s"]
+        row["efficiency_bound"] = row["single"]["median_s"] / row["alone"]["median_s"]
     return row
+
+
+def slowest(answers: Sequence[dict[str, Any]]) -> float:
+    return max(float(answer["seconds"]) for answer in answers)
 
 
 def head(peers: Sequence[str]) -> str:
     ratios = "".join(f"{peer + '/gloo':>18}" for peer in peers if peer != "gloo")
-    columns = [*peers, "alone"]
-    return f"{'processes':>9}" + "".join(f"{peer + ' ms':>16}" for peer in columns) + ratios
+    columns = [*peers, "alone", "single"]
+    titles = "".join(f"{peer + ' ms':>16}" for peer in columns)
+    return f"{'processes':>9}{titles}{ratios}{'efficiency':>12}{'bound':>7}"
 
 
 def line(row: dict[str, Any]) -> str:
@@ -99,53 +132,44 @@ def line(row: dict[str, Any]) -> str:
     text += "".join(f"{row[peer]['median_s'] * 1e3:>16.1f}" for peer in peers)
     if "gloo" in peers:
         gloo = row["gloo"]["median_s"]
-        others = [peer for peer in peers if peer not in ("gloo", "alone")]
+        others = [peer for peer in peers if peer not in ("gloo", "alone", "single")]
         text += "".join(f"{row[peer]['median_s'] / gloo:>18.2f}" for peer in others)
+    if "efficiency" in row:
+        text += f"{row['efficiency']:>12.0%}{row['efficiency_bound']:>7.0%}"
     return text + ("" if row["same_parameters"] else "  WRONG: the parameters differ")
 
 
-def save(result: dict[str, Any], text: Sequence[str], folder: Path) -> Path:
-    """Write ``DATE-NAME.json`` and ``.txt``; never overwrite."""
-    folder.mkdir(exist_ok=True)
-    stem = f"{result['machine']['date']}-{result['benchmark']}"
-    number = 1
-    while (path := folder / f"{stem}{f'-{number}' if number > 1 else ''}.json").exists():
-        number += 1
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".txt").write_text("\n".join(text) + "\n")
-    return path
-
-
-def worker(role: str, make: Make) -> int:
-    """One rank: take part in ``role``'s group until told to end."""
-    answers = os.fdopen(os.dup(1), "w")  # nothing that a library prints can get in between
-    os.dup2(2, 1)
+def worker(peer: str, make: Make) -> int:
+    """One rank: take part in ``peer``'s group until told to end."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo" if role == "gloo" else "potluck")
+    dist.init_process_group("gloo" if peer == "gloo" else "potluck")
     torch.manual_seed(0)
-    step, alone, parameters = make(dist.get_rank(), dist.get_world_size())
-
-    def answer(**facts: object) -> None:
-        print(json.dumps(facts), file=answers, flush=True)
-
-    answer(rank=dist.get_rank(), world_size=dist.get_world_size())
-    for command in sys.stdin:
-        match command.split():
-            case [("time" | "alone") as what, count]:
-                dist.barrier()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    step, alone, parameters = make(rank, world_size)
+    channel = Channel.connect(
+        os.environ["BENCH_ADDRESS"],
+        token=os.environ["BENCH_TOKEN"],
+        rank=rank,
+        world_size=world_size,
+    )
+    while True:
+        match channel.receive():
+            case {"do": ("time" | "alone" | "single") as what, "steps": int(count)}:
+                if what != "single":
+                    dist.barrier()
                 start = time.perf_counter()
-                for _ in range(int(count)):
+                for _ in range(count):
                     (step if what == "time" else alone)()
-                answer(seconds=time.perf_counter() - start)
-            case ["digest"]:
+                channel.send(seconds=time.perf_counter() - start)
+            case {"do": "digest"}:
                 data = parameters()
                 values = torch.frombuffer(bytearray(data), dtype=torch.float32).double()
                 norm = values.norm().item()
-                answer(digest=hashlib.sha256(data).hexdigest(), norm=norm)
-            case ["end"]:
+                channel.send(digest=hashlib.sha256(data).hexdigest(), norm=norm)
+            case {"do": "end"}:
                 break
     dist.destroy_process_group()
     return 0

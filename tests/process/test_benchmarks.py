@@ -3,41 +3,60 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "all_reduce.py"
+from potluck.testing.commands import Command, potluck_command
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_all_reduce_is_measured_against_gloo_and_both_are_right(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    run = subprocess.run(
+def test_peers_are_measured_side_by_side_and_all_are_right(tmp_path: Path) -> None:
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
+    with Command(
         [
-            *(sys.executable, str(BENCHMARK), "--world", "2", "--sizes", "4KiB", "1MiB"),
-            *("--rounds", "2", "--round-seconds", "0.01", "--json", str(figures)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "gloo/potluck" in run.stdout
+            *(*potluck_command(), "bench", "all-reduce", "--workers", "2", "--sizes", "4KiB,1MiB"),
+            *("--against", "gloo,mpi", "--rounds", "2", "--round-seconds", "0.01"),
+            *("--json", str(figures), "--plot", str(picture)),
+        ]
+    ) as command:
+        assert command.finish(110) == 0, command.text
     result = json.loads(figures.read_text())
-    assert result["machine"]["versions"]["torch"] != "absent"
+    assert result["machine"]["versions"]["torch"]
     assert [row["nbytes"] for row in result["rows"]] == [4096, 1 << 20]
+    expected = {"potluck", "gloo", "mpi"} - set(result["left_out"])
+    assert {"potluck", "gloo"} <= expected, command.text
     for row in result["rows"]:
-        for peer in ("potluck", "potluck-tls", "gloo"):
-            assert row[peer]["same_bits"]
-            assert row[peer]["max_error"] < 1e-5
-            assert len(row[peer]["samples_s"]) == 2
+        assert set(row["peers"]) == expected
+        for cell in row["peers"].values():
+            assert cell["correct"]
+            assert cell["same_bits"]
+            assert len(cell["samples_s"]) == 2
+            assert cell["cpu_s_per_gb"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "engine" in command.text
+
+
+def test_ctrl_c_ends_all_workers() -> None:
+    with Command(
+        [
+            *(*potluck_command(), "bench", "all-reduce", "--workers", "2", "--against", "none"),
+            *("--sizes", "4KiB,4MiB,100MiB,100MiB", "--rounds", "20", "--round-seconds", "0.01"),
+        ]
+    ) as command:
+        command.wait_for("4 KiB")
+        command.signal(signal.SIGINT)
+        assert command.finish() == 130, command.text
+    assert "Traceback" not in command.text
 
 
 def test_training_is_measured_against_gloo_and_both_end_equal(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     run = subprocess.run(
         [
-            *(sys.executable, str(BENCHMARK.with_name("torch_ddp.py")), "--world", "2"),
+            *(sys.executable, str(BENCHMARKS / "torch_ddp.py"), "--world", "2"),
             *("--rounds", "1", "--steps", "1", "--json", str(figures)),
         ],
         capture_output=True,
@@ -55,7 +74,7 @@ def test_unlike_workers_are_measured_in_all_three_ways(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     run = subprocess.run(
         [
-            *(sys.executable, str(BENCHMARK.with_name("unlike_machines.py")), "--batch", "32"),
+            *(sys.executable, str(BENCHMARKS / "unlike_machines.py"), "--batch", "32"),
             *("--width", "128"),
             *("--rounds", "1", "--steps", "20", "--limit", "signals", "--json", str(figures)),
         ],

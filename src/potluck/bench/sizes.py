@@ -1,23 +1,25 @@
-"""Byte counts as people write them."""
+"""Byte counts and times as people write them."""
 
 from __future__ import annotations
-
-import argparse
 
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def parse(text: str) -> int:
-    """``"64KiB"`` -> 65536; a bare number is bytes. A multiple of 4: buffers are float32."""
-    for unit, factor in sorted(UNITS.items(), key=lambda item: -len(item[0])):
-        if text.endswith(unit):
-            nbytes = int(float(text.removesuffix(unit)) * factor)
+    """``"64KiB"`` -> 65536; a bare number is bytes. ValueError if it is no positive multiple of 4,
+    the bytes of a float32."""
+    number, factor = text.strip(), 1
+    for unit, bytes_of_one in sorted(UNITS.items(), key=lambda item: -len(item[0])):
+        if number.lower().endswith(unit.lower()):
+            number, factor = number[: -len(unit)], bytes_of_one
             break
-    else:
-        nbytes = int(text)
+    try:
+        nbytes = float(number) * factor
+    except ValueError:
+        raise ValueError(f"{text!r} is not a size; write 4KiB, 1MiB or 4096") from None
     if nbytes <= 0 or nbytes % 4:
-        raise argparse.ArgumentTypeError(f"{text}: a positive multiple of 4 bytes is needed")
-    return nbytes
+        raise ValueError(f"{text}: a positive multiple of 4 bytes is needed, for float32")
+    return int(nbytes)
 
 
 def show(nbytes: int) -> str:
@@ -26,3 +28,15 @@ def show(nbytes: int) -> str:
         if nbytes >= factor:
             return f"{nbytes / factor:g} {unit}"
     return "0 B"
+
+
+def show_seconds(seconds: float) -> str:
+    """0.00034 -> ``"340 us"``: three digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * factor:
+            return (
+                f"{seconds / factor:.3g} {unit}"
+                if seconds < 1000 * factor
+                else (f"{seconds / factor:.0f} {unit}")
+            )
+    return f"{seconds * 1e6:.3g} us"

@@ -7,6 +7,11 @@ from typing import Annotated
 
 import typer
 
+from potluck.cli.ban import ban, unban
+from potluck.cli.bench import bench
+from potluck.cli.init import init
+from potluck.cli.join import join
+from potluck.cli.pair import pair
 from potluck.cli.run import run
 from potluck.cli.status import status
 
@@ -28,6 +33,25 @@ app.command(
         'potluck run --workers 4 --chaos "kill rank 2 at step 60" train.py'
     ),
 )(run)
+app.command(
+    epilog=(
+        "Examples:\n\n"
+        "potluck bench all-reduce\n\n"
+        "potluck bench all-reduce --workers 2,4,8 --sizes 4KiB,1MiB --plot all-reduce.png\n\n"
+        "potluck bench broadcast --against gloo,mpi --json broadcast.json"
+    ),
+)(bench)
+app.command(epilog="Examples:\n\npotluck init\n\npotluck init --json")(init)
+app.command(epilog="Examples:\n\npotluck pair\n\npotluck pair --minutes 1 --port 52420")(pair)
+app.command(
+    epilog=(
+        "Examples:\n\n"
+        "potluck join 274-831-927\n\n"
+        "potluck join 274-831-927 --address 192.168.1.20:41234"
+    )
+)(join)
+app.command(epilog='Examples:\n\npotluck ban 3f2a91c0\n\npotluck ban 3f2a91c0 --reason "sold"')(ban)
+app.command(epilog="Example:\n\npotluck unban 3f2a91c0")(unban)
 app.command(epilog="Examples:\n\npotluck status\n\npotluck status --json")(status)
 
 

@@ -1,0 +1,119 @@
+"""How a comparison talks to its workers: lines of JSON over a socket that blocks while idle.
+
+Not stdin: mpirun gives that to rank 0 only. A Unix socket reaches into other network namespaces,
+and other users can't open it; systems without them get one on the loopback. Either way a worker
+must know the token that it was started with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_HELLO_S = 10.0
+_LOOK_S = 0.2
+
+
+class ChannelClosed(Exception):
+    """The other side has gone."""
+
+
+class Channel:
+    """One end of the conversation."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._buffer = b""
+
+    @classmethod
+    def connect(cls, address: str, **hello: Any) -> Channel:
+        """The worker's end, opened with a first message."""
+        kind, _, where = address.partition(":")
+        if kind == "unix":
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(where)
+        else:
+            sock = socket.create_connection(("127.0.0.1", int(where)))
+        channel = cls(sock)
+        channel.send(**hello)
+        return channel
+
+    def send(self, **message: Any) -> None:
+        """ChannelClosed if nobody is there any more."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """The next message. ChannelClosed at the end, TimeoutError if none came in time."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            left = None if deadline is None else max(0.001, deadline - time.monotonic())
+            self._socket.settimeout(left)
+            try:
+                data = self._socket.recv(1 << 16)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise ChannelClosed(str(error)) from error
+            if not data:
+                raise ChannelClosed("it ended")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Switchboard:
+    """Where one peer's workers call; ``address`` and ``token`` go into their environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.token = secrets.token_hex(16)
+        if hasattr(socket, "AF_UNIX"):
+            path = folder / f"{secrets.token_hex(4)}.sock"
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.bind(str(path))
+            self._socket.listen(64)
+            self.address = f"unix:{path}"
+        else:
+            self._socket = socket.create_server(("127.0.0.1", 0))
+            self.address = f"tcp:{self._socket.getsockname()[1]}"
+
+    def gather(
+        self, count: int, timeout_s: float, check: Callable[[], None]
+    ) -> list[tuple[Channel, dict[str, Any]]]:
+        """The channels of ``count`` workers and their first messages, by rank.
+
+        ``check`` is called while waiting; TimeoutError if they are not all there in time.
+        """
+        found: dict[int, tuple[Channel, dict[str, Any]]] = {}
+        deadline = time.monotonic() + timeout_s
+        self._socket.settimeout(_LOOK_S)
+        while len(found) < count:
+            check()
+            if time.monotonic() > deadline:
+                absent = sorted(set(range(count)) - set(found))
+                raise TimeoutError(f"rank {', '.join(map(str, absent))} did not start in time")
+            with contextlib.suppress(TimeoutError):
+                channel = Channel(self._socket.accept()[0])
+                with contextlib.suppress(ChannelClosed, ValueError, KeyError):
+                    hello = channel.receive(_HELLO_S)
+                    if hmac.compare_digest(str(hello["token"]), self.token):
+                        found[int(hello["rank"])] = channel, hello
+                        continue
+                channel.close()
+        return [found[rank] for rank in range(count)]
+
+    def close(self) -> None:
+        self._socket.close()

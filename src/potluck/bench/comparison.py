@@ -1,0 +1,249 @@
+"""Comparing peers: all are started, then rounds alternate between them; the rest are medians.
+
+A round is one call that is not counted, a barrier, and as many calls as fill its share of the time;
+its figure is the seconds per call of the slowest rank. Who goes first changes with every round.
+While one peer measures the others block on a socket, outside of their libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from potluck.bench import operations
+from potluck.bench.crew import BenchError, Crew, Placement
+from potluck.bench.libraries import PEERS
+from potluck.bench.machine import load, machine
+from potluck.bench.sizes import show
+
+Report = Callable[[str, float], None]
+"""Told what is being done, and what part (0 to 1) of the comparison is behind us."""
+
+
+_MAX_CALLS = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to compare. Sizes are in bytes of the whole data, see ``operations``."""
+
+    peers: Sequence[str]
+    world_sizes: Sequence[int] = (2, 4)
+    nbytes: Sequence[int] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 100 << 20)
+    operations: Sequence[str] = ("all-reduce",)
+    rounds: int = 7
+    round_s: float = 0.1
+    memory: bool = True
+    """Whether the largest size's memory above the buffers is measured, too."""
+
+
+def compare(
+    plan: Plan,
+    *,
+    placement: Placement | None = None,
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+    report: Report = lambda text, part: None,
+) -> dict[str, Any]:
+    """Run the whole plan; the result is ready for JSON, ``on_row`` gets each row as it is there.
+
+    A peer other than potluck that fails is left out from then on, and ``left_out`` says why.
+    BenchError if potluck itself fails.
+    """
+    facts = machine()
+    rows: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    described: dict[str, str] = {}
+    total = len(plan.world_sizes) * len(plan.operations) * len(plan.nbytes)
+    for world_size in plan.world_sizes:
+        report(
+            f"starting {world_size} workers of each of {', '.join(plan.peers)}", len(rows) / total
+        )
+        names = [name for name in plan.peers if name not in left_out]
+        with crews(names, world_size, left_out, placement) as started:
+            for operation in plan.operations:
+                for nbytes in plan.nbytes:
+                    measuring = _Row(plan, operation, world_size, nbytes, started, left_out)
+                    row = measuring.run(partial(_report_part, report, len(rows), total))
+                    rows.append(row)
+                    on_row(row)
+            for crew in started:
+                described[crew.peer.name] = crew.ask("describe")[0]["text"]
+    facts["load_after"] = load()
+    return {
+        "benchmark": plan.operations[0] if len(plan.operations) == 1 else "collectives",
+        "machine": facts,
+        "peers": described,
+        "left_out": left_out,
+        "rows": rows,
+    }
+
+
+def _report_part(report: Report, done: int, total: int, text: str, part: float) -> None:
+    report(text, (done + part) / total)
+
+
+@contextlib.contextmanager
+def crews(
+    names: Sequence[str],
+    world_size: int,
+    left_out: dict[str, str],
+    placement: Placement | None = None,
+) -> Iterator[list[Crew]]:
+    """A crew for each peer, all started at once. Who does not start is ``left_out``."""
+    with (
+        tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
+        begun = []
+        for name in names:
+            crew = Crew(PEERS[name], world_size, Path(folder), placement=placement)
+            begun.append(stack.enter_context(crew))
+        started = []
+        for crew in begun:
+            try:
+                crew.join()
+                started.append(crew)
+            except BenchError as error:
+                _leave_out(crew, error, left_out)
+        yield started
+
+
+def _leave_out(crew: Crew, error: BenchError, left_out: dict[str, str]) -> None:
+    if crew.peer.module == "ours":
+        raise error
+    left_out[crew.peer.name] = str(error)
+    crew.kill()
+
+
+class _Row:
+    """One operation, size and number of workers."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        operation: str,
+        world_size: int,
+        nbytes: int,
+        crews: list[Crew],
+        left_out: dict[str, str],
+    ) -> None:
+        self._plan, self._crews, self._left_out = plan, crews, left_out
+        self._what: dict[str, Any] = {"operation": operation, "nbytes": nbytes}
+        self._operation, self._world_size, self._nbytes = operation, world_size, nbytes
+        self._cells: dict[str, dict[str, Any]] = {}
+        self._calls: dict[str, int] = {}
+
+    def run(self, report: Report) -> dict[str, Any]:
+        """Check each peer, then time them in turns."""
+        plan = self._plan
+        report(f"{self._title()}: checking sums", 0.0)
+        self._each(self._begin)
+        copies = []
+        for number in range(plan.rounds):
+            report(f"{self._title()}: round {number + 1} of {plan.rounds}", number / plan.rounds)
+            first = number % max(1, len(self._crews))
+            self._each(self._round, first)
+            copies.append(_seconds_of_a_copy(self._nbytes))
+        if plan.memory and self._nbytes == max(plan.nbytes):
+            self._each(self._memory)
+        for name, cell in self._cells.items():
+            self._finish(cell, self._calls[name])
+        return {
+            "operation": self._operation,
+            "world_size": self._world_size,
+            "nbytes": self._nbytes,
+            "copy_s": statistics.median(copies),
+            "peers": self._cells,
+        }
+
+    def _title(self) -> str:
+        return f"{self._operation}, {self._world_size} workers, {show(self._nbytes)}"
+
+    def _each(self, do: Callable[[Crew], None], first: int = 0) -> None:
+        for crew in [*self._crews[first:], *self._crews[:first]]:
+            try:
+                do(crew)
+            except BenchError as error:
+                _leave_out(crew, error, self._left_out)
+                self._crews.remove(crew)
+                self._cells.pop(crew.peer.name, None)
+
+    def _begin(self, crew: Crew) -> None:
+        checks = crew.ask("check", **self._what)
+        if not all(answer["has"] for answer in checks):
+            return
+        error = max(answer["max_error"] for answer in checks)
+        same = len({answer["digest"] for answer in checks}) == 1
+        self._calls[crew.peer.name] = self._calls_for(crew)
+        self._cells[crew.peer.name] = {
+            "correct": error <= crew.peer.tolerance
+            and (same or not operations.same_on_all(self._operation)),
+            "max_error": error,
+            "same_bits": same,
+            "samples_s": [],
+            "cpu_s": 0.0,
+            "call_medians_s": [],
+        }
+
+    def _calls_for(self, crew: Crew) -> int:
+        """How many calls fill a round, found by growing steps: one stall must not decide it."""
+        calls, each = 1, self._time(crew, 1)["seconds"]
+        while calls * each < self._plan.round_s / 2 and calls < _MAX_CALLS:
+            calls = min(10 * calls, max(2 * calls, round(self._plan.round_s / each)), _MAX_CALLS)
+            each = min(each, self._time(crew, calls)["seconds"] / calls)
+        return max(1, min(_MAX_CALLS, round(self._plan.round_s / each)))
+
+    def _round(self, crew: Crew) -> None:
+        cell = self._cells.get(crew.peer.name)
+        if cell is None:
+            return
+        calls = self._calls[crew.peer.name]
+        answer = self._time(crew, calls)
+        cell["samples_s"].append(answer["seconds"] / calls)
+        cell["cpu_s"] += answer["cpu_s"]
+        cell["call_medians_s"].append(answer["call_median_s"])
+
+    def _time(self, crew: Crew, calls: int) -> dict[str, float]:
+        answers = crew.ask("time", **self._what, calls=calls)
+        return {
+            "seconds": max(answer["seconds"] for answer in answers),
+            "cpu_s": sum(answer["cpu_s"] for answer in answers),
+            "call_median_s": max(answer["call_median_s"] for answer in answers),
+        }
+
+    def _memory(self, crew: Crew) -> None:
+        if crew.peer.name in self._cells:
+            found = [answer["bytes"] for answer in crew.ask("memory", **self._what)]
+            most = None if None in found else max(found)
+            self._cells[crew.peer.name]["memory_bytes"] = most
+
+    def _finish(self, cell: dict[str, Any], calls: int) -> None:
+        median = statistics.median(cell["samples_s"])
+        moved = self._nbytes * calls * len(cell["samples_s"])
+        cell["calls_per_round"] = calls
+        cell["median_s"] = median
+        cell["call_median_s"] = statistics.median(cell.pop("call_medians_s"))
+        cell["bus_bytes_per_s"] = operations.bus_bandwidth(
+            self._operation, self._world_size, self._nbytes, median
+        )
+        cell["cpu_s_per_gb"] = cell.pop("cpu_s") / (moved / 1e9)
+
+
+def _seconds_of_a_copy(nbytes: int) -> float:
+    """One thread copies memory that it has touched before: a measure of the machine itself."""
+    source, target = np.zeros(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
+    np.copyto(target, source)
+    calls = max(1, (4 << 20) // nbytes)
+    start = time.perf_counter()
+    for _ in range(calls):
+        np.copyto(target, source)
+    return (time.perf_counter() - start) / calls

@@ -1,0 +1,100 @@
+"""The libraries under test, one file each, and the peers: ways to run them, by name.
+
+A peer is what ``--against`` names. Several may share a library: ``potluck-tls`` is potluck with
+shared memory switched off. ``missing`` says what a peer lacks here; it imports nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from potluck.bench.libraries.base import Library
+
+_NO_WINDOWS = {"POTLUCK_USE_WINDOWS": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One column of the table."""
+
+    name: str
+    module: str
+    about: str
+    needs: tuple[str, ...] = ()
+    install: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """What potluck's calls get besides their arrays."""
+    tolerance: float = 1e-4
+    """Largest error of a right sum of standard normal numbers: float32's, or a codec's."""
+    program: str = ""
+    one_launcher: bool = False
+    """Its processes are started by one ``program``, not one by one."""
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("potluck", "ours", "as it comes: shared memory inside a machine, TLS 1.3 between"),
+        Peer(
+            "potluck-tls",
+            "ours",
+            "shared memory switched off: every byte through TLS 1.3",
+            environment=_NO_WINDOWS,
+        ),
+        Peer(
+            "potluck-python",
+            "ours",
+            "the Python engine, without the native core",
+            environment={"POTLUCK_NATIVE": "0"},
+        ),
+        Peer(
+            "gloo",
+            "gloo",
+            "torch.distributed's CPU backend; TCP, not encrypted",
+            needs=("torch",),
+            install="pip install 'potluck[torch]'",
+        ),
+        Peer(
+            "mpi",
+            "mpi",
+            "Open MPI through mpi4py; shared memory",
+            needs=("mpi4py",),
+            install="pip install 'potluck[mpi]' and, on Debian or Ubuntu, "
+            "apt-get install openmpi-bin",
+            program="mpirun",
+            one_launcher=True,
+        ),
+        Peer(
+            "mlx",
+            "mlx",
+            "MLX's ring backend on the CPU; TCP, not encrypted",
+            needs=("mlx",),
+            install="pip install mlx" if sys.platform == "darwin" else "pip install 'mlx[cpu]'",
+        ),
+    )
+}
+
+OTHERS = ("gloo", "mpi", "mlx")
+
+
+def missing(peer: Peer) -> str:
+    """What ``peer`` lacks on this machine and the command that brings it; empty if nothing."""
+    for package in peer.needs:
+        if importlib.util.find_spec(package) is None:
+            return f"the Python package {package!r} is not installed: {peer.install}"
+    if peer.program and shutil.which(peer.program) is None:
+        return f"there is no program {peer.program!r} on the PATH: {peer.install}"
+    return ""
+
+
+def open_library(peer: Peer) -> Library:
+    """In a worker process: import the library of ``peer`` and join its group."""
+    module = importlib.import_module(f"potluck.bench.libraries.{peer.module}")
+    library: Library = module.open_library(dict(peer.arguments))
+    return library

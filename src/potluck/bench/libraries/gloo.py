@@ -1,0 +1,70 @@
+"""Gloo, through torch.distributed. Tensors over NumPy memory; one compute thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from potluck.bench.libraries.base import Case, Floats
+
+
+class Gloo:
+    """torch's default group, made through a file in the comparison's folder."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{os.environ['BENCH_FOLDER']}/gloo-store",
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def prepare(self, operation: str, mine: Floats) -> Case | None:
+        tensor = torch.from_numpy(mine)
+        part = torch.empty(mine.size // self.world_size)
+        whole = torch.empty(mine.size * self.world_size if operation == "all-gather" else mine.size)
+        match operation:
+            case "all-reduce":
+                return Case(lambda: dist.all_reduce(tensor), tensor.numpy, mine.nbytes)
+            case "broadcast":
+                return Case(lambda: dist.broadcast(tensor, 0), tensor.numpy, mine.nbytes)
+            case "reduce":
+                return Case(lambda: dist.reduce(tensor, 0), tensor.numpy, mine.nbytes)
+            case "reduce-scatter":
+                return Case(
+                    lambda: dist.reduce_scatter_tensor(part, tensor),
+                    part.numpy,
+                    mine.nbytes + part.nbytes,
+                )
+            case "all-gather":
+                return Case(
+                    lambda: dist.all_gather_into_tensor(whole, tensor),
+                    whole.numpy,
+                    mine.nbytes + whole.nbytes,
+                )
+            case "all-to-all":
+                return Case(
+                    lambda: dist.all_to_all_single(whole, tensor),
+                    whole.numpy,
+                    mine.nbytes + whole.nbytes,
+                )
+        return None
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def describe(self) -> str:
+        return f"torch {torch.__version__}"
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def open_library(arguments: Mapping[str, str]) -> Gloo:
+    """Join the group that the environment describes."""
+    return Gloo()

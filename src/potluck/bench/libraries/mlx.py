@@ -1,0 +1,60 @@
+"""MLX's ring backend. Its calls return new arrays; each is evaluated at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from potluck.bench.libraries.base import Case, Floats
+
+
+class Mlx:
+    """The group that MLX_HOSTFILE and MLX_RANK describe."""
+
+    def __init__(self) -> None:
+        mx.set_default_device(mx.cpu)
+        self._group = mx.distributed.init(strict=True, backend="ring")
+        self.rank, self.world_size = self._group.rank(), self._group.size()
+
+    def prepare(self, operation: str, mine: Floats) -> Case | None:
+        array = mx.array(mine)
+        match operation:
+            case "all-reduce":
+                return _evaluated(
+                    lambda: mx.distributed.all_sum(array, group=self._group), 2 * mine.nbytes
+                )
+            case "all-gather":
+                return _evaluated(
+                    lambda: mx.distributed.all_gather(array, group=self._group),
+                    mine.nbytes * (self.world_size + 1),
+                )
+        return None  # its ring has neither broadcast nor reduce_scatter
+
+    def barrier(self) -> None:
+        mx.eval(mx.distributed.all_sum(mx.zeros(1), group=self._group))
+
+    def describe(self) -> str:
+        return f"MLX {version('mlx')}, ring"
+
+    def close(self) -> None:
+        return None
+
+
+def open_library(arguments: Mapping[str, str]) -> Mlx:
+    """Join the group that the environment describes."""
+    return Mlx()
+
+
+def _evaluated(call: Callable[[], Any], nbytes: int) -> Case:
+    last: list[Any] = [None]
+
+    def run() -> None:
+        last[0] = None
+        last[0] = call()
+        mx.eval(last[0])
+
+    return Case(run, lambda: np.array(last[0]).reshape(-1), nbytes)

@@ -1,0 +1,98 @@
+"""The machine that figures were taken on: what a reader must know, no host name, no path."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from potluck import native
+
+PACKAGES = ("potluck", "numpy", "torch", "mpi4py", "mlx")
+
+
+def machine() -> dict[str, Any]:
+    """Date, processor, cores, memory, system, versions, commit (in a checkout), load, engine."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor(),
+        "cores": cores(),
+        "memory_gib": memory_gib(),
+        "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: number for name in PACKAGES if (number := version(name))},
+        "engine": native.describe(),
+        "commit": commit(),
+        "load": load(),
+    }
+
+
+def cores() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def load() -> float | None:
+    """Processes that ran or waited to run in the last minute, on average; ours included."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def memory_gib() -> int | None:
+    """Memory of the machine, rounded."""
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30))
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def processor() -> str:
+    """Its model, as the system names it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for text in cpuinfo.read_text().splitlines():
+            if text.startswith("model name"):
+                return text.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def version(package: str) -> str:
+    """Empty if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def commit() -> str:
+    """The checkout's commit, ``-dirty`` if anything in it was changed; empty outside of one."""
+    try:
+        head = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude", "*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return head.stdout.strip()
+
+
+def heading(facts: dict[str, Any]) -> str:
+    """The same in three lines for people."""
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    commit = f", commit {facts['commit']}" if facts["commit"] else ""
+    load = "" if facts["load"] is None else f", load before: {facts['load']:g}"
+    return (
+        f"{facts['date']}, {facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB,"
+        f" {facts['system']}{load}\n"
+        f"Python {facts['python']}, {versions}{commit}\n"
+        f"engine: {facts['engine']}"
+    )

@@ -1,0 +1,92 @@
+"""A comparison as text: one line per row, as it comes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from potluck.bench.sizes import show, show_seconds
+
+EXPLANATION = """\
+Times are medians over rounds, of the slowest worker; "(2.0x)": that peer takes 2.0 times as long.
+bus: bus bandwidth as nccl-tests defines it. CPU: CPU seconds of all workers per GB of data.
+best/1st: the fastest other library's time over the first column's; above 1, the first is faster.
+"""
+
+
+class Table:
+    """Columns for ``peers``; the first one is what the others are compared with."""
+
+    def __init__(self, peers: Sequence[str]) -> None:
+        self._first, *self._rest = peers
+        self._rivals = [name for name in self._rest if not name.startswith("potluck")]
+
+    def head(self) -> str:
+        """The titles of the columns."""
+        text = f"{'operation':<14}{'workers':>7}{'size':>9}{self._first:>15}"
+        text += f"{'bus GB/s':>10}{'CPU s/GB':>10}"
+        text += "".join(f"{name:>18}" for name in self._rest)
+        if self._rivals:
+            text += f"{'best/1st':>10}{'its CPU':>9}"
+        return text
+
+    def line(self, row: Mapping[str, Any]) -> str:
+        """One row of a result."""
+        peers = row["peers"]
+        text = f"{row['operation']:<14}{row['world_size']:>7}{show(row['nbytes']):>9}"
+        mine = peers.get(self._first)
+        if mine is None:
+            return f"{text}{'-':>15}"
+        text += f"{_time(mine):>15}{mine['bus_bytes_per_s'] / 1e9:>10.3g}"
+        text += f"{mine['cpu_s_per_gb']:>10.3g}"
+        for name in self._rest:
+            cell = peers.get(name)
+            shown = "-" if cell is None else f"{_time(cell)} ({ratio(cell, mine):.3g}x)"
+            text += f"{shown:>18}"
+        best = best_of(row, self._rivals)
+        if best is not None:
+            text += f"{ratio(best, mine):>10.2f}{best['cpu_s_per_gb']:>9.3g}"
+        return text
+
+    def foot(self, result: Mapping[str, Any]) -> str:
+        """What each peer was, the memory it needed, and who is missing."""
+        lines = [f"{name}: {text}" for name, text in result["peers"].items()]
+        for row in result["rows"]:
+            held = {name: cell.get("memory_bytes") for name, cell in row["peers"].items()}
+            if any(count is not None for count in held.values()):
+                shown = ", ".join(
+                    f"{name} {count / (1 << 20):.1f} MiB"
+                    for name, count in held.items()
+                    if count is not None
+                )
+                lines.append(
+                    f"memory above the buffers, per worker, {row['operation']}, "
+                    f"{row['world_size']} workers, {show(row['nbytes'])}: {shown}"
+                )
+        lines += [f"left out: {name}: {why}" for name, why in result["left_out"].items()]
+        after = result["machine"].get("load_after")
+        if after is not None:
+            lines.append(f"load after: {after:g}")
+        wrapped = [textwrap.fill(line, 100, subsequent_indent="  ") for line in lines]
+        return "\n".join([EXPLANATION, *wrapped])
+
+
+def best_of(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
+    """The fastest of the peers ``names`` that have the operation; None if none has."""
+    cells: list[dict[str, Any]] = [row["peers"][name] for name in names if name in row["peers"]]
+    return min(cells, key=lambda cell: float(cell["median_s"]), default=None)
+
+
+def ratio(other: Mapping[str, Any], mine: Mapping[str, Any]) -> float:
+    """How many times as long the other takes."""
+    return float(other["median_s"] / mine["median_s"])
+
+
+def is_right(result: Mapping[str, Any]) -> bool:
+    """Whether all sums were right and all ranks ended with the same bits."""
+    return all(cell["correct"] for row in result["rows"] for cell in row["peers"].values())
+
+
+def _time(cell: Mapping[str, Any]) -> str:
+    return show_seconds(cell["median_s"]) + ("" if cell["correct"] else " WRONG")

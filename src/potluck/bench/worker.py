@@ -1,0 +1,172 @@
+"""One rank of one peer: joins the peer's group, then does what the comparison asks for.
+
+Started as ``python -m potluck.bench.worker PEER``. Between two requests it blocks on its channel,
+outside of the library under test, so that a peer that waits by spinning disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import hashlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from potluck.bench import operations
+from potluck.bench.channel import Channel, ChannelClosed
+from potluck.bench.libraries import PEERS, Peer, open_library
+from potluck.bench.libraries.base import Case, Library
+
+
+class Worker:
+    """The library, and the buffers of the operation that was asked for last."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self._case: Case | None = None
+        self._key: tuple[str, int] | None = None
+        library.barrier()  # whoever makes links late has them now
+        self._at_first = resident()
+
+    def case(self, operation: str, nbytes: int) -> Case:
+        """Buffers of zeros, kept until another operation or size is asked for."""
+        if self._key != (operation, nbytes):
+            self._case = self._key = None
+            mine = operations.zeros(operation, self.library.world_size, nbytes)
+            self._case = self.library.prepare(operation, mine)
+            self._key = operation, nbytes
+        assert self._case is not None
+        return self._case
+
+    def check(self, operation: str, nbytes: int) -> dict[str, Any]:
+        """Reduce known random numbers: the largest error, and a digest of the result."""
+        inputs = operations.random_inputs(operation, self.library.world_size, nbytes)
+        expected = operations.expected(operation, inputs, self.library.rank)
+        case = self.library.prepare(operation, inputs[self.library.rank].copy())
+        if case is None:
+            return {"has": False}
+        try:
+            case.call()
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            words = str(error).lower()
+            if any(word in words for word in ("not support", "unsupported", "not implement")):
+                return {"has": False}
+            raise
+        result = case.result()
+        largest = float(np.max(np.abs(result - expected))) if expected.size else 0.0
+        return {
+            "has": True,
+            "max_error": largest,
+            "digest": hashlib.sha256(result.tobytes()).hexdigest(),
+        }
+
+    def time(self, operation: str, nbytes: int, calls: int) -> dict[str, Any]:
+        """Seconds and CPU seconds of ``calls`` calls, after one that is not counted."""
+        call = self.case(operation, nbytes).call
+        clock = time.perf_counter
+        stamps = [0.0] * (calls + 1)
+        call()
+        self.library.barrier()
+        cpu = time.process_time()
+        stamps[0] = clock()
+        for number in range(1, calls + 1):
+            call()
+            stamps[number] = clock()
+        cpu = time.process_time() - cpu
+        each = np.diff(stamps)
+        return {
+            "seconds": stamps[-1] - stamps[0],
+            "cpu_s": cpu,
+            "call_median_s": float(np.median(each)),
+        }
+
+    def memory(self, operation: str, nbytes: int) -> dict[str, Any]:
+        """Bytes above the user's buffers: the most that this process holds during three calls,
+        shared memory included, less the buffers and what it held when its group had formed
+        (without shared memory)."""
+        self._case = self._key = None
+        release_free_memory()
+        case = self.case(operation, nbytes)
+        reset_peak()
+        for _ in range(3):
+            case.call()
+        peak = resident(peak=True)
+        if peak is None or self._at_first is None:
+            return {"bytes": None}
+        return {"bytes": max(0, peak - self._at_first - case.nbytes)}
+
+
+def resident(*, peak: bool = False) -> int | None:
+    """Bytes of this process in memory without shared memory; the highest value with it, if
+    ``peak``. None where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        facts = {name: value for name, _, value in (line.partition(":") for line in lines)}
+        kib = {name: int(facts[name].split()[0]) for name in ("VmHWM", "VmRSS", "RssShmem")}
+    except (OSError, KeyError):
+        return None
+    return (kib["VmHWM"] if peak else kib["VmRSS"] - kib["RssShmem"]) * 1024
+
+
+def reset_peak() -> None:
+    """Let VmHWM begin again from what is resident now; nothing where the system has no such."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def release_free_memory() -> None:
+    """What was freed goes back to the system, where the C library (glibc) can be told to."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def serve(peer: Peer) -> int:
+    """Take part until told to end, or until nobody asks any more."""
+    library = open_library(peer)
+    channel = Channel.connect(
+        os.environ["BENCH_ADDRESS"],
+        token=os.environ["BENCH_TOKEN"],
+        rank=library.rank,
+        pid=os.getpid(),
+        world_size=library.world_size,
+    )
+    worker = Worker(library)
+    try:
+        while True:
+            match channel.receive():
+                case {"do": "check", "operation": str(operation), "nbytes": int(nbytes)}:
+                    channel.send(**worker.check(operation, nbytes))
+                case {
+                    "do": "time",
+                    "operation": str(operation),
+                    "nbytes": int(nbytes),
+                    "calls": int(calls),
+                }:
+                    channel.send(**worker.time(operation, nbytes, calls))
+                case {"do": "memory", "operation": str(operation), "nbytes": int(nbytes)}:
+                    channel.send(**worker.memory(operation, nbytes))
+                case {"do": "describe"}:
+                    channel.send(text=library.describe())
+                case {"do": "end"}:
+                    break
+    except ChannelClosed:
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(error=f"{type(error).__name__}: {error}")
+        return 1
+    library.close()
+    channel.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(serve(PEERS[sys.argv[1]]))

@@ -1,0 +1,195 @@
+"""``potluck bench``: how fast collectives are here, next to other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from potluck.errors import ConfigurationError, PotluckError
+
+if TYPE_CHECKING:
+    from potluck.bench.comparison import Plan
+
+_MAX_WORKERS = 64
+
+
+def bench(
+    operation: Annotated[
+        str,
+        typer.Argument(
+            metavar="OPERATION",
+            help="all-reduce, reduce-scatter, all-gather, broadcast, reduce or all-to-all.",
+            show_default=False,
+        ),
+    ],
+    against: Annotated[
+        str,
+        typer.Option(
+            help="Whom to measure next to potluck, with commas: gloo, mpi, mlx, potluck-tls (all "
+            "bytes through TLS), potluck-python (no native core); or none.",
+        ),
+    ] = "gloo,mpi,mlx",
+    workers: Annotated[
+        str, typer.Option(help="How many workers: one number, or several with commas.")
+    ] = "2,4",
+    sizes: Annotated[
+        str,
+        typer.Option(help="Sizes of the data, float32, with commas: 4KiB, 1MiB, or bytes."),
+    ] = "4KiB,64KiB,1MiB,16MiB,100MiB",
+    rounds: Annotated[int, typer.Option(help="Rounds per size and peer; figures are medians.")] = 7,
+    round_seconds: Annotated[float, typer.Option(help="About how long one round takes.")] = 0.1,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write all figures to this file, as JSON.", show_default=False),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw them into this file (.png, .svg, .pdf); needs matplotlib.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Measure OPERATION on this machine: potluck and other libraries side by side.
+
+    Starts the workers of all libraries by itself, checks that each one's results are right, then
+    times them in turns: a round of one, a round of the next, and so on, while the others sleep.
+    What else the machine does so hits all alike. A library that is not installed is named, with
+    the command that installs it, and left out.
+
+    The table shows the median time of one call of the slowest worker, the bus bandwidth as
+    nccl-tests defines it, and CPU seconds per GB of data. Below it stands which engine and which
+    algorithm potluck used. Close other programs first; compare figures of one run only.
+
+    The exit code is 1 if a library gave a wrong result.
+    """
+    from potluck.bench.comparison import compare
+    from potluck.bench.machine import heading, machine
+    from potluck.bench.table import Table, is_right
+
+    try:
+        _check_files(json, plot)
+        plan, missing = _plan(operation, against, workers, sizes, rounds, round_seconds)
+        table = Table(plan.peers)
+        typer.echo(heading(machine()))
+        for name, why in missing.items():
+            typer.echo(f"left out: {name}: {why}")
+        typer.echo(f"\n{table.head()}")
+        with _progress() as (report, show):
+            result = compare(plan, report=report, on_row=lambda row: show(table.line(row)))
+        result["left_out"] |= missing
+        typer.echo(f"\n{table.foot(result)}")
+        if json is not None:
+            import msgspec
+
+            text = msgspec.json.format(msgspec.json.encode(result), indent=2)
+            json.write_bytes(text + b"\n")
+        if plot is not None:
+            from potluck.bench.plot import draw
+
+            draw(result, plot)
+    except PotluckError as error:
+        typer.echo(f"potluck: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(0 if is_right(result) else 1)
+
+
+def _plan(
+    operation: str, against: str, workers: str, sizes: str, rounds: int, round_s: float
+) -> tuple[Plan, dict[str, str]]:
+    """The comparison that was asked for, and who can't take part in it."""
+    from potluck.bench.comparison import Plan
+    from potluck.bench.libraries import PEERS, missing
+    from potluck.bench.operations import OPERATIONS
+    from potluck.bench.sizes import parse
+
+    if operation not in OPERATIONS:
+        raise ConfigurationError(
+            f"{operation!r} can't be measured; choose from {', '.join(OPERATIONS)}"
+        )
+    peers, absent = ["potluck"], {}
+    for name in _names("" if against == "none" else against):
+        if name not in PEERS:
+            choices = ", ".join(each for each in PEERS if each != "potluck")
+            raise ConfigurationError(f"--against {name}: unknown; choose from {choices}, or none")
+        why = missing(PEERS[name])
+        if why:
+            absent[name] = why
+        elif name not in peers:
+            peers.append(name)
+    counts = [_count(text) for text in _names(workers)]
+    try:
+        nbytes = [parse(text) for text in _names(sizes)]
+    except ValueError as error:
+        raise ConfigurationError(f"--sizes {error}") from None
+    if not counts or not nbytes:
+        raise ConfigurationError("--workers and --sizes need at least one value each")
+    if min(nbytes) < 4 * max(counts):
+        raise ConfigurationError(
+            f"--sizes: {min(nbytes)} bytes are less than one float32 for each of "
+            f"{max(counts)} workers"
+        )
+    if rounds < 1 or not 0 < round_s <= 60:
+        raise ConfigurationError(
+            f"--rounds {rounds}, --round-seconds {round_s:g}: at least 1 round, of above 0 and at "
+            "most 60 seconds"
+        )
+    plan = Plan(
+        peers=peers,
+        world_sizes=counts,
+        nbytes=nbytes,
+        operations=(operation,),
+        rounds=rounds,
+        round_s=round_s,
+    )
+    return plan, absent
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 2 <= int(text) <= _MAX_WORKERS:
+        raise ConfigurationError(
+            f"--workers {text}: a number from 2 to {_MAX_WORKERS} is needed; one worker has nobody "
+            "to talk to"
+        )
+    return int(text)
+
+
+def _check_files(json: Path | None, plot: Path | None) -> None:
+    """Better before the measuring than after it."""
+    for option, path in (("--json", json), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigurationError(
+                f"{option} {path}: there is no directory {path.absolute().parent}"
+            )
+    if plot is not None:
+        from potluck.optional import require
+
+        require("matplotlib", "bench")
+
+
+@contextmanager
+def _progress() -> Iterator[tuple[Callable[[str, float], None], Callable[[str], Any]]]:
+    """What to call with a text and a part of the whole, and what prints a line above the bar."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console()
+    if not console.is_terminal:
+        yield (lambda text, part: None), typer.echo
+        return
+    columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+
+        def show(line: str) -> None:
+            progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        yield (lambda text, part: progress.update(task, description=text, completed=part)), show

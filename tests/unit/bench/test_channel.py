@@ -1,0 +1,48 @@
+"""Who may talk to a comparison, and what it hears when a worker is gone."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from potluck.bench.channel import Channel, ChannelClosed, Switchboard
+
+
+def test_only_workers_with_the_token_are_heard_and_they_are_ordered_by_rank(
+    tmp_path: Path,
+) -> None:
+    switchboard = Switchboard(tmp_path)
+    callers = [
+        Channel.connect(switchboard.address, token="wrong", rank=0),
+        Channel.connect(switchboard.address, token=switchboard.token, rank=1),
+        Channel.connect(switchboard.address, token=switchboard.token, rank=0),
+    ]
+    heard = switchboard.gather(2, 10.0, lambda: None)
+    assert [hello["rank"] for _, hello in heard] == [0, 1]
+    with pytest.raises(ChannelClosed):
+        callers[0].receive(10.0)
+    heard[1][0].send(do="time", calls=3)
+    assert callers[1].receive(10.0) == {"do": "time", "calls": 3}
+    callers[2].close()
+    with pytest.raises(ChannelClosed):
+        heard[0][0].receive(10.0)
+    for channel in (*callers, *(channel for channel, _ in heard), switchboard):
+        channel.close()
+
+
+def test_waiting_ends_when_a_worker_has_died_or_time_is_up(tmp_path: Path) -> None:
+    switchboard = Switchboard(tmp_path)
+    died = threading.Event()
+
+    def check() -> None:
+        if died.is_set():
+            raise RuntimeError("rank 1 ended")
+        died.set()
+
+    with pytest.raises(RuntimeError, match="rank 1 ended"):
+        switchboard.gather(2, 10.0, check)
+    with pytest.raises(TimeoutError, match="rank 0, 1 did not start in time"):
+        switchboard.gather(2, 0.01, lambda: None)
+    switchboard.close()

@@ -1,0 +1,31 @@
+"""``potluck bench``: what it says to values that it can't use, before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from potluck.cli.main import app
+
+runner = CliRunner()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("scan", "'scan' can't be measured; choose from all-reduce"),
+        ("all-reduce --against nccl", "--against nccl: unknown; choose from potluck-tls"),
+        ("all-reduce --workers 1", "--workers 1: a number from 2 to 64 is needed"),
+        ("all-reduce --workers two", "--workers two: a number"),
+        ("all-reduce --sizes 5KB", "'5KB' is not a size; write 4KiB"),
+        ("all-reduce --sizes 6", "6: a positive multiple of 4 bytes"),
+        ("all-reduce --sizes 8 --workers 4", "8 bytes are less than one float32 for each of 4"),
+        ("all-reduce --rounds 0", "at least 1 round"),
+        ("all-reduce --json /no/such/folder/x.json", "there is no directory /no/such/folder"),
+    ],
+)
+def test_unusable_values_are_named(arguments: str, said: str) -> None:
+    outcome = runner.invoke(app, ["bench", *arguments.split()])
+    assert outcome.exit_code == 2
+    assert said in outcome.output
+    assert "Traceback" not in outcome.output
