@@ -1,8 +1,9 @@
 """Comparing peers: all are started, then rounds alternate between them; the rest are medians.
 
-A round is one call that is not counted, a barrier, and as many calls as fill its share of the time;
-its figure is the seconds per call of the slowest rank. Who goes first changes with every round.
-While one peer measures the others block on a socket, outside of their libraries.
+A round is one call that is not counted (unless a call takes long), a barrier, and as many calls as
+fill its share of the time; its figure is the seconds per call of the slowest rank. Who goes first
+changes with every round. While one peer measures the others block on a socket, outside of their
+libraries.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ Report = Callable[[str, float], None]
 
 
 _MAX_CALLS = 20_000
+_LONG_S = 0.25
+"""A call of this length is not made twice to count once: what it warms is gone at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +41,16 @@ class Plan:
 
     peers: Sequence[str]
     world_sizes: Sequence[int] = (2, 4)
-    nbytes: Sequence[int] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 100 << 20)
-    operations: Sequence[str] = ("all-reduce",)
+    cases: Sequence[tuple[str, int]]
+    """Operations and sizes."""
     rounds: int = 7
     round_s: float = 0.1
     memory: bool = True
-    """Whether the largest size's memory above the buffers is measured, too."""
+    """Whether memory above the buffers is measured, too, at each operation's largest size."""
+
+    def largest(self, operation: str) -> int:
+        """The largest size that ``operation`` is measured with."""
+        return max(nbytes for name, nbytes in self.cases if name == operation)
 
 
 def compare(
@@ -62,24 +69,23 @@ def compare(
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     described: dict[str, str] = {}
-    total = len(plan.world_sizes) * len(plan.operations) * len(plan.nbytes)
+    total = len(plan.world_sizes) * len(plan.cases)
     for world_size in plan.world_sizes:
         report(
             f"starting {world_size} workers of each of {', '.join(plan.peers)}", len(rows) / total
         )
         names = [name for name in plan.peers if name not in left_out]
         with crews(names, world_size, left_out, placement) as started:
-            for operation in plan.operations:
-                for nbytes in plan.nbytes:
-                    measuring = _Row(plan, operation, world_size, nbytes, started, left_out)
-                    row = measuring.run(partial(_report_part, report, len(rows), total))
-                    rows.append(row)
-                    on_row(row)
+            for operation, nbytes in plan.cases:
+                measuring = _Row(plan, operation, world_size, nbytes, started, left_out)
+                row = measuring.run(partial(_report_part, report, len(rows), total))
+                rows.append(row)
+                on_row(row)
             for crew in started:
                 described[crew.peer.name] = crew.ask("describe")[0]["text"]
     facts["load_after"] = load()
     return {
-        "benchmark": plan.operations[0] if len(plan.operations) == 1 else "collectives",
+        "benchmark": "collectives",
         "machine": facts,
         "peers": described,
         "left_out": left_out,
@@ -141,6 +147,7 @@ class _Row:
         self._operation, self._world_size, self._nbytes = operation, world_size, nbytes
         self._cells: dict[str, dict[str, Any]] = {}
         self._calls: dict[str, int] = {}
+        self._is_short: dict[str, bool] = {}
 
     def run(self, report: Report) -> dict[str, Any]:
         """Check each peer, then time them in turns."""
@@ -153,7 +160,7 @@ class _Row:
             first = number % max(1, len(self._crews))
             self._each(self._round, first)
             copies.append(_seconds_of_a_copy(self._nbytes))
-        if plan.memory and self._nbytes == max(plan.nbytes):
+        if plan.memory and self._nbytes == plan.largest(self._operation):
             self._each(self._memory)
         for name, cell in self._cells.items():
             self._finish(cell, self._calls[name])
@@ -196,10 +203,11 @@ class _Row:
 
     def _calls_for(self, crew: Crew) -> int:
         """How many calls fill a round, found by growing steps: one stall must not decide it."""
-        calls, each = 1, self._time(crew, 1)["seconds"]
+        calls, each = 1, self._time(crew, 1, warm=False)["seconds"]
         while calls * each < self._plan.round_s / 2 and calls < _MAX_CALLS:
             calls = min(10 * calls, max(2 * calls, round(self._plan.round_s / each)), _MAX_CALLS)
             each = min(each, self._time(crew, calls)["seconds"] / calls)
+        self._is_short[crew.peer.name] = each < _LONG_S
         return max(1, min(_MAX_CALLS, round(self._plan.round_s / each)))
 
     def _round(self, crew: Crew) -> None:
@@ -207,13 +215,13 @@ class _Row:
         if cell is None:
             return
         calls = self._calls[crew.peer.name]
-        answer = self._time(crew, calls)
+        answer = self._time(crew, calls, warm=self._is_short[crew.peer.name])
         cell["samples_s"].append(answer["seconds"] / calls)
         cell["cpu_s"] += answer["cpu_s"]
         cell["call_medians_s"].append(answer["call_median_s"])
 
-    def _time(self, crew: Crew, calls: int) -> dict[str, float]:
-        answers = crew.ask("time", **self._what, calls=calls)
+    def _time(self, crew: Crew, calls: int, *, warm: bool = True) -> dict[str, float]:
+        answers = crew.ask("time", **self._what, calls=calls, warm=warm)
         return {
             "seconds": max(answer["seconds"] for answer in answers),
             "cpu_s": sum(answer["cpu_s"] for answer in answers),

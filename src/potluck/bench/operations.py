@@ -8,12 +8,13 @@ parts together for the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
+
+_PERIOD = 65_521
+"""Numbers after which inputs repeat. A prime: a chunk at a wrong place has wrong numbers."""
 
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all")
 
@@ -36,32 +37,31 @@ def zeros(operation: str, world_size: int, nbytes: int) -> Floats:
     return np.zeros(_count(operation, world_size, nbytes), np.float32)
 
 
-def random_inputs(operation: str, world_size: int, nbytes: int) -> list[Floats]:
-    """All ranks' inputs, the same in each process that asks."""
+def known(operation: str, world_size: int, nbytes: int, rank: int) -> Floats:
+    """Rank ``rank``'s input to check with: standard normal numbers that all processes know."""
+    return _repeated(_block(rank), _count(operation, world_size, nbytes))
+
+
+def expected(operation: str, world_size: int, nbytes: int, rank: int) -> Floats:
+    """What rank ``rank`` must end with (root 0), if all started with ``known`` inputs.
+
+    Sums are float64's, rounded once. Empty where nothing is said of the result.
+    """
     count = _count(operation, world_size, nbytes)
-    return [
-        np.random.default_rng([nbytes, rank]).standard_normal(count, np.float32)
-        for rank in range(world_size)
-    ]
-
-
-def expected(operation: str, inputs: Sequence[Floats], rank: int) -> npt.NDArray[np.float64]:
-    """What rank ``rank`` must end with; root 0. Empty where nothing is said of the result."""
-    world_size = len(inputs)
     match operation:
         case "all-reduce":
-            return _sum(inputs)
+            return _repeated(_block_of_sums(world_size), count)
         case "reduce":
-            return _sum(inputs) if rank == 0 else np.empty(0)
+            return _repeated(_block_of_sums(world_size), count if rank == 0 else 0)
         case "reduce-scatter":
-            return _sum([each.reshape(world_size, -1)[rank] for each in inputs])
+            return _part(_repeated(_block_of_sums(world_size), count), world_size, rank)
         case "all-gather":
-            return np.concatenate(inputs).astype(np.float64)
+            return np.concatenate([_repeated(_block(each), count) for each in range(world_size)])
         case "broadcast":
-            return inputs[0].astype(np.float64)
+            return _repeated(_block(0), count)
         case "all-to-all":
-            parts = [each.reshape(world_size, -1)[rank] for each in inputs]
-            return np.concatenate(parts).astype(np.float64)
+            wholes = [_repeated(_block(each), count) for each in range(world_size)]
+            return np.concatenate([_part(whole, world_size, rank) for whole in wholes])
     raise ValueError(f"{operation!r} is not measured; choose from {', '.join(OPERATIONS)}")
 
 
@@ -70,9 +70,23 @@ def same_on_all(operation: str) -> bool:
     return operation in ("all-reduce", "all-gather", "broadcast")
 
 
-def _sum(arrays: Sequence[Floats]) -> npt.NDArray[np.float64]:
-    total: npt.NDArray[np.float64] = np.sum(arrays, axis=0, dtype=np.float64)
+def _block(rank: int) -> Floats:
+    return np.random.default_rng([2026, rank]).standard_normal(_PERIOD, np.float32)
+
+
+def _block_of_sums(world_size: int) -> Floats:
+    blocks = np.stack([_block(rank) for rank in range(world_size)])
+    total: Floats = blocks.sum(axis=0, dtype=np.float64).astype(np.float32)
     return total
+
+
+def _repeated(block: Floats, count: int) -> Floats:
+    return np.resize(block, count) if count else np.empty(0, np.float32)
+
+
+def _part(whole: Floats, world_size: int, rank: int) -> Floats:
+    part: Floats = whole.reshape(world_size, -1)[rank]
+    return part
 
 
 def _count(operation: str, world_size: int, nbytes: int) -> int:

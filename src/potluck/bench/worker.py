@@ -46,10 +46,11 @@ class Worker:
         return self._case
 
     def check(self, operation: str, nbytes: int) -> dict[str, Any]:
-        """Reduce known random numbers: the largest error, and a digest of the result."""
-        inputs = operations.random_inputs(operation, self.library.world_size, nbytes)
-        expected = operations.expected(operation, inputs, self.library.rank)
-        case = self.library.prepare(operation, inputs[self.library.rank].copy())
+        """One call on known numbers: the largest error, and a digest of the result."""
+        rank, world_size = self.library.rank, self.library.world_size
+        self._case = self._key = None
+        mine = operations.known(operation, world_size, nbytes, rank)
+        case = self.library.prepare(operation, mine)
         if case is None:
             return {"has": False}
         try:
@@ -60,6 +61,7 @@ class Worker:
                 return {"has": False}
             raise
         result = case.result()
+        expected = operations.expected(operation, world_size, nbytes, rank)
         largest = float(np.max(np.abs(result - expected))) if expected.size else 0.0
         return {
             "has": True,
@@ -67,12 +69,13 @@ class Worker:
             "digest": hashlib.sha256(result.tobytes()).hexdigest(),
         }
 
-    def time(self, operation: str, nbytes: int, calls: int) -> dict[str, Any]:
-        """Seconds and CPU seconds of ``calls`` calls, after one that is not counted."""
+    def time(self, operation: str, nbytes: int, calls: int, warm: bool) -> dict[str, Any]:
+        """Seconds and CPU seconds of ``calls`` calls, after one that is not counted if ``warm``."""
         call = self.case(operation, nbytes).call
         clock = time.perf_counter
         stamps = [0.0] * (calls + 1)
-        call()
+        if warm:
+            call()
         self.library.barrier()
         cpu = time.process_time()
         stamps[0] = clock()
@@ -149,8 +152,9 @@ def serve(peer: Peer) -> int:
                     "operation": str(operation),
                     "nbytes": int(nbytes),
                     "calls": int(calls),
+                    "warm": bool(warm),
                 }:
-                    channel.send(**worker.time(operation, nbytes, calls))
+                    channel.send(**worker.time(operation, nbytes, calls, warm))
                 case {"do": "memory", "operation": str(operation), "nbytes": int(nbytes)}:
                     channel.send(**worker.memory(operation, nbytes))
                 case {"do": "describe"}:

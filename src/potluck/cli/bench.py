@@ -141,8 +141,7 @@ def _plan(
     plan = Plan(
         peers=peers,
         world_sizes=counts,
-        nbytes=nbytes,
-        operations=(operation,),
+        cases=[(operation, size) for size in nbytes],
         rounds=rounds,
         round_s=round_s,
     )

@@ -21,12 +21,13 @@ NAMES = {
 @pytest.mark.parametrize("operation", operations.OPERATIONS)
 def test_expected_results_are_those_of_the_engine(operation: str) -> None:
     world_size = 3
-    inputs = operations.random_inputs(operation, world_size, 1200)
+    inputs = [operations.known(operation, world_size, 1200, rank) for rank in range(world_size)]
+    assert not (inputs[0] == inputs[1]).any()
     results = run_world(
         world_size, lambda ctx: NAMES[operation](ctx, inputs[ctx.rank].copy()).reshape(-1)
     )
     for rank, result in enumerate(results):
-        expected = operations.expected(operation, inputs, rank)
+        expected = operations.expected(operation, world_size, 1200, rank)
         if expected.size:
             np.testing.assert_allclose(result, expected, atol=1e-6)
         else:
@@ -58,4 +59,11 @@ def test_bus_bandwidth_is_what_crosses_each_wire() -> None:
 
 def test_an_unknown_operation_is_named() -> None:
     with pytest.raises(ValueError, match="'gather' is not measured; choose from all-reduce"):
-        operations.expected("gather", [np.zeros(4, np.float32)], 0)
+        operations.expected("gather", 2, 4096, 0)
+
+
+def test_inputs_repeat_after_a_prime_number_of_elements() -> None:
+    known = operations.known("all-reduce", 2, 1 << 20, 1)
+    assert known.nbytes == 1 << 20
+    assert (known[:100] == known[65_521:65_621]).all()
+    assert not (known[:65_536] == known[65_536:131_072]).any()
