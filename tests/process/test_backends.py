@@ -180,3 +180,21 @@ def test_a_deadline_in_mpi_is_our_error_and_ends_the_job() -> None:
         assert told["absent", rank]["again"] == "OperationTimeout"
         assert told["absent", rank]["seconds"] < 2.5
     assert code != 0, "a job with operations that never ended must not look like a success"
+
+
+@needs_mpi
+@pytest.mark.parametrize("story", ["broken", "uncaught"])
+def test_a_rank_that_raises_is_told_to_all_ranks_of_mpi_and_ends_the_job(story: str) -> None:
+    with Command([*MPIRUN, "-n", "3", sys.executable, FAILURES, "mpi", story]) as run:
+        code = run.finish()
+        told = stories(run.lines)
+    for rank in (0, 2):
+        assert told[story, rank]["error"] == "RemoteError", run.text
+        assert told[story, rank]["lost"] == 1
+        assert told[story, rank]["seconds"] < 5.0
+    if story == "broken":
+        assert told[story, 1]["error"] == "ZeroDivisionError"
+        assert "a bad batch" in told[story, 0]["text"]
+    else:
+        assert "AssertionError: nobody caught this" in told[story, 0]["text"]
+    assert code == 1, run.text

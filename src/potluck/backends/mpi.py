@@ -42,6 +42,9 @@ _NAME_BYTES = 256
 _MAX_WORD = 16 * 1024
 _APT = ", and an MPI library (Debian, Ubuntu: apt-get install openmpi-bin)"
 
+_GRACE_S = 5.0
+"""How long a rank whose group has failed waits for the others to come to their ends too."""
+
 _SPIN_S = 0.001
 _LONGEST_PAUSE_S = 0.001
 
@@ -91,6 +94,7 @@ class MpiBackend(StaticBackend):
                 "the loss of a worker"
             ) from cause
         state = _State(self._mpi)
+        _states.append(state)
         library = _Mpi(state, self._mpi.COMM_WORLD.Dup())
         group = _meet(library, time.monotonic() + timeout_s)
         return LibraryCommunicator.open(group, library, timeout_s=timeout_s)
@@ -128,11 +132,35 @@ def _load() -> Any:
 _unfinished: list[Any] = []
 """Requests that were given up, and their arrays: MPI may still write there."""
 
+_states: list[_State] = []
+_lock = threading.Lock()
+"""Held by the one thread that is in MPI."""
+
 
 def _finalize(mpi: Any) -> None:
-    """MPI_Finalize would wait for ever for what was given up; without it mpirun ends the job."""
-    if not _unfinished and not mpi.Is_finalized():
+    """Leave MPI as this process ends: in order, or, where a group has failed, by MPI_Abort.
+
+    MPI_Finalize waits for every rank, for ever if one of them never gets there; whoever leaves
+    without it is waited for by mpirun. So a failed job is aborted, but not before the other
+    ranks have had the time to see the error and to say so.
+    """
+    if mpi.Is_finalized():
+        return
+    error = getattr(sys, "last_value", None)  # what this process ends with, if nobody caught it
+    if error is not None:
+        for state in _states:
+            state.tell_if_first(error)
+    if not _unfinished and not any(state.is_broken for state in _states):
+        _lock.acquire()
         mpi.Finalize()
+        return
+    for state in _states[-1:]:
+        state.part(time.monotonic() + _GRACE_S)
+    for stream in (sys.stdout, sys.stderr):  # the interpreter would do so later; there is no later
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    _lock.acquire()  # for good: threads that still wait for an operation stay out of MPI
+    mpi.COMM_WORLD.Abort(1)
 
 
 def _meet(library: _Mpi, deadline: float) -> Group:
@@ -157,22 +185,23 @@ class _Word(msgspec.Struct):
 
 
 class _State:
-    """What all groups of one world share: the lock of MPI, and the channel for last words."""
+    """What all groups of one world share: how it ends, and the channel for last words."""
 
     def __init__(self, mpi: Any) -> None:
         self.mpi = mpi
-        self.lock = threading.Lock()
         self.channel = mpi.COMM_WORLD.Dup()
         self.tag_limit: int = self.channel.Get_attr(mpi.TAG_UB)
         self.error: PotluckError | None = None
         self.on_error: Callable[[PotluckError], None] | None = None
+        self.is_broken = False
+        """Whether a group of this world has ended by an error, here or elsewhere."""
 
     def finish(self, start: Callable[[], Any], keep: object, deadline: float) -> Any:
         """Begin a call and wait for its end; its status."""
         return self.wait(self.begin(start), keep, deadline)
 
     def begin(self, start: Callable[[], Any]) -> Any:
-        with self._mpi_errors(), self.lock:
+        with self._mpi_errors(), _lock:
             return start()
 
     def wait(self, request: Any, keep: object, deadline: float) -> Any:
@@ -181,7 +210,7 @@ class _State:
         began = time.monotonic()
         pause = 0.0
         while True:
-            with self._mpi_errors(), self.lock:
+            with self._mpi_errors(), _lock:
                 if request.Test(status):
                     return status
                 if pause:
@@ -197,6 +226,7 @@ class _State:
 
     def tell(self, error: PotluckError) -> None:
         """Send the others ``error`` as last words; done when MPI has taken them, or gives up."""
+        self.is_broken = True
         rank = self.channel.rank
         data = np.frombuffer(msgspec.msgpack.encode(_Word(str(error), rank)), dtype=np.uint8)
         peers = [peer for peer in range(self.channel.size) if peer != rank]
@@ -206,6 +236,22 @@ class _State:
                 send = lambda peer=peer: self.channel.Isend([data, self.mpi.BYTE], peer)  # noqa: E731
                 self.finish(send, data, deadline)
 
+    def tell_if_first(self, error: BaseException) -> None:
+        """This process ends with ``error``; the others, if they know of none yet, learn of it."""
+        if not self.is_broken:
+            text = f"rank {self.channel.rank} failed: {type(error).__name__}: {error}"
+            self.tell(RemoteError(text[:_MAX_WORD]))
+
+    def part(self, deadline: float) -> None:
+        """Wait, without raising, until every rank has come here, or ``deadline``."""
+        with contextlib.suppress(GroupError):
+            everyone = self.begin(self.channel.Ibarrier)
+            while time.monotonic() < deadline:
+                with self._mpi_errors(), _lock:
+                    if everyone.Test():
+                        return
+                time.sleep(_LONGEST_PAUSE_S)
+
     def _hear(self) -> None:
         status = self.mpi.Status()
         if self.error is not None or not self.channel.Iprobe(status=status):
@@ -214,6 +260,7 @@ class _State:
         data = bytearray(count)
         self.channel.Recv([data, self.mpi.BYTE], status.source)  # it is here already
         word = msgspec.msgpack.decode(data, type=_Word)
+        self.is_broken = True
         self.error = RemoteError(word.text, rank=word.rank)
         if self.on_error is not None:
             self.on_error(self.error)
@@ -337,7 +384,7 @@ class _Mpi:
 
     def split(self, ranks: tuple[int, ...], number: int, deadline: float) -> Library | None:
         self.barrier(deadline)  # MPI's own call would wait for ever for a rank that is missing
-        with self.state.lock:
+        with _lock:
             comm = self._comm.Create(self._comm.Get_group().Incl(ranks))
         return None if comm == self.state.mpi.COMM_NULL else _Mpi(self.state, comm, is_part=True)
 
@@ -349,7 +396,7 @@ class _Mpi:
 
     def close(self, is_orderly: bool) -> None:
         # Freeing is a call that all ranks must make; MPI_Finalize frees what is left.
-        return None
+        self.state.is_broken |= not is_orderly
 
     # -- inside
 

@@ -3,6 +3,7 @@
 Each story makes a group of its own, and each rank says what it saw.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -26,7 +27,8 @@ def said(story: str, started: float, error: BaseException | None, **facts: objec
     if error is not None:
         told |= {"error": type(error).__name__, "text": str(error)}
         told |= {"lost": getattr(error, "rank", None), "cause": type(error.__cause__).__name__}
-    print(json.dumps(told), flush=True)
+    line = json.dumps(told) + os.linesep
+    os.write(1, line.encode())  # whole, whatever else is written there
 
 
 def absent(ctx: potluck.DistributedContext) -> None:
@@ -51,6 +53,13 @@ def broken(ctx: potluck.DistributedContext) -> None:
     ctx.all_reduce(np.ones(1000))
 
 
+def uncaught(ctx: potluck.DistributedContext) -> None:
+    """Rank 1 ends with an exception that nobody catches, in a script without ``with``."""
+    if ctx.rank == 1:
+        raise AssertionError("nobody caught this")
+    ctx.all_reduce(np.ones(1000))
+
+
 def killed(ctx: potluck.DistributedContext) -> None:
     """The last rank is killed while the others wait for it."""
     if ctx.rank == ctx.world_size - 1:
@@ -72,7 +81,8 @@ for story, port in zip(stories, ports, strict=True):
     try:
         if story == "worlds":  # they do not agree how many they are
             os.environ["WORLD_SIZE"] = str(3 + rank % 2)
-        with potluck.init(backend, timeout_s=10.0) as ctx:
+        ctx = potluck.init(backend, timeout_s=10.0)
+        with contextlib.nullcontext() if story == "uncaught" else ctx:
             ctx.barrier()
             started = time.monotonic()
             globals()[story](ctx)
