@@ -23,6 +23,7 @@ from potluck.training import elastic
 from potluck.training.noise import unbiased
 from potluck.training.replica import StateReplica
 from potluck.training.sampler import Schedule
+from potluck.training.shares import Cost, Plan
 
 SHARES = Policy(hash_every=1, adapt_every=2, shares=ProportionalShares(), recovery_s=30)
 BATCHES = Policy(
@@ -224,6 +225,49 @@ def test_what_the_loop_measures_is_the_papers_estimate() -> None:
         own = gradient(schedule.share(batch, rank, 3).indices.tolist())
         right = unbiased(float(own @ own), 4, float(whole @ whole), 12)
         assert (signal, noise) == pytest.approx(right, rel=1e-9)
+
+
+def test_the_loops_noise_scale_is_that_of_the_data_on_unequal_shares() -> None:
+    """A loss whose gradient is the mean of the samples: its G and Sigma are those of the data."""
+    rows = torch.randn(1200, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = 2 * rows + torch.tensor([1.0, -0.5, 0.0, 0.5], dtype=torch.float64)
+    signal = float(rows.mean(0).square().sum())
+    noise = float(rows.var(0).sum())
+
+    class Unequal:
+        """Shares of 5, 5 and 2."""
+
+        def on_train_begin(self, job: ElasticLoop) -> None:
+            job._core._pace.plan = Plan((Cost(0.0, 1.0), Cost(0.0, 1.0), Cost(0.0, 2.5)))
+
+    def work(ctx: DistributedContext) -> ElasticLoop:
+        model = DDP(nn.Linear(4, 1, bias=False).double(), ctx)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        # Every estimate weighs the same; the batch itself stays.
+        batching = NoiseBatching(min_batch=12, max_batch=12, smoothing=1e-3)
+        job = ElasticLoop(
+            model,
+            optimizer,
+            (rows,),
+            batch_size=12,
+            epochs=2,
+            policy=Policy(adapt_every=4, batching=batching),
+            callbacks=[Unequal()],
+        )
+        for (x,) in job:
+            with job.step():
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+        return job
+
+    for job in run_world(3, work):
+        assert job.shares == (5, 5, 2)
+        estimate = job._core._progress.noise
+        # 200 steps: standard errors of about 0.15 and 0.7.
+        assert estimate.signal == pytest.approx(signal, abs=0.3)
+        assert estimate.noise == pytest.approx(noise, abs=1.4)
+        assert job.noise_scale == pytest.approx(noise / signal, rel=0.2)
 
 
 @pytest.mark.parametrize("round_", range(12))

@@ -175,6 +175,16 @@ def test_metrics_are_averaged_by_weight_and_what_is_unknown_is_left_out() -> Non
         assert math.isnan(means["nobody"])
 
 
+def test_metrics_of_different_names_are_not_added_up() -> None:
+    def work(ctx: DistributedContext) -> None:
+        with pytest.raises(
+            ValueError, match=r"different names; those of rank \d .* are (f1|recall)"
+        ):
+            average(ctx, {"recall" if ctx.rank else "f1": 1.0})
+
+    run_world(3, work)
+
+
 def test_in_a_step_metrics_are_those_of_the_batch() -> None:
     def work(ctx: DistributedContext) -> list[float]:
         model = DDP(copy.deepcopy(_START), ctx)
@@ -208,6 +218,8 @@ def test_the_progress_bar_is_the_masters_alone(monkeypatch: pytest.MonkeyPatch) 
 
     first, *others = run_world(3, work)
     assert "100%" in first
+    assert "epoch 2/2" in first
+    assert first.rstrip().endswith("\x1b[?25h"), "the cursor is back"
     assert "loss" in first
     assert others == ["", ""]
 

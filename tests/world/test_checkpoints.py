@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from potluck.backends.local import LocalBackend
 from potluck.checkpoint import files as files_module
+from potluck.checkpoint import fingerprint
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext
 from potluck.testing.elastic import ElasticWorld, MortalContext
@@ -193,9 +194,13 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
 def test_training_goes_on_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk hangs from the first checkpoint on until five more steps are committed."""
+    """The disk hangs from the first checkpoint on until five more steps are committed.
+
+    What is then on the disk is the state of step 7, in which nothing of later steps shows.
+    """
     opened = threading.Event()
     real = os.fsync
+    hashes: dict[int, str] = {}
 
     def held(fd: int) -> None:
         assert opened.wait(30)
@@ -205,6 +210,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 
     def work(ctx: DistributedContext) -> Training:
         def on_step(training: Training) -> None:
+            hashes[training.job.step_number] = fingerprint(training.model.state_dict())
             if training.job.step_number == 12:
                 assert not list(tmp_path.glob("*.json")), "nothing is on the disk yet"
                 opened.set()
@@ -215,6 +221,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     run_world(1, work)
     steps = sorted(path.stem for path in tmp_path.glob("*.json"))
     assert steps == ["000001-step-7", "000002-step-14", "000003-step-21"]
+    for path in tmp_path.glob("000003*"):
+        path.unlink()
+    for step, number in ((14, 2), (7, 1)):
+        found = CheckpointStore(tmp_path).load_latest()
+        assert found is not None
+        assert found.step == found.state["step"] == step
+        assert fingerprint(found.state["replica"]["model"]) == hashes[step]
+        for path in tmp_path.glob(f"00000{number}*"):
+            path.unlink()
 
 
 @pytest.mark.parametrize("options", KINDS[:3], ids=lambda o: "-".join(o) or "plain")

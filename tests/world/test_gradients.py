@@ -175,7 +175,8 @@ def train(ctx: DistributedContext, inner: nn.Module, num_pieces: int) -> list[fl
     """Clipped and accumulated over pieces of the share, as a script would write it."""
     model = DDP(inner, ctx)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    job = ElasticLoop(model, optimizer, (X, Y), batch_size=12, epochs=4, policy=EVERY_STEP)
+    # 11, 11 and 2 samples: shares of 4, 4 and 3, then of 1, 1 and none.
+    job = ElasticLoop(model, optimizer, (X, Y), batch_size=11, epochs=4, policy=EVERY_STEP)
     for x, y in job:
         with job.step():
             optimizer.zero_grad()

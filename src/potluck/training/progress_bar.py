@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -29,12 +30,13 @@ class ProgressBar:
         """Move the bar."""
         if self._bar is not None:
             job = self._job
+            speed = self._bar.tasks[0].speed  # of all ranks: it counts what they have committed
             self._bar.update(
                 self._task,
                 completed=job.committed,
-                epoch=job.epoch,
+                epoch=self._epoch(),
                 loss=f"{loss:.4f}",
-                speed=f"{job.samples_per_s * job.ctx.world_size:.0f} samples/s",
+                speed=f"{speed:.0f} samples/s" if speed else "",
             )
 
     def on_epoch_end(self, epoch: int, loss: float) -> None:
@@ -50,9 +52,17 @@ class ProgressBar:
 
     def on_train_end(self, job: Any) -> None:
         """Leave the bar as it is."""
+        self._stop()
+
+    def _stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+            atexit.unregister(self._stop)
+
+    def _epoch(self) -> str:
+        epochs = self._job.schedule.epochs
+        return f"{min(self._job.epoch + 1, epochs)}/{epochs}"
 
     def _draw(self) -> None:
         is_mine = self._job.ctx.is_master and self._console.is_terminal
@@ -72,8 +82,9 @@ class ProgressBar:
             "",
             total=job.schedule.total,
             completed=job.committed,
-            epoch=job.epoch,
+            epoch=self._epoch(),
             loss="-",
             speed="",
         )
         self._bar.start()
+        atexit.register(self._stop)  # a script that fails gets its cursor back

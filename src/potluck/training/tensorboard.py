@@ -8,6 +8,9 @@ from typing import Any
 
 from potluck.optional import require
 
+FLUSH_S = 10
+"""Seconds until figures show in TensorBoard at the latest."""
+
 
 class TensorBoardLogger:
     """Writes event files to ``directory``; look at them with ``tensorboard --logdir DIRECTORY``.
@@ -65,7 +68,9 @@ class TensorBoardLogger:
             return
         if self._writer is None:
             # What an earlier run wrote beyond this step is taken back.
-            self._writer = self._module.SummaryWriter(self._directory, purge_step=step)
+            self._writer = self._module.SummaryWriter(
+                self._directory, purge_step=step, flush_secs=FLUSH_S
+            )
         for name, value in scalars.items():
             if math.isfinite(value):
                 self._writer.add_scalar(name, value, step)
