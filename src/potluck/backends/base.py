@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from potluck.engine.coding import Encoding
 from potluck.engine.layout import Array
 from potluck.engine.work import Work
 from potluck.errors import GroupError, PotluckError
@@ -23,7 +24,8 @@ class Communicator(Protocol):
 
     Arrays are C-contiguous; those of collectives may have any shape. Every operation returns a
     Work at once, has a deadline ``timeout_s`` after the call, and must be called by all ranks in
-    the same order. After the first GroupError every call raises the same error.
+    the same order. After the first GroupError every call raises the same error. ``encoding`` is for
+    potluck's own links; others raise ValueError.
     ``engine.communicator`` is potluck's own; ``backends.library`` makes one of another library.
     """
 
@@ -44,7 +46,13 @@ class Communicator(Protocol):
         """None: arrays are NumPy's. Else they are torch tensors on this device (``cuda:0``)."""
 
     def all_reduce(
-        self, array: Array, op: ReduceOp, *, algorithm: str | None = None, timeout_s: float
+        self,
+        array: Array,
+        op: ReduceOp,
+        *,
+        algorithm: str | None = None,
+        encoding: Encoding | None = None,
+        timeout_s: float,
     ) -> Work:
         """In place: every rank ends with the combination of all ranks' arrays."""
 
@@ -55,12 +63,19 @@ class Communicator(Protocol):
         op: ReduceOp,
         *,
         algorithm: str | None = None,
+        encoding: Encoding | None = None,
         timeout_s: float,
     ) -> Work:
         """``output`` (count) ends with part ``rank`` of the combined ``array`` (world * count)."""
 
     def all_gather(
-        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
+        self,
+        output: Array,
+        array: Array,
+        *,
+        algorithm: str | None = None,
+        encoding: Encoding | None = None,
+        timeout_s: float,
     ) -> Work:
         """``output`` (world * count) ends with every rank's ``array`` (count), in rank order."""
 

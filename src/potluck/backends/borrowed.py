@@ -28,6 +28,7 @@ from potluck.backends.library import (
     exchange_to,
 )
 from potluck.collectives.plan import Algorithm
+from potluck.engine.coding import Encoding
 from potluck.engine.layout import Array
 from potluck.engine.reduction import check, conclude
 from potluck.engine.work import Work
@@ -114,8 +115,15 @@ class LibraryCommunicator:
     # -- collectives
 
     def all_reduce(
-        self, array: Array, op: ReduceOp, *, algorithm: str | None = None, timeout_s: float
+        self,
+        array: Array,
+        op: ReduceOp,
+        *,
+        algorithm: str | None = None,
+        encoding: Encoding | None = None,
+        timeout_s: float,
     ) -> Work:
+        self._check_encoding(encoding)
         flat = array.reshape(-1)
         is_native = self._can_reduce(op, flat)
 
@@ -135,8 +143,10 @@ class LibraryCommunicator:
         op: ReduceOp,
         *,
         algorithm: str | None = None,
+        encoding: Encoding | None = None,
         timeout_s: float,
     ) -> Work:
+        self._check_encoding(encoding)
         parts, mine = array.reshape(-1), output.reshape(-1)
         is_native = self._can_reduce(op, parts)
 
@@ -149,8 +159,16 @@ class LibraryCommunicator:
         return self._collective("reduce_scatter", array, output, run, algorithm, timeout_s)
 
     def all_gather(
-        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
+        self,
+        output: Array,
+        array: Array,
+        *,
+        algorithm: str | None = None,
+        encoding: Encoding | None = None,
+        timeout_s: float,
     ) -> Work:
+        self._check_encoding(encoding)
+
         def run(deadline: float) -> None:
             self._library.all_gather(output.reshape(-1), array.reshape(-1), deadline)
 
@@ -387,6 +405,13 @@ class LibraryCommunicator:
             told.__cause__ = error.__cause__
             error = told
         self._family.fail(error)
+
+    def _check_encoding(self, encoding: Encoding | None) -> None:
+        if encoding is not None:
+            raise ValueError(
+                f"codec={encoding.codec.name!r} needs potluck's own links, and this group runs on "
+                f"{self._library.name}; leave the codec out, or choose backend='ring'"
+            )
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.world_size:

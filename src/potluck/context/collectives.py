@@ -7,7 +7,11 @@ gets ``Desync``. ``timeout`` is in seconds; past it every rank gets ``OperationT
 that dies gives ``PeerLost`` on every other. ``async_op=True`` returns a ``Work`` whose ``wait()``
 gives the result; until then leave the arrays alone. ``algorithm`` is ``ring``, ``tree``,
 ``direct``, ``centralized`` or ``hierarchical``; by default the one with the least modelled time.
-Gloo, NCCL and MPI choose their own: there ``algorithm`` has no effect.
+Gloo, NCCL and MPI choose their own: there ``algorithm`` has no effect. ``codec`` (``fp16``,
+``bf16``, ``int8``; see ``potluck.codecs``) sends float32 arrays in fewer bytes, over potluck's own
+links: every value is encoded at most twice, and all ranks end with the same bits. ``residual`` is
+for error feedback: a float32 array of the array's shape, zeros at first, that keeps what the codec
+lost for the next call.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from typing import Any
 import numpy as np
 
 from potluck.backends.base import Communicator
+from potluck.codecs import codec_of
 from potluck.context.arrays import Adapted, adapt, empty_like
+from potluck.engine.coding import Encoding
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
 
@@ -66,6 +72,8 @@ class Collectives:
         op: str = "sum",
         *,
         algorithm: str | None = None,
+        codec: str | None = None,
+        residual: Any = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -76,7 +84,11 @@ class Collectives:
         """
         mine = self._adapt(array)
         work = self.communicator.all_reduce(
-            mine.array, _op(op), algorithm=algorithm, timeout_s=self._patience(timeout)
+            mine.array,
+            _op(op),
+            algorithm=algorithm,
+            encoding=self._encoding(codec, residual),
+            timeout_s=self._patience(timeout),
         )
         return self._end(work, mine.write_back, async_op)
 
@@ -86,6 +98,8 @@ class Collectives:
         op: str = "sum",
         *,
         algorithm: str | None = None,
+        codec: str | None = None,
+        residual: Any = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -101,6 +115,7 @@ class Collectives:
             parts.array,
             _op(op),
             algorithm=algorithm,
+            encoding=self._encoding(codec, residual),
             timeout_s=self._patience(timeout),
         )
         return self._end(work, result.write_back, async_op)
@@ -110,6 +125,8 @@ class Collectives:
         array: Any,
         *,
         algorithm: str | None = None,
+        codec: str | None = None,
+        residual: Any = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -117,7 +134,11 @@ class Collectives:
         mine = self._adapt(array, writable=False)
         result = self._adapt(empty_like(array, (self.world_size, *mine.array.shape)))
         work = self.communicator.all_gather(
-            result.array, mine.array, algorithm=algorithm, timeout_s=self._patience(timeout)
+            result.array,
+            mine.array,
+            algorithm=algorithm,
+            encoding=self._encoding(codec, residual),
+            timeout_s=self._patience(timeout),
         )
         return self._end(work, result.write_back, async_op)
 
@@ -269,6 +290,18 @@ class Collectives:
 
     def _adapt(self, array: Any, *, writable: bool = True) -> Adapted:
         return adapt(array, writable=writable, device=self.communicator.device)
+
+    def _encoding(self, codec: str | None, residual: Any) -> Encoding | None:
+        if codec is None:
+            if residual is not None:
+                raise ValueError("a residual keeps what a codec loses: name the codec, too")
+            return None
+        if residual is None:
+            return Encoding(codec_of(codec))
+        adapted = self._adapt(residual)
+        if not np.shares_memory(adapted.array, np.asarray(residual)):
+            raise ValueError("the residual is changed in place and must be contiguous host memory")
+        return Encoding(codec_of(codec), adapted.array)
 
     def _patience(self, timeout: float | None) -> float:
         if timeout is None:

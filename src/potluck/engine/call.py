@@ -16,7 +16,8 @@ class Call:
 
     Ranks that make different calls have different fingerprints, and every frame carries the
     fingerprint, so a disagreement is found before any payload is combined. ``ranks`` are the
-    members of a sub-group, in its order; empty for the whole group.
+    members of a sub-group, in its order; empty for the whole group. ``codec`` is the name of the
+    encoding on the wire, empty for none.
     """
 
     operation: Operation
@@ -27,14 +28,21 @@ class Call:
     root: int = 0
     segment_bytes: int = 0
     ranks: tuple[int, ...] = ()
+    codec: str = ""
+    on_behalf_of: str = ""
+    """The engine's own call, before one of the user's: that is what errors name. Not counted."""
 
     def __str__(self) -> str:
+        if self.on_behalf_of:
+            return self.on_behalf_of
         parts = [self.dtype, f"shape {self.shape}"]
         if self.op is not None:
             parts.append(f"op {self.op}")
         if self.operation in _ROOTED:
             parts.append(f"root {self.root}")
         parts.append(self.algorithm.value)
+        if self.codec:
+            parts.append(f"codec {self.codec}")
         return f"{self.operation}({', '.join(parts)})"
 
     @cached_property

@@ -18,7 +18,9 @@ import numpy as np
 from potluck.collectives.choose import choose
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import make_plan
+from potluck.engine import coding
 from potluck.engine.call import Call
+from potluck.engine.coding import Encoding
 from potluck.engine.connector import Connector
 from potluck.engine.layout import Array, lay_out
 from potluck.engine.mailbox import ANY_SOURCE, Receiving, sending
@@ -109,10 +111,17 @@ class Communicator:
     # -- collectives; `count` below is the length of one rank's part
 
     def all_reduce(
-        self, array: Array, op: ReduceOp, *, algorithm: str | None = None, timeout_s: float
+        self,
+        array: Array,
+        op: ReduceOp,
+        *,
+        algorithm: str | None = None,
+        encoding: Encoding | None = None,
+        timeout_s: float,
     ) -> Work:
         """In place: every rank ends with the combination of all ranks' arrays."""
-        return self._run(Operation.ALL_REDUCE, array, array, array, op, algorithm, timeout_s)
+        kind = Operation.ALL_REDUCE
+        return self._run(kind, array, array, array, op, algorithm, timeout_s, encoding=encoding)
 
     def reduce_scatter(
         self,
@@ -121,16 +130,25 @@ class Communicator:
         op: ReduceOp,
         *,
         algorithm: str | None = None,
+        encoding: Encoding | None = None,
         timeout_s: float,
     ) -> Work:
         """``output`` (count) ends with part ``rank`` of the combined ``array`` (world * count)."""
-        return self._run(Operation.REDUCE_SCATTER, array, output, output, op, algorithm, timeout_s)
+        kind = Operation.REDUCE_SCATTER
+        return self._run(kind, array, output, output, op, algorithm, timeout_s, encoding=encoding)
 
     def all_gather(
-        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
+        self,
+        output: Array,
+        array: Array,
+        *,
+        algorithm: str | None = None,
+        encoding: Encoding | None = None,
+        timeout_s: float,
     ) -> Work:
         """``output`` (world * count) ends with every rank's ``array`` (count), in rank order."""
-        return self._run(Operation.ALL_GATHER, array, output, array, None, algorithm, timeout_s)
+        kind = Operation.ALL_GATHER
+        return self._run(kind, array, output, array, None, algorithm, timeout_s, encoding=encoding)
 
     def broadcast(
         self, array: Array, root: int, *, algorithm: str | None = None, timeout_s: float
@@ -299,11 +317,17 @@ class Communicator:
         algorithm: str | None,
         timeout_s: float,
         root: int = 0,
+        *,
+        encoding: Encoding | None = None,
     ) -> Work:
         dtype = described.dtype
         code_of(dtype)
         if op is not None:
             check(op, dtype)
+        if encoding is not None:
+            assert source is not None
+            coding.check(encoding, operation, source, op, algorithm)
+            algorithm = Algorithm.DIRECT
         if not 0 <= root < self.world_size:
             raise ValueError(f"root {root} is outside a world of {self.world_size}")
         chosen = (
@@ -323,6 +347,7 @@ class Communicator:
             root,
             self._family.loop.segment_bytes,
             self._ranks if self._channel else (),
+            encoding.codec.name if encoding is not None else "",
         )
         work = Work(str(call), result)
         chunks = lay_out(plan, _flat(source), _flat(result))
@@ -340,6 +365,9 @@ class Communicator:
                 peers=self._ranks,
                 nbytes=described.nbytes,
                 conclude=_flat(result) if op is ReduceOp.MEAN else None,
+                coding=coding.Coding(encoding.codec, plan, _flat(encoding.residual))
+                if encoding is not None
+                else None,
             )
             self._sequence += 1
             self._family.loop.start(running)

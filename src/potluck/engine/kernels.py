@@ -64,6 +64,18 @@ def encode(codec: Codec, encoded: Bytes, source: Floats) -> None:
         codec.encode(encoded, source)
 
 
+def encode_with_residual(codec: Codec, encoded: Bytes, residual: Floats, source: Floats) -> None:
+    """``encoded`` stands for ``source + residual``; what that loses becomes the new residual."""
+    np.add(residual, source, out=residual)
+    if native.available:
+        native.core.encode_with_residual(codec.code, encoded, residual, residual)
+    else:
+        codec.encode(encoded, residual)
+        decoded = np.empty_like(residual)
+        codec.decode(decoded, encoded)
+        np.subtract(residual, decoded, out=residual)
+
+
 def decode(codec: Codec, target: Floats, encoded: Bytes) -> None:
     """``target`` is filled with what ``encoded`` stands for."""
     if native.available:

@@ -18,7 +18,7 @@ from potluck.engine.fate import Fate
 from potluck.engine.inquest import ANSWER_S, STALL_S, Inquests, Key
 from potluck.engine.port import Outgoing, Port, Sink
 from potluck.engine.ports import NOTHING, Ports
-from potluck.engine.running import RunningPlan, Segment, as_bytes, from_bytes
+from potluck.engine.running import RunningPlan, Segment, as_bytes
 from potluck.engine.verdict import desync, overdue
 from potluck.errors import ProtocolError
 from potluck.wire.dtypes import code_of
@@ -121,11 +121,14 @@ class Plans:
             return None
         for running in self._running.values():
             segment = running.next_send(peer)
-            if segment is None or not port.can_take(segment.data.nbytes):
+            if segment is None:
                 continue
-            if not share.may_send(running.channel, running.sequence, segment.data.nbytes):
+            nbytes = running.wire_bytes(segment)
+            if not port.can_take(nbytes):
                 continue
-            share.sent(segment.data.nbytes)
+            if not share.may_send(running.channel, running.sequence, nbytes):
+                continue
+            share.sent(nbytes)
             running.issue(peer, segment)
             return Outgoing(
                 Frame(
@@ -135,12 +138,12 @@ class Plans:
                     segment.chunk,
                     running.sequence,
                     segment.number,
-                    segment.data.nbytes,
+                    nbytes,
                     running.call.fingerprint,
                     self._group.rank,
                     code_of(segment.data.dtype),
                 ),
-                as_bytes(segment.data),
+                running.payload(segment),
                 partial(self._sent, running, segment),
             )
         return None
@@ -185,15 +188,14 @@ class Plans:
             return self._ports.keep(port, frame, self._on_waiting)
         if frame.flags & IN_WINDOW:
             buffer = None
-        elif running.combines(segment):
-            buffer = port.scratch(frame.length)
-        else:
+        elif running.is_stored(segment):
             buffer = as_bytes(segment.data)
-        in_place = buffer is not None and not running.combines(segment)
+        else:
+            buffer = port.scratch(frame.length)
+        in_place = buffer is not None and running.is_stored(segment)
 
         def complete(payload: memoryview) -> None:
-            theirs = None if in_place else from_bytes(payload, segment.data.dtype)
-            running.received(port.rank, segment, theirs)
+            running.received(port.rank, segment, None if in_place else payload)
             self._advance(running)
 
         return Sink(buffer, complete)
@@ -225,7 +227,7 @@ class Plans:
             if segment is None or not running.is_ready(segment):
                 break
             queue.popleft()
-            running.received(peer, segment, from_bytes(payload, segment.data.dtype))
+            running.received(peer, segment, payload)
             moved = True
         if not queue:
             del running.early[peer]
@@ -240,7 +242,7 @@ class Plans:
         if (
             segment is None
             or (frame.chunk, frame.segment) != (segment.chunk, segment.number)
-            or frame.length != segment.data.nbytes
+            or frame.length != running.wire_bytes(segment)
             or frame.dtype != code_of(segment.data.dtype)
         ):
             # Equal fingerprints, so equal calls: the peer's engine is broken, not its script.

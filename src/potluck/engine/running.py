@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from potluck.collectives.plan import Action, Plan
-from potluck.engine import reduction
+from potluck.engine import kernels
 from potluck.engine.call import Call
+from potluck.engine.coding import Coding
 from potluck.engine.layout import Array, Chunks
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
 from potluck.wire.frames import Frame
+
+
+_BYTES = np.dtype(np.uint8)
 
 
 class Segment(NamedTuple):
@@ -47,8 +51,12 @@ class RunningPlan:
         peers: tuple[int, ...],
         nbytes: int,
         conclude: Array | None = None,
+        coding: Coding | None = None,
     ) -> None:
-        """``peers`` maps the plan's ranks to engine ranks; ``conclude`` is where a mean divides."""
+        """``peers`` maps the plan's ranks to engine ranks; ``conclude`` is where a mean divides.
+
+        ``coding`` says how segments look on the wire, None: as in memory.
+        """
         self.plan = plan
         self.call = call
         self.channel = channel
@@ -64,6 +72,7 @@ class RunningPlan:
         self.early: dict[int, deque[tuple[Frame, bytearray]]] = {}
         self._chunks = chunks
         self._conclude = conclude
+        self.coding = coding
         self._sends: dict[int, deque[int]] = {}
         self._receives: dict[int, deque[int]] = {}
         self._previous: list[int] = []
@@ -111,6 +120,19 @@ class RunningPlan:
         if self._issued[segment.step] == self._segments[segment.chunk]:
             self._sends[peer].popleft()
 
+    def wire_bytes(self, segment: Segment) -> int:
+        """How many bytes ``segment`` takes on the wire."""
+        if self.coding is None:
+            return segment.data.nbytes
+        return self.coding.codec.encoded_bytes(segment.data.shape[0])
+
+    def payload(self, segment: Segment) -> memoryview:
+        """What goes over the wire for ``segment``; asked for once, when it is being sent."""
+        if self.coding is None:
+            return as_bytes(segment.data)
+        start = segment.number * self._elements[segment.chunk]
+        return self.coding.outgoing(segment.chunk, segment.number, start, segment.data).data
+
     def sent(self, segment: Segment) -> None:
         """The bytes of ``segment`` have left its memory."""
         self._advance(segment.step)
@@ -133,11 +155,18 @@ class RunningPlan:
         """Whether the arriving bytes are combined with what is there (else they replace it)."""
         return self.plan.steps[segment.step].action == Action.REDUCE
 
-    def received(self, peer: int, segment: Segment, theirs: Array | None) -> None:
-        """``segment`` has arrived: in its own memory already, or in ``theirs``."""
-        if theirs is not None:
-            if self.combines(segment):
-                reduction.combine(self.call.op or ReduceOp.SUM, segment.data, theirs)
+    def is_stored(self, segment: Segment) -> bool:
+        """Whether the arriving bytes are the segment's own, so that they may be read in place."""
+        return self.coding is None and not self.combines(segment)
+
+    def received(self, peer: int, segment: Segment, payload: Any = None) -> None:
+        """``segment`` has arrived: in its own memory already, or in the bytes of ``payload``."""
+        if payload is not None:
+            theirs = from_bytes(payload, segment.data.dtype if self.coding is None else _BYTES)
+            if self.coding is not None:
+                self.coding.arrived(segment.data, theirs, combines=self.combines(segment))
+            elif self.combines(segment):
+                kernels.combine(self.call.op or ReduceOp.SUM, segment.data, theirs)
             else:
                 np.copyto(segment.data, theirs)
         if segment.number + 1 == self._segments[segment.chunk]:
@@ -152,7 +181,7 @@ class RunningPlan:
 
     def conclude(self) -> None:
         if self._conclude is not None and self.call.op is not None:
-            reduction.conclude(self.call.op, self._conclude, self.plan.world_size)
+            kernels.conclude(self.call.op, self._conclude, self.plan.world_size)
 
     def awaited(self) -> list[tuple[int, str]]:
         """(peer, what is missing) for every link this rank still waits on, for errors."""

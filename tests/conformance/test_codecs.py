@@ -1,0 +1,183 @@
+"""Collectives with a codec on every kind of link: the same bits on all ranks, within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from potluck.codecs import NAMES, Codec, codec_of
+from potluck.context import DistributedContext
+from potluck.errors import Desync
+from potluck.testing.world import WorldError
+from potluck.testing.worlds import WORLD_KINDS, World, open_world
+
+SEGMENT_BYTES = 6 * 1024
+WORLDS = [(kind, size) for kind in WORLD_KINDS for size in (1, 2, 3)] + [("inproc", 5)]
+COUNTS = (0, 1, 5, 700, 12_345)
+"""The last one takes several segments, whose ends are not the ends of int8's blocks."""
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda each: f"{each[0]}-{each[1]}")
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    kind, size = request.param
+    with open_world(kind, size, segment_bytes=SEGMENT_BYTES) as opened:
+        opened.run(lambda ctx: ctx.all_to_all(np.zeros((size, 1)), algorithm="direct"))
+        yield opened
+
+
+def numbers(rank: int, count: int, salt: int = 0) -> np.ndarray:
+    return np.random.default_rng([rank, count, salt]).standard_normal(count).astype(np.float32)
+
+
+def largest(*arrays: np.ndarray) -> float:
+    return max(float(np.abs(array).max(initial=0)) for array in arrays)
+
+
+def bound(codec: Codec, world_size: int, contributions: list[np.ndarray]) -> float:
+    """Each of the other ranks' parts is encoded once, then the sum once."""
+    if world_size == 1:
+        return 0.0
+    once = sum(codec.error_bound(largest(array)) for array in contributions)
+    return once + codec.error_bound(sum(largest(array) for array in contributions)) + 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_reduce(world: World, name: str) -> None:
+    codec, size = codec_of(name), world.world_size
+
+    def check(ctx: DistributedContext) -> bytes:
+        ended = b""
+        for count in COUNTS:
+            everyones = [numbers(rank, count) for rank in range(size)]
+            for op in ("sum", "mean"):
+                mine = everyones[ctx.rank].copy()
+                assert ctx.all_reduce(mine, op, codec=name) is mine
+                exact = np.sum(everyones, axis=0, dtype=np.float64)
+                scale = size if op == "mean" else 1
+                error = np.abs(mine - exact / scale).max(initial=0)
+                assert error <= bound(codec, size, everyones) / scale, (count, op)
+                ended += mine.tobytes()
+        return ended
+
+    assert len(set(world.run(check))) == 1, "the ranks ended with different bits"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reduce_scatter_and_all_gather(world: World, name: str) -> None:
+    codec, size = codec_of(name), world.world_size
+
+    def check(ctx: DistributedContext) -> bytes:
+        ended = b""
+        for count in COUNTS:
+            everyones = [numbers(rank, size * count).reshape(size, count) for rank in range(size)]
+            mine = everyones[ctx.rank].copy()
+            part = ctx.reduce_scatter(mine, codec=name)
+            assert np.array_equal(mine, everyones[ctx.rank]), "the input stays as it is"
+            exact = np.sum([each[ctx.rank] for each in everyones], axis=0, dtype=np.float64)
+            assert np.abs(part - exact).max(initial=0) <= bound(codec, size, everyones)
+            kept = part.copy()
+            parts = ctx.all_gather(part, codec=name)
+            assert np.array_equal(part, kept), "the input stays as it is"
+            error = np.abs(parts[ctx.rank] - part).max(initial=0)
+            assert error <= (codec.error_bound(largest(part)) if size > 1 else 0)
+            ended += parts.tobytes()
+        return ended
+
+    assert len(set(world.run(check))) == 1, "the ranks ended with different bits"
+
+
+@pytest.mark.parametrize("kind", WORLD_KINDS)
+def test_fewer_bytes_cross_the_links(kind: str) -> None:
+    """The traffic is the codec's share of float32's, and no copy of it in float32 besides."""
+
+    def sent(ctx: DistributedContext) -> int:
+        return sum(link["bytes_sent"] for link in ctx.stats()["links"].values())
+
+    def traffic(ctx: DistributedContext) -> list[int]:
+        moved = []
+        for codec in (None, "fp16", "bf16", "int8"):
+            before = sent(ctx)
+            ctx.all_reduce(numbers(ctx.rank, 100_000), algorithm="direct", codec=codec)
+            ctx.barrier()
+            moved.append(sent(ctx) - before)
+        return moved
+
+    with open_world(kind, 2, segment_bytes=64 * 1024) as opened:
+        for plain, fp16, bf16, int8 in opened.run(traffic):
+            assert 0.5 <= fp16 / plain <= 0.51
+            assert 0.5 <= bf16 / plain <= 0.51
+            assert 0.25 <= int8 / plain <= 0.26
+
+
+def test_what_is_not_finite_reaches_every_rank(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        for name in NAMES:
+            array = np.ones(600, np.float32)
+            if ctx.rank == ctx.world_size - 1:
+                array[5] = np.inf
+            ctx.all_reduce(array, codec=name)
+            assert not np.isfinite(array[5]), name
+
+    world.run(check)
+
+
+def test_a_residual_keeps_what_was_lost(world: World) -> None:
+    """With error feedback the mean over many calls comes as close as one likes to the truth."""
+    size, count, times = world.world_size, 2000, 24
+
+    def check(ctx: DistributedContext) -> None:
+        for name in NAMES:
+            mine, residual = numbers(ctx.rank, count), np.zeros(count, np.float32)
+            total = np.zeros(count)
+            for _ in range(times):
+                total += ctx.all_reduce(mine.copy(), codec=name, residual=residual)
+            everyones = [numbers(rank, count) for rank in range(size)]
+            exact = np.sum(everyones, axis=0, dtype=np.float64)
+            error = np.abs(total / times - exact).max()
+            assert error <= 4 * bound(codec_of(name), size, everyones) / times + 1e-6, name
+            assert (largest(residual) > 0) == (size > 1)
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("kind", WORLD_KINDS)
+@pytest.mark.parametrize("theirs", [None, "bf16"])
+def test_ranks_that_name_different_codecs_get_desync(kind: str, theirs: str | None) -> None:
+    def call(ctx: DistributedContext) -> None:
+        ctx.all_reduce(
+            np.ones(5000, np.float32), algorithm="direct", codec=theirs if ctx.rank else "fp16"
+        )
+
+    with (
+        open_world(kind, 2, segment_bytes=SEGMENT_BYTES) as opened,
+        pytest.raises(WorldError) as caught,
+    ):
+        opened.run(call)
+    assert {type(error) for error in caught.value.errors.values()} == {Desync}
+    assert "codec fp16" in str(caught.value)
+
+
+def wrong_calls(ctx: DistributedContext) -> list[tuple[type[Exception], str, Any]]:
+    floats, doubles = np.ones(8, np.float32), np.ones(8)
+    short = np.zeros(7, np.float32)
+    return [
+        (TypeError, "codec='int8' encodes float32", lambda: ctx.all_reduce(doubles, codec="int8")),
+        (ValueError, "no codec 'int4'", lambda: ctx.all_reduce(floats, codec="int4")),
+        (ValueError, "sum or mean", lambda: ctx.all_reduce(floats, "max", codec="int8")),
+        (ValueError, "direct", lambda: ctx.all_reduce(floats, algorithm="ring", codec="int8")),
+        (ValueError, "name the codec", lambda: ctx.all_reduce(floats, residual=floats)),
+        (ValueError, "each of the 8", lambda: ctx.all_reduce(floats, codec="fp16", residual=short)),
+    ]
+
+
+def test_what_can_not_be_encoded_is_refused_before_anything_moves(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        for error, text, call in wrong_calls(ctx):
+            with pytest.raises(error, match=text):
+                call()
+        ctx.barrier()
+
+    world.run(check)
