@@ -17,6 +17,7 @@ from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.pairing import Code, Exchange
 from potluck.errors import LinkError, PotluckError, ProtocolError, WrongCode
 from potluck.transport.aio import end
+from potluck.transport.door import Door
 from potluck.transport.listener import listening_socket
 from potluck.transport.rate import RateLimitedLog
 from potluck.wire import pairing as wire
@@ -71,39 +72,39 @@ class _Host:
         self.outcome: asyncio.Future[wire.Newcomer] = asyncio.get_running_loop().create_future()
         self._code = code
         self._secret = secret
-        self._sock = sock
         self._is_used = False
         self._complain = RateLimitedLog(_log)
-        self._callers: dict[asyncio.Task[None], None] = {}
-        self._accepting = asyncio.create_task(self._accept())
+        # Each with its socket until its task begins and takes it over.
+        self._callers: dict[asyncio.Task[None], socket.socket | None] = {}
+        self._door = Door(sock, self._arrived, self._complain)
 
     async def close(self) -> None:
-        tasks = [self._accepting, *self._callers]
+        self._door.close()
+        tasks = list(self._callers)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._sock.close()
         if self.outcome.done() and not self.outcome.cancelled():
             self.outcome.exception()  # seen, also if a timeout came first
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._sock)
-            except OSError as error:
-                self._complain.warning(f"can't accept connections: {error}")
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._callers) >= _MAX_PENDING:
-                next(iter(self._callers)).cancel()
-            task = asyncio.create_task(self._answer(sock))
-            self._callers[task] = None
-            task.add_done_callback(lambda done: self._callers.pop(done, None))
+    def _arrived(self, sock: socket.socket, peer: str) -> None:
+        if len(self._callers) >= _MAX_PENDING:
+            next(iter(self._callers)).cancel()
+        task = asyncio.create_task(self._answer(sock))
+        self._callers[task] = sock
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        sock = self._callers.pop(task, None)
+        if sock is not None:  # cancelled before it began
+            sock.close()
 
     async def _answer(self, sock: socket.socket) -> None:
         is_guess = is_proved = False
         writer = None
+        task = asyncio.current_task()
+        assert task is not None
+        self._callers[task] = None
         try:
             async with asyncio.timeout(STEP_S):
                 reader, writer = await asyncio.open_connection(sock=sock)

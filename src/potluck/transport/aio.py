@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from potluck.errors import LinkError, PotluckError, ProtocolError
 from potluck.transport.credentials import Credentials, node_id_of_certificate
+from potluck.transport.door import Door
 from potluck.transport.failures import translated
 from potluck.transport.handshake import check_node, objection, welcomed
 from potluck.transport.listener import listening_socket
@@ -58,10 +59,23 @@ def peer_node(writer: asyncio.StreamWriter) -> str:
     return node_id_of_certificate(tls.getpeercert(binary_form=True))
 
 
+class Unwanted(Exception):
+    """``connect`` found a node that its caller does not want; nothing was said to it."""
+
+
 async def connect(
-    host: str, port: int, hello: Hello, credentials: Credentials, *, timeout_s: float = 5.0
+    host: str,
+    port: int,
+    hello: Hello,
+    credentials: Credentials,
+    *,
+    timeout_s: float = 5.0,
+    wanted: Callable[[str], bool] = lambda node: True,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Welcome]:
-    """One attempt to connect and be welcomed; errors as for ``handshake.connect``."""
+    """One attempt to connect and be welcomed; errors as for ``handshake.connect``.
+
+    ``wanted(node)`` is asked once the server has proved who it is, before HELLO; Unwanted if not.
+    """
     peer = f"{host}:{port}"
     writer = None
     try:
@@ -72,6 +86,8 @@ async def connect(
             node = peer_node(writer)
             peer = f"{peer} (node {node[:12]})"
             check_node(node, peer, credentials)
+            if not wanted(node):
+                raise Unwanted(peer)
             await write_greeting(writer, hello)
             answer = await read_greeting(reader)
         return reader, writer, welcomed(answer, peer)
@@ -95,52 +111,50 @@ class Server:
         max_pending: int,
     ) -> None:
         self.port: int = sock.getsockname()[1]
-        self._sock = sock
         self._credentials = credentials
         self._greeted = greeted
         self._hello_timeout_s = hello_timeout_s
         self._max_pending = max_pending
         self._complain = RateLimitedLog(_log)
-        self._strangers: dict[asyncio.Task[None], None] = {}  # in order of arrival
+        # In order of arrival, each with its socket until its task begins and takes it over.
+        self._strangers: dict[asyncio.Task[None], socket.socket | None] = {}
         self._known: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.create_task(self._accept())
+        self._door = Door(sock, self._arrived, self._complain)
 
     async def close(self) -> None:
         """Stop listening and end every connection; waits until their tasks are gone."""
-        tasks = [self._accepting, *self._strangers, *self._known]
+        self._door.close()
+        tasks = [*self._strangers, *self._known]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._sock.close()
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, address = await loop.sock_accept(self._sock)
-            except OSError as error:
-                self._complain.warning(f"can't accept connections: {error}")
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._strangers) >= self._max_pending:
-                next(iter(self._strangers)).cancel()
-                self._complain.warning(
-                    f"more than {self._max_pending} connections have not said HELLO: "
-                    "dropping the oldest"
-                )
-            task = asyncio.create_task(self._greet(sock, f"{address[0]}:{address[1]}"))
-            self._strangers[task] = None
-            task.add_done_callback(self._forget)
+    def _arrived(self, sock: socket.socket, peer: str) -> None:
+        if len(self._strangers) >= self._max_pending:
+            next(iter(self._strangers)).cancel()
+            self._complain.warning(
+                f"more than {self._max_pending} connections have not said HELLO: "
+                "dropping the oldest"
+            )
+        task = asyncio.create_task(self._greet(sock, peer))
+        self._strangers[task] = sock
+        task.add_done_callback(self._forget)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        self._strangers.pop(task, None)
+        sock = self._strangers.pop(task, None)
+        if sock is not None:  # cancelled before it began
+            sock.close()
         self._known.discard(task)
 
     async def _greet(self, sock: socket.socket, peer: str) -> None:
         writer = None
+        task = asyncio.current_task()
+        assert task is not None
+        self._strangers[task] = None
         try:
             async with asyncio.timeout(self._hello_timeout_s):
                 tune(sock)
+                await _readable(sock)  # who says nothing costs no TLS state (300 KiB)
                 reader, writer = await _secure(sock, self._credentials, self._hello_timeout_s)
                 node = peer_node(writer)
                 hello = await read_greeting(reader)
@@ -150,8 +164,6 @@ class Server:
                 if refusal is not None:
                     await write_greeting(writer, refusal)
                     return
-            task = asyncio.current_task()
-            assert task is not None
             self._strangers.pop(task, None)
             self._known.add(task)
             await self._greeted(reader, writer, hello, node)
@@ -203,6 +215,16 @@ async def _secure(
         ssl_handshake_timeout=timeout_s,
     )
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
+    loop.add_reader(sock, came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(sock)
 
 
 async def end(writer: asyncio.StreamWriter) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import os
 import ssl
@@ -27,6 +28,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from potluck.errors import SecurityError
+from potluck.transport import native_tls
+from potluck.transport.native_tls import NativeContext
 
 PSK_BYTES = 32
 
@@ -47,6 +50,8 @@ class Standing:
     """The names whose holders are accepted: more than one while the secret is being changed."""
     server_context: ssl.SSLContext = field(repr=False)
     client_context: ssl.SSLContext = field(repr=False)
+    native: Callable[[bool], NativeContext] = field(repr=False)
+    """The native core's context, for the server side or for the client's; made when needed."""
     advert_keys: tuple[bytes, ...] = field(repr=False)
     """Keys of the tags in adverts: own adverts use the first, all are recognised."""
 
@@ -68,8 +73,13 @@ class Credentials:
         node_id: str,
         standing: Callable[[], Standing],
         objects_to: Callable[[str], str | None] = _objects_to_nobody,
+        *,
+        use_native: bool = True,
     ) -> None:
+        """``use_native``: let the native core do the TLS of links, where it can."""
         self.node_id = node_id
+        self.is_native = use_native and native_tls.is_available()
+        """Whether links made with these credentials are the native core's."""
         self.objects_to = objects_to
         self._standing = standing
 
@@ -91,6 +101,10 @@ class Credentials:
         """For the calling side of a connection that begins now."""
         return self._standing().client_context
 
+    def native_context(self, *, server_side: bool) -> NativeContext | None:
+        """For one side of a link that begins now, None if links are left to ``ssl``."""
+        return self._standing().native(server_side) if self.is_native else None
+
     @property
     def advert_keys(self) -> tuple[bytes, ...]:
         """Keys of the tags in adverts: own adverts use the first, all are recognised."""
@@ -105,10 +119,13 @@ def make_credentials(
     psk: bytes,
     key: Ed25519PrivateKey,
     objects_to: Callable[[str], str | None] = _objects_to_nobody,
+    *,
+    use_native: bool = True,
 ) -> Credentials:
     """Credentials for the holder of ``psk`` (32 bytes) whose own key is ``key``. About 1 ms."""
     standing = make_standing(psk, key)
-    return Credentials(node_id_of(key.public_key()), lambda: standing, objects_to)
+    node_id = node_id_of(key.public_key())
+    return Credentials(node_id, lambda: standing, objects_to, use_native=use_native)
 
 
 def make_standing(psk: bytes, key: Ed25519PrivateKey, *, also: Sequence[bytes] = ()) -> Standing:
@@ -131,11 +148,15 @@ def make_standing(psk: bytes, key: Ed25519PrivateKey, *, also: Sequence[bytes] =
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
+    trusted = b"".join(each.public_bytes(serialization.Encoding.PEM) for each in authorities)
     return Standing(
         namespace=namespace_of(psk),
         namespaces=frozenset(map(namespace_of, secrets)),
         server_context=_context(ssl.PROTOCOL_TLS_SERVER, authorities, chain),
         client_context=_context(ssl.PROTOCOL_TLS_CLIENT, authorities, chain),
+        native=functools.cache(
+            lambda server_side: NativeContext(trusted, chain, server_side=server_side)
+        ),
         advert_keys=tuple(_derive(s, _ADVERT_LABEL) for s in secrets),
     )
 

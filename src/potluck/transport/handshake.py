@@ -24,6 +24,7 @@ import msgspec
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, SecurityError
 from potluck.transport.credentials import Credentials, node_id_of_certificate
 from potluck.transport.failures import translated
+from potluck.transport.native_tls import TlsSocket
 from potluck.transport.tcp import TcpLink, secured, tune
 from potluck.transport.window import NUM_SLOTS, SLOT_BYTES, offer_window
 from potluck.wire.messages import (
@@ -128,7 +129,7 @@ def _connect_once(
     offered = None
     welcome = None
     try:
-        sock = tls = secured(sock, credentials.client_context)
+        sock = tls = secured(sock, credentials, server_side=False)
         drive(tls_handshake(tls), tls, limit, "setting up TLS", peer, cancelled)
         node = node_id_of_certificate(tls.getpeercert(binary_form=True))
         peer = f"{peer} (node {node[:12]})"
@@ -203,7 +204,7 @@ def _tcp_connect(sock: socket.socket, address: tuple[object, ...]) -> Steps[None
         raise OSError(code, os.strerror(code))
 
 
-def receive_hello(tls: ssl.SSLSocket) -> Steps[tuple[Hello, str]]:
+def receive_hello(tls: TlsSocket) -> Steps[tuple[Hello, str]]:
     """The server's half up to HELLO: what the client said, and the node id it proved."""
     yield from tls_handshake(tls)
     node = node_id_of_certificate(tls.getpeercert(binary_form=True))
@@ -242,7 +243,7 @@ def _version_text(who: str, theirs: int, ours: int = PROTOCOL_VERSION) -> str:
     )
 
 
-def tls_handshake(tls: ssl.SSLSocket) -> Steps[None]:
+def tls_handshake(tls: TlsSocket) -> Steps[None]:
     while True:
         try:
             tls.do_handshake()
@@ -253,14 +254,14 @@ def tls_handshake(tls: ssl.SSLSocket) -> Steps[None]:
             yield WRITE
 
 
-def read_greeting(tls: ssl.SSLSocket) -> Steps[Greeting]:
+def read_greeting(tls: TlsSocket) -> Steps[Greeting]:
     """One greeting; reads not a byte further, so that a link can begin right after it."""
     prefix = yield from _read_exactly(tls, PREFIX_BYTES)
     body = yield from _read_exactly(tls, greeting_length(prefix))
     return decode_greeting(body)
 
 
-def _read_exactly(tls: ssl.SSLSocket, count: int) -> Steps[bytes]:
+def _read_exactly(tls: TlsSocket, count: int) -> Steps[bytes]:
     data = bytearray()
     while len(data) < count:
         try:
@@ -275,7 +276,7 @@ def _read_exactly(tls: ssl.SSLSocket, count: int) -> Steps[bytes]:
     return bytes(data)
 
 
-def write_all(tls: ssl.SSLSocket, data: bytes) -> Steps[None]:
+def write_all(tls: TlsSocket, data: bytes) -> Steps[None]:
     while True:
         try:
             tls.send(data)  # all of it or SSLWantWriteError: OpenSSL does no partial writes here

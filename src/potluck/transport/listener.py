@@ -10,7 +10,6 @@ import contextlib
 import errno
 import logging
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import msgspec
 from potluck.errors import ConfigurationError, LinkError, PotluckError
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import drive, objection, write_all
+from potluck.transport.native_tls import TlsSocket
 from potluck.transport.rate import RateLimitedLog
 from potluck.transport.reception import Reception
 from potluck.transport.tcp import TcpLink
@@ -75,7 +75,7 @@ class Listener:
         self._lock = threading.Condition()
         self._admit: Admit | None = None
         self._closing = False
-        self._answering: dict[threading.Thread, ssl.SSLSocket | None] = {}  # None: delivered
+        self._answering: dict[threading.Thread, TlsSocket | None] = {}  # None: delivered
         sock = listening_socket(host, port)
         self.host = host
         self.port: int = sock.getsockname()[1]
@@ -115,7 +115,7 @@ class Listener:
                 if thread.is_alive():
                     _log.error("%s is still deciding on a connection", thread.name)
 
-    def _start_answer(self, sock: ssl.SSLSocket, peer: str, hello: Hello, node: str) -> None:
+    def _start_answer(self, sock: TlsSocket, peer: str, hello: Hello, node: str) -> None:
         thread = threading.Thread(
             target=self._answer,
             args=(sock, hello, node, f"{peer} (node {node[:12]})"),
@@ -129,7 +129,7 @@ class Listener:
             self._answering[thread] = sock
         thread.start()
 
-    def _answer(self, sock: ssl.SSLSocket, hello: Hello, node: str, peer: str) -> None:
+    def _answer(self, sock: TlsSocket, hello: Hello, node: str, peer: str) -> None:
         admission = link = None
         try:
             admission = self._admission(hello, node)
@@ -172,7 +172,7 @@ class Listener:
             return Admission(Refusal("error", "this worker failed to decide; see its log"))
 
     def _conclude(
-        self, sock: ssl.SSLSocket, hello: Hello, node: str, peer: str, answer: Welcome | Refusal
+        self, sock: TlsSocket, hello: Hello, node: str, peer: str, answer: Welcome | Refusal
     ) -> TcpLink | None:
         """Write the answer; the link if it was WELCOME. Owns ``sock`` until then."""
         window = None
@@ -220,7 +220,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _check_still_there(sock: ssl.SSLSocket) -> None:
+def _check_still_there(sock: TlsSocket) -> None:
     """LinkError if the caller has hung up: writing to it would seem to succeed."""
     with contextlib.suppress(BlockingIOError):
         socket.socket.recv(sock, 1, socket.MSG_PEEK)
@@ -228,7 +228,7 @@ def _check_still_there(sock: ssl.SSLSocket) -> None:
         raise LinkError("it went away before it was admitted")
 
 
-def _hang_up(sock: ssl.SSLSocket) -> None:
+def _hang_up(sock: socket.socket) -> None:
     """Wake a thread that waits on ``sock``, without taking the descriptor from under it."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -23,6 +23,7 @@ from potluck.errors import PotluckError
 from potluck.transport.credentials import Credentials
 from potluck.transport.failures import translated
 from potluck.transport.handshake import Steps, receive_hello
+from potluck.transport.native_tls import TlsSocket
 from potluck.transport.rate import RateLimitedLog
 from potluck.transport.tcp import secured, tune
 from potluck.wire.messages import Hello
@@ -33,13 +34,13 @@ _DRAIN_S = 1.0
 _DRAIN_BYTES = 256 * 1024
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-Greeted = Callable[[ssl.SSLSocket, str, Hello, str], None]
+Greeted = Callable[[TlsSocket, str, Hello, str], None]
 """``greeted(sock, peer, hello, node)``: takes over a caller that proved to be ``node``."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stranger:
-    sock: ssl.SSLSocket
+    sock: TlsSocket
     peer: str
     steps: Steps[tuple[Hello, str] | None]
     deadline: float
@@ -131,7 +132,7 @@ class Reception:
         try:
             sock.setblocking(False)
             tune(sock)
-            tls = secured(sock, self._credentials.server_context)
+            tls = secured(sock, self._credentials, server_side=True)
         except OSError as error:
             sock.close()
             self._complain.warning(str(translated(error, peer, "greeting it")))
@@ -191,7 +192,7 @@ class Reception:
         stranger.sock.close()
 
 
-def _discard(sock: ssl.SSLSocket) -> Steps[None]:
+def _discard(sock: TlsSocket) -> Steps[None]:
     """Read and forget raw bytes until the peer closes or has sent too many."""
     count = 0
     while count < _DRAIN_BYTES:

@@ -6,9 +6,12 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
+from typing import Any
 
 from potluck.errors import LinkError, PotluckError
+from potluck.transport.credentials import Credentials
 from potluck.transport.failures import translated
+from potluck.transport.native_tls import NativeTlsSocket, TlsSocket
 from potluck.transport.window import Window
 
 _WRITE_BYTES = 64 * 1024
@@ -25,7 +28,7 @@ class TcpLink:
     """
 
     def __init__(
-        self, sock: ssl.SSLSocket, *, peer: str, peer_node: str, window: Window | None = None
+        self, sock: TlsSocket, *, peer: str, peer_node: str, window: Window | None = None
     ) -> None:
         sock.setblocking(False)
         self._sock = sock
@@ -44,6 +47,14 @@ class TcpLink:
         """The peer's address without its port, as this side sees it."""
         host: str = self._sock.getpeername()[0]
         return host.removeprefix("::ffff:")
+
+    @property
+    def stream(self) -> Any:
+        """The native core's end of this link, None if Python's ``ssl`` has it.
+
+        Whoever takes that over makes no other call here but ``close``, and that once it has let go.
+        """
+        return self._sock.stream if isinstance(self._sock, NativeTlsSocket) else None
 
     def __repr__(self) -> str:
         return f"<TcpLink to {self._peer}>"
@@ -125,15 +136,19 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def secured(sock: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+def secured(sock: socket.socket, credentials: Credentials, *, server_side: bool) -> TlsSocket:
     """``sock`` under TLS, its handshake still to be made; OSError if the peer is gone already.
 
     Takes ``sock`` over. Its end without TLS's own goodbye is reported, not hidden.
     """
     sock.getpeername()  # wrap_socket would lose track of a socket that is reset by now
+    native = credentials.native_context(server_side=server_side)
+    if native is not None:
+        return native.wrap(sock)
+    context = credentials.server_context if server_side else credentials.client_context
     return context.wrap_socket(
         sock,
-        server_side=context.protocol == ssl.PROTOCOL_TLS_SERVER,
+        server_side=server_side,
         do_handshake_on_connect=False,
         suppress_ragged_eofs=False,
     )

@@ -16,18 +16,16 @@ user, macOS) the link works without a window.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import functools
 import hmac
 import logging
 import mmap
 import os
 import secrets
-import stat
 import struct
 from typing import Protocol
 
 from potluck.errors import LinkError, ProtocolError
+from potluck.transport import memory
 from potluck.wire.messages import WindowOffer
 
 _log = logging.getLogger(__name__)
@@ -36,7 +34,6 @@ NUM_SLOTS = 4
 SLOT_BYTES = 1 << 20
 MAX_WINDOW_BYTES = 1 << 30
 
-_NAME = "potluck-window"
 _MAGIC = b"potluck\x01"
 _HEADER = struct.Struct("<8s32sIQ")
 _HEADER_BYTES = mmap.PAGESIZE
@@ -122,26 +119,17 @@ def offer_window(num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> Of
     None where the system has no memfd or gives none (debug log).
     """
     size = _window_bytes(num_slots, slot_bytes)
-    boot = _boot_id()
-    if not boot or not hasattr(os, "memfd_create"):
+    boot = memory.boot_id()
+    if not boot:
         return None
     try:
-        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd, mapped = memory.create(size)
     except OSError as error:
-        _log.debug("no window: memfd_create failed: %s", error)
-        return None
-    try:
-        os.ftruncate(fd, size)
-        # A peer that shrank the file would kill this process with SIGBUS: forbid it to everybody.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        memory = mmap.mmap(fd, size)
-    except OSError as error:
-        os.close(fd)
         _log.debug("no window: %s", error)
         return None
     token = secrets.token_bytes(32)
-    memory[: _HEADER.size] = _HEADER.pack(_MAGIC, token, num_slots, slot_bytes)
-    window = SharedWindow(memory, num_slots, slot_bytes, client=True)
+    mapped[: _HEADER.size] = _HEADER.pack(_MAGIC, token, num_slots, slot_bytes)
+    window = SharedWindow(mapped, num_slots, slot_bytes, client=True)
     return OfferedWindow(
         fd, window, WindowOffer(boot, os.getpid(), fd, token, num_slots, slot_bytes)
     )
@@ -161,27 +149,13 @@ def map_window(offer: WindowOffer) -> SharedWindow | None:
 
 
 def _map_window(offer: WindowOffer) -> SharedWindow:
-    if not offer.boot or offer.boot != _boot_id():
-        raise ValueError("it runs on another host")
     size = _window_bytes(offer.num_slots, offer.slot_bytes)
-    path = f"/proc/{offer.pid}/fd/{offer.fd}"
-    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-        raise ValueError("the descriptor is not a window (another container?)")
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            raise ValueError(f"it has {status.st_size} bytes, {size} were offered")
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise ValueError("it is not sealed against resizing")
-        memory = mmap.mmap(fd, size)
-    finally:
-        os.close(fd)
+    mapped = memory.open_shared(offer.boot, offer.pid, offer.fd, size)
     expected = _HEADER.pack(_MAGIC, offer.token, offer.num_slots, offer.slot_bytes)
-    if not hmac.compare_digest(memory[: _HEADER.size], expected):
-        memory.close()
+    if not hmac.compare_digest(mapped[: _HEADER.size], expected):
+        mapped.close()
         raise ValueError("its token is not the one offered")
-    return SharedWindow(memory, offer.num_slots, offer.slot_bytes, client=False)
+    return SharedWindow(mapped, offer.num_slots, offer.slot_bytes, client=False)
 
 
 def _window_bytes(num_slots: int, slot_bytes: int) -> int:
@@ -194,20 +168,3 @@ def _window_bytes(num_slots: int, slot_bytes: int) -> int:
     if size > MAX_WINDOW_BYTES:
         raise ValueError(f"a window of {size} bytes; at most {MAX_WINDOW_BYTES} are allowed")
     return size
-
-
-_SEALS = (
-    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    if hasattr(fcntl, "F_SEAL_SHRINK")
-    else 0
-)
-
-
-@functools.cache
-def _boot_id() -> str:
-    """A name for this boot of this kernel; empty where there is none."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

@@ -1,0 +1,146 @@
+"""Which of the addresses that were heard to call next. Pure; times are seconds of one clock.
+
+Hints are cheap to forge, so the book is bounded, and an address that has led to a peer is never
+given up for one that has not. Each address is called at most every ``_FIRST_PAUSE_S``, then more
+and more seldom while nobody answers there. Of one advertised instance at most ``_MAX_PLACES``
+addresses are kept: who replays a member's advert from many addresses crowds out only that one, and
+the first address heard of it, which is called at once, stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from potluck.cluster.discovery.advert import Hint
+
+MAX_HINTS = 256
+
+_MAX_PLACES = 8
+_FIRST_PAUSE_S = 0.25
+_MAX_PAUSE_S = 5.0
+_FORGET_S = 60.0
+
+Place = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Entry:
+    hint: Hint
+    heard: float
+    due: float
+    pause_s: float = _FIRST_PAUSE_S
+    node: str = ""
+    tried: bool = False
+    calling: bool = False
+
+
+class HintBook:
+    """At most ``MAX_HINTS`` addresses, and what came of calling them."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Place, _Entry] = {}
+        self._linked: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def heard(self, hint: Hint, now: float) -> None:
+        """``hint`` was found, maybe again. Dropped if there is no room for it."""
+        place = (hint.host, hint.port)
+        entry = self._entries.get(place)
+        if entry is not None:
+            entry.heard = now
+            if hint.instance and entry.hint.instance not in ("", hint.instance):
+                # Another process at a known address: what was learnt of the old one is void.
+                self._entries[place] = _Entry(hint, now, max(now, entry.due))
+            return
+        if self._make_room(hint, now):
+            self._entries[place] = _Entry(hint, now, now)
+
+    def due(self, now: float) -> list[Hint]:
+        """The addresses to call now, those that led to a peer before first. Each is then being
+        called until ``reached`` or ``failed`` says what came of it."""
+        ready = [
+            entry
+            for entry in self._entries.values()
+            if not entry.calling
+            and entry.due <= now
+            and (not entry.node or entry.node not in self._linked)
+        ]
+        ready.sort(key=lambda entry: (not entry.node, entry.tried, entry.due))
+        return [entry.hint for entry in ready]
+
+    def calling(self, hint: Hint) -> None:
+        """``hint`` is being called."""
+        entry = self._entries.get((hint.host, hint.port))
+        if entry is not None:
+            entry.calling = entry.tried = True
+
+    def reached(self, hint: Hint, node: str, now: float) -> None:
+        """``node`` proved itself at this address."""
+        entry = self._entries.get((hint.host, hint.port))
+        if entry is not None:
+            entry.calling = False
+            entry.node = node
+            entry.pause_s = _FIRST_PAUSE_S
+            entry.due = now + _FIRST_PAUSE_S
+
+    def failed(self, hint: Hint, now: float) -> None:
+        """Nobody, or nobody of this cluster, answered there."""
+        entry = self._entries.get((hint.host, hint.port))
+        if entry is not None:
+            entry.calling = False
+            entry.due = now + entry.pause_s
+            entry.pause_s = min(2 * entry.pause_s, _MAX_PAUSE_S)
+
+    def linked(self, node: str) -> None:
+        """There is a link to ``node``: its addresses need no call."""
+        self._linked.add(node)
+
+    def unlinked(self, node: str, now: float) -> None:
+        """The link to ``node`` ended: call where it was, at once."""
+        self._linked.discard(node)
+        for entry in self._entries.values():
+            if entry.node == node and not entry.calling:
+                entry.pause_s = _FIRST_PAUSE_S
+                entry.due = now
+
+    def places_of(self, node: str) -> list[Hint]:
+        """Where ``node`` was reached."""
+        return [entry.hint for entry in self._entries.values() if entry.node == node]
+
+    def next_due(self) -> float | None:
+        """When ``due`` has something to say next; None if never."""
+        times = [
+            entry.due
+            for entry in self._entries.values()
+            if not entry.calling and (not entry.node or entry.node not in self._linked)
+        ]
+        return min(times, default=None)
+
+    def _make_room(self, hint: Hint, now: float) -> bool:
+        siblings = [
+            entry
+            for entry in self._entries.values()
+            if hint.instance and entry.hint.instance == hint.instance
+        ]
+        if len(siblings) >= _MAX_PLACES:
+            # The first one heard is spared: a replay comes after what it repeats.
+            return self._drop_one(siblings[1:], now)
+        if len(self._entries) >= MAX_HINTS:
+            return self._drop_one(list(self._entries.values()), now)
+        return True
+
+    def _drop_one(self, among: list[_Entry], now: float) -> bool:
+        """Give up the least promising of ``among``; False if all deserve to stay."""
+        spare = [
+            entry
+            for entry in among
+            if not entry.calling
+            and ((entry.tried and not entry.node) or now - entry.heard > _FORGET_S)
+        ]
+        if not spare:
+            return False
+        worst = min(spare, key=lambda entry: (bool(entry.node), entry.heard))
+        del self._entries[worst.hint.host, worst.hint.port]
+        return True

@@ -1,0 +1,114 @@
+"""Which addresses are called, in spite of what is forged."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from potluck.cluster.discovery.advert import Hint
+from potluck.cluster.discovery.hints import MAX_HINTS, HintBook
+
+
+def hint(host: str, instance: str = "", port: int = 1) -> Hint:
+    return Hint(host, port, "beacon", instance)
+
+
+def hosts(book: HintBook, now: float) -> list[str]:
+    return [each.host for each in book.due(now)]
+
+
+def test_a_new_address_is_called_at_once_and_then_more_and_more_seldom() -> None:
+    book = HintBook()
+    book.heard(hint("a"), 0.0)
+    calls, now = [], 0.0
+    while now < 30:
+        book.heard(hint("a"), now)
+        for each in book.due(now):
+            book.calling(each)
+            assert book.due(now) == [], "one call at a time"
+            book.failed(each, now)
+            calls.append(now)
+        now += 0.25
+    pauses = [after - before for before, after in itertools.pairwise(calls)]
+    assert pauses[:4] == [0.25, 0.5, 1.0, 2.0]
+    assert max(pauses) == 5.0
+
+
+def test_a_linked_node_is_not_called_wherever_it_was_seen_until_its_link_ends() -> None:
+    book = HintBook()
+    for host in ("wifi", "cable"):
+        book.heard(hint(host, "x"), 0.0)
+        for each in book.due(0.0):
+            book.calling(each)
+            book.reached(each, "node", 0.0)
+    book.linked("node")
+    assert hosts(book, 100.0) == []
+    assert book.next_due() is None
+    book.unlinked("node", 200.0)
+    assert sorted(hosts(book, 200.0)) == ["cable", "wifi"]
+    assert [each.host for each in book.places_of("node")] == ["wifi", "cable"]
+
+
+def test_where_a_peer_was_comes_before_what_was_never_tried() -> None:
+    book = HintBook()
+    book.heard(hint("old"), 0.0)
+    book.calling(hint("old"))
+    book.reached(hint("old"), "node", 0.0)
+    book.heard(hint("new"), 1.0)
+    assert hosts(book, 1.0) == ["old", "new"]
+
+
+def test_the_book_is_bounded_and_keeps_what_has_proved_itself(seed: int) -> None:
+    rng = random.Random(seed)
+    book = HintBook()
+    book.heard(hint("friend", "f"), 0.0)
+    book.calling(hint("friend"))
+    book.reached(hint("friend"), "node", 0.0)
+    book.linked("node")
+    for number in range(10_000):
+        now = number / 1000
+        book.heard(hint(f"forged-{number}", f"{number:x}"), now)
+        for each in book.due(now)[:2]:
+            book.calling(each)
+            if rng.random() < 0.5:
+                book.failed(each, now)
+        assert len(book) <= MAX_HINTS
+    book.unlinked("node", 11.0)
+    assert hosts(book, 11.0)[0] == "friend"
+
+
+def test_replays_of_one_members_advert_crowd_out_neither_it_nor_others() -> None:
+    book = HintBook()
+    book.heard(hint("real", "x"), 0.0)
+    for number in range(10_000):
+        book.heard(hint(f"replay-{number}", "x"), number / 1000)
+        for each in book.due(number / 1000):
+            if each.host != "real":
+                book.calling(each)
+                book.failed(each, number / 1000)
+    book.heard(hint("other", "y"), 11.0)
+    assert {"real", "other"} <= set(hosts(book, 11.0))
+    assert len(book) <= 9
+
+
+def test_an_address_that_nobody_confirms_makes_room_after_a_while() -> None:
+    book = HintBook()
+    for number in range(MAX_HINTS):
+        book.heard(hint(f"quiet-{number}"), 0.0)
+    book.heard(hint("new"), 1.0)
+    assert "new" not in hosts(book, 1.0)
+    book.heard(hint("new"), 100.0)
+    assert "new" in hosts(book, 100.0)
+
+
+def test_another_process_at_a_known_address_is_called_afresh() -> None:
+    book = HintBook()
+    book.heard(hint("a", "x"), 0.0)
+    book.calling(hint("a", "x"))
+    book.reached(hint("a", "x"), "node", 0.0)
+    book.linked("node")
+    assert hosts(book, 10.0) == []
+    book.heard(hint("a"), 10.0)
+    assert hosts(book, 10.0) == [], "an address somebody wrote down tells of no other process"
+    book.heard(hint("a", "z"), 10.0)
+    assert hosts(book, 10.0) == ["a"]
