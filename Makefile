@@ -33,9 +33,15 @@ test: check ## Everything in check, then all tests (ARGS="-k window" for some)
 	@$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 .PHONY: bench
-bench: ## potluck against Gloo, side by side (ARGS="--save" keeps the result)
+bench: ## All claims about speed, against Gloo, Open MPI and MLX (ARGS="--save" keeps the result)
 	@tools/environment dev
-	@$(BIN)/python benchmarks/all_reduce.py $(ARGS)
+	@tools/system-packages
+	@$(BIN)/python benchmarks/run_all.py $(ARGS)
+
+.PHONY: soak
+soak: ## 10,000 seeds of the cluster simulator; names those that fail (ARGS="--count 500")
+	@tools/environment dev
+	@$(BIN)/python -m potluck.testing.cluster_sim $(ARGS)
 
 .PHONY: torch-suite
 torch-suite: ## torch's own backend tests on Gloo and potluck; writes docs/torch-backend-tests.md

@@ -17,7 +17,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from bench import training
+from bench import claims, script, training
+
+REACH = 0.7
 
 
 def make(
@@ -49,7 +51,27 @@ def make(
     return trainer(DistributedDataParallel(model)), trainer(copy.deepcopy(model)), parameters
 
 
+def measure(quick: bool, say: script.Say) -> script.Measured:
+    """Two workers: the step time and the scaling efficiency, as claims."""
+    rounds, steps = (1, 1) if quick else (15, 8)
+    result = training.measure(__file__, ("potluck", "gloo"), (2,), rounds, steps, REACH, say)
+    [row] = result["rows"]
+    part = row["potluck"]["median_s"] / row["gloo"]["median_s"]
+    bound = f"(no communication at all: {row['efficiency_bound']:.0%})"
+    return result, [
+        claims.at_most(
+            "DDP step, MLP of 8.4 M parameters, batch 32, 2 workers: time over Gloo's",
+            f"<= {REACH}x",
+            REACH,
+            [("", part)],
+        ),
+        claims.at_least(
+            "the same: scaling efficiency", ">= 85%", 85.0, [(bound, row["efficiency"] * 100)], "%"
+        ),
+    ]
+
+
 if __name__ == "__main__":
     if "BENCH_TOKEN" in os.environ:
         sys.exit(training.worker(sys.argv[1], make))
-    sys.exit(training.main(__file__, "torch_ddp", "torch DDP: potluck and Gloo", [2, 4], 0.7))
+    sys.exit(training.main(__file__, "torch_ddp", "torch DDP: potluck and Gloo", [2, 4], REACH))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import results
+from bench.script import Page, Say
 from potluck.bench.channel import Channel
 from potluck.bench.crew import Crew
 from potluck.bench.libraries import PEERS as ALL_PEERS
@@ -35,6 +36,7 @@ without any communication, one gives all parameters of the first."""
 
 
 def main(script: str, name: str, description: str, worlds: Sequence[int], reach: float) -> int:
+    """A script of its own: 1 if the peers end at different parameters."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--world", type=int, nargs="+", default=list(worlds), help="processes")
     parser.add_argument("--rounds", type=int, default=11, help="rounds per peer")
@@ -43,31 +45,45 @@ def main(script: str, name: str, description: str, worlds: Sequence[int], reach:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/")
     arguments = parser.parse_args()
+    page = Page()
+    page.say(heading(machine()))
+    numbers = arguments.world, arguments.rounds, arguments.steps
+    result = measure(script, arguments.peers, *numbers, reach, page.say)
+    result["benchmark"] = name
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.save:
+        print(f"saved: {results.save(result, page.lines)}")
+    return 0 if all(row["same_parameters"] for row in result["rows"]) else 1
+
+
+def measure(
+    script: str,
+    peers: Sequence[str],
+    worlds: Sequence[int],
+    rounds: int,
+    steps: int,
+    reach: float,
+    say: Say,
+) -> dict[str, Any]:
+    """The figures, ready for JSON; the table is said row by row."""
     facts = machine()
-    text = [heading(facts), "", head(arguments.peers)]
-    print("\n".join(text), flush=True)
+    say("\n" + head(peers))
     rows = []
-    for world_size in arguments.world:
-        with crews(arguments.peers, world_size, Path(script)) as started:
-            row = compare(started, arguments.rounds, arguments.steps)
+    for world_size in worlds:
+        with crews(peers, world_size, Path(script)) as started:
+            row = compare(started, rounds, steps)
         rows.append(row)
-        text.append(line(row))
-        print(text[-1], flush=True)
+        say(line(row))
     facts["load_after"] = load()
-    text.append(
+    say(
         "\nMedian milliseconds per training step of the slowest rank. X/gloo: X's time over "
         f"Gloo's;\nbelow 1, X is faster; the reach is {reach}. alone: the same step without "
         "communication,\non as many processes at once: no backend can be faster. single: on one "
         "process while the\nothers sleep. efficiency: single over potluck's; its bound is single "
         f"over alone.\nload after: {facts['load_after']}"
     )
-    print(text[-1])
-    result = {"benchmark": name, "reach": reach, "machine": facts, "rows": rows}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.save:
-        print(f"saved: {results.save(result, text)}")
-    return 0 if all(row["same_parameters"] for row in rows) else 1
+    return {"reach": reach, "machine": facts, "rows": rows}
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from potluck.testing.commands import Command, potluck_command
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -50,6 +52,23 @@ def test_ctrl_c_ends_all_workers() -> None:
         command.signal(signal.SIGINT)
         assert command.finish() == 130, command.text
     assert "Traceback" not in command.text
+
+
+@pytest.mark.needs_root_netns
+def test_hosts_are_measured_and_claims_follow(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    script = str(BENCHMARKS / "hosts.py")
+    with Command([sys.executable, script, "--quick", "--json", str(figures)]) as command:
+        assert command.finish(110) in (0, 1), command.text  # few rounds say little
+    result = json.loads(figures.read_text())
+    [network] = result["networks"].values()
+    assert [row["nbytes"] for row in network["rows"]] == [4096, 1 << 20]
+    for row in network["rows"]:
+        assert {"potluck-tls", "gloo"} <= set(row["peers"])
+        assert all(cell["correct"] for cell in row["peers"].values())
+    [claim] = [each for each in result["claims"] if "clear text, bandwidth" in each["what"]]
+    assert claim["asked"] == ">= 0.99x"
+    assert f"| {claim['what']} |" in command.text
 
 
 def test_training_is_measured_against_gloo_and_both_end_equal(tmp_path: Path) -> None:

@@ -29,8 +29,9 @@ def bench(
     against: Annotated[
         str,
         typer.Option(
-            help="Whom to measure next to potluck, with commas: gloo, mpi, mlx, potluck-tls (all "
-            "bytes through TLS), potluck-python (no native core); or none.",
+            help="Whom to measure next to potluck, with commas: gloo, mpi, mlx; or potluck in "
+            "another way: potluck-tls (no shared memory), potluck-python (no native core), "
+            "potluck-plain (not encrypted), potluck-bf16, potluck-int8 (compressed); or none.",
         ),
     ] = "gloo,mpi,mlx",
     workers: Annotated[

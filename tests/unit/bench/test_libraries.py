@@ -19,4 +19,12 @@ def test_a_missing_program_comes_with_its_command() -> None:
 
 
 def test_potluck_itself_needs_nothing() -> None:
-    assert not any(missing(peer) for peer in PEERS.values() if peer.module == "ours")
+    assert not any(missing(PEERS[name]) for name in ("potluck", "potluck-tls", "potluck-python"))
+
+
+def test_a_setting_or_an_argument_that_is_not_there_is_named() -> None:
+    ours = PEERS["potluck"]
+    other = dataclasses.replace(ours, environment={"POTLUCK_NO_SUCH": "1"})
+    assert missing(other) == "this potluck has no setting POTLUCK_NO_SUCH"
+    other = dataclasses.replace(ours, arguments={"haste": "great"})
+    assert missing(other) == "this potluck's all_reduce has no argument 'haste'"

@@ -6,14 +6,19 @@ shared memory switched off. ``missing`` says what a peer lacks here; it imports 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
+import inspect
 import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from potluck import native
 from potluck.bench.libraries.base import Library
+from potluck.context.collectives import Collectives
+from potluck.settings import Settings, environment_name
 
 _NO_WINDOWS = {"POTLUCK_USE_WINDOWS": "0"}
 
@@ -54,6 +59,28 @@ PEERS = {
             environment={"POTLUCK_NATIVE": "0"},
         ),
         Peer(
+            "potluck-plain",
+            "ours",
+            "plain mode: TCP with checksums, not encrypted; for a cable between trusted machines",
+            environment=_NO_WINDOWS | {"POTLUCK_WIRE_SECURITY": "plain"},
+        ),
+        Peer(
+            "potluck-bf16",
+            "ours",
+            "float32 sent as bfloat16, through TLS",
+            environment=_NO_WINDOWS,
+            arguments={"codec": "bf16"},
+            tolerance=0.1,
+        ),
+        Peer(
+            "potluck-int8",
+            "ours",
+            "float32 sent as int8 with a scale per block, through TLS",
+            environment=_NO_WINDOWS,
+            arguments={"codec": "int8"},
+            tolerance=0.5,
+        ),
+        Peer(
             "gloo",
             "gloo",
             "torch.distributed's CPU backend; TCP, not encrypted",
@@ -90,6 +117,13 @@ def missing(peer: Peer) -> str:
             return f"the Python package {package!r} is not installed: {peer.install}"
     if peer.program and shutil.which(peer.program) is None:
         return f"there is no program {peer.program!r} on the PATH: {peer.install}"
+    settings = {environment_name(each.name) for each in dataclasses.fields(Settings)}
+    for name in sorted(peer.environment.keys() - settings - {native.VARIABLE}):
+        return f"this potluck has no setting {name}"
+    for name in sorted(
+        peer.arguments.keys() - inspect.signature(Collectives.all_reduce).parameters
+    ):
+        return f"this potluck's all_reduce has no argument {name!r}"
     return ""
 
 

@@ -17,11 +17,11 @@ class Ours:
 
     def __init__(self, arguments: Mapping[str, str]) -> None:
         self._arguments: dict[str, Any] = dict(arguments)
-        self._ctx = ctx = potluck.init("env")
+        self.ctx = ctx = potluck.init("env")
         self.rank, self.world_size = ctx.rank, ctx.world_size
 
     def prepare(self, operation: str, mine: Floats) -> Case | None:
-        ctx, arguments = self._ctx, self._arguments
+        ctx, arguments = self.ctx, self._arguments
         parts = mine.reshape(self.world_size, -1) if mine.size % self.world_size == 0 else mine
         if operation == "all-reduce":
             return Case(lambda: ctx.all_reduce(mine, **arguments), lambda: mine, mine.nbytes)
@@ -37,23 +37,23 @@ class Ours:
         return _returning(lambda: ctx.all_to_all(parts), 2 * mine.nbytes)
 
     def barrier(self) -> None:
-        self._ctx.barrier()
+        self.ctx.barrier()
 
     def describe(self) -> str:
-        operations = self._ctx.stats()["operations"].items()
+        operations = self.ctx.stats()["operations"].items()
         used = {
             algorithm
             for name, each in operations
             if name != "barrier"
             for algorithm in each.get("algorithms", {})
         }
-        engine = getattr(self._ctx.communicator, "engine", None) or "Python"
+        engine = getattr(self.ctx.communicator, "engine", None) or "Python"
         chosen = f", {', '.join(sorted(used))}" if used else ""
         core = f"; core: {native.describe()}" if engine != "Python" or not native.available else ""
         return f"{potluck.__version__}, engine {engine}{chosen}{core}"
 
     def close(self) -> None:
-        self._ctx.close()
+        self.ctx.close()
 
 
 def open_library(arguments: Mapping[str, str]) -> Ours:

@@ -1,0 +1,125 @@
+"""All-reduce between hosts with links of 1 and 10 Gbit/s: potluck over TLS, Gloo in clear text.
+
+    python benchmarks/hosts.py          # needs Linux, root and iproute2
+    python benchmarks/hosts.py --save   # keep the result in benchmarks/results/
+
+The hosts are network namespaces of this machine (``potluck.testing.hosts``), joined by a bridge; a
+token bucket holds both directions of each link. All hosts share this machine's cores, and TLS
+needs some of them: real machines have more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from bench import claims, script
+from bench.claims import Claim
+from bench.placements import InHosts
+
+from potluck.bench.comparison import Plan
+from potluck.bench.machine import machine
+from potluck.bench.sizes import show
+from potluck.testing import hosts
+
+SMALL, LARGE = 4 << 10, 100 << 20
+MIB = 1 << 20
+CODECS = {"potluck-bf16": 0.52, "potluck-int8": 0.28}
+
+
+def measure(quick: bool, say: script.Say) -> script.Measured:
+    if reason := hosts.missing():
+        say(f"skipped: {reason}")
+        return {"machine": machine(), "rows": []}, []
+    sizes = (SMALL, 1 << 20) if quick else (SMALL, LARGE)
+    found: list[Claim] = []
+    measured = {}
+    for rate, num_hosts, peers in (
+        ("1gbit", 2, ("potluck-tls", "gloo", *CODECS)),
+        ("1gbit", 4, ("potluck-tls", "gloo", *CODECS)),
+        ("10gbit", 2, ("potluck-tls", "gloo", "potluck-plain")),
+    ):
+        if quick and measured:
+            break
+        result = between(rate, num_hosts, peers, sizes, quick, say)
+        measured[f"{num_hosts} hosts, {rate}"] = result
+        found += what_follows(result, rate, num_hosts)
+    first = next(iter(measured.values()))
+    return {"machine": first["machine"], "networks": measured}, found
+
+
+def between(
+    rate: str,
+    num_hosts: int,
+    peers: Sequence[str],
+    sizes: Sequence[int],
+    quick: bool,
+    say: script.Say,
+) -> dict[str, Any]:
+    plan = Plan(
+        peers=peers,
+        world_sizes=(num_hosts,),
+        cases=[("all-reduce", nbytes) for nbytes in sizes],
+        rounds=1 if quick else 5,
+        round_s=0.01 if quick else 0.2,
+    )
+    with hosts.Network(num_hosts, rate=rate) as network:
+        title = f"{num_hosts} hosts at {rate}"
+        return script.compared(plan, say, title=title, placement=InHosts(network))
+
+
+def what_follows(result: dict[str, Any], rate: str, num_hosts: int) -> list[Claim]:
+    """The rows of docs/performance.md."""
+    where = f"{num_hosts} hosts at {rate.replace('gbit', ' Gbit/s')}"
+    found = []
+    for row in result["rows"]:
+        cells, size = row["peers"], show(row["nbytes"])
+        if not {"gloo", "potluck-tls"} <= set(cells):
+            continue
+        gloo, mine = cells["gloo"], cells["potluck-tls"]
+        over_gloo = gloo["median_s"] / mine["median_s"]
+        bandwidths = f"{_gbit(mine)} of {_gbit(gloo)} Gbit/s"
+        if row["nbytes"] == SMALL:
+            if rate == "1gbit":
+                what = f"{where}, {size}: potluck's time with TLS over Gloo's"
+                found.append(claims.at_most(what, "<= 0.3x", 0.3, [("", 1 / over_gloo)]))
+            continue
+        limit = 0.99 if rate == "1gbit" else 0.85
+        what = f"{where}, {size}: TLS over Gloo's clear text, bandwidth"
+        found.append(claims.at_least(what, f">= {limit}x", limit, [(bandwidths + ":", over_gloo)]))
+        for name, most in CODECS.items() if rate == "1gbit" else ():
+            part = [("", cells[name]["median_s"] / gloo["median_s"])] if name in cells else []
+            what = f"{where}, {size}, codec {name.removeprefix('potluck-')}: time over Gloo's"
+            found.append(claims.at_most(what, f"<= {most}x", most, part))
+        if rate == "10gbit":
+            plain = cells.get("potluck-plain")
+            ratios = (
+                []
+                if plain is None
+                else [
+                    (
+                        f"{_gbit(plain)} of {_gbit(gloo)} Gbit/s:",
+                        gloo["median_s"] / plain["median_s"],
+                    )
+                ]
+            )
+            what = f"{where}, {size}: plain mode over Gloo, bandwidth"
+            found.append(claims.at_least(what, ">= 1.05x", 1.05, ratios))
+        if mine.get("memory_bytes") is not None:
+            per_link = mine["memory_bytes"] / MIB / (num_hosts - 1)
+            what = f"{where}, {size}: memory above the buffers, per link"
+            found.append(claims.at_most(what, "<= 4 MiB", 4.0, [("", per_link)], " MiB"))
+        frugal = mine["cpu_s_per_gb"], gloo["cpu_s_per_gb"]
+        what = f"{where}, {size}: CPU seconds per GB, TLS and Gloo's clear text"
+        shown = f"{frugal[0]:.3g} s and {frugal[1]:.3g} s"
+        found.append(Claim(what, "not above Gloo", shown, frugal[0] <= frugal[1]))
+    return found
+
+
+def _gbit(cell: dict[str, Any]) -> str:
+    return f"{cell['bus_bytes_per_s'] * 8 / 1e9:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(script.main("hosts", __doc__, measure))
