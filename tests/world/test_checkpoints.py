@@ -21,9 +21,11 @@ from potluck.checkpoint import files as files_module
 from potluck.checkpoint import fingerprint
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext
+from potluck.errors import CheckpointError, RemoteError
 from potluck.testing.elastic import ElasticWorld, MortalContext
-from potluck.testing.world import run_world
+from potluck.testing.world import WorldError, run_world
 from potluck.torch import DDP, ElasticLoop, Policy
+from potluck.training import saving
 from potluck.training.sampler import Schedule
 
 EVERY_STEP = Policy(hash_every=1, save_every=100, recovery_s=30)
@@ -294,3 +296,120 @@ def test_saving_needs_a_place_and_the_time_between_steps(tmp_path: Path) -> None
             with pytest.raises(ValueError, match="pass checkpoint=DIRECTORY"):
                 training.job.save()
             break
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("options", KINDS[:2], ids=lambda o: "-".join(o) or "plain")
+def test_a_save_that_one_rank_could_not_write_raises_on_all_and_names_that_rank(
+    tmp_path: Path, options: dict[str, bool]
+) -> None:
+    def work(ctx: DistributedContext) -> str:
+        folder = tmp_path
+        if ctx.is_master:
+            folder = tmp_path / "file" / "below"
+            (tmp_path / "file").write_text("in the way")
+        store = CheckpointStore(folder, **options)
+        store.load_latest = lambda: None  # type: ignore[method-assign]
+        training = Training(ctx, store)
+        for _ in training.job:
+            with training.job.step():
+                pass
+            with pytest.raises(CheckpointError) as caught:
+                training.job.save()
+            break
+        ctx.barrier()
+        return str(caught.value)
+
+    first, second = run_world(2, work)
+    assert "can't be written" in first
+    if not options:
+        assert second.startswith("rank 0 (")
+        assert first in second
+    else:  # no number, nothing to write
+        assert "rank 0 (" in second
+
+
+def test_ranks_wait_for_a_slow_disk_longer_than_for_a_collective(tmp_path: Path) -> None:
+    patience: list[float | None] = []
+
+    def work(ctx: DistributedContext) -> None:
+        real = ctx.all_gather
+
+        def all_gather(array: Any, **options: Any) -> Any:
+            patience.append(options.get("timeout"))
+            return real(array, **options)
+
+        ctx.all_gather = all_gather  # type: ignore[method-assign]
+        assert saving.save(ctx, CheckpointStore(tmp_path), {"w": np.ones(2)}, 1) == ""
+
+    run_world(2, work, timeout_s=20)
+    assert patience == [saving.MAX_WRITE_S] * 2
+
+
+def test_what_a_state_cannot_hold_ends_a_save_on_all_ranks(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"when": {1, 2}}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    def work(ctx: DistributedContext) -> None:
+        model = DDP(copy.deepcopy(_START), ctx)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        also = {"odd": Odd()}
+        job = ElasticLoop(model, optimizer, (X, Y), batch_size=8, also=also, checkpoint=tmp_path)
+        for _ in job:
+            with job.step():
+                pass
+            job.save()
+
+    with pytest.raises(WorldError) as caught:
+        run_world(2, work)
+    assert isinstance(caught.value.errors[0], TypeError)
+    assert isinstance(caught.value.errors[1], RemoteError)
+    for error in caught.value.errors.values():
+        assert "replica/also/odd/when is a set" in str(error)
+
+
+def changed(ctx: DistributedContext, store: CheckpointStore, what: str) -> None:
+    """A training that differs in one thing from ``Training``."""
+    size = 5 if what == "model" else 3
+    inner = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, size)).double()
+    model = DDP(inner, ctx)
+    optimizers = [torch.optim.Adam(model.parameters())]
+    if what == "optimizers":
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    name = "plan" if what == "also" else "scheduler"
+    job = ElasticLoop(
+        model,
+        optimizers,
+        (X[:40], Y[:40]) if what == "data" else (X, Y),
+        batch_size=BATCH,
+        seed=SEED + (what == "seed"),
+        shuffle=what != "order",
+        also={name: StepLR(optimizers[0], step_size=4)},
+        checkpoint=store,
+    )
+    for _ in job:
+        break
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("model", "'2.bias' is of shape .3,. in it, of shape .5,. here"),
+        ("optimizers", "that of 1 optimizers, this training has 2"),
+        ("also", r"holds also=\['scheduler'\], this training has also=\['plan'\]"),
+        ("data", "50 samples shuffled with seed 2; this one is on 40 samples"),
+        ("seed", "shuffled with seed 2; this one is on 50 samples shuffled with seed 3"),
+        ("order", "shuffled with seed 2; this one is on 50 samples in their own order"),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused_and_the_difference_named(
+    tmp_path: Path, what: str, text: str
+) -> None:
+    run_world(1, lambda ctx: Training(ctx, CheckpointStore(tmp_path), stop=2).run())
+    with pytest.raises(WorldError, match=text):
+        run_world(1, lambda ctx: changed(ctx, CheckpointStore(tmp_path), what))

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from potluck.checkpoint import files as files_module
+from potluck.checkpoint import store as store_module
+from potluck.checkpoint.state import Entry
 from potluck.checkpoint.store import CheckpointStore, Part
 from potluck.errors import CheckpointError
 
@@ -269,6 +271,29 @@ def test_when_a_rank_is_lost_its_part_is_not_waited_for(tmp_path: Path) -> None:
     store.give_up()
     with pytest.raises(CheckpointError, match="not complete"):
         store.wait()
+
+
+def test_the_number_of_a_part_that_is_not_on_the_disk_yet_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two checkpoints under one number could mix: one's parts with the other's hashes."""
+    begun, opened = threading.Event(), threading.Event()
+    real = store_module.encode_entries
+
+    def held(tree: object, entries: dict[str, Entry]) -> bytes:
+        begun.set()
+        assert opened.wait(30)
+        return real(tree, entries)
+
+    monkeypatch.setattr(store_module, "encode_entries", held)
+    store = CheckpointStore(tmp_path, sharded=True, asynchronous=True)
+    number = store.next_number()
+    store.save(state(1), 1, part=Part(1, 2, number))
+    assert begun.wait(30)
+    assert not list(tmp_path.iterdir())
+    assert store.next_number() == number + 1
+    opened.set()
+    store.wait()
 
 
 # ---------------------------------------------------------------- in the background
