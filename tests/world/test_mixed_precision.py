@@ -175,6 +175,22 @@ def test_a_death_before_the_vote_leaves_the_scaler_as_it_was() -> None:
         assert again == expected.factors
 
 
+@pytest.mark.parametrize("moment", range(11, 17))
+def test_a_death_at_any_moment_around_an_overflow_leaves_one_skipped_step(moment: int) -> None:
+    """12 and 13 are the halves of the all_reduce of the step that overflows, 14 and 15 its vote."""
+    results = ElasticWorld(
+        3,
+        lambda ctx: Training(ctx, spoilt={1: 0}).run(),
+        dies=lambda worker, name, number: worker == "1" and number == moment,
+    ).run()
+    assert sorted(results) == ["0", "2"]
+    for training in results.values():
+        assert training.job.step_number == 12
+        assert training.job.num_skipped == 1
+        assert training.scaler.state_dict() == results["0"].scaler.state_dict()
+    assert len({training.job.parameter_hash() for training in results.values()}) == 1
+
+
 def test_the_scaler_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     first = run_world(2, lambda ctx: Training(ctx, spoilt={1: 1}, checkpoint=tmp_path).run())[0]
     longer = run_world(
