@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from potluck import errors as errors
     from potluck import torch as torch
+    from potluck.backends.discovery import AutoDiscoveryBackend as AutoDiscoveryBackend
     from potluck.backends.inprocess import InProcessBackend as InProcessBackend
     from potluck.backends.local import LocalBackend as LocalBackend
     from potluck.backends.mpi import MpiBackend as MpiBackend
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "potluck.backends.discovery": ("AutoDiscoveryBackend",),
     "potluck.backends.inprocess": ("InProcessBackend",),
     "potluck.backends.local": ("LocalBackend",),
     "potluck.backends.mpi": ("MpiBackend",),

@@ -68,6 +68,7 @@ class TcpBase:
             metrics=self.metrics,
             segment_bytes=settings.segment_bytes,
             max_early_bytes=settings.max_early_bytes,
+            use_windows=settings.use_windows,
         )
 
     def close(self) -> None:
@@ -80,10 +81,15 @@ def taking_master_port(port: int) -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
-        cause = error.__cause__
-        if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+        if not is_port_taken(error):
             raise
         raise ConfigurationError(
             f"rank 0 can't listen at MASTER_PORT={port}: another program does, maybe an earlier "
             "run that has not ended; set another MASTER_PORT on all ranks"
         ) from error
+
+
+def is_port_taken(error: ConfigurationError) -> bool:
+    """Whether a listener could not be made because another program has its port."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE

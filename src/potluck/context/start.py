@@ -11,7 +11,7 @@ from potluck.context.context import DistributedContext
 from potluck.errors import ConfigurationError
 from potluck.settings import Settings, load_settings
 
-BACKENDS = ("auto", "agent", "env", "local", "gloo", "nccl", "mpi", "ring")
+BACKENDS = ("auto", "agent", "env", "local", "discovery", "gloo", "nccl", "mpi", "ring")
 _FOR_RING = (
     "backend 'ring' needs every rank's address, and this rank's number: "
     "potluck.init('ring', peers=['192.168.1.20:52416', '192.168.1.21:52416'], rank=0)"
@@ -32,11 +32,13 @@ def init(
     - ``"agent"``: the agent that started this worker (``potluck run``); survives lost workers;
     - ``"env"``: the variables of torchrun, mpirun, Slurm, or RANK, WORLD_SIZE, MASTER_ADDR and
       MASTER_PORT (LOCAL_RANK if set);
+    - ``"discovery"``: POTLUCK_MIN_PEERS processes that find each other on the network;
     - ``"local"``: nobody else, a world of one;
     - ``"ring"``: a fixed list of ``peers``, each ``"host:port"``, of which this is ``rank``;
     - ``"gloo"``, ``"nccl"``: torch's libraries, with the same variables as ``"env"``;
     - ``"mpi"``: MPI, through mpi4py, under mpirun;
-    - ``"auto"``: the first of agent, env and local that applies.
+    - ``"auto"``: the first of agent and env that applies; else discovery if POTLUCK_MIN_PEERS is
+      more than 1, else local: a script that is started alone does not look around.
 
     ``timeout_s`` is the deadline of every operation that does not name its own
     (``POTLUCK_PEER_TIMEOUT_S``, 30 s). ConfigurationError or MissingDependency, with what to do,
@@ -49,7 +51,7 @@ def init(
     if backend != "ring" and not (peers is None and rank is None):
         raise ConfigurationError(f"peers and rank are for backend='ring', not for {backend!r}")
     settings = load_settings(peer_timeout_s=timeout_s)
-    made = _make(_detect() if backend == "auto" else backend, settings, peers, rank)
+    made = _make(_detect(settings) if backend == "auto" else backend, settings, peers, rank)
     try:
         return DistributedContext(made, timeout_s=settings.peer_timeout_s)
     except BaseException:
@@ -80,6 +82,10 @@ def _make(
         from potluck.backends.mpi import MpiBackend
 
         return MpiBackend(settings=settings)
+    if backend == "discovery":
+        from potluck.backends.discovery import AutoDiscoveryBackend
+
+        return AutoDiscoveryBackend(settings=settings)
     if backend == "ring":
         from potluck.backends.ring import RingBackend
 
@@ -91,7 +97,9 @@ def _make(
     return LocalBackend()
 
 
-def _detect() -> str:
+def _detect(settings: Settings) -> str:
     if os.environ.get("POTLUCK_AGENT"):
         return "agent"
-    return "local" if detect(os.environ) is None else "env"
+    if detect(os.environ) is not None:
+        return "env"
+    return "discovery" if settings.min_peers > 1 else "local"

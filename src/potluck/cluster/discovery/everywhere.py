@@ -12,9 +12,10 @@ from potluck.settings import Settings
 WAYS = ("mdns", "beacon", "static")
 
 
-def all_finders(settings: Settings) -> list[Finder]:
+def all_finders(settings: Settings, default_port: int = 0) -> list[Finder]:
     """The ways that ``settings.discovery`` names; static peers only where some are written down.
 
+    ``default_port`` is that of peers written without one (0: the settings' discovery port).
     ConfigurationError for a way that there is not, or for peers that can't be read.
     """
     wanted = [each.strip() for each in settings.discovery.split(",") if each.strip()]
@@ -24,7 +25,7 @@ def all_finders(settings: Settings) -> list[Finder]:
             f"POTLUCK_DISCOVERY={settings.discovery!r}: there is no way {unknown[0]!r}; write one "
             f"or more of {', '.join(WAYS)} with ',' between"
         )
-    peers = parse_peers(settings.peers, settings.discovery_port)
+    peers = parse_peers(settings.peers, default_port or settings.discovery_port)
     found: list[Finder] = []
     if "mdns" in wanted:
         found.append(Mdns())

@@ -1,0 +1,166 @@
+"""A thread that looks for peers on the network and calls them, for ``AutoDiscoveryBackend``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from potluck.cluster.discovery.advert import INSTANCE_BYTES, Hint, Presence
+from potluck.cluster.discovery.finder import Finder
+from potluck.cluster.discovery.hints import HintBook
+from potluck.errors import PotluckError, WrongSecret
+from potluck.transport import aio
+from potluck.transport.blocking import send_all
+from potluck.transport.credentials import Credentials
+from potluck.transport.listener import Admission
+from potluck.transport.tcp import TcpLink
+from potluck.wire.messages import Hello, Refusal, Welcome
+
+MEET, JOIN = "meet", "join"
+"""What a process says to one it has found: who are you; tell me who is in."""
+
+_CALL_S = 3.0
+_MAX_CALLS = 16
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Peer:
+    """A process found on the network that proved that it holds the cluster's secret."""
+
+    instance: str
+    """Its random id, 32 hexadecimal digits."""
+    node: str
+    host: str
+    port: int
+
+
+Found = Callable[[Peer], None]
+
+
+def welcome_guest(hello: Hello, node: str, instance: bytes, found: Found) -> Admission:
+    """Somebody found this process: tell it the id, and take down where it listens."""
+    if hello.worker == instance.hex():
+        return Admission(Refusal("self", "that is this process itself"))
+
+    def deliver(link: TcpLink) -> None:
+        with contextlib.closing(link):
+            send_all(link, instance, time.monotonic() + _CALL_S)
+            if 0 < hello.port < 65536 and len(hello.worker) == 2 * INSTANCE_BYTES:
+                found(Peer(hello.worker, node, link.peer_host, hello.port))
+
+    return Admission(Welcome(), deliver)
+
+
+class Search:
+    """Looks from construction to ``close``; calls ``found`` in its own thread."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        instance: bytes,
+        port: int,
+        finders: Sequence[Finder],
+        found: Found,
+    ) -> None:
+        self._credentials = credentials
+        self._presence = Presence(lambda: credentials.advert_keys, port, instance)
+        self._finders = finders
+        self._found = found
+        self._book = HintBook()
+        self._num_calls = 0
+        self._failure = ""
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()
+        self._over = asyncio.Event()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="potluck-discovery", daemon=True)
+        self._thread.start()
+
+    def complaint(self) -> str:
+        """What went wrong with those that were found, for an error text; empty if nothing did."""
+        return f" (the last that was found: {self._failure})" if self._failure else ""
+
+    def lost(self, instance: str) -> None:
+        """Nobody answers as ``instance`` any more: look for it again."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(self._look_again, instance)
+
+    def close(self) -> None:
+        """Be seen no more, and stop looking. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.call_soon_threadsafe(self._over.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._search())
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    async def _search(self) -> None:
+        caller = asyncio.create_task(self._call_due())
+        try:
+            for finder in self._finders:
+                await finder.start(self._presence, self._heard)
+            await self._over.wait()
+        finally:
+            for finder in self._finders:
+                await finder.close()
+            tasks = [each for each in asyncio.all_tasks() if each is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, caller, return_exceptions=True)
+
+    def _heard(self, hint: Hint) -> None:
+        self._book.heard(hint, self._loop.time())
+        self._changed.set()
+
+    def _look_again(self, instance: str) -> None:
+        self._book.unlinked(instance, self._loop.time())
+        self._changed.set()
+
+    async def _call_due(self) -> None:
+        calls: set[asyncio.Task[None]] = set()
+        while True:
+            self._changed.clear()
+            now = self._loop.time()
+            for hint in self._book.due(now)[: max(0, _MAX_CALLS - self._num_calls)]:
+                self._book.calling(hint)
+                self._num_calls += 1
+                call = asyncio.create_task(self._call(hint))
+                calls.add(call)
+                call.add_done_callback(calls.discard)
+            at = self._book.next_due() if self._num_calls < _MAX_CALLS else None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if at is None else max(0.01, at - now)):
+                    await self._changed.wait()
+
+    async def _call(self, hint: Hint) -> None:
+        mine = self._presence
+        hello = Hello(MEET, self._credentials.namespace, worker=mine.instance.hex(), port=mine.port)
+        writer = None
+        try:
+            async with asyncio.timeout(_CALL_S):
+                reader, writer, _ = await aio.connect(
+                    hint.host, hint.port, hello, self._credentials, timeout_s=_CALL_S
+                )
+                instance = (await reader.readexactly(INSTANCE_BYTES)).hex()
+                node = aio.peer_node(writer)
+            self._book.reached(hint, instance, self._loop.time())
+            self._book.linked(instance)
+            self._found(Peer(instance, node, hint.host, hint.port))
+        except (PotluckError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            self._book.failed(hint, self._loop.time())
+            if isinstance(error, WrongSecret):
+                self._failure = str(error)
+        finally:
+            self._num_calls -= 1
+            self._changed.set()
+            if writer is not None:
+                await aio.end(writer)
