@@ -16,6 +16,7 @@ from potluck.engine.work import Work
 from potluck.errors import Desync, GroupError, LinkError, OperationTimeout, PeerLost
 from potluck.testing.links import LINK_KINDS, Blocking
 from potluck.transport.link import Link
+from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member, ReduceOp
 from potluck.wire import frames
 from potluck.wire.frames import FRAME_BYTES, IN_WINDOW, Frame, Kind
@@ -23,12 +24,16 @@ from potluck.wire.frames import FRAME_BYTES, IN_WINDOW, Frame, Kind
 EPOCH = 3
 GROUP = Group(EPOCH, 0, (Member("a"), Member("b"), Member("c")))
 
+NATIVE = [kind for kind in ("native", "native+window") if kind in LINK_KINDS]
+"""Links whose near end the native loop runs, where it is."""
+
 
 class OneLink:
     """A connector that has one link, to rank 1, from the start."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self.is_native = isinstance(link, TcpLink) and link.stream is not None
 
     def start(self, deliver: Deliver, fail: Fail) -> None:
         deliver(1, self._link)
@@ -143,7 +148,7 @@ ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("kind", ["inproc", "tls"])
+@pytest.mark.parametrize("kind", ["inproc", "tls", *NATIVE[:1]])
 def test_nonsense_costs_its_sender_the_membership(
     kind: str, attack: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,7 +164,8 @@ def test_nonsense_costs_its_sender_the_membership(
     assert not caplog.records, "nothing may escape to the progress loop"
 
 
-def test_slots_of_a_window_that_are_not_theirs_to_name() -> None:
+@pytest.mark.parametrize("kind", ["tls+window", *NATIVE[1:]])
+def test_slots_of_a_window_that_are_not_theirs_to_name(kind: str) -> None:
     def credit_for_a_free_slot(enemy: Enemy) -> None:
         frame, _ = enemy.hear()
         enemy.say(Kind.CREDIT, tag=frame.tag)
@@ -189,13 +195,13 @@ def test_slots_of_a_window_that_are_not_theirs_to_name() -> None:
         empty_payload_in_a_slot,
         more_than_a_slot,
     ):
-        with at_war("tls+window") as enemy:
+        with at_war(kind) as enemy:
             work = reduce_with_the_enemy(enemy.communicator)
             attack(enemy)
             lost(work)
 
 
-@pytest.mark.parametrize("kind", ["inproc", "tls", "tls+window"])
+@pytest.mark.parametrize("kind", ["inproc", "tls", "tls+window", *NATIVE])
 def test_random_frames_never_break_the_loop(
     kind: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

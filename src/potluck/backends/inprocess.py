@@ -222,6 +222,8 @@ class _MortalLink:
 class _Connector:
     """One member's links in one group."""
 
+    is_native = False
+
     def __init__(self, hub: Hub, group: Group) -> None:
         self.group = group
         self.wanted: set[int] = set()

@@ -12,6 +12,8 @@ from potluck.types import Group, Member
 class _Alone:
     """A connector in a world of one: nobody to connect to."""
 
+    is_native = False
+
     def start(self, deliver: Deliver, fail: Fail) -> None:
         return None
 

@@ -24,6 +24,7 @@ from potluck.engine.coding import Encoding
 from potluck.engine.connector import Connector
 from potluck.engine.layout import Array, lay_out
 from potluck.engine.mailbox import ANY_SOURCE, Receiving, sending
+from potluck.engine.native_loop import NativeLoop, is_available
 from potluck.engine.progress import ProgressLoop
 from potluck.engine.reduction import check
 from potluck.engine.running import RunningPlan, as_bytes
@@ -36,6 +37,9 @@ from potluck.wire.dtypes import code_of
 SEGMENT_BYTES = 1024 * 1024
 MAX_EARLY_BYTES = 64 * 1024 * 1024
 
+Loop = ProgressLoop | NativeLoop
+"""What runs a group's operations: the reference in Python, or its native twin."""
+
 _EMPTY = np.empty(0, dtype=np.uint8)
 
 _KEYED = 1 << 31
@@ -46,7 +50,7 @@ _KEYED = 1 << 31
 class _Family:
     """What a communicator and its sub-groups share."""
 
-    loop: ProgressLoop
+    loop: Loop
     metrics: Metrics
     nodes: tuple[int, ...]
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -94,7 +98,8 @@ class Communicator:
             else:
                 meter.failed(call.operation, type(error).__name__)
 
-        loop = ProgressLoop(
+        run = NativeLoop if connector.is_native and is_available() else ProgressLoop
+        loop: Loop = run(
             group,
             connector,
             segment_bytes=segment_bytes,

@@ -15,6 +15,10 @@ Fail = Callable[[int, Exception], None]
 
 
 class Connector(Protocol):
+    @property
+    def is_native(self) -> bool:
+        """Whether its links are the native core's, so that the native loop can run them."""
+
     def start(self, deliver: Deliver, fail: Fail) -> None:
         """From now on links may be delivered, also such as peers asked for."""
 

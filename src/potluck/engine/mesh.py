@@ -134,6 +134,11 @@ class Mesh:
         self._deliver: Deliver | None = None
         self._fail: Fail | None = None
 
+    @property
+    def is_native(self) -> bool:
+        """Whether its links are the native core's."""
+        return self._switchboard.credentials.is_native
+
     def start(self, deliver: Deliver, fail: Fail) -> None:
         self._deliver, self._fail = deliver, fail
         self._switchboard.connect_mesh(self)

@@ -22,7 +22,6 @@ from potluck.engine.work import Work
 from potluck.types import ReduceOp
 from potluck.wire.frames import Frame
 
-
 _BYTES = np.dtype(np.uint8)
 
 
@@ -92,6 +91,16 @@ class RunningPlan:
             self._elements[chunk] = elements
             self._segments[chunk] = max(1, -(-array.shape[0] // elements))
         self._left = sum(self._segments[step.chunk] for step in plan.steps)
+
+    @property
+    def chunks(self) -> Chunks:
+        """The memory of every chunk that the plan names."""
+        return self._chunks
+
+    @property
+    def mean(self) -> Array | None:
+        """What is divided by the world size at the end, if this is a mean."""
+        return self._conclude
 
     # -- sending
 

@@ -44,6 +44,7 @@ class Work:
         "call",
         "on_wait",
         "source",
+        "waiter",
     )
 
     def __init__(self, call: str, result: Any = None) -> None:
@@ -52,6 +53,9 @@ class Work:
         """Point-to-point: the rank that a receive got its message from."""
         self.on_wait: Callable[[float], None] | None = None
         """Called with the seconds that a ``wait`` has blocked, if it had to."""
+        self.waiter: Callable[[float | None], bool] | None = None
+        """Blocks until the operation has ended (or, False, for so many seconds), where whoever
+        runs it has a shorter way to say so than the event."""
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._result = result
@@ -88,7 +92,8 @@ class Work:
         if self._event.is_set():
             return True
         began = time.monotonic()
-        ended = self._event.wait(timeout)
+        ended = self.waiter is None or self.waiter(timeout)
+        ended = ended and self._event.wait(timeout)
         if self.on_wait is not None:
             self.on_wait(time.monotonic() - began)
         return ended

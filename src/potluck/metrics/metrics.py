@@ -6,6 +6,7 @@ every collective. Prometheus comes in only when somebody asks for its text (``pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -36,16 +37,18 @@ class LinkMeter:
     """What crossed one link. Its one writer (the progress loop) adds to the fields directly.
 
     Bytes are payload and frame headers as handed to the link, before TLS. A message is a frame.
-    ``bytes_in_window`` is the part of ``bytes_sent`` that went through shared memory.
+    ``bytes_in_window`` is the part of ``bytes_sent`` that went through shared memory. A loop that
+    counts elsewhere is asked when somebody looks (``follow``).
     """
 
-    __slots__ = (
+    FIELDS = (
         "bytes_in_window",
         "bytes_received",
         "bytes_sent",
         "messages_received",
         "messages_sent",
     )
+    __slots__ = (*FIELDS, "_lock", "_source")
 
     def __init__(self) -> None:
         self.bytes_sent = 0
@@ -53,9 +56,23 @@ class LinkMeter:
         self.bytes_in_window = 0
         self.messages_sent = 0
         self.messages_received = 0
+        self._lock = Lock()
+        self._source: Callable[[], tuple[int, ...]] | None = None
+
+    def follow(self, source: Callable[[], tuple[int, ...]] | None) -> None:
+        """From now on add what ``source`` gives when asked: what is new of each of ``FIELDS``."""
+        self._collect()
+        self._source = source
 
     def as_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in sorted(LinkMeter.__slots__)}
+        self._collect()
+        return {name: getattr(self, name) for name in LinkMeter.FIELDS}
+
+    def _collect(self) -> None:
+        with self._lock:
+            if self._source is not None:
+                for name, count in zip(LinkMeter.FIELDS, self._source(), strict=True):
+                    setattr(self, name, getattr(self, name) + count)
 
 
 class Metrics:

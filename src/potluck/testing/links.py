@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from potluck.transport import native_tls
 from potluck.transport.credentials import Credentials, make_credentials
 from potluck.transport.handshake import connect
 from potluck.transport.inproc import inproc_pair
@@ -28,9 +29,9 @@ def psk(cluster: str = "ours") -> bytes:
     return hashlib.sha256(cluster.encode()).digest()
 
 
-def new_credentials(cluster: str = "ours") -> Credentials:
-    """A new node of a cluster."""
-    return make_credentials(psk(cluster), Ed25519PrivateKey.generate())
+def new_credentials(cluster: str = "ours", *, use_native: bool = True) -> Credentials:
+    """A new node of a cluster; ``use_native``: its links are the native core's, where it is."""
+    return make_credentials(psk(cluster), Ed25519PrivateKey.generate(), use_native=use_native)
 
 
 class Blocking:
@@ -73,16 +74,22 @@ class Blocking:
 
 @contextlib.contextmanager
 def tls_pair(
-    *, window: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES), use_windows: bool = True
+    *,
+    window: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES),
+    use_windows: bool = True,
+    native: tuple[bool, bool] = (False, False),
 ) -> Iterator[tuple[TcpLink, TcpLink]]:
     """The client's and the server's end of a real connection over loopback.
 
-    The client offers ``window`` (slots, bytes), the server takes it if ``use_windows``.
+    The client offers ``window`` (slots, bytes), the server takes it if ``use_windows``. ``native``:
+    whether the client's and the server's TLS is the native core's.
     """
-    server = Listener("127.0.0.1", 0, new_credentials(), use_windows=use_windows)
+    server = Listener(
+        "127.0.0.1", 0, new_credentials(use_native=native[1]), use_windows=use_windows
+    )
     delivered: queue.Queue[TcpLink] = queue.Queue()
     server.serve(lambda hello, node: Admission(Welcome(rank=1), delivered.put))
-    credentials = new_credentials()
+    credentials = new_credentials(use_native=native[0])
     try:
         client_end, _ = connect(
             "127.0.0.1",
@@ -115,4 +122,11 @@ LINK_KINDS: dict[str, Callable[[], contextlib.AbstractContextManager[tuple[Link,
     "tls": functools.partial(tls_pair, window=None),
     "tls+window": tls_pair,
 }
+if native_tls.is_available():
+    LINK_KINDS |= {
+        "native": functools.partial(tls_pair, window=None, native=(True, True)),
+        "native+window": functools.partial(tls_pair, native=(True, True)),
+        "native to tls": functools.partial(tls_pair, window=None, native=(True, False)),
+        "tls to native": functools.partial(tls_pair, window=None, native=(False, True)),
+    }
 """Every implementation of Link, for the conformance suite."""

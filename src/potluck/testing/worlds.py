@@ -10,23 +10,28 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.backends.base import StaticBackend
 from potluck.backends.inprocess import InProcessBackend
 from potluck.backends.tcp import TcpBase
 from potluck.context import DistributedContext, init
 from potluck.engine.communicator import Communicator
+from potluck.engine.native_loop import is_available
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings
-from potluck.testing.links import new_credentials
+from potluck.testing.links import psk
 from potluck.testing.world import run_all
-from potluck.transport.credentials import Credentials
+from potluck.transport.credentials import Credentials, make_credentials
 from potluck.types import Group, Member
 
 T = TypeVar("T")
 
-WORLD_KINDS = ("inproc", "tls", "tls+window")
-"""In-process pipes; TLS over loopback; the same with shared windows."""
+NATIVE_KINDS = ("native", "native+window", "mixed") if is_available() else ()
+"""The native loop over loopback, without and with windows; every second rank in Python."""
+
+WORLD_KINDS = ("inproc", "tls", "tls+window", *NATIVE_KINDS)
+"""In-process pipes; TLS over loopback; the same with shared windows; and the native kinds."""
 
 
 class TcpBackend(StaticBackend):
@@ -132,13 +137,14 @@ def open_world(
                 num_nodes,
                 Settings(
                     psk=hashlib.sha256(b"unused").hexdigest(),
-                    use_windows=kind == "tls+window",
+                    use_windows=kind.endswith("+window"),
                     segment_bytes=segment_bytes,
                     max_early_bytes=max_early_bytes,
                     window_slots=2,
                     window_slot_bytes=64 * 1024,
                     peer_timeout_s=timeout_s,
                 ),
+                kind=kind,
             )
         for backend in backends:
             stack.callback(backend.close)
@@ -147,12 +153,18 @@ def open_world(
         yield world
 
 
-def tcp_backends(world_size: int, num_nodes: int, settings: Settings) -> list[TcpBackend]:
-    """Backends that know each other's addresses, neighbours on one node."""
-    nodes = [new_credentials() for _ in range(min(num_nodes, world_size))]
-    backends = [
-        TcpBackend(settings, nodes[rank * len(nodes) // world_size]) for rank in range(world_size)
-    ]
+def tcp_backends(
+    world_size: int, num_nodes: int, settings: Settings, *, kind: str = "native"
+) -> list[TcpBackend]:
+    """Backends that know each other's addresses, neighbours on one node. See ``WORLD_KINDS``."""
+    keys = [Ed25519PrivateKey.generate() for _ in range(min(num_nodes, world_size))]
+    backends = []
+    for rank in range(world_size):
+        is_native = kind.startswith("native") or (kind == "mixed" and rank % 2 == 0)
+        credentials = make_credentials(
+            psk(), keys[rank * len(keys) // world_size], use_native=is_native
+        )
+        backends.append(TcpBackend(settings, credentials))
     members = tuple(backend.member(str(rank)) for rank, backend in enumerate(backends))
     for rank, backend in enumerate(backends):
         backend.group = Group(1, rank, members)

@@ -1,0 +1,305 @@
+// The progress loop and its TLS streams, for engine/native_loop.py and transport/native_tls.py.
+//
+// The loop's thread never takes the interpreter lock: Python waits for its events instead.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "bind.hpp"
+#include "bind_buffer.hpp"
+
+#ifdef POTLUCK_OPENSSL
+#include "core/loop.hpp"
+#include "core/tls.hpp"
+#endif
+
+namespace nb = nanobind;
+
+namespace potluck::bind {
+
+#ifdef POTLUCK_OPENSSL
+
+namespace {
+
+uint8_t* pointer(uintptr_t address) { return reinterpret_cast<uint8_t*>(address); }
+
+// -- tickets
+
+// How often a waiting thread asks whether a signal has come (Ctrl-C).
+constexpr double signal_s = 0.1;
+
+// Whether the operation has ended, after at most so many seconds (negative: however long it takes).
+// If so, it is the caller who must tell: its end is not reported as an event.
+bool wait(Ticket& ticket, double seconds) {
+    const double until = now_s() + seconds;
+    ticket.claim();
+    while (true) {
+        const double left = seconds < 0 ? signal_s : until - now_s();
+        Ticket::State state;
+        {
+            const nb::gil_scoped_release release;
+            state = ticket.wait_for(std::clamp(left, 0.0, signal_s));
+        }
+        if (state != Ticket::State::running) return true;
+        if (PyErr_CheckSignals() != 0) {
+            ticket.unclaim();
+            throw nb::python_error();
+        }
+        if (left <= 0) {
+            ticket.unclaim();
+            return false;
+        }
+    }
+}
+
+// -- the loop
+
+using Steps = std::vector<std::tuple<int, int, uint32_t>>;
+using Chunks = std::vector<std::tuple<uint32_t, uintptr_t, uint64_t>>;
+
+void start(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, uint64_t fingerprint,
+           uint32_t channel, uint64_t sequence, double deadline, int dtype, int op,
+           uint64_t segment_bytes, std::vector<int> ranks, const Chunks& chunks,
+           const Steps& steps, uintptr_t mean, uint64_t mean_elements, int codec, int own,
+           const std::vector<uintptr_t>& residuals) {
+    PlanSpec spec;
+    spec.call = std::move(call);
+    spec.fingerprint = fingerprint;
+    spec.channel = channel;
+    spec.sequence = sequence;
+    spec.deadline = deadline;
+    spec.dtype = static_cast<Dtype>(dtype);
+    spec.op = static_cast<Op>(op);
+    spec.segment_bytes = segment_bytes;
+    spec.ranks = std::move(ranks);
+    spec.chunks.reserve(chunks.size());
+    for (const auto& [number, address, elements] : chunks) {
+        spec.chunks.push_back({number, pointer(address), elements});
+    }
+    spec.steps.reserve(steps.size());
+    for (const auto& [action, peer, chunk] : steps) {
+        if (action < 0 || action > 2 || peer < 0 ||
+            static_cast<size_t>(peer) >= spec.ranks.size() || chunk >= chunks.size()) {
+            throw nb::value_error("a step that names an action, rank or chunk that is not there");
+        }
+        spec.steps.push_back(
+            {static_cast<Action>(action), spec.ranks[static_cast<size_t>(peer)], chunk});
+    }
+    spec.mean = pointer(mean);
+    spec.mean_elements = mean_elements;
+    spec.is_coded = codec != 0;
+    spec.codec = static_cast<Codec>(codec);
+    spec.own = static_cast<uint32_t>(own);
+    for (uintptr_t residual : residuals) {
+        spec.residuals.push_back(reinterpret_cast<float*>(residual));
+    }
+    loop.start(std::move(spec), std::move(ticket));
+}
+
+void send(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, int peer, uint32_t channel,
+          int32_t tag, uint8_t dtype, uintptr_t data, uint64_t nbytes, double deadline) {
+    auto sending = std::make_shared<Sending>(std::move(ticket));
+    sending->call = std::move(call);
+    sending->peer = peer;
+    sending->channel = channel;
+    sending->tag = tag;
+    sending->dtype = dtype;
+    sending->data = pointer(data);
+    sending->nbytes = nbytes;
+    sending->until = deadline;
+    loop.send(std::move(sending));
+}
+
+void receive(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, int source,
+             uint32_t channel, std::vector<int> ranks, int32_t tag, uint8_t dtype, uintptr_t data,
+             uint64_t nbytes, double deadline) {
+    auto receiving = std::make_shared<Receiving>(std::move(ticket));
+    receiving->call = std::move(call);
+    receiving->source = source;
+    receiving->channel = channel;
+    receiving->ranks = std::move(ranks);
+    receiving->tag = tag;
+    receiving->dtype = dtype;
+    receiving->data = pointer(data);
+    receiving->nbytes = nbytes;
+    receiving->until = deadline;
+    loop.receive(std::move(receiving));
+}
+
+void adopt(Loop& loop, uint64_t id, int rank, std::shared_ptr<TlsStream> stream, std::string peer,
+           uint32_t slot_bytes, const std::vector<uintptr_t>& outgoing,
+           const std::vector<uintptr_t>& incoming) {
+    if (outgoing.size() != incoming.size()) throw nb::value_error("a window has pairs of slots");
+    Link link;
+    link.id = id;
+    link.rank = rank;
+    stream->take_over(std::move(peer));
+    link.stream = std::move(stream);
+    link.window.slot_bytes = slot_bytes;
+    for (uintptr_t slot : outgoing) link.window.outgoing.push_back(pointer(slot));
+    for (uintptr_t slot : incoming) link.window.incoming.push_back(pointer(slot));
+    loop.adopt(std::move(link));
+}
+
+const char* name_of(Event::Kind kind) {
+    switch (kind) {
+        case Event::Kind::ended: return "ended";
+        case Event::Kind::wanted: return "wanted";
+        case Event::Kind::let_go: return "let go";
+        case Event::Kind::too_late: return "too late";
+        case Event::Kind::failed: return "failed";
+        case Event::Kind::over: return "over";
+    }
+    return "?";
+}
+
+const char* name_of(Fact::Kind kind) {
+    switch (kind) {
+        case Fact::Kind::none: return "none";
+        case Fact::Kind::lost: return "lost";
+        case Fact::Kind::violated: return "violated";
+        case Fact::Kind::no_link: return "no link";
+        case Fact::Kind::left: return "left";
+        case Fact::Kind::overdue: return "overdue";
+        case Fact::Kind::desync: return "desync";
+        case Fact::Kind::told: return "told";
+        case Fact::Kind::stopped: return "stopped";
+        case Fact::Kind::closed: return "closed";
+        case Fact::Kind::broke: return "broke";
+    }
+    return "?";
+}
+
+nb::list events(Loop& loop, double seconds) {
+    std::vector<Event> taken;
+    {
+        const nb::gil_scoped_release release;
+        taken = loop.events().take(seconds);
+    }
+    nb::list told;
+    for (const Event& event : taken) {
+        told.append(nb::make_tuple(name_of(event.kind), event.id));
+    }
+    return told;
+}
+
+nb::object fact(Loop& loop) {
+    const Fact& fact = loop.fact();
+    return nb::make_tuple(
+        name_of(fact.kind), fact.rank, fact.text,
+        fact.has_item ? nb::object(nb::cast(fact.item)) : nb::none(), fact.awaited,
+        nb::bytes(reinterpret_cast<const char*>(fact.payload.data()), fact.payload.size()));
+}
+
+// What crossed the link to `rank` since the last call.
+nb::tuple take_counters(Loop& loop, int rank) {
+    Counters& counters = loop.counters(rank);
+    return nb::make_tuple(counters.bytes_in_window.exchange(0), counters.bytes_received.exchange(0),
+                          counters.bytes_sent.exchange(0), counters.messages_received.exchange(0),
+                          counters.messages_sent.exchange(0));
+}
+
+}  // namespace
+
+void loop(nb::module_& m) {
+    nb::enum_<TlsStatus>(m, "TlsStatus")
+        .value("DONE", TlsStatus::done)
+        .value("WANTS_READ", TlsStatus::wants_read)
+        .value("WANTS_WRITE", TlsStatus::wants_write)
+        .value("ENDED", TlsStatus::ended)
+        .value("FAILED", TlsStatus::failed)
+        .value("REFUSED", TlsStatus::refused)
+        .value("DISTRUSTED", TlsStatus::distrusted);
+
+    nb::class_<TlsContext>(m, "TlsContext")
+        .def(nb::init<const std::string&, const std::string&, bool>(), nb::arg("ca"),
+             nb::arg("chain"), nb::arg("is_server"));
+
+    nb::class_<TlsStream>(m, "TlsStream")
+        .def(nb::init<std::shared_ptr<TlsContext>, int, std::string>(), nb::arg("context"),
+             nb::arg("fd"), nb::arg("peer"))
+        .def("handshake", &TlsStream::handshake, nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "read_into",
+            [](TlsStream& stream, nb::handle target, size_t count) {
+                const Buffer buffer(target, true);
+                size_t taken = 0;
+                TlsStatus status;
+                {
+                    const nb::gil_scoped_release release;
+                    status = stream.read_some(static_cast<uint8_t*>(buffer.data()),
+                                              std::min(count, buffer.size()), taken);
+                }
+                return nb::make_tuple(status, taken);
+            })
+        .def("write_all",
+             [](TlsStream& stream, nb::handle source) {
+                 const Buffer buffer(source, false);
+                 const nb::gil_scoped_release release;
+                 return stream.write_all(static_cast<const uint8_t*>(buffer.data()), buffer.size());
+             })
+        .def("pending", &TlsStream::pending)
+        .def("peer_certificate",
+             [](const TlsStream& stream) {
+                 const std::string der = stream.peer_certificate();
+                 return nb::bytes(der.data(), der.size());
+             })
+        .def_prop_ro("error", &TlsStream::error)
+        .def_prop_ro("reason", &TlsStream::reason);
+
+    nb::class_<Ticket>(m, "Ticket")
+        .def("wait", &wait, nb::arg("seconds"))
+        .def_prop_ro("state",
+                     [](Ticket& ticket) {
+                         switch (ticket.state()) {
+                             case Ticket::State::running: return "running";
+                             case Ticket::State::done: return "done";
+                             case Ticket::State::refused: return "refused";
+                             case Ticket::State::failed: break;
+                         }
+                         return "failed";
+                     })
+        .def_prop_ro("seconds", &Ticket::seconds)
+        .def_prop_ro("source", &Ticket::source);
+
+    nb::class_<Loop>(m, "Loop")
+        .def(
+            "__init__",
+            [](Loop* self, uint32_t epoch, int rank, int world_size, uint64_t segment_bytes,
+               uint64_t max_early_bytes) {
+                new (self) Loop({{epoch, rank, world_size}, segment_bytes, max_early_bytes});
+            },
+            nb::arg("epoch"), nb::arg("rank"), nb::arg("world_size"), nb::arg("segment_bytes"),
+            nb::arg("max_early_bytes"))
+        .def("ticket", &Loop::ticket)
+        .def("start", &start)
+        .def("send", &send)
+        .def("receive", &receive)
+        .def("adopt", &adopt)
+        .def("no_link", &Loop::no_link)
+        .def("stop", &Loop::stop)
+        .def("close", &Loop::close)
+        .def("join", &Loop::join, nb::call_guard<nb::gil_scoped_release>())
+        .def("say",
+             [](Loop& loop, nb::bytes body, bool has_abort) {
+                 const auto* at = static_cast<const uint8_t*>(body.data());
+                 loop.say({at, at + body.size()}, has_abort);
+             })
+        .def("events", &events)
+        .def("fact", &fact)
+        .def("take_counters", &take_counters);
+}
+
+#else
+
+void loop(nb::module_&) {}
+
+#endif
+
+}  // namespace potluck::bind

@@ -1,0 +1,71 @@
+// The frame: 48 bytes that precede every payload between two ranks. The twin of wire/frames.py,
+// where each field is explained; the bounds here are the same, and checked before memory is taken.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace potluck {
+
+// The peer sent bytes that potluck would not have sent.
+struct ProtocolError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+enum class Kind : uint8_t {
+    data = 1,
+    eager = 2,
+    request = 3,
+    grant = 4,
+    piece = 5,
+    credit = 6,
+    abort = 7,
+    goodbye = 8,
+    farewell = 9,
+    ask = 10,
+    tell = 11,
+    used = 12,
+    begun = 13,
+};
+
+constexpr uint8_t protocol_version = 1;
+constexpr size_t frame_bytes = 48;
+constexpr uint32_t max_payload = 16 * 1024 * 1024;
+constexpr uint32_t eager_bytes = 64 * 1024;
+constexpr uint32_t max_control = 16 * 1024;
+constexpr uint8_t in_window = 1;
+
+struct Frame {
+    Kind kind{};
+    uint32_t epoch = 0;
+    uint32_t channel = 0;
+    uint32_t chunk = 0;
+    uint64_t operation = 0;
+    uint32_t segment = 0;
+    uint32_t length = 0;
+    uint64_t fingerprint = 0;
+    uint16_t source = 0;
+    uint8_t dtype = 0;
+    uint8_t flags = 0;
+    int32_t tag = 0;
+};
+
+const char* name_of(Kind kind);
+
+// The most payload that a frame of this kind may announce.
+uint32_t bound_of(Kind kind);
+
+// Write the 48 bytes of a frame.
+void encode(const Frame& frame, uint8_t* header);
+
+// The frame in 48 bytes; ProtocolError on anything potluck would not have sent.
+Frame decode(const uint8_t* header);
+
+// The payload of a REQUEST frame (msgpack, one field): the size of a large message.
+std::vector<uint8_t> encode_request(uint64_t nbytes);
+uint64_t decode_request(const uint8_t* body, size_t length);
+
+}  // namespace potluck

@@ -1,0 +1,279 @@
+#include "core/port.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "core/checksum.hpp"
+
+namespace potluck {
+
+namespace {
+
+constexpr size_t budget_bytes = 2 * 1024 * 1024;
+// Payloads up to this size are copied behind their header: one write, one TLS record.
+constexpr size_t merge_bytes = 8 * 1024;
+// Payloads from this size on travel through the window, where there is one.
+constexpr size_t window_bytes = 4 * 1024;
+// A payload that is combined comes in parts of this size, which stay in the cache.
+constexpr size_t part_bytes = 64 * 1024;
+
+void put32(uint8_t* at, uint32_t value) {
+    for (int index = 0; index < 4; ++index) at[index] = static_cast<uint8_t>(value >> (8 * index));
+}
+
+uint32_t get32(const uint8_t* at) {
+    return static_cast<uint32_t>(at[0]) | static_cast<uint32_t>(at[1]) << 8 |
+           static_cast<uint32_t>(at[2]) << 16 | static_cast<uint32_t>(at[3]) << 24;
+}
+
+void check(uint32_t theirs, uint32_t mine) {
+    if (theirs != mine) {
+        throw LinkError("bytes were changed on the way: the checksum of a frame does not match");
+    }
+}
+
+void add(std::atomic<uint64_t>& counter, uint64_t count) {
+    counter.fetch_add(count, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+Port::Port(Link link, std::shared_ptr<Counters> counters)
+    : link_(std::move(link)),
+      counters_(std::move(counters)),
+      has_checksums_(link_.stream->needs_checksums()),
+      header_bytes_(frame_bytes + (has_checksums_ ? checksum_bytes : 0)) {
+    for (uint32_t slot = 0; slot < link_.window.num_slots(); ++slot) slots_.push_back(slot);
+}
+
+// -- outgoing
+
+bool Port::is_writing() const {
+    return piece_ < num_pieces_ || !control.empty() || link_.stream->unsent() > 0;
+}
+
+bool Port::fits_window(size_t nbytes) const {
+    return link_.window.num_slots() > 0 && window_bytes <= nbytes &&
+           nbytes <= link_.window.slot_bytes;
+}
+
+bool Port::write(const Source& source) {
+    size_t budget = budget_bytes;
+    is_blocked = false;
+    bool has_more = true;
+    while (budget > 0) {
+        if (piece_ == num_pieces_) {
+            Outgoing outgoing;
+            if (!control.empty()) {
+                outgoing = std::move(control.front());
+                control.pop_front();
+            } else if (!source(*this, outgoing)) {
+                has_more = false;
+                break;
+            }
+            budget -= std::min(budget, start(std::move(outgoing)));
+        }
+        while (piece_ < num_pieces_) {
+            Piece& piece = pieces_[piece_];
+            const size_t taken = link_.stream->send(piece.data, piece.count);
+            add(counters_->bytes_sent, taken);
+            budget -= std::min(budget, taken);
+            if (taken < piece.count) {
+                piece.data += taken;
+                piece.count -= taken;
+                link_.stream->flush();
+                is_blocked = true;
+                return false;
+            }
+            ++piece_;
+        }
+        owned_.reset();
+        if (sent_) {
+            const std::function<void()> sent = std::move(sent_);
+            sent_ = nullptr;
+            sent();
+        }
+    }
+    link_.stream->flush();
+    is_blocked = link_.stream->unsent() > 0;
+    return has_more && !is_blocked;
+}
+
+// Put a frame on the way; returns the bytes that took the window.
+size_t Port::start(Outgoing outgoing) {
+    Frame& frame = outgoing.frame;
+    const size_t nbytes = frame.length;
+    add(counters_->messages_sent, 1);
+    num_pieces_ = piece_ = 0;
+    head_.resize(header_bytes_);
+    const bool is_bulk = frame.kind == Kind::data || frame.kind == Kind::piece;
+    if (is_bulk && fits_window(nbytes) && !slots_.empty()) {
+        const uint32_t slot = slots_.front();
+        slots_.pop_front();
+        std::memcpy(link_.window.outgoing[slot], outgoing.payload, nbytes);
+        add(counters_->bytes_sent, nbytes);
+        add(counters_->bytes_in_window, nbytes);
+        frame.flags |= in_window;
+        frame.tag = static_cast<int32_t>(slot);
+        encode(frame, head_.data());
+        pieces_[num_pieces_++] = {head_.data(), head_.size()};
+        if (outgoing.sent) outgoing.sent();
+        return nbytes;
+    }
+    encode(frame, head_.data());
+    if (has_checksums_) put32(head_.data() + frame_bytes, crc32c(0, head_.data(), frame_bytes));
+    const size_t after = has_checksums_ && nbytes > 0 ? checksum_bytes : 0;
+    if (after > 0) put32(checksum_out_, crc32c(0, outgoing.payload, nbytes));
+    if (nbytes <= merge_bytes) {
+        head_.insert(head_.end(), outgoing.payload, outgoing.payload + nbytes);
+        head_.insert(head_.end(), checksum_out_, checksum_out_ + after);
+        pieces_[num_pieces_++] = {head_.data(), head_.size()};
+    } else {
+        pieces_[num_pieces_++] = {head_.data(), head_.size()};
+        pieces_[num_pieces_++] = {outgoing.payload, nbytes};
+        if (after > 0) pieces_[num_pieces_++] = {checksum_out_, after};
+    }
+    sent_ = std::move(outgoing.sent);
+    owned_ = std::move(outgoing.owned);
+    return 0;
+}
+
+// -- incoming
+
+bool Port::read(const Route& route) {
+    size_t budget = budget_bytes;
+    while (budget > 0) {
+        size_t taken = 0;
+        if (!frame_) {
+            taken = link_.stream->recv(header_ + filled_, header_bytes_ - filled_);
+            if (taken == 0) return false;
+            add(counters_->bytes_received, taken);
+            filled_ += taken;
+            if (filled_ < header_bytes_) continue;
+            filled_ = 0;
+            if (has_checksums_) check(get32(header_ + frame_bytes), crc32c(0, header_, frame_bytes));
+            begin(decode(header_), route);
+        } else if (filled_ < frame_->length) {
+            taken = read_payload(budget);
+            if (taken == 0) return false;
+            add(counters_->bytes_received, taken);
+        }
+        budget -= std::min(budget, taken);
+        if (frame_ && filled_ == frame_->length) {
+            if (has_checksums_ && filled_ > 0 && !read_checksum()) return false;
+            finish();
+        }
+    }
+    return true;
+}
+
+void Port::begin(const Frame& frame, const Route& route) {
+    add(counters_->messages_received, 1);
+    checksum_ = 0;
+    checksum_filled_ = 0;
+    if (frame.kind == Kind::credit) {
+        take_credit(frame.tag);
+        return;
+    }
+    if (frame.flags & in_window) {
+        begin_in_window(frame, route);
+        return;
+    }
+    sink_ = route(*this, frame);
+    frame_ = frame;
+    in_parts_ = 0;
+    if (!sink_.buffer) {
+        if (sink_.consume) {
+            parts_.resize(part_bytes);
+        } else {
+            if (whole_.size() < frame.length) whole_.resize(frame.length);
+        }
+    }
+}
+
+void Port::begin_in_window(const Frame& frame, const Route& route) {
+    const Window& window = link_.window;
+    const auto slot = static_cast<uint32_t>(frame.tag);
+    if (window.num_slots() == 0 || frame.length > window.slot_bytes) {
+        throw ProtocolError("a frame points to a window slot that this link does not have");
+    }
+    if (slot >= window.num_slots()) {
+        throw ProtocolError("window slot " + std::to_string(frame.tag) + " was named; there are " +
+                            std::to_string(window.num_slots()));
+    }
+    if (uncredited_.count(slot)) {
+        throw ProtocolError("window slot " + std::to_string(slot) +
+                            " was used again before it was free");
+    }
+    const uint8_t* payload = window.incoming[slot];
+    add(counters_->bytes_received, frame.length);
+    const Sink sink = route(*this, frame);
+    if (sink.consume) {
+        sink.consume(payload, 0, frame.length);
+    } else if (sink.buffer) {
+        std::memcpy(sink.buffer, payload, frame.length);
+    }
+    sink.complete(sink.buffer ? sink.buffer : payload);
+    uncredited_.insert(slot);
+    Outgoing credit;
+    credit.frame.kind = Kind::credit;
+    credit.frame.epoch = frame.epoch;
+    credit.frame.tag = frame.tag;
+    credit.sent = [this, slot] { uncredited_.erase(slot); };
+    control.push_back(std::move(credit));
+}
+
+size_t Port::read_payload(size_t budget) {
+    const size_t left = std::min<size_t>(frame_->length - filled_, budget);
+    size_t taken = 0;
+    if (sink_.consume) {
+        uint8_t* part = parts_.data() + in_parts_;
+        taken = link_.stream->recv(part, std::min(left, part_bytes - in_parts_));
+        if (has_checksums_) checksum_ = crc32c(checksum_, part, taken);
+        filled_ += taken;
+        in_parts_ += taken;
+        if (in_parts_ == part_bytes || filled_ == frame_->length) {
+            sink_.consume(parts_.data(), filled_ - in_parts_, in_parts_);
+            in_parts_ = 0;
+        }
+        return taken;
+    }
+    uint8_t* target = (sink_.buffer ? sink_.buffer : whole_.data()) + filled_;
+    taken = link_.stream->recv(target, left);
+    if (has_checksums_) checksum_ = crc32c(checksum_, target, taken);
+    filled_ += taken;
+    return taken;
+}
+
+// Whether the payload's checksum is there; LinkError if it is another one.
+bool Port::read_checksum() {
+    while (checksum_filled_ < checksum_bytes) {
+        const size_t taken = link_.stream->recv(checksum_in_ + checksum_filled_,
+                                                checksum_bytes - checksum_filled_);
+        if (taken == 0) return false;
+        checksum_filled_ += taken;
+    }
+    check(get32(checksum_in_), checksum_);
+    return true;
+}
+
+void Port::finish() {
+    Sink sink = std::move(sink_);
+    sink_ = {};
+    frame_.reset();
+    filled_ = 0;
+    sink.complete(sink.buffer ? sink.buffer : whole_.data());
+}
+
+void Port::take_credit(int32_t tag) {
+    const auto slot = static_cast<uint32_t>(tag);
+    if (slot >= link_.window.num_slots() ||
+        std::find(slots_.begin(), slots_.end(), slot) != slots_.end()) {
+        throw ProtocolError("a credit for window slot " + std::to_string(tag) +
+                            ", which is not in use");
+    }
+    slots_.push_back(slot);
+}
+
+}  // namespace potluck

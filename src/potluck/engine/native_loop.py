@@ -1,0 +1,386 @@
+"""The native progress loop's Python side: same methods as ``ProgressLoop``, no byte moved here.
+
+The native thread never waits for the interpreter. A caller that blocks waits natively for its own
+operation; one Python thread, the steward, does what only Python can do: it makes links, names
+errors, and ends the operations for which nobody waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from potluck import native
+from potluck.engine.connector import Connector
+from potluck.engine.farewell import turn_away
+from potluck.engine.fate import Fate
+from potluck.engine.kernels import codes
+from potluck.engine.layout import Array
+from potluck.engine.mailbox import Receiving, Sending
+from potluck.engine.plans import OnOperation
+from potluck.engine.running import RunningPlan
+from potluck.engine.verdict import abort_of, desync, error_of, overdue, peer_lost
+from potluck.engine.work import Work
+from potluck.errors import GroupClosed, GroupError, LinkError, PotluckError, ProtocolError
+from potluck.metrics import LinkMeter
+from potluck.transport.link import Link
+from potluck.transport.tcp import TcpLink
+from potluck.types import Group, ReduceOp
+from potluck.wire import frames
+
+if TYPE_CHECKING:
+    from potluck._native import Ticket
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 3600.0
+
+
+def is_available() -> bool:
+    """Whether the native core is here and has a loop (it needs OpenSSL)."""
+    return native.available and hasattr(native.core, "Loop")
+
+
+@dataclass(slots=True)
+class _Item:
+    """An operation under way, and what must stay until it has ended."""
+
+    work: Work
+    ticket: Ticket
+    keep: Any
+    began: float
+    running: RunningPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """An operation as the native loop describes it, for errors."""
+
+    name: str
+    waits: list[tuple[int, str]]
+
+    def awaited(self) -> list[tuple[int, str]]:
+        return self.waits
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class NativeLoop:
+    """The data plane of one rank in one group (and in that group's sub-groups)."""
+
+    def __init__(
+        self,
+        group: Group,
+        connector: Connector,
+        *,
+        segment_bytes: int,
+        max_early_bytes: int,
+        on_operation: OnOperation,
+        meter: Callable[[str], LinkMeter],
+    ) -> None:
+        self.group = group
+        self.segment_bytes = segment_bytes
+        self._connector = connector
+        self._on_operation = on_operation
+        self._meter = meter
+        self._fate = Fate(group)
+        self._core = native.core.Loop(
+            group.epoch, group.rank, group.world_size, segment_bytes, max_early_bytes
+        )
+        self._idents = itertools.count()
+        self._items: dict[int, _Item] = {}
+        self._links: dict[int, TcpLink] = {}
+        self._meters: dict[int, LinkMeter] = {}
+        self._causes: dict[int, Exception] = {}
+        self._is_over = False
+        self._thread = threading.Thread(
+            target=self._serve, name=f"potluck-steward-{group.rank}", daemon=True
+        )
+        self._thread.start()
+        _alive.add(self)
+        connector.start(self._deliver, self._no_link)
+
+    # -- called from any thread
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the group is over, None while it is not."""
+        return self._fate.error
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` once ``error`` is set; it must not block."""
+        self._fate.when_over(callback)
+
+    def start(self, running: RunningPlan) -> None:
+        """Run a plan; its work ends with the result or an error."""
+        plan, call, coding = running.plan, running.call, running.coding
+        numbers = {number: index for index, number in enumerate(running.chunks)}
+        chunks = [
+            (number, _address(chunk), chunk.shape[0]) for number, chunk in running.chunks.items()
+        ]
+        mean = running.mean
+        residuals = coding.residuals if coding is not None else {}
+        self._post(
+            running.work,
+            running,
+            lambda ticket: self._core.start(
+                ticket,
+                str(call),
+                call.fingerprint,
+                running.channel,
+                running.sequence,
+                running.deadline,
+                *codes(call.op or ReduceOp.SUM, next(iter(running.chunks.values())).dtype),
+                call.segment_bytes,
+                running.peers,
+                chunks,
+                [(step.action, step.peer, numbers[step.chunk]) for step in plan.steps],
+                0 if mean is None else _address(mean),
+                0 if mean is None else mean.shape[0],
+                0 if coding is None else coding.codec.code,
+                -1 if coding is None else coding.own,
+                [_address(residuals[n]) if n in residuals else 0 for n in running.chunks]
+                if residuals
+                else (),
+            ),
+            running,
+        )
+
+    def send(self, sending: Sending) -> None:
+        """Send a message; its work ends when its memory may be reused."""
+        self._post(
+            sending.work,
+            sending,
+            lambda ticket: self._core.send(
+                ticket,
+                str(sending),
+                sending.peer,
+                sending.channel,
+                sending.tag,
+                sending.dtype,
+                _address(sending.keep),
+                len(sending.data),
+                sending.deadline,
+            ),
+        )
+
+    def receive(self, receiving: Receiving) -> None:
+        """Take the first message that matches."""
+        self._post(
+            receiving.work,
+            receiving,
+            lambda ticket: self._core.receive(
+                ticket,
+                str(receiving),
+                receiving.source,
+                receiving.channel,
+                receiving.ranks,
+                receiving.tag,
+                receiving.dtype,
+                _address(receiving.array),
+                len(receiving.data),
+                receiving.deadline,
+            ),
+        )
+
+    def abort(self, error: PotluckError) -> None:
+        """End the group with ``error`` on every rank."""
+        self._fate.fail(error)
+        self._core.stop()
+
+    def close(self) -> None:
+        """Leave in order: what was sent arrives, nothing new begins. Idempotent."""
+        self._core.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- operations
+
+    def _post(
+        self,
+        work: Work,
+        keep: Any,
+        begin: Callable[[Ticket], None],
+        running: RunningPlan | None = None,
+    ) -> None:
+        ident = next(self._idents)
+        ticket = self._core.ticket(ident)
+        self._items[ident] = _Item(work, ticket, keep, time.monotonic(), running)
+        work.waiter = partial(self._wait, ident, ticket)
+        begin(ticket)
+        if self._is_over:  # then nobody else will
+            self._settle(ident)
+
+    def _wait(self, ident: int, ticket: Ticket, timeout: float | None) -> bool:
+        """Block until an operation has ended, and end its work; False after ``timeout`` s."""
+        if not ticket.wait(-1.0 if timeout is None else timeout):
+            return False
+        self._settle(ident)
+        return True
+
+    def _settle(self, ident: int) -> None:
+        """End the work of an operation that has ended. Whoever comes second does nothing."""
+        item = self._items.pop(ident, None)
+        if item is None:
+            return
+        state, error = item.ticket.state, None
+        if state == "done":
+            item.work.source = item.ticket.source
+        else:
+            error = self._fate.error or self._fate.closed()
+        if item.running is not None and state != "refused":
+            seconds = item.ticket.seconds if error is None else time.monotonic() - item.began
+            self._on_operation(item.running, seconds, error)
+        item.work.finish(error)
+
+    # -- links
+
+    def _deliver(self, rank: int, link: Link) -> None:
+        assert isinstance(link, TcpLink), "the connector must make native links"
+        assert link.stream is not None, "the connector must make native links"
+        if self._is_over:
+            turn_away(self._fate, link)
+            return
+        ident = next(self._idents)
+        self._links[ident] = link
+        if rank not in self._meters:
+            meter = self._meter(f"worker {self.group.members[rank].worker}")
+            meter.follow(partial(self._core.take_counters, rank))
+            self._meters[rank] = meter
+        window = link.window
+        slots = range(window.num_slots) if window else ()
+        self._core.adopt(
+            ident,
+            rank,
+            link.stream,
+            link.peer,
+            window.slot_bytes if window else 0,
+            [_address(np.frombuffer(window.outgoing(slot), np.uint8)) for slot in slots]
+            if window
+            else (),
+            [_address(np.frombuffer(window.incoming(slot), np.uint8)) for slot in slots]
+            if window
+            else (),
+        )
+        if self._is_over:
+            self._turn_away_late()
+
+    def _no_link(self, rank: int, error: Exception) -> None:
+        self._causes[rank] = error
+        self._core.no_link(rank)
+
+    def _turn_away_late(self) -> None:
+        for ident in list(self._links):
+            link = self._links.pop(ident, None)
+            if link is not None:
+                turn_away(self._fate, link)
+
+    # -- the steward
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_over:
+                for kind, ident in self._core.events(_PATIENCE_S):
+                    self._hear(kind, ident)
+        except BaseException:
+            _log.exception("the steward of %s broke", self.group.describe(self.group.rank))
+            self._core.stop()
+            self._core.say(b"", False)
+            self._end()
+
+    def _hear(self, kind: str, ident: int) -> None:
+        if kind == "ended":
+            self._settle(ident)
+        elif kind == "wanted":
+            self._connector.request(ident)
+        elif kind == "let go":
+            self._links.pop(ident).close()
+        elif kind == "failed":
+            self._judge()
+        elif kind == "over":
+            self._end()
+
+    def _judge(self) -> None:
+        """The group is over: find the words, for callers here and for the peers."""
+        error = self._verdict()
+        if error is not None:
+            self._fate.fail(error)
+        error = self._fate.error
+        if isinstance(error, GroupError) and not isinstance(error, GroupClosed):
+            self._core.say(frames.encode_abort(abort_of(error)), True)
+        else:
+            self._core.say(b"", False)
+
+    def _verdict(self) -> BaseException | None:
+        kind, rank, text, name, waits, payload = self._core.fact()
+        group = self.group
+        item = None if name is None else _Report(name, waits)
+        if kind == "told":
+            try:
+                return error_of(group, frames.decode_abort(payload), item)
+            except ProtocolError as error:
+                return peer_lost(group, rank, error, item)
+        if kind == "overdue":
+            assert item is not None
+            return overdue(group, item, rank)
+        if kind == "desync":
+            return desync(group, rank, item, text or None)
+        if kind == "broke":
+            me = group.describe(group.rank)
+            return GroupError(
+                f"potluck's progress loop on {me} broke: {text}; please report this",
+                rank=group.rank,
+                epoch=group.epoch,
+            )
+        causes: dict[str, Callable[[], Exception]] = {
+            "lost": lambda: LinkError(text),
+            "violated": lambda: ProtocolError(text),
+            "no link": lambda: self._causes[rank],
+            "left": lambda: LinkError("it left the group (its context was closed)"),
+        }
+        return peer_lost(group, rank, causes[kind](), item) if kind in causes else None
+
+    def _end(self) -> None:
+        """Let every waiting caller go: whatever broke, nobody hangs."""
+        self._core.join()
+        self._fate.fail(self._fate.closed())
+        self._is_over = True
+        for ident in list(self._items):
+            self._settle(ident)
+        self._connector.close(self._fate.error or self._fate.closed())
+        self._turn_away_late()
+        for meter in self._meters.values():
+            meter.follow(None)
+        _alive.discard(self)
+
+    def _stop_at_exit(self) -> None:
+        """The process ends without close(): no thread may touch memory that goes now."""
+        self._core.stop()
+        self._thread.join(_EXIT_S)
+
+
+_EXIT_S = 1.0
+_alive: weakref.WeakSet[NativeLoop] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for loop in list(_alive):
+        loop._stop_at_exit()
+
+
+def _address(array: Array) -> int:
+    """Where an array's memory begins."""
+    address: int = array.__array_interface__["data"][0]
+    return address
