@@ -52,6 +52,16 @@ torch-suite: ## torch's own backend tests on Gloo and potluck; writes docs/torch
 native: ## Build the native core again after a change in native/ (seconds)
 	@tools/native
 
+.PHONY: sanitize
+sanitize: ## Test the native core under the address and undefined-behaviour sanitizers
+	@tools/environment dev
+	@tools/sanitize
+
+.PHONY: fuzz
+fuzz: ## Hostile bytes for the native frame parser, 5 minutes (ARGS="SECONDS SEED")
+	@tools/environment dev
+	@tools/sanitize fuzz $(ARGS)
+
 .PHONY: clean
 clean: ## Remove .venv and everything else that these commands made
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \

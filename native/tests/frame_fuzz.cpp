@@ -1,0 +1,352 @@
+// Hostile bytes for what reads a link: the frame parser, and the port that cuts a stream into frames.
+//
+//     frame_fuzz [SECONDS [SEED]]      5 minutes by default; prints its seed and what it did
+//
+// A generation starts from frames that potluck would send, in a row, and changes them: bits, bytes,
+// whole fields, lengths, order, cuts, pieces of other inputs. Inputs that reached something new (an
+// error or an end not seen before) join the corpus. Run under the sanitizers (make fuzz); what they
+// do not see is checked here: only ProtocolError and LinkError come out, no more is ever announced
+// than a frame of its kind may have, and a header that is taken reads back as the same bytes.
+// With libFuzzer: -DPOTLUCK_LIBFUZZER -fsanitize=fuzzer.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/checksum.hpp"
+#include "core/frame.hpp"
+#include "core/port.hpp"
+#include "core/stream.hpp"
+
+using namespace potluck;
+using Input = std::vector<uint8_t>;
+
+namespace {
+
+[[noreturn]] void finding(const char* what, const Input& input) {
+    std::fprintf(stderr, "frame_fuzz: %s, for these %zu bytes:\n", what, input.size());
+    for (const uint8_t byte : input) std::fprintf(stderr, "%02x", byte);
+    std::fprintf(stderr, "\n");
+    std::abort();
+}
+
+// A stream that gives the input in pieces of changing size, and nothing now and then.
+class Pieces : public Stream {
+public:
+    Pieces(const uint8_t* data, size_t size, size_t rhythm, bool has_checksums)
+        : data_(data), left_(size), rhythm_(rhythm), has_checksums_(has_checksums) {}
+
+    int fd() const override { return -1; }
+    size_t send(const uint8_t*, size_t count) override { return count; }
+    void flush() override {}
+    size_t unsent() const override { return 0; }
+    bool is_readable() const override { return left_ > 0; }
+    bool needs_checksums() const override { return has_checksums_; }
+    bool is_empty() const { return left_ == 0; }
+
+    size_t recv(uint8_t* buffer, size_t count) override {
+        ++calls_;
+        if (rhythm_ > 0 && calls_ % (rhythm_ + 2) == 0) return 0;
+        size_t taken = std::min(count, left_);
+        if (rhythm_ > 0) taken = std::min(taken, 1 + calls_ * 7919 % (rhythm_ * 13));
+        std::memcpy(buffer, data_, taken);
+        data_ += taken;
+        left_ -= taken;
+        return taken;
+    }
+
+private:
+    const uint8_t* data_;
+    size_t left_;
+    size_t rhythm_;
+    size_t calls_ = 0;
+    bool has_checksums_;
+};
+
+// What an input led to, in words: the corpus keeps one input for each.
+std::string read_header(const Input& input) {
+    uint8_t header[frame_bytes] = {};
+    if (!input.empty()) std::memcpy(header, input.data(), std::min(frame_bytes, input.size()));
+    try {
+        const Frame frame = decode(header);
+        if (frame.length > bound_of(frame.kind)) finding("a frame above its bound", input);
+        uint8_t again[frame_bytes];
+        encode(frame, again);
+        if (std::memcmp(header, again, frame_bytes) != 0) finding("a header that changes", input);
+        return name_of(frame.kind);
+    } catch (const ProtocolError& error) {
+        return std::string(error.what()).substr(0, 24);
+    }
+}
+
+std::string read_request(const Input& input) {
+    try {
+        decode_request(input.data(), input.size());
+        return "request";
+    } catch (const ProtocolError& error) {
+        return std::string(error.what()).substr(0, 24);
+    }
+}
+
+std::string read_stream(const Input& input, unsigned how) {
+    constexpr uint32_t slot_bytes = 256;
+    const bool has_window = how & 1, has_checksums = how & 2;
+    const size_t rhythm = how >> 2 & 7;
+    const size_t place = how >> 5 & 3;
+    static std::vector<uint8_t> slots(4 * slot_bytes, 0x5a);
+    Link link;
+    link.rank = 1;
+    auto stream = std::make_shared<Pieces>(input.data(), input.size(), rhythm, has_checksums);
+    link.stream = stream;
+    if (has_window) {
+        link.window.slot_bytes = slot_bytes;
+        for (size_t slot = 0; slot < 2; ++slot) {
+            link.window.outgoing.push_back(slots.data() + slot * slot_bytes);
+            link.window.incoming.push_back(slots.data() + (2 + slot) * slot_bytes);
+        }
+    }
+    Port port(std::move(link), std::make_shared<Counters>());
+    std::vector<uint8_t> buffer;
+    size_t num_frames = 0, seen = 0;
+    uint8_t sum = 0;
+    const Port::Route route = [&](Port&, const Frame& frame) {
+        if (frame.length > bound_of(frame.kind)) finding("a payload above its bound", input);
+        ++num_frames;
+        Sink sink;
+        seen = 0;
+        // What only announces a lot is taken in parts: zeroing megabytes would be all we do.
+        const size_t where = frame.length > 4096 ? 2 : place;
+        if (where == 1) {
+            buffer.assign(frame.length, 0);  // exactly: what is written behind it is found
+            sink.buffer = buffer.data();
+        } else if (where == 2) {
+            sink.consume = [&](const uint8_t* part, size_t offset, size_t count) {
+                if (offset != seen || count > frame_bytes + max_payload) {
+                    finding("parts that do not follow each other", input);
+                }
+                for (size_t i = 0; i < count; ++i) sum = static_cast<uint8_t>(sum + part[i]);
+                seen += count;
+            };
+        }
+        const uint32_t length = frame.length;
+        sink.complete = [&, length, where](const uint8_t* payload) {
+            if (where == 0 && payload != nullptr) {
+                for (size_t i = 0; i < length; ++i) sum = static_cast<uint8_t>(sum + payload[i]);
+            }
+            if (where == 2 && seen != length) finding("a payload with a hole", input);
+        };
+        return sink;
+    };
+    std::string end = "end";
+    try {
+        // The stream says "nothing now" at most every other time, so this ends.
+        for (size_t i = 0; i < 2 * input.size() + 16 && !stream->is_empty(); ++i) port.read(route);
+        while (!port.control.empty()) {
+            if (port.control.front().sent) port.control.front().sent();
+            port.control.pop_front();
+        }
+    } catch (const ProtocolError& error) {
+        end = std::string(error.what()).substr(0, 24);
+    } catch (const LinkError& error) {
+        end = std::string(error.what()).substr(0, 24);
+    }
+    return end + std::to_string(how & 3) + "." + std::to_string(std::min<size_t>(num_frames, 4));
+}
+
+std::vector<std::string> run(const Input& input, unsigned how) {
+    return {read_header(input), read_request(input), read_stream(input, how)};
+}
+
+#ifndef POTLUCK_LIBFUZZER
+
+class Mutator {
+public:
+    explicit Mutator(uint64_t seed) : random_(seed) {}
+
+    uint64_t below(uint64_t bound) { return bound ? random_() % bound : 0; }
+
+    // Some frames that potluck might send, with their payloads.
+    Input fresh(bool has_checksums) {
+        Input input;
+        for (uint64_t left = 1 + below(4); left > 0; --left) {
+            Frame frame;
+            frame.kind = static_cast<Kind>(1 + below(13));
+            frame.epoch = static_cast<uint32_t>(below(3));
+            frame.channel = static_cast<uint32_t>(below(2));
+            frame.operation = below(5);
+            frame.chunk = static_cast<uint32_t>(below(4));
+            frame.segment = static_cast<uint32_t>(below(4));
+            frame.fingerprint = random_();
+            frame.source = static_cast<uint16_t>(below(4));
+            frame.dtype = static_cast<uint8_t>(below(16));
+            frame.tag = static_cast<int32_t>(below(3));
+            frame.length = static_cast<uint32_t>(std::min<uint64_t>(bound_of(frame.kind), below(400)));
+            const bool may_share = frame.kind == Kind::data || frame.kind == Kind::piece;
+            if (may_share && below(3) == 0) frame.flags = in_window;
+            if (frame.kind == Kind::request) {
+                const std::vector<uint8_t> body = encode_request(random_() >> below(64));
+                frame.length = static_cast<uint32_t>(body.size());
+                add_header(input, frame, has_checksums);
+                add_payload(input, body, has_checksums);
+                continue;
+            }
+            add_header(input, frame, has_checksums);
+            if (frame.flags & in_window) continue;
+            Input payload(frame.length);
+            for (uint8_t& byte : payload) byte = static_cast<uint8_t>(random_());
+            add_payload(input, payload, has_checksums);
+        }
+        if (below(8) == 0) return encode_request(random_() >> below(64));
+        return input;
+    }
+
+    void change(Input& input, const std::vector<Input>& corpus, bool has_checksums) {
+        for (uint64_t left = 1 + below(5); left > 0; --left) change_once(input, corpus);
+        // Bytes behind a right checksum get further than those behind a wrong one.
+        if (has_checksums && below(2) && input.size() >= frame_bytes + checksum_bytes) {
+            put_checksum(input, 0, frame_bytes, frame_bytes);
+        }
+    }
+
+private:
+    void change_once(Input& input, const std::vector<Input>& corpus) {
+        static const uint64_t numbers[] = {0, 1, 2, 0x7f, 0x80, 0xff, 0x100, 0x7fff, 0x8000, 0xffff,
+                                           eager_bytes, eager_bytes + 1, max_control, max_control + 1,
+                                           max_payload, max_payload + 1, 0x7fffffff, 0x80000000,
+                                           0xffffffff, 0x7fffffffffffffff, 0xffffffffffffffff};
+        const size_t size = input.size();
+        const size_t at = below(size);
+        switch (below(9)) {
+            case 0:
+                if (size) input[at] ^= static_cast<uint8_t>(1u << below(8));
+                break;
+            case 1:
+                if (size) input[at] = static_cast<uint8_t>(random_());
+                break;
+            case 2: {  // a whole number, of any width, at any place
+                const uint64_t number = numbers[below(std::size(numbers))];
+                const size_t width = std::min<size_t>(size_t{1} << below(4), size - at);
+                if (width == 0) break;
+                std::memcpy(input.data() + at, &number, width);
+                break;
+            }
+            case 3: {  // the same in a field of the first header
+                static const size_t fields[][2] = {{0, 2}, {2, 1}, {3, 1}, {4, 4}, {8, 4}, {12, 4},
+                                                   {16, 8}, {24, 4}, {28, 4}, {32, 8}, {40, 2},
+                                                   {42, 1}, {43, 1}, {44, 4}};
+                const auto& field = fields[below(std::size(fields))];
+                if (size < frame_bytes) break;
+                const uint64_t number = numbers[below(std::size(numbers))];
+                std::memcpy(input.data() + field[0], &number, field[1]);
+                break;
+            }
+            case 4: input.resize(at); break;
+            case 5: {
+                const size_t count = std::min<size_t>(below(64), size - at);
+                input.erase(input.begin() + static_cast<std::ptrdiff_t>(at),
+                            input.begin() + static_cast<std::ptrdiff_t>(at + count));
+                break;
+            }
+            case 6: {
+                const Input piece(1 + below(64), static_cast<uint8_t>(random_()));
+                input.insert(input.begin() + static_cast<std::ptrdiff_t>(at), piece.begin(), piece.end());
+                break;
+            }
+            case 7: {  // said twice
+                const Input copy(input.begin() + static_cast<std::ptrdiff_t>(at), input.end());
+                input.insert(input.end(), copy.begin(), copy.end());
+                break;
+            }
+            default: {  // another input behind the first part of this one
+                if (corpus.empty()) break;
+                const Input& other = corpus[below(corpus.size())];
+                input.resize(at);
+                input.insert(input.end(), other.begin(), other.end());
+            }
+        }
+        if (input.size() > 4096) input.resize(4096);
+    }
+
+    static void put_checksum(Input& input, size_t begin, size_t count, size_t at) {
+        const uint32_t crc = crc32c(0, input.data() + begin, count);
+        for (size_t i = 0; i < checksum_bytes; ++i) input[at + i] = static_cast<uint8_t>(crc >> 8 * i);
+    }
+
+    static void add_payload(Input& input, const std::vector<uint8_t>& payload, bool has_checksum) {
+        const size_t begin = input.size();
+        input.insert(input.end(), payload.begin(), payload.end());
+        if (!has_checksum || payload.empty()) return;
+        input.resize(input.size() + checksum_bytes);
+        put_checksum(input, begin, payload.size(), begin + payload.size());
+    }
+
+    static void add_header(Input& input, const Frame& frame, bool has_checksum) {
+        uint8_t header[frame_bytes];
+        encode(frame, header);
+        add_payload(input, std::vector<uint8_t>(header, header + frame_bytes), has_checksum);
+    }
+
+    std::mt19937_64 random_;
+};
+
+int drive(double seconds, uint64_t seed) {
+    std::printf("frame_fuzz: seed %llu, %.0f s\n", static_cast<unsigned long long>(seed), seconds);
+    std::fflush(stdout);
+    Mutator mutator(seed);
+    std::vector<Input> corpus;
+    std::set<std::string> reached;
+    const auto start = std::chrono::steady_clock::now();
+    uint64_t count = 0;
+    const auto passed = [&] {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    };
+    for (double now = 0; now < seconds; now = passed()) {
+        for (int i = 0; i < 256; ++i, ++count) {
+            const auto how = static_cast<unsigned>(mutator.below(128));
+            const bool has_checksums = how & 2;
+            const bool is_fresh = corpus.empty() || mutator.below(4) == 0;
+            Input input = is_fresh ? mutator.fresh(has_checksums) : corpus[mutator.below(corpus.size())];
+            if (mutator.below(16)) mutator.change(input, corpus, has_checksums);
+            bool is_new = false;
+            for (const std::string& place : run(input, how)) is_new |= reached.insert(place).second;
+            if (is_new && corpus.size() < 4096) corpus.push_back(input);
+        }
+    }
+    std::printf("frame_fuzz: no finding in %llu inputs; %zu kinds of outcome\n",
+                static_cast<unsigned long long>(count), reached.size());
+    for (const char* kind : {"DATA", "EAGER", "REQUEST", "ABORT", "BEGUN", "request"}) {
+        if (reached.count(kind) == 0) {
+            std::fprintf(stderr, "frame_fuzz: never came as far as %s: the fuzzer is broken\n", kind);
+            return 1;
+        }
+    }
+    return 0;
+}
+
+#endif
+
+}  // namespace
+
+#ifdef POTLUCK_LIBFUZZER
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+    if (size == 0) return 0;
+    run(Input(data + 1, data + size), data[0] & 127);
+    return 0;
+}
+
+#else
+
+int main(int argc, char** argv) {
+    const double seconds = argc > 1 ? std::atof(argv[1]) : 300;
+    const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : std::random_device{}();
+    return drive(seconds, seed);
+}
+
+#endif
