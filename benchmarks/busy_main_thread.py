@@ -28,9 +28,10 @@ from bench.placements import InHosts
 
 import potluck
 from potluck.bench.channel import Channel
-from potluck.bench.crew import Crew, Here, Placement
+from potluck.bench.crew import Crew
 from potluck.bench.libraries import PEERS, Peer
 from potluck.bench.machine import cores, machine
+from potluck.bench.placement import Here
 from potluck.testing import hosts
 
 BUCKET_BYTES = 25 << 20
@@ -61,7 +62,7 @@ def measure(quick: bool, say: script.Say) -> script.Measured:
 
 
 @contextlib.contextmanager
-def placed(in_hosts: bool) -> Iterator[Placement]:
+def placed(in_hosts: bool) -> Iterator[Here]:
     if not in_hosts:
         yield Here()
         return
@@ -69,7 +70,7 @@ def placed(in_hosts: bool) -> Iterator[Placement]:
         yield InHosts(network)
 
 
-def compare(peer: Peer, placement: Placement, rounds: int, calls: int) -> dict[str, Any]:
+def compare(peer: Peer, placement: Here, rounds: int, calls: int) -> dict[str, Any]:
     samples: dict[str, list[float]] = {"idle": [], "busy": []}
     program = (sys.executable, __file__)
     with (

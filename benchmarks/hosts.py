@@ -34,7 +34,7 @@ def measure(quick: bool, say: script.Say) -> script.Measured:
         return {"machine": machine(), "rows": []}, []
     sizes = (SMALL, 1 << 20) if quick else (SMALL, LARGE)
     found: list[Claim] = []
-    measured = {}
+    measured: dict[str, dict[str, Any]] = {}
     for rate, num_hosts, peers in (
         ("1gbit", 2, ("potluck-tls", "gloo", *CODECS)),
         ("1gbit", 4, ("potluck-tls", "gloo", *CODECS)),

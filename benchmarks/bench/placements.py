@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from potluck.bench.placement import Here
 from potluck.testing.hosts import INTERFACE, Network
 
 
-class InHosts:
-    """See ``potluck.bench.crew.Placement``."""
+class InHosts(Here):
+    """Rank ``i`` in host ``i``."""
 
     interface = INTERFACE
 

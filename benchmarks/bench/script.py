@@ -11,9 +11,9 @@ from typing import Any
 from bench import claims, results
 from bench.claims import Claim
 from potluck.bench.comparison import Plan, compare
-from potluck.bench.crew import Placement
 from potluck.bench.libraries import PEERS, missing
 from potluck.bench.machine import heading, machine
+from potluck.bench.placement import Here
 from potluck.bench.table import Table
 
 Say = Callable[[str], None]
@@ -64,7 +64,7 @@ def run(
 
 
 def compared(
-    plan: Plan, say: Say, *, title: str = "", placement: Placement | None = None
+    plan: Plan, say: Say, *, title: str = "", placement: Here | None = None
 ) -> dict[str, Any]:
     """``compare`` without the peers that are missing here; its table is said row by row."""
     absent = {name: why for name in plan.peers if (why := missing(PEERS[name]))}

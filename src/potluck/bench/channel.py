@@ -13,7 +13,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,29 +91,30 @@ class Switchboard:
             self.address = f"tcp:{self._socket.getsockname()[1]}"
 
     def gather(
-        self, count: int, timeout_s: float, check: Callable[[], None]
+        self, ranks: Sequence[int], timeout_s: float, check: Callable[[], None]
     ) -> list[tuple[Channel, dict[str, Any]]]:
-        """The channels of ``count`` workers and their first messages, by rank.
+        """The channels of the workers of these ranks and their first messages, in their order.
 
         ``check`` is called while waiting; TimeoutError if they are not all there in time.
         """
         found: dict[int, tuple[Channel, dict[str, Any]]] = {}
         deadline = time.monotonic() + timeout_s
         self._socket.settimeout(_LOOK_S)
-        while len(found) < count:
+        while len(found) < len(ranks):
             check()
             if time.monotonic() > deadline:
-                absent = sorted(set(range(count)) - set(found))
+                absent = [rank for rank in ranks if rank not in found]
                 raise TimeoutError(f"rank {', '.join(map(str, absent))} did not start in time")
             with contextlib.suppress(TimeoutError):
                 channel = Channel(self._socket.accept()[0])
                 with contextlib.suppress(ChannelClosed, ValueError, KeyError):
                     hello = channel.receive(_HELLO_S)
-                    if hmac.compare_digest(str(hello["token"]), self.token):
-                        found[int(hello["rank"])] = channel, hello
+                    is_ours = hmac.compare_digest(str(hello["token"]), self.token)
+                    if is_ours and hello["rank"] in ranks:
+                        found[hello["rank"]] = channel, hello
                         continue
                 channel.close()
-        return [found[rank] for rank in range(count)]
+        return [found[rank] for rank in ranks]
 
     def close(self) -> None:
         self._socket.close()

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from potluck.bench import operations
-from potluck.bench.crew import BenchError, Crew, Placement
+from potluck.bench.crew import Crew
 from potluck.bench.libraries import PEERS
 from potluck.bench.machine import load, machine
+from potluck.bench.placement import BenchError, Here
 from potluck.bench.sizes import show
 
 Report = Callable[[str, float], None]
@@ -56,7 +57,7 @@ class Plan:
 def compare(
     plan: Plan,
     *,
-    placement: Placement | None = None,
+    placement: Here | None = None,
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
     report: Report = lambda text, part: None,
 ) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def crews(
     names: Sequence[str],
     world_size: int,
     left_out: dict[str, str],
-    placement: Placement | None = None,
+    placement: Here | None = None,
 ) -> Iterator[list[Crew]]:
     """A crew for each peer, all started at once. Who does not start is ``left_out``."""
     with (

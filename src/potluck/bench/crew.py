@@ -7,59 +7,23 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from potluck.bench.channel import Channel, ChannelClosed, Switchboard
 from potluck.bench.libraries import Peer
-from potluck.errors import PotluckError
+from potluck.bench.placement import BenchError, Here, reserved_ports
 
 START_S = 120.0
 ANSWER_S = 300.0
 _END_S = 10.0
 _TAIL_LINES = 12
 _FOREIGN = ("POTLUCK_AGENT", "POTLUCK_JOB", "POTLUCK_WORKER", "TORCHELASTIC_USE_AGENT_STORE")
-
-
-class BenchError(PotluckError):
-    """A peer did not start, failed, or gave no answer; the text says which rank, and its words."""
-
-
-class Placement(Protocol):
-    """Where ranks run: on this machine, or in hosts of a shaped network."""
-
-    interface: str
-    """The network interface that Gloo is told to use."""
-
-    def command(self, rank: int, arguments: Sequence[str]) -> Sequence[str]:
-        """The command line that runs ``arguments`` where ``rank`` belongs."""
-
-    def address(self, rank: int) -> str:
-        """How the other ranks reach it."""
-
-    def local_rank(self, rank: int) -> int:
-        """Its number on its machine."""
-
-
-class Here:
-    """All ranks on this machine, over its loopback."""
-
-    interface = "lo0" if sys.platform == "darwin" else "lo"
-
-    def command(self, rank: int, arguments: Sequence[str]) -> Sequence[str]:
-        return arguments
-
-    def address(self, rank: int) -> str:
-        return "127.0.0.1"
-
-    def local_rank(self, rank: int) -> int:
-        return rank
 
 
 class Crew:
@@ -71,7 +35,7 @@ class Crew:
         world_size: int,
         folder: Path,
         *,
-        placement: Placement | None = None,
+        placement: Here | None = None,
         program: Sequence[str] = (sys.executable, "-m", "potluck.bench.worker"),
     ) -> None:
         self.peer = peer
@@ -79,6 +43,7 @@ class Crew:
         self._folder = folder / peer.name
         self._folder.mkdir()
         self._place = placement or Here()
+        self._ranks = self._place.ranks(world_size)
         self._switchboard = Switchboard(self._folder)
         self._channels: list[Channel] = []
         self._ports = contextlib.ExitStack()
@@ -88,7 +53,7 @@ class Crew:
             environment = self._environment()
             if peer.one_launcher:
                 self._start(self._mpirun(arguments), environment)
-            for rank in range(0 if peer.one_launcher else world_size):
+            for rank in () if peer.one_launcher else self._ranks:
                 command = self._place.command(rank, arguments)
                 self._start(command, environment | self._of_rank(rank))
         except BaseException:
@@ -97,8 +62,11 @@ class Crew:
 
     def join(self, timeout_s: float = START_S) -> None:
         """Wait until all ranks have formed their group; BenchError if they do not."""
+        self._together(lambda: self._join(timeout_s))
+
+    def _join(self, timeout_s: float) -> list[dict[str, Any]]:
         try:
-            found = self._switchboard.gather(self.world_size, timeout_s, self._check_alive)
+            found = self._switchboard.gather(self._ranks, timeout_s, self._check_alive)
         except TimeoutError as error:
             raise BenchError(f"{self.peer.name}: {error}{self._last_words()}") from None
         finally:
@@ -107,13 +75,30 @@ class Crew:
         sizes = {hello["world_size"] for _, hello in found}
         if sizes != {self.world_size}:
             raise BenchError(f"{self.peer.name}: its ranks see a world of {sizes}")
+        return []
 
     def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
         """Let all ranks do something; their answers in rank order."""
-        return self.answers(self.tell(do, **details))
+        return self._together(lambda: self._ask(do, details))
+
+    def _ask(self, do: str, details: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self._tell(do, details)
+        return self._answers(do)
+
+    def _together(self, do: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """What all machines' ranks say; BenchError on all of them if it failed on one."""
+        try:
+            mine: dict[str, Any] = {"answers": do()}
+        except BenchError as error:
+            mine = {"failed": str(error)}
+        everyone = self._place.exchange(mine)
+        for found in everyone:
+            if "failed" in found:
+                raise BenchError(found["failed"])
+        return [answer for found in everyone for answer in found["answers"]]
 
     def ask_one(self, rank: int, do: str, **details: Any) -> dict[str, Any]:
-        """Let one rank do something that needs no other."""
+        """Let one rank of this machine do something that needs no other."""
         channel = self._channels[rank]
         try:
             channel.send(do=do, **details)
@@ -121,19 +106,16 @@ class Crew:
         except (ChannelClosed, TimeoutError) as error:
             raise self._failed(rank, do, f"gave no answer ({error})") from None
 
-    def tell(self, do: str, **details: Any) -> str:
-        """Begin something on all ranks; ``answers`` waits for it."""
-        for rank, channel in enumerate(self._channels):
+    def _tell(self, do: str, details: Mapping[str, Any]) -> None:
+        for rank, channel in zip(self._ranks, self._channels, strict=False):
             try:
                 channel.send(do=do, **details)
             except ChannelClosed:
                 raise self._failed(rank, do, "has ended") from None
-        return do
 
-    def answers(self, do: str) -> list[dict[str, Any]]:
-        """What every rank says to the last thing it was told."""
+    def _answers(self, do: str) -> list[dict[str, Any]]:
         found = []
-        for rank, channel in enumerate(self._channels):
+        for rank, channel in zip(self._ranks, self._channels, strict=False):
             try:
                 answer = channel.receive(ANSWER_S)
             except ChannelClosed:
@@ -153,7 +135,7 @@ class Crew:
     def end(self) -> None:
         """Let all ranks leave in order; whoever does not is killed."""
         with contextlib.suppress(BenchError, subprocess.TimeoutExpired):
-            self.tell("end")
+            self._tell("end", {})
             deadline = time.monotonic() + _END_S
             for process in self._processes:
                 process.wait(max(0.1, deadline - time.monotonic()))
@@ -206,21 +188,25 @@ class Crew:
             )
 
     def _environment(self) -> dict[str, str]:
-        world = range(self.world_size)
-        is_local = self._place.local_rank(self.world_size - 1) > 0
-        ports = self._ports.enter_context(reserved_ports(self.world_size))
+        place, world = self._place, range(self.world_size)
+        is_local = place.local_rank(self.world_size - 1) > 0
+        mine = self._ports.enter_context(reserved_ports(len(self._ranks)))
+        ports = [port for each in place.exchange({"ports": mine}) for port in each["ports"]]
         hosts = self._folder / "mlx-hosts.json"
-        hosts.write_text(json.dumps([[f"{self._place.address(r)}:{ports[r]}"] for r in world]))
+        hosts.write_text(json.dumps([[f"{place.address(r)}:{ports[r]}"] for r in world]))
+        store = f"file://{self._folder}/gloo-store"
+        if not place.is_one_machine:
+            store = f"tcp://{place.address(0)}:{ports[0]}"
         return {
             **{name: value for name, value in os.environ.items() if name not in _FOREIGN},
             "BENCH_ADDRESS": self._switchboard.address,
             "BENCH_TOKEN": self._switchboard.token,
-            "BENCH_FOLDER": str(self._folder),
-            "POTLUCK_PSK": secrets.token_hex(32),
-            "GLOO_SOCKET_IFNAME": self._place.interface,
+            **({"POTLUCK_PSK": secrets.token_hex(32)} if place.is_one_machine else {}),
+            "GLOO_SOCKET_IFNAME": place.interface,
+            "BENCH_STORE": store,
             "MLX_HOSTFILE": str(hosts),
             "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": self._place.address(0),
+            "MASTER_ADDR": place.address(0),
             "MASTER_PORT": str(ports[0]),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.world_size if is_local else 1),
@@ -229,14 +215,11 @@ class Crew:
 
     def _of_rank(self, rank: int) -> dict[str, str]:
         local = self._place.local_rank(rank)
-        # One home is one node: ranks on other hosts have another.
-        home = self._folder / f"home-{rank - local}"
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local),
-            "MLX_RANK": str(rank),
-            "POTLUCK_HOME": str(home),
-        }
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "MLX_RANK": str(rank)}
+        if self._place.is_one_machine:
+            # One home is one node: ranks on other hosts have another.
+            variables["POTLUCK_HOME"] = str(self._folder / f"home-{rank - local}")
+        return variables
 
     def _mpirun(self, arguments: Sequence[str]) -> list[str]:
         options = ["--oversubscribe", "--bind-to", "none"]
@@ -247,14 +230,16 @@ class Crew:
     def _check_alive(self) -> None:
         for number, process in enumerate(self._processes):
             if process.poll() is not None:
-                who = self.peer.program if self.peer.one_launcher else f"rank {number}"
+                who = f"rank {self._ranks[number]}"
+                who = self.peer.program if self.peer.one_launcher else who
                 raise BenchError(
                     f"{self.peer.name}: {who} ended with code {process.returncode} while it "
                     f"started{self._last_words(number)}"
                 )
 
     def _failed(self, rank: int, do: str, what: str) -> BenchError:
-        words = self._last_words(0 if self.peer.one_launcher else rank)
+        number = 0 if self.peer.one_launcher else list(self._ranks).index(rank)
+        words = self._last_words(number)
         return BenchError(f"{self.peer.name}: rank {rank} {what} (asked to {do}){words}")
 
     def _last_words(self, number: int = 0) -> str:
@@ -263,19 +248,3 @@ class Crew:
             lines = text.strip().splitlines()[-_TAIL_LINES:]
             return "".join(f"\n    {line}" for line in lines)
         return ""
-
-
-@contextlib.contextmanager
-def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Free ports that, on Linux, nobody but a server that reuses addresses can take meanwhile."""
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            sock = socket.socket()
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("0.0.0.0", 0))
-            ports.append(int(sock.getsockname()[1]))
-            stack.callback(sock.close)
-        if sys.platform != "linux":
-            stack.close()
-        yield ports

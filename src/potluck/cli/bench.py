@@ -13,6 +13,7 @@ from potluck.errors import ConfigurationError, PotluckError
 
 if TYPE_CHECKING:
     from potluck.bench.comparison import Plan
+    from potluck.bench.placement import Here
 
 _MAX_WORKERS = 64
 
@@ -35,8 +36,20 @@ def bench(
         ),
     ] = "gloo,mpi,mlx",
     workers: Annotated[
-        str, typer.Option(help="How many workers: one number, or several with commas.")
+        str,
+        typer.Option(help="How many workers on this machine: a number, or several with commas."),
     ] = "2,4",
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="Measure between machines instead, one worker on each: their host:port, with "
+            "commas. Start the same command on all, each with its own --rank.",
+            show_default=False,
+        ),
+    ] = "",
+    rank: Annotated[
+        int, typer.Option(help="With --peers: which of them this machine is, from 0.")
+    ] = 0,
     sizes: Annotated[
         str,
         typer.Option(help="Sizes of the data, float32, with commas: 4KiB, 1MiB, or bytes."),
@@ -55,12 +68,15 @@ def bench(
         ),
     ] = None,
 ) -> None:
-    """Measure OPERATION on this machine: potluck and other libraries side by side.
+    """Measure OPERATION, here or between machines: potluck and other libraries side by side.
 
     Starts the workers of all libraries by itself, checks that each one's results are right, then
     times them in turns: a round of one, a round of the next, and so on, while the others sleep.
     What else the machine does so hits all alike. A library that is not installed is named, with
     the command that installs it, and left out.
+
+    Between machines (--peers) all must hold the same cluster secret, and firewalls must let any
+    port through: the other libraries take free ones. Gloo and MLX do not encrypt.
 
     The table shows the median time of one call of the slowest worker, the bus bandwidth as
     nccl-tests defines it, and CPU seconds per GB of data. Below it stands which engine and which
@@ -74,14 +90,25 @@ def bench(
 
     try:
         _check_files(json, plot)
+        machines = _names(peers)
+        if len(machines) == 1:
+            raise ConfigurationError(f"--peers {peers}: at least two machines are needed")
+        workers = str(len(machines)) if machines else workers
         plan, missing = _plan(operation, against, workers, sizes, rounds, round_seconds)
-        table = Table(plan.peers)
         typer.echo(heading(machine()))
-        for name, why in missing.items():
-            typer.echo(f"left out: {name}: {why}")
-        typer.echo(f"\n{table.head()}")
-        with _progress() as (report, show):
-            result = compare(plan, report=report, on_row=lambda row: show(table.line(row)))
+        with _place(machines, rank) as place:
+            plan, missing = _agreed(place, plan, missing)
+            for name, why in missing.items():
+                typer.echo(f"left out: {name}: {why}")
+            table = Table(plan.peers)
+            typer.echo(f"\n{table.head()}")
+            with _progress() as (report, show):
+                result = compare(
+                    plan,
+                    placement=place,
+                    report=report,
+                    on_row=lambda row: show(table.line(row)),
+                )
         result["left_out"] |= missing
         typer.echo(f"\n{table.foot(result)}")
         if json is not None:
@@ -147,6 +174,41 @@ def _plan(
         round_s=round_s,
     )
     return plan, absent
+
+
+@contextmanager
+def _place(machines: list[str], rank: int) -> Iterator[Here]:
+    """This machine, or this machine among others once all have come."""
+    from potluck.bench.placement import Here, OnCluster
+
+    if not machines:
+        yield Here()
+        return
+    typer.echo(f"machine {rank} of {len(machines)}; waiting for the others")
+    with OnCluster(machines, rank) as cluster:
+        yield cluster
+
+
+def _agreed(place: Here, plan: Plan, missing: dict[str, str]) -> tuple[Plan, dict[str, str]]:
+    """The plan without the peers that another machine lacks, or that one machine only can run."""
+    from dataclasses import replace
+
+    from potluck.bench.libraries import PEERS
+    from potluck.bench.placement import OnCluster
+
+    if not isinstance(place, OnCluster):
+        return plan, missing
+    cases = ", ".join(f"{operation} of {nbytes} bytes" for operation, nbytes in plan.cases)
+    place.agree("operation, sizes, rounds", f"{cases}; {plan.rounds} of {plan.round_s:g} s")
+    wanted = [*plan.peers, *missing]
+    place.agree("--against", ", ".join(sorted(wanted)))
+    for name in wanted:
+        if PEERS[name].one_launcher:
+            missing[name] = "its launcher is for one machine here"
+    for number, found in enumerate(place.exchange({"missing": missing})):
+        for name, why in found["missing"].items():
+            missing.setdefault(name, f"on machine {number}: {why}")
+    return replace(plan, peers=[name for name in plan.peers if name not in missing]), missing
 
 
 def _names(text: str) -> list[str]:

@@ -19,7 +19,7 @@ def test_only_workers_with_the_token_are_heard_and_they_are_ordered_by_rank(
         Channel.connect(switchboard.address, token=switchboard.token, rank=1),
         Channel.connect(switchboard.address, token=switchboard.token, rank=0),
     ]
-    heard = switchboard.gather(2, 10.0, lambda: None)
+    heard = switchboard.gather((0, 1), 10.0, lambda: None)
     assert [hello["rank"] for _, hello in heard] == [0, 1]
     with pytest.raises(ChannelClosed):
         callers[0].receive(10.0)
@@ -42,7 +42,7 @@ def test_waiting_ends_when_a_worker_has_died_or_time_is_up(tmp_path: Path) -> No
         died.set()
 
     with pytest.raises(RuntimeError, match="rank 1 ended"):
-        switchboard.gather(2, 10.0, check)
+        switchboard.gather((0, 1), 10.0, check)
     with pytest.raises(TimeoutError, match="rank 0, 1 did not start in time"):
-        switchboard.gather(2, 0.01, lambda: None)
+        switchboard.gather((0, 1), 0.01, lambda: None)
     switchboard.close()

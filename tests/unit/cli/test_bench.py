@@ -20,6 +20,8 @@ runner = CliRunner()
         ("all-reduce --sizes 5KB", "'5KB' is not a size; write 4KiB"),
         ("all-reduce --sizes 6", "6: a positive multiple of 4 bytes"),
         ("all-reduce --sizes 8 --workers 4", "8 bytes are less than one float32 for each of 4"),
+        ("all-reduce --peers 10.0.0.1:52416", "--peers 10.0.0.1:52416: at least two machines"),
+        ("all-reduce --peers a:1,b --against none", "'b' is not an address; write host:port"),
         ("all-reduce --rounds 0", "at least 1 round"),
         ("all-reduce --json /no/such/folder/x.json", "there is no directory /no/such/folder"),
     ],

@@ -12,13 +12,13 @@ from potluck.bench.libraries.base import Case, Floats
 
 
 class Gloo:
-    """torch's default group, made through a file in the comparison's folder."""
+    """torch's default group, made through the store that the comparison names."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{os.environ['BENCH_FOLDER']}/gloo-store",
+            init_method=os.environ["BENCH_STORE"],
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
         )

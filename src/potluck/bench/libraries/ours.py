@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 import potluck
-from potluck import native
 from potluck.bench.libraries.base import Case, Floats
 
 
@@ -47,10 +46,8 @@ class Ours:
             if name != "barrier"
             for algorithm in each.get("algorithms", {})
         }
-        engine = getattr(self.ctx.communicator, "engine", None) or "Python"
-        chosen = f", {', '.join(sorted(used))}" if used else ""
-        core = f"; core: {native.describe()}" if engine != "Python" or not native.available else ""
-        return f"{potluck.__version__}, engine {engine}{chosen}{core}"
+        engine = getattr(self.ctx.communicator, "engine", "Python")
+        return ", ".join([potluck.__version__, f"links: {engine}", *sorted(used)])
 
     def close(self) -> None:
         self.ctx.close()
