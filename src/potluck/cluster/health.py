@@ -1,0 +1,269 @@
+"""Who is there: heartbeats in, verdicts out. No socket, no clock; times are seconds of one
+monotonic clock, of which only differences count.
+
+A link works when both directions do: I hear the peer, and it echoes what I said lately. One that
+has not worked for an adaptive while is suspected, and others are asked to reach the node before a
+verdict. What a peer's echo proves (a *lease*) is in ``docs/membership.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from potluck.wire.nodes import Heartbeat
+
+
+class Status(StrEnum):
+    """What I know of a peer."""
+
+    NEW = "new"
+    """not heard in both directions yet"""
+    UP = "up"
+    """the link works"""
+    SUSPECT = "suspect"
+    """the link stopped working; others are being asked"""
+    CUT = "cut"
+    """others reach it, I don't"""
+    SILENT = "silent"
+    """nobody reaches it"""
+    DEAD = "dead"
+    """its agent has ended"""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The control plane's times in seconds. ``grant_s`` must exceed ``lease_s`` by more than two
+    clocks drift apart in that time."""
+
+    beat_s: float = 0.2
+    min_suspicion_s: float = 1.5
+    max_suspicion_s: float = 3.0
+    probe_s: float = 0.4
+    num_probes: int = 3
+    late_s: float = 0.3
+    lease_s: float = 1.2
+    grant_s: float = 1.5
+    cut_patience_s: float = 3.0
+    round_s: float = 0.6
+    settle_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The verdict on ``node`` changed, for ``reason``."""
+
+    node: str
+    status: Status
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskOthers:
+    """Have ``via`` try to reach ``target``."""
+
+    target: str
+    via: tuple[str, ...]
+    reason: str
+
+
+Verdict = Changed | AskOthers
+
+
+@dataclass(slots=True)
+class Peer:
+    """One other node, in its present life. ``latency_s`` is one way; it and ``deviation_s`` are
+    exponential means, as are ``gap_s`` and ``gap_deviation_s`` of the time between heartbeats."""
+
+    node: str
+    life: int
+    status: Status = Status.NEW
+    number: int = 0
+    heard_at: float = -1e9
+    confirmed: int = 0
+    confirmed_at: float = -1e9
+    leased_at: float = -1e9
+    granted_at: float = -1e9
+    renounced: bool = False
+    latency_s: float = 0.0
+    deviation_s: float = 0.0
+    gap_s: float = 0.0
+    gap_deviation_s: float = 0.0
+    asked_at: float = 0.0
+    reached: bool = False
+    leased_death: bool = False
+    last: Heartbeat | None = None
+
+    @property
+    def works_since(self) -> float:
+        """When the link was last known to work in both directions."""
+        return min(self.heard_at, self.confirmed_at)
+
+
+_GAIN = 0.125
+_DEVIATION_GAIN = 0.25
+_KEPT_BEATS = 64
+
+
+class Health:
+    """All peers of one node."""
+
+    def __init__(self, timing: Timing) -> None:
+        self.timing = timing
+        self.peers: dict[str, Peer] = {}
+        self.number = 0
+        self._sent: dict[int, float] = {}
+        self._excused_until = -1e9
+
+    def status(self, node: str) -> Status:
+        """The verdict on ``node``; NEW if it was never heard of."""
+        peer = self.peers.get(node)
+        return Status.NEW if peer is None else peer.status
+
+    def up(self) -> tuple[str, ...]:
+        """The peers with a working link, in order of their names."""
+        return tuple(sorted(name for name, peer in self.peers.items() if peer.status is Status.UP))
+
+    def has_lease(self, node: str, now: float) -> bool:
+        """Whether ``node`` can't have agreed to a view without me so far."""
+        peer = self.peers.get(node)
+        return peer is not None and now - peer.leased_at <= self.timing.lease_s
+
+    def has_granted(self, node: str, now: float) -> bool:
+        """Whether ``node`` may still hold a lease from me."""
+        peer = self.peers.get(node)
+        return peer is not None and now - peer.granted_at < self.timing.grant_s
+
+    def meet(self, node: str, life: int) -> None:
+        """There is a connection to ``node``, in this life: heartbeats go there from now on."""
+        peer = self.peers.get(node)
+        if peer is None or life > peer.life:
+            self.peers[node] = Peer(node, life)
+
+    # What is sent.
+
+    def next_beat(self, now: float) -> int:
+        """The number of the heartbeat that leaves now."""
+        self.number += 1
+        self._sent[self.number] = now
+        self._sent.pop(self.number - _KEPT_BEATS, None)
+        return self.number
+
+    def echo(self, node: str, now: float) -> tuple[int, float, bool]:
+        """What my heartbeat to ``node`` echoes, for how long I have held it, and whether it grants
+        a lease."""
+        peer = self.peers[node]
+        if not peer.number:
+            return 0, 0.0, False
+        if not peer.renounced:
+            peer.granted_at = peer.heard_at
+        return peer.number, now - peer.heard_at, not peer.renounced
+
+    def renounce(self, nodes: Iterable[str]) -> None:
+        """Grant leases to all but these."""
+        chosen = set(nodes)
+        for name, peer in self.peers.items():
+            peer.renounced = name in chosen
+
+    # What happens.
+
+    def heard(self, node: str, life: int, beat: Heartbeat, now: float) -> list[Verdict]:
+        """A heartbeat came in. What is old, doubled, or of an ended life changes nothing."""
+        peer = self.peers.get(node)
+        if peer is None or life > peer.life:
+            peer = self.peers[node] = Peer(node, life)
+        if life < peer.life or beat.number <= peer.number or peer.status is Status.DEAD:
+            return []
+        if peer.number:
+            gap = (now - peer.heard_at) / (beat.number - peer.number)
+            self._measure_gap(peer, min(gap, self.timing.max_suspicion_s))
+        peer.number, peer.heard_at, peer.last = beat.number, now, beat
+        if beat.echo > peer.confirmed and beat.echo in self._sent:
+            peer.confirmed, peer.confirmed_at = beat.echo, self._sent[beat.echo]
+            if beat.lease:
+                peer.leased_at = peer.confirmed_at
+            self._measure(peer, max(0.0, (now - peer.confirmed_at - beat.held_s) / 2))
+        if peer.status is Status.UP or now - peer.works_since > self._patience(peer):
+            return []
+        return self._judge(peer, Status.UP, f"{node} is heard, and hears me")
+
+    def refused(self, node: str, life: int, now: float) -> list[Verdict]:
+        """The host of ``node`` answered that nobody listens there: that life is over."""
+        peer = self.peers.get(node)
+        if peer is None or peer.life != life or peer.status is Status.DEAD:
+            return []
+        peer.leased_death = self.has_lease(node, now)
+        return self._judge(peer, Status.DEAD, f"the agent of {node} has ended")
+
+    def reached(self, target: str, now: float) -> list[Verdict]:
+        """Another peer reached ``target`` when I asked."""
+        peer = self.peers.get(target)
+        if peer is None or peer.status not in (Status.SUSPECT, Status.CUT, Status.SILENT):
+            return []
+        peer.reached = True
+        if peer.status is Status.CUT:
+            return []
+        return self._judge(peer, Status.CUT, f"{target} is reached by others, not from here")
+
+    def tick(self, now: float, late_s: float) -> list[Verdict]:
+        """Time has passed; ``late_s`` is how much later I was called than I had asked for."""
+        if late_s > self.timing.late_s:
+            # What they sent meanwhile lies unread: being late is my fault, not theirs.
+            excuse = now + min(late_s, self.timing.min_suspicion_s)
+            self._excused_until = max(self._excused_until, excuse)
+        verdicts: list[Verdict] = []
+        for peer in self.peers.values():
+            if peer.status is Status.UP:
+                patience = self._patience(peer)
+                if now - peer.works_since > patience and now >= self._excused_until:
+                    verdicts += self._suspect(peer, now, patience)
+            elif peer.status in (Status.SUSPECT, Status.CUT):
+                verdicts += self._after_asking(peer, now)
+        return verdicts
+
+    def _suspect(self, peer: Peer, now: float, patience: float) -> list[Verdict]:
+        direction = "heard" if peer.heard_at <= peer.confirmed_at else "hearing me"
+        reason = f"{peer.node} is not {direction} for {patience:.1f} s"
+        return [*self._judge(peer, Status.SUSPECT, reason), *self._ask(peer, now, reason)]
+
+    def _ask(self, peer: Peer, now: float, reason: str) -> list[Verdict]:
+        peer.asked_at, peer.reached = now, False
+        via = self.up()[: self.timing.num_probes]
+        return [AskOthers(peer.node, via, reason)] if via else []
+
+    def _after_asking(self, peer: Peer, now: float) -> list[Verdict]:
+        waited = now - peer.asked_at
+        if peer.status is Status.CUT and peer.reached:
+            again = waited >= self.timing.min_suspicion_s
+            return self._ask(peer, now, f"{peer.node} is still cut off from here") if again else []
+        if waited < self.timing.probe_s and self.up():
+            return []
+        return self._judge(peer, Status.SILENT, f"{peer.node} is silent, to others as well")
+
+    def _judge(self, peer: Peer, status: Status, reason: str) -> list[Verdict]:
+        peer.status = status
+        return [Changed(peer.node, status, reason)]
+
+    def _patience(self, peer: Peer) -> float:
+        """How long a link may not work before it is suspected, from how it behaved so far."""
+        timing = self.timing
+        extra = max(0.0, peer.gap_s - timing.beat_s) + 4 * peer.gap_deviation_s
+        wanted = timing.min_suspicion_s + extra + 2 * peer.latency_s + 4 * peer.deviation_s
+        return min(wanted, timing.max_suspicion_s)
+
+    def _measure(self, peer: Peer, latency_s: float) -> None:
+        if not peer.latency_s:
+            peer.latency_s, peer.deviation_s = latency_s, latency_s / 2
+            return
+        error = latency_s - peer.latency_s
+        peer.latency_s += _GAIN * error
+        peer.deviation_s += _DEVIATION_GAIN * (abs(error) - peer.deviation_s)
+
+    def _measure_gap(self, peer: Peer, gap_s: float) -> None:
+        if not peer.gap_s:
+            peer.gap_s = gap_s
+            return
+        error = gap_s - peer.gap_s
+        peer.gap_s += _GAIN * error
+        peer.gap_deviation_s += _DEVIATION_GAIN * (abs(error) - peer.gap_deviation_s)

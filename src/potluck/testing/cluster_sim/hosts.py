@@ -1,0 +1,287 @@
+"""A simulated host: the real ``Node`` with a disk, a skewed clock, one worker, and ways to fail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from potluck.cluster import views
+from potluck.cluster.health import Timing
+from potluck.cluster.node import Node
+from potluck.testing.cluster_sim.network import Network, Queue
+from potluck.testing.cluster_sim.training import Worker, WorkerMessage
+from potluck.types import Member
+from potluck.wire.nodes import JobGroup, Record, View
+
+JOB = "job"
+READY_S = 0.5
+
+
+class Judge(Protocol):
+    """Who watches that no invariant is broken."""
+
+    def installed(self, host: Host, view: View) -> None: ...
+
+    def committed(self, host: Host, branch: str, step: int, epoch: int) -> None: ...
+
+    def noted(self, host: Host, action: views.Action) -> None: ...
+
+
+class Host:
+    """One machine. ``offset`` and ``rate`` are its clock's; only differences may matter."""
+
+    def __init__(
+        self, name: str, queue: Queue, network: Network, chance: random.Random, judge: Judge
+    ) -> None:
+        self.name = name
+        self.queue, self.network, self.judge = queue, network, judge
+        self.chance = chance
+        self.offset = chance.uniform(-86_400, 86_400)
+        self.rate = chance.uniform(0.97, 1.03)
+        self.others: dict[str, Host] = {}
+        self.life = 0
+        self.disk = Record()
+        self.node: Node | None = None
+        self.worker: Worker | None = None
+        self.frozen_until = 0.0
+        self.timing = Timing()
+        self.make_node: Callable[..., Node] = Node
+        self._backlog: list[views.Event] = []
+        self._generation = 0
+        self._ready: dict[str, tuple[float, str, int]] = {}
+
+    @property
+    def now(self) -> float:
+        """This host's monotonic clock."""
+        return self.queue.now * self.rate + self.offset
+
+    # Coming and going.
+
+    def start(self) -> None:
+        """The agent starts: a new life, with what is on disk."""
+        self.life += 1
+        self._backlog, self._ready, self.frozen_until = [], {}, 0.0
+        self.node = self.make_node(self.name, self.life, self.disk, self.now, self.timing)
+        self._new_worker()
+        life = self.life
+        for other in self.others.values():
+            delay = self.chance.uniform(0.01, 0.5)
+            self.queue.after(delay, partial(self._link, life, other))
+        self._tick(life)
+        self._work(life)
+
+    def _new_worker(self) -> None:
+        self._generation += 1
+        name = f"{self.name}.{self.life}.{self._generation:03}"
+        life, worker = self.life, None
+
+        def tell(node: str, target: str, message: WorkerMessage) -> None:
+            if self.worker is worker and self.life == life:
+                other = self.others.get(node)
+                if other is not None:
+                    self.network.send(self.name, node, lambda: other.deliver(target, message))
+
+        def on_commit(branch: str, step: int, epoch: int) -> None:
+            self.judge.committed(self, branch, step, epoch)
+
+        self.worker = worker = Worker(name, tell, on_commit)
+
+    def _link(self, life: int, other: Host) -> None:
+        """Connect, as soon as the network lets us."""
+        if self.node is None or self.life != life:
+            return
+        if other.node is not None and self.network.joined(self.name, other.name):
+            self.handle(views.Linked(other.name, other.life))
+            other.handle(views.Linked(self.name, self.life))
+        else:
+            self.queue.after(0.5, lambda: self._link(life, other))
+
+    def crash(self, *, is_seen: bool) -> None:
+        """The agent and its worker end. ``is_seen``: the host lives and refuses connections."""
+        if self.node is None:
+            return
+        self.node = self.worker = None
+        life = self.life
+        if is_seen:
+            for other in self.others.values():
+                self._refuse(other, life)
+
+    def _refuse(self, other: Host, life: int) -> None:
+        def tell() -> None:
+            if self.network.joined(self.name, other.name):
+                other.handle(views.Refused(self.name, life))
+            elif self.node is None:
+                self.queue.after(0.5, tell)  # the next attempt to connect
+
+        self.queue.after(self.chance.uniform(0.001, 0.1), tell)
+
+    def freeze(self, seconds: float) -> None:
+        """The agent is stopped; its worker goes on."""
+        self.frozen_until = max(self.frozen_until, self.queue.now + seconds)
+        life = self.life
+        self.queue.after(seconds, lambda: self._thaw(life))
+
+    def _thaw(self, life: int) -> None:
+        if self.life == life and self.queue.now >= self.frozen_until:
+            backlog, self._backlog = self._backlog, []
+            if self.chance.random() < 0.5:
+                self.handle(views.Tick())
+            for event in backlog:
+                self.handle(event)
+
+    # Time.
+
+    def _tick(self, life: int) -> None:
+        node = self.node
+        if node is None or self.life != life:
+            return
+        self.handle(views.Tick())
+        wait = max(node.next_wakeup() - self.now, 0.001) / self.rate
+        self.queue.after(wait, lambda: self._tick(life))
+
+    def _work(self, life: int) -> None:
+        if self.worker is None or self.life != life:
+            return
+        self.worker.tick()
+        if self.queue.now >= self.frozen_until:
+            word = (self.name, self.worker.name, self.worker.settled)
+            for other in self.others.values():
+                self.network.send(self.name, other.name, partial(other.is_ready, *word))
+            self.is_ready(*word)
+            self._keep_job()
+        wait = self.chance.uniform(0.9, 1.1) * 0.25
+        self.queue.after(wait, lambda: self._work(life))
+
+    # Events and actions.
+
+    def receive(self, source: str, life: int, message: object) -> None:
+        """A message of another host's agent arrived."""
+        self.handle(views.Received(source, life, message))  # type: ignore[arg-type]
+
+    def handle(self, event: views.Event) -> None:
+        if self.node is None:
+            return
+        if self.queue.now < self.frozen_until:
+            if not isinstance(event, views.Tick):
+                self._backlog.append(event)
+            return
+        for action in self.node.handle(event, self.now):
+            self._act(action)
+
+    def _act(self, action: views.Action) -> None:
+        match action:
+            case views.Send(node, message):
+                other = self.others.get(node)
+                if other is not None:
+                    source, life = self.name, self.life
+                    self.network.send(source, node, lambda: other.receive(source, life, message))
+            case views.Save(number, record):
+                self._write(number, record)
+            case views.Install(view):
+                self.judge.installed(self, view)
+                self._install(view)
+            case views.Pause():
+                if self.worker is not None:
+                    self.worker.stopped = True
+            case views.Resume():
+                if self.worker is not None:
+                    self.worker.stopped = False
+            case views.Leave(_, resync):
+                if resync:
+                    self._new_worker()
+                elif self.worker is not None:
+                    self.worker.leave()
+            case views.GroupRefused() | views.Note():
+                pass
+        if not isinstance(action, views.Send):
+            self.judge.noted(self, action)
+
+    def _write(self, number: int, record: Record) -> None:
+        life = self.life
+
+        def done() -> None:
+            if self.life == life and self.node is not None:
+                self.disk = record
+                self.handle(views.Saved(number))
+
+        slow = self.chance.random() < 0.02
+        self._disk_free = max(getattr(self, "_disk_free", 0.0), self.queue.now)
+        self._disk_free += 0.3 if slow else self.chance.uniform(0.0005, 0.01)
+        self.queue.at(self._disk_free, done)
+
+    def _install(self, view: View) -> None:
+        if self.worker is None:
+            return
+        group = view.group(JOB)
+        if group is None or group.epoch <= self.worker.epoch:
+            return
+        if any(member.worker == self.worker.name for member in group.members):
+            self.worker.enter(group, f"/fork {view.lineage}" if view.fork_of else "")
+        else:
+            self.worker.leave()
+
+    # The job: what ``membership`` does on the leader.
+
+    def deliver(self, target: str, message: WorkerMessage) -> None:
+        """A message of another host's worker arrived."""
+        if self.worker is not None and self.worker.name == target:
+            self.worker.hear(message)
+
+    def is_ready(self, node: str, worker: str, settled: int) -> None:
+        """A worker of ``node`` is there; it held the job's state in the group of ``settled``."""
+        self._ready[node] = (self.queue.now, worker, settled)
+
+    def begin_job(self) -> bool:
+        """Start a job on this host's cluster, if this node leads it."""
+        view = None if self.node is None else self.node.view
+        if view is None or view.leader != self.name:
+            return False
+        return self._want(view, None)
+
+    def _keep_job(self) -> None:
+        node = self.node
+        if node is None or node.view is None or node.paused or node.view.leader != self.name:
+            return
+        group = node.view.group(JOB)
+        if group is not None:
+            self._want(node.view, group)
+
+    def _holds_state(self, member: Member, group: JobGroup) -> bool:
+        _, worker, settled = self._ready.get(member.node, (0.0, "", 0))
+        has_settled = worker == member.worker and settled == group.epoch
+        return member.worker not in group.entering or has_settled
+
+    def _has_ended(self, member: Member) -> bool:
+        return self._ready.get(member.node, (0.0, "", 0))[1] > member.worker
+
+    def _want(self, view: View, group: JobGroup | None) -> bool:
+        newest = {
+            node: worker
+            for node, (at, worker, _) in self._ready.items()
+            if node in view.nodes and self.queue.now - at < 1.5
+        }
+        before = group.members if group is not None else ()
+        staying = [
+            member
+            for member in before
+            if member.node in view.nodes and newest.get(member.node, member.worker) == member.worker
+        ]
+        there = {member.node for member in staying}
+        new = [Member(worker, node) for node, worker in sorted(newest.items()) if node not in there]
+        members = (*staying, *new)
+        if not members:
+            return False
+        names: tuple[str, ...] = ()
+        fresh = False
+        if group is not None:
+            names = tuple(m.worker for m in staying if self._holds_state(m, group))
+            fresh = not names and all(
+                self._has_ended(m) or (m in staying and m.worker in group.entering) for m in before
+            )
+            is_stuck = any(member.node not in view.nodes for member in before)
+            if members == before and not is_stuck:
+                return False
+        self.handle(views.WantGroup(JOB, members, names, "workers change", fresh))
+        return True

@@ -1,0 +1,260 @@
+"""What the agents of two nodes say to each other, and the views they speak of.
+
+The protocol is in ``docs/membership.md``. Messages are msgspec structs, bounded as in
+``control.py``; who speaks, and in which life, the link knows from its greeting.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from potluck.types import Member
+
+MAX_NODES = 1024
+MAX_GROUPS = 64
+MAX_WORKERS = 4096
+
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NODES)]
+Ballot = tuple[int, Name]
+"""An attempt to decide a view: its number and who makes it. Compared in this order."""
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """A node's place in views: ``life`` is the run of its agent, ``joined`` the epoch it came in
+    with. A node that starts again has a new life and needs a new seat."""
+
+    node: Name
+    life: int
+    joined: int
+
+    @property
+    def seniority(self) -> tuple[int, str]:
+        """Sorts the most senior first."""
+        return (self.joined, self.node)
+
+
+class JobGroup(msgspec.Struct, frozen=True):
+    """The workers of ``job`` in rank order, and the epoch of the view they were agreed on in.
+
+    ``origin`` is the epoch since which a worker has stayed from each group to the next. A newer one
+    means that all who knew the last steps have ended: those may be done again. ``entering`` are
+    members that did not hold the job's state when the group was agreed on.
+    """
+
+    job: Name
+    epoch: int
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_WORKERS)]
+    origin: int = 0
+    entering: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
+
+
+class View(msgspec.Struct, frozen=True):
+    """Who is in, agreed on by the members of the view before it.
+
+    ``seats`` are in order of seniority. ``fork_of`` names the lineage that this one left by the
+    operator's order, empty otherwise.
+    """
+
+    lineage: Name
+    epoch: int
+    seats: Annotated[tuple[Seat, ...], msgspec.Meta(max_length=MAX_NODES, min_length=1)]
+    groups: Annotated[tuple[JobGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+    reason: Text = ""
+    fork_of: Name = ""
+
+    @property
+    def leader(self) -> str:
+        """The most senior node."""
+        return self.seats[0].node
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes, the most senior first."""
+        return tuple(seat.node for seat in self.seats)
+
+    def seat(self, node: str) -> Seat | None:
+        """The seat of ``node``, None if it has none."""
+        for seat in self.seats:
+            if seat.node == node:
+                return seat
+        return None
+
+    def group(self, job: str) -> JobGroup | None:
+        """The group of ``job``, None if it has none."""
+        for group in self.groups:
+            if group.job == job:
+                return group
+        return None
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """``view`` as successor of the view of epoch ``parent``; ``dead`` are the seats of that view
+    that the proposer knows to have ended."""
+
+    ballot: Ballot
+    parent: int
+    view: View
+    dead: Names = ()
+
+
+class Past(msgspec.Struct, frozen=True):
+    """What a node has on disk of one lineage: the last view it used, what it accepted after it."""
+
+    view: View
+    accepted: Proposal | None = None
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What a node keeps on disk of the control plane. ``installed`` is the highest epoch it ever
+    used; ``pasts`` are its newest lineages, the newest last."""
+
+    installed: int = 0
+    pasts: Annotated[tuple[Past, ...], msgspec.Meta(max_length=16)] = ()
+    banned: Names = ()
+
+
+# Every 200 ms.
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """I am here.
+
+    ``echo`` is the newest ``number`` I heard from you, ``held_s`` how long ago; with ``lease`` I
+    agree to no view without you for a while after I heard that. ``links``: the nodes that I have a
+    working link with. ``lineage`` and ``epoch``: the view I use, ``size`` its number of seats;
+    empty without one, and then ``wants`` is the lineage I would join. ``installed``: the highest
+    epoch I ever used. ``bans``: a checksum of those I know.
+    """
+
+    number: int
+    echo: int = 0
+    held_s: float = 0.0
+    lease: bool = True
+    links: Names = ()
+    lineage: Name = ""
+    epoch: int = 0
+    size: int = 0
+    busy: bool = False
+    paused: bool = False
+    fork_of: Name = ""
+    wants: Name = ""
+    installed: int = 0
+    bans: int = 0
+
+
+# Is it there? Asked through another node.
+
+
+class Probe(msgspec.Struct, frozen=True, tag=True):
+    """Please see whether you can reach ``target``."""
+
+    target: Name
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Answer me with Pong, for ``origin``."""
+
+    origin: Name
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """I am here, tell ``origin``."""
+
+    origin: Name
+
+
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """``target`` answered me."""
+
+    target: Name
+
+
+# Which view comes next.
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Promise to accept no proposal older than ``ballot`` to follow view ``parent``."""
+
+    lineage: Name
+    parent: int
+    ballot: Ballot
+
+
+class Promise(msgspec.Struct, frozen=True, tag=True):
+    """Promised; ``accepted`` is the newest proposal I have accepted."""
+
+    ballot: Ballot
+    accepted: Proposal | None = None
+
+
+class Propose(msgspec.Struct, frozen=True, tag=True):
+    """Accept ``proposal``."""
+
+    proposal: Proposal
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """The proposal of ``ballot`` is accepted, and on my disk."""
+
+    ballot: Ballot
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True):
+    """Not ``ballot``, for ``reason``. ``promised`` is the newest ballot I know of."""
+
+    ballot: Ballot
+    promised: Ballot
+    reason: Text
+
+
+class Decided(msgspec.Struct, frozen=True, tag=True):
+    """``view`` is agreed on. Who is not in it is out."""
+
+    view: View
+
+
+# What became of a seat.
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """What do you have on disk of ``lineage``? In my view of ``epoch`` you have a seat."""
+
+    lineage: Name
+    epoch: int
+
+
+class Testimony(msgspec.Struct, frozen=True, tag=True):
+    """All I have of ``lineage``. I am no member of it (any more, or in this life), and will use
+    no seat in it that dates from ``epoch`` or before."""
+
+    lineage: Name
+    epoch: int
+    past: Past | None = None
+
+
+class Bans(msgspec.Struct, frozen=True, tag=True):
+    """These nodes are banned."""
+
+    nodes: Names
+
+
+NodeMessage = (
+    Heartbeat
+    | Probe
+    | Ping
+    | Pong
+    | Reached
+    | Prepare
+    | Promise
+    | Propose
+    | Accepted
+    | Rejected
+    | Decided
+    | Ask
+    | Testimony
+    | Bans
+)
