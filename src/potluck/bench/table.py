@@ -26,7 +26,7 @@ class Table:
         """The titles of the columns."""
         text = f"{'operation':<14}{'workers':>7}{'size':>9}{self._first:>15}"
         text += f"{'bus GB/s':>10}{'CPU s/GB':>10}"
-        text += "".join(f"{name:>18}" for name in self._rest)
+        text += "".join(f"{name:>19}" for name in self._rest)
         if self._rivals:
             text += f"{'best/1st':>10}{'its CPU':>9}"
         return text
@@ -42,8 +42,8 @@ class Table:
         text += f"{mine['cpu_s_per_gb']:>10.3g}"
         for name in self._rest:
             cell = peers.get(name)
-            shown = "-" if cell is None else f"{_time(cell)} ({ratio(cell, mine):.3g}x)"
-            text += f"{shown:>18}"
+            shown = "-" if cell is None else f"{_time(cell)} ({_times(ratio(cell, mine))})"
+            text += f"{shown:>19}"
         best = best_of(row, self._rivals)
         if best is not None:
             text += f"{ratio(best, mine):>10.2f}{best['cpu_s_per_gb']:>9.3g}"
@@ -86,6 +86,10 @@ def ratio(other: Mapping[str, Any], mine: Mapping[str, Any]) -> float:
 def is_right(result: Mapping[str, Any]) -> bool:
     """Whether all sums were right and all ranks ended with the same bits."""
     return all(cell["correct"] for row in result["rows"] for cell in row["peers"].values())
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.0f}x" if factor >= 100 else f"{factor:.2g}x"
 
 
 def _time(cell: Mapping[str, Any]) -> str:

@@ -92,7 +92,7 @@ class Worker:
 
     def memory(self, operation: str, nbytes: int) -> dict[str, Any]:
         """Bytes above the user's buffers: the most that this process holds during three calls,
-        shared memory included, less the buffers and what it held when its group had formed
+        with its part of shared memory, less the buffers and what it held when its group had formed
         (without shared memory)."""
         self._case = self._key = None
         release_free_memory()
@@ -100,10 +100,11 @@ class Worker:
         reset_peak()
         for _ in range(3):
             case.call()
-        peak = resident(peak=True)
+        peak = resident(peak=True)  # counts shared memory in every process that has it mapped
         if peak is None or self._at_first is None:
             return {"bytes": None}
-        return {"bytes": max(0, peak - self._at_first - case.nbytes)}
+        own = peak - others_part_of_shared_memory() - self._at_first - case.nbytes
+        return {"bytes": max(0, own)}
 
 
 def resident(*, peak: bool = False) -> int | None:
@@ -116,6 +117,22 @@ def resident(*, peak: bool = False) -> int | None:
     except (OSError, KeyError):
         return None
     return (kib["VmHWM"] if peak else kib["VmRSS"] - kib["RssShmem"]) * 1024
+
+
+def others_part_of_shared_memory() -> int:
+    """Bytes of shared memory that this process has mapped, less its part: what n processes have
+    mapped counts to one n-th for each."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        status = Path("/proc/self/status").read_text().splitlines()
+        kib = {
+            name: int(value.split()[0])
+            for name, _, value in (line.partition(":") for line in [*lines[1:], *status])
+            if name in ("Pss_Shmem", "RssShmem")
+        }
+        return max(0, kib["RssShmem"] - kib["Pss_Shmem"]) * 1024
+    except (OSError, KeyError):
+        return 0
 
 
 def reset_peak() -> None:
