@@ -15,6 +15,7 @@ from potluck.torch import (
     DDP,
     CheckpointStore,
     ElasticLoop,
+    GradientInterceptor,
     GradScaler,
     LossScale,
     Policy,
@@ -59,6 +60,7 @@ MISTAKES: list[tuple[Callable[[DistributedContext], Any], type[Exception], str]]
         ValueError,
         "bucket_size_mb is nan",
     ),
+    (lambda c: GradientInterceptor(nn.ReLU()), ValueError, "no parameter of ReLU requires"),
     (lambda c: TensorBoardLogger("x", every=0), ValueError, "every is 0"),
 ]
 

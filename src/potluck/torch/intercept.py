@@ -63,6 +63,7 @@ class GradientInterceptor:
 
     What ``keep`` raises comes out of ``backward()`` as a RuntimeError that names the parameter.
     Nothing is communicated. It works, and lives, as long as the module, or until ``close``.
+    ValueError for a module in which nothing requires a gradient.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class GradientInterceptor:
         self._local: dict[str, Any] = {}
         inner = module.module if isinstance(module, DistributedDataParallel | TorchDDP) else module
         self._parameters = {n: p for n, p in inner.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise ValueError(f"no parameter of {type(inner).__name__} requires a gradient")
         self._handles: list[RemovableHandle] = []
         for name, parameter in self._parameters.items():
             self._handles.append(_register(parameter, partial(self._on_gradient, name)))
