@@ -24,7 +24,9 @@ COUNTS = (0, 1, 5, 700, 12_345)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     kind, size = request.param
     with open_world(kind, size, segment_bytes=SEGMENT_BYTES) as opened:
+        # What is made on first use is not the first test's.
         opened.run(lambda ctx: ctx.all_to_all(np.zeros((size, 1)), algorithm="direct"))
+        opened.run(lambda ctx: ctx.barrier())
         yield opened
 
 

@@ -9,6 +9,7 @@ import typer
 
 from potluck.cli.ban import ban, unban
 from potluck.cli.bench import bench
+from potluck.cli.doctor import doctor
 from potluck.cli.init import init
 from potluck.cli.join import join
 from potluck.cli.pair import pair
@@ -53,6 +54,7 @@ app.command(
 app.command(epilog='Examples:\n\npotluck ban 3f2a91c0\n\npotluck ban 3f2a91c0 --reason "sold"')(ban)
 app.command(epilog="Example:\n\npotluck unban 3f2a91c0")(unban)
 app.command(epilog="Examples:\n\npotluck status\n\npotluck status --json")(status)
+app.command(epilog="Examples:\n\npotluck doctor\n\npotluck doctor --json")(doctor)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,60 @@
+"""``potluck doctor``: what this installation of potluck runs on, and what it lacks."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+
+from potluck import native
+
+_OPTIONAL = {"torch": "torch", "scikit-learn": "sklearn", "mpi4py": "mpi", "matplotlib": "bench"}
+"""Packages by name, with the extra that brings each."""
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Say which engine is in use, native or Python, and which optional packages are here.
+
+    With --json: {"potluck", "python", "platform", "engine", "reason", "kernels", "cpu", "tls",
+    "packages"}. ``engine`` is "native" or "python", ``reason`` why it is not native, ``kernels``
+    the instruction set of the arithmetic, ``tls`` who encrypts, ``packages`` names to versions.
+    """
+    found = examine()
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        return
+    typer.echo(f"potluck {found['potluck']}, Python {found['python']}, {found['platform']}")
+    typer.echo(f"{'engine':<12}  {native.describe()}")
+    if native.available:
+        typer.echo(f"{'kernels':<12}  {found['kernels']}")
+    for name, installed in found["packages"].items():
+        wanted = f"not installed: pip install 'potluck[{_OPTIONAL[name]}]'"
+        typer.echo(f"{name:<12}  {installed or wanted}")
+
+
+def examine() -> dict[str, Any]:
+    """The facts, ready for JSON."""
+    return {
+        "potluck": version("potluck"),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "engine": "native" if native.available else "python",
+        "reason": native.reason,
+        "kernels": native.core.kernel_set() if native.available else "numpy",
+        "cpu": native.core.cpu_features() if native.available else [],
+        "tls": "openssl" if native.available and native.core.has_openssl else "python",
+        "packages": {name: _installed(name) for name in _OPTIONAL},
+    }
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
