@@ -1,6 +1,6 @@
 """All claims about speed, one after the other, as the rows of docs/performance.md.
 
-    python benchmarks/run_all.py --save             # about ten minutes on two cores
+    python benchmarks/run_all.py --save --docs      # about ten minutes; into docs/performance.md
     python benchmarks/run_all.py --only hosts busy  # some of it
     python benchmarks/run_all.py --quick            # does it work at all? about a minute
 
@@ -12,14 +12,21 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import busy_main_thread
 import hosts
 import one_host
 import torch_ddp
 from bench import claims, script
+from bench.claims import Claim
 
-from potluck.bench.machine import load
+from potluck.bench.machine import heading, load, machine
+
+DOCS = Path(__file__).parents[1] / "docs" / "performance.md"
+MARK, END_MARK = "<!-- measured -->", "<!-- end of measured -->"
 
 PARTS: dict[str, script.Measure] = {
     "one_host": one_host.measure,
@@ -36,7 +43,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="some parts")
     parser.add_argument("--quick", action="store_true", help="few rounds, small sizes")
     parser.add_argument("--save", action="store_true", help="write to benchmarks/results/")
+    parser.add_argument("--docs", action="store_true", help="write into docs/performance.md")
     arguments = parser.parse_args()
+    facts = machine()
     began = time.monotonic()
     found, failed = [], []
     for name in arguments.only:
@@ -47,9 +56,21 @@ def main() -> int:
             failed.append(f"{name}: {type(error).__name__}: {error}")
             print(failed[-1], file=sys.stderr, flush=True)
     print(f"\n=== all, {time.monotonic() - began:.0f} s, load {load()}\n\n{claims.markdown(found)}")
+    if arguments.docs:
+        into_docs(facts, found)
     for failure in failed:
         print(f"\nfailed: {failure}")
     return 1 if failed else 0
+
+
+def into_docs(facts: dict[str, Any], found: Sequence[Claim]) -> None:
+    """Replace what stands between the marks of docs/performance.md."""
+    page = DOCS.read_text()
+    start, end = page.index(MARK) + len(MARK), page.index(END_MARK)
+    where = "\n".join(f"    {line}" for line in heading(facts).splitlines())
+    table = f"\n{where}\n\n{claims.markdown(found)}\n"
+    DOCS.write_text(page[:start] + table + page[end:])
+    print(f"written into {DOCS.name}")
 
 
 if __name__ == "__main__":
