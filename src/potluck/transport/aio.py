@@ -13,7 +13,11 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from potluck.errors import LinkError, PotluckError, ProtocolError
-from potluck.transport.credentials import Credentials, node_id_of_certificate
+from potluck.transport.credentials import (
+    Credentials,
+    namespace_of_certificate,
+    node_id_of_certificate,
+)
 from potluck.transport.door import Door
 from potluck.transport.failures import translated
 from potluck.transport.handshake import check_node, objection, welcomed
@@ -57,6 +61,12 @@ def peer_node(writer: asyncio.StreamWriter) -> str:
     """The node id that the peer's certificate proved."""
     tls = writer.get_extra_info("ssl_object")
     return node_id_of_certificate(tls.getpeercert(binary_form=True))
+
+
+def shown_namespace(writer: asyncio.StreamWriter) -> str:
+    """The cluster under whose secret the peer's certificate was issued."""
+    tls = writer.get_extra_info("ssl_object")
+    return namespace_of_certificate(tls.getpeercert(binary_form=True))
 
 
 class Unwanted(Exception):

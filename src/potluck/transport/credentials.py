@@ -36,6 +36,7 @@ PSK_BYTES = 32
 _CA_LABEL = b"potluck certificate authority v1"
 _ADVERT_LABEL = b"potluck adverts v1"
 _NAMESPACE_LABEL = b"potluck namespace v1"
+_CA_NAME = "potluck cluster "
 _ALWAYS = datetime.datetime(1970, 1, 1)
 _FOREVER = datetime.datetime(9999, 12, 31, 23, 59, 59)
 
@@ -184,6 +185,22 @@ def node_id_of_certificate(der: bytes | None) -> str:
     return node_id_of(key)
 
 
+def namespace_of_certificate(der: bytes | None) -> str:
+    """The cluster under whose secret a peer's verified certificate (DER) was issued.
+
+    While the secret is being changed this says which one the peer shows. SecurityError if the
+    certificate can't be read.
+    """
+    if not der:
+        raise SecurityError("the peer showed no certificate")
+    try:
+        issuer = x509.load_der_x509_certificate(der).issuer
+    except ValueError as error:
+        raise SecurityError(f"the peer's certificate can't be read: {error}") from error
+    names = issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(names[0].value).removeprefix(_CA_NAME) if names else ""
+
+
 def _derive_ca_key(psk: bytes) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(_derive(psk, _CA_LABEL))
 
@@ -213,7 +230,7 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 def _ca_certificate(key: Ed25519PrivateKey, namespace: str) -> x509.Certificate:
     """The same bytes on every node: fixed serial and dates, and Ed25519 signs deterministically."""
-    name = _name(f"potluck cluster {namespace}")
+    name = _name(_CA_NAME + namespace)
     public = key.public_key()
     return (
         x509.CertificateBuilder()

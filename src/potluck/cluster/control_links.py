@@ -1,0 +1,322 @@
+"""The control links of one agent: to each peer at most one, made from hints, made again when lost.
+
+Either side may call. If both do at once, the call of the lower node id wins. A peer that calls
+although a link to it exists has lost that link (it started again, say): its call replaces the
+link, unless the link has just been made. What travels is ``wire.peers``; who is alive is decided
+elsewhere, from heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from potluck.cluster.discovery.advert import Hint
+from potluck.cluster.discovery.hints import HintBook
+from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, WrongSecret
+from potluck.transport import aio
+from potluck.transport.credentials import Credentials
+from potluck.transport.rate import RateLimitedLog
+from potluck.wire import peers
+from potluck.wire.messages import Hello, Refusal, Welcome
+
+KIND = "node"
+"""The ``kind`` in the greeting of one agent to another."""
+IDLE_S = 60.0
+"""A link on which nothing came for so long is ended: heartbeats come five times a second."""
+
+_MAX_CALLS = 16
+_CALL_S = 3.0
+_INTRODUCTION_S = 5.0
+_YOUNG_S = 1.0
+_PREFIX_BYTES = 4
+_PASSING = ("duplicate", "collision", "self")
+_MAX_UNSENT = 8 << 20
+_MAX_LINKS = 1024
+
+_log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """Who is told what happens on the links; called in the loop, must not block."""
+
+    def linked(self, node: str, introduction: peers.Introduction, namespace: str) -> None:
+        """There is a link to ``node``, which shows the secret of ``namespace``."""
+
+    def received(self, node: str, life: int, message: peers.PeerMessage) -> None:
+        """``node`` said ``message`` in the run ``life`` of its agent."""
+
+    def ended(self, node: str, life: int, reason: str) -> None:
+        """The link is gone; where it was is being called."""
+
+    def nobody_listens(self, node: str, life: int) -> None:
+        """The host of ``node`` answered that no agent listens where the last link to it was."""
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    node: str
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    host: str
+    made: float
+    introduction: peers.Introduction | None = None
+    reason: str = ""
+
+    def end(self, reason: str) -> None:
+        self.reason = reason
+        self.writer.transport.abort()
+
+
+class ControlLinks:
+    """The links of the agent that ``me`` introduces. ``heard`` and ``greeted`` feed it."""
+
+    def __init__(
+        self, credentials: Credentials, me: Callable[[], peers.Introduction], owner: Owner
+    ) -> None:
+        self._credentials = credentials
+        self._me = me
+        self._owner = owner
+        self._book = HintBook()
+        self._links: dict[str, _Link] = {}
+        self._lives: dict[str, int] = {}
+        self._calling: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_calls = 0
+        self._changed = asyncio.Event()
+        self._complain = RateLimitedLog(_log)
+        self._is_closed = False
+        self._caller = asyncio.create_task(self._call_due())
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The peers that there is a link to."""
+        return tuple(node for node, link in self._links.items() if link.introduction)
+
+    def introduction(self, node: str) -> peers.Introduction | None:
+        """What ``node`` said of itself; None without a link."""
+        link = self._links.get(node)
+        return None if link is None else link.introduction
+
+    def address(self, node: str) -> str:
+        """The host that the link to ``node`` leads to; empty without a link."""
+        link = self._links.get(node)
+        return "" if link is None else link.host
+
+    def heard(self, hint: Hint) -> None:
+        """A finder found something."""
+        self._book.heard(hint, _now())
+        self._changed.set()
+
+    def send(self, node: str, message: peers.PeerMessage) -> bool:
+        """Have ``message`` sent, without blocking; False without a link. A peer that does not read
+        loses its link once 8 MiB wait for it."""
+        link = self._links.get(node)
+        if link is None or link.introduction is None:
+            return False
+        return self._write(link, message)
+
+    def drop(self, node: str, reason: str) -> None:
+        """End the link to ``node``, if there is one."""
+        link = self._links.get(node)
+        if link is not None:
+            link.end(reason)
+
+    async def close(self) -> None:
+        """End all links and calls. The owner is told nothing more."""
+        self._is_closed = True
+        tasks = [self._caller, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Who calls here.
+
+    async def greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
+    ) -> None:
+        """A node called (``hello.kind`` is ``KIND``): answer, and serve the link to its end."""
+        refusal = self._objection(node)
+        if refusal is not None:
+            await aio.write_greeting(writer, refusal)
+            return
+        other = self._calling.pop(node, None)
+        if other is not None:
+            other.cancel()
+        link = self._take(node, reader, writer)
+        try:
+            await aio.write_greeting(writer, Welcome())
+        except BaseException:
+            self._forget(link)
+            raise
+        await self._serve(link)
+
+    def _objection(self, node: str) -> Refusal | None:
+        if self._is_closed:
+            return Refusal("closed", "this agent is ending")
+        if node == self._credentials.node_id:
+            return Refusal("self", "that is this node itself")
+        link = self._links.get(node)
+        if link is not None and _now() - link.made < _YOUNG_S:
+            return Refusal("duplicate", "there is a link between these nodes already")
+        if node in self._calling and self._credentials.node_id < node:
+            return Refusal("collision", "this node is calling that one")
+        if link is None and len(self._links) >= _MAX_LINKS:
+            return Refusal("full", f"this agent has {_MAX_LINKS} links, and takes no more")
+        return None
+
+    # Whom to call.
+
+    async def _call_due(self) -> None:
+        while True:
+            self._changed.clear()
+            now = _now()
+            for hint in self._book.due(now)[: max(0, _MAX_CALLS - self._num_calls)]:
+                self._book.calling(hint)
+                self._num_calls += 1
+                self._spawn(self._call(hint))
+            at = self._book.next_due() if self._num_calls < _MAX_CALLS else None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if at is None else max(0.01, at - now)):
+                    await self._changed.wait()
+
+    async def _call(self, hint: Hint) -> None:
+        """Call one address. Whoever answers is known after TLS, before anything is said."""
+        hello = Hello(KIND, self._credentials.namespace)
+        reached = ""
+
+        def wanted(node: str) -> bool:
+            nonlocal reached
+            reached = node
+            if node == self._credentials.node_id or node in self._links or node in self._calling:
+                return False
+            task = asyncio.current_task()
+            assert task is not None
+            self._calling[node] = task
+            return True
+
+        link = None
+        is_refused = False
+        try:
+            reader, writer, _ = await aio.connect(
+                hint.host, hint.port, hello, self._credentials, timeout_s=_CALL_S, wanted=wanted
+            )
+            if reached in self._links:  # it called meanwhile, and was let in
+                await aio.end(writer)
+            else:
+                link = self._take(reached, reader, writer)
+        except aio.Unwanted:
+            pass
+        except (PotluckError, TimeoutError) as error:
+            is_refused = isinstance(error, Refused) and error.code not in _PASSING
+            self._failed(hint, error)
+        finally:
+            self._num_calls -= 1
+            if self._calling.get(reached) is asyncio.current_task():
+                del self._calling[reached]
+            if reached and not is_refused:
+                self._book.reached(hint, reached, _now())
+                if reached == self._credentials.node_id:
+                    self._book.linked(reached)
+            else:
+                self._book.failed(hint, _now())
+            self._changed.set()
+        if link is not None:
+            await self._serve(link)
+
+    def _failed(self, hint: Hint, error: PotluckError | TimeoutError) -> None:
+        where = f"{hint.host}:{hint.port} (found by {hint.source})"
+        if isinstance(error, Refused):
+            if error.code not in _PASSING:
+                self._complain.warning(f"{error}")
+        elif isinstance(error, WrongSecret):
+            self._complain.warning(f"{where} is not of this cluster: {error}")
+        else:
+            _log.debug("%s: %s", where, error)
+        if isinstance(error.__cause__, ConnectionRefusedError):
+            for node, life in list(self._lives.items()):
+                places = {(each.host, each.port) for each in self._book.places_of(node)}
+                if node not in self._links and (hint.host, hint.port) in places:
+                    self._owner.nobody_listens(node, life)
+
+    # One link, from its making to its end.
+
+    def _take(self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Link:
+        old = self._links.get(node)
+        link = _Link(node, reader, writer, writer.get_extra_info("peername")[0], _now())
+        self._links[node] = link
+        self._book.linked(node)
+        if old is not None:
+            old.end("the peer made a new link")
+            self._tell_end(old)
+        return link
+
+    async def _serve(self, link: _Link) -> None:
+        """Listen until the link ends."""
+        try:
+            self._write(link, self._me())
+            async with asyncio.timeout(_INTRODUCTION_S):
+                first = await _receive(link.reader)
+            if not isinstance(first, peers.Introduction):
+                raise ProtocolError(f"it began with {type(first).__name__}, not an introduction")
+            link.introduction = first
+            self._lives[link.node] = first.life
+            self._owner.linked(link.node, first, aio.shown_namespace(link.writer))
+            while True:
+                async with asyncio.timeout(IDLE_S):
+                    message = await _receive(link.reader)
+                if self._links.get(link.node) is not link:
+                    return
+                self._owner.received(link.node, first.life, message)
+        except TimeoutError:
+            link.reason = link.reason or "it said nothing for too long"
+        except LinkError as error:
+            link.reason = link.reason or str(error)
+        except PotluckError as error:
+            link.reason = str(error)
+            self._complain.warning(f"cut off node {link.node[:12]} at {link.host}: {error}")
+        finally:
+            self._forget(link)
+            await aio.end(link.writer)
+
+    def _forget(self, link: _Link) -> None:
+        if self._links.get(link.node) is link:
+            del self._links[link.node]
+            self._book.unlinked(link.node, _now())
+            self._changed.set()
+            self._tell_end(link)
+
+    def _tell_end(self, link: _Link) -> None:
+        if link.introduction is not None and not self._is_closed:
+            self._owner.ended(link.node, link.introduction.life, link.reason)
+
+    def _write(self, link: _Link, message: peers.PeerMessage) -> bool:
+        transport = link.writer.transport
+        if transport.is_closing():
+            return False
+        link.writer.write(peers.encode(message))
+        if transport.get_write_buffer_size() > _MAX_UNSENT:
+            link.end("it does not read what it is sent")
+        return True
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _receive(reader: asyncio.StreamReader) -> peers.PeerMessage:
+    try:
+        prefix = await reader.readexactly(_PREFIX_BYTES)
+        body = await reader.readexactly(peers.message_length(prefix))
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise LinkError("the other side ended the link") from error
+    return peers.decode(body)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,66 @@
+"""What a worker of this node would run with, and whether that fits another node's."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from potluck.errors import ConfigurationError
+from potluck.wire.peers import Versions
+
+
+@functools.cache
+def own_versions() -> Versions:
+    """The versions in this interpreter. Imports none of the packages; costs some milliseconds."""
+    return Versions(
+        python=platform.python_version(),
+        potluck=_installed("potluck"),
+        torch=_installed("torch").partition("+")[0],  # +cpu and +cu128 are one release
+        numpy=_installed("numpy"),
+        machine=platform.machine(),
+        byte_order=sys.byteorder,
+    )
+
+
+def check_versions(mine: Versions, others: Mapping[str, Versions]) -> None:
+    """ConfigurationError that names each node on which a worker would not run as on this one.
+
+    Interpreters must share major and minor version, torch and potluck be the same release.
+    ``others`` are the versions by the name of their node.
+    """
+    texts = [
+        text for name, theirs in sorted(others.items()) for text in _differences(name, mine, theirs)
+    ]
+    if texts:
+        raise ConfigurationError("not all nodes can run this script: " + "; ".join(texts))
+
+
+def _differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
+    texts = []
+    if _minor(mine.python) != _minor(theirs.python):
+        texts.append(f"{name} has Python {theirs.python}, this node {mine.python}")
+    if mine.potluck != theirs.potluck:
+        texts.append(f"{name} has potluck {theirs.potluck}, this node {mine.potluck}")
+    if mine.torch != theirs.torch:
+        if not theirs.torch:
+            texts.append(f"{name} has no torch, this node {mine.torch}")
+        else:
+            here = mine.torch or "none"
+            texts.append(f"{name} has torch {theirs.torch}, this node {here}")
+    if mine.byte_order != theirs.byte_order:
+        texts.append(f"{name} is a {theirs.byte_order}-endian machine ({theirs.machine})")
+    return texts
+
+
+def _minor(python: str) -> str:
+    return ".".join(python.split(".")[:2])
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,157 @@
+"""All that agents say to each other over a control link, after the greeting.
+
+Each message is a tagged msgpack struct behind a little-endian u32 length of at most
+``MAX_MESSAGE`` (1 MiB), checked before anything is allocated. What they decide together is in
+``nodes.py``; here is what else they exchange: who they are, new secrets, and a script's folder.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated
+
+import msgspec
+
+from potluck.errors import ProtocolError
+from potluck.wire.nodes import NodeMessage
+
+MAX_MESSAGE = 1 << 20
+MAX_PART = 256 * 1024
+MAX_FILES = 20_000
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Psk = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+_LENGTH = struct.Struct("<I")
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """What a worker would run with. ``torch`` is empty where it is not installed."""
+
+    python: Name
+    potluck: Name
+    torch: Name
+    numpy: Name
+    machine: Name
+    byte_order: Name = "little"
+
+
+class Introduction(msgspec.Struct, frozen=True, tag=True):
+    """The first message in both directions: in which run of my agent I speak, what people call
+    this machine, where its agent listens, and with which versions its workers would run."""
+
+    life: int
+    name: Name
+    port: int
+    versions: Versions
+
+
+class NewSecret(msgspec.Struct, frozen=True, tag=True):
+    """Accept ``psk`` from now on; do not show it yet. Answer with SecretStored."""
+
+    rotation: Name
+    psk: Psk
+
+    def __repr__(self) -> str:
+        return f"NewSecret(rotation={self.rotation!r})"
+
+
+class SecretStored(msgspec.Struct, frozen=True, tag=True):
+    """The secret of ``rotation`` is on my disk and accepted; ``error`` if it could not be."""
+
+    rotation: Name
+    error: Text = ""
+
+
+class UseSecret(msgspec.Struct, frozen=True, tag=True):
+    """Show the new secret from now on, and accept the old one for the time of grace."""
+
+    rotation: Name
+
+
+class DropSecret(msgspec.Struct, frozen=True, tag=True):
+    """The rotation was given up: forget its secret."""
+
+    rotation: Name
+
+
+class BundleWanted(msgspec.Struct, frozen=True, tag=True):
+    """Send me the manifest of ``bundle``, from ``offset``."""
+
+    bundle: Digest
+    offset: int
+
+
+class FileWanted(msgspec.Struct, frozen=True, tag=True):
+    """Send me the file whose SHA-256 is ``file``, of ``bundle``, from ``offset``."""
+
+    bundle: Digest
+    file: Digest
+    offset: int
+
+
+class Part(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of a manifest (``file`` empty) or a file, from ``offset``; ``size`` is the whole's."""
+
+    bundle: Digest
+    file: Annotated[bytes, msgspec.Meta(max_length=32)]
+    offset: int
+    size: int
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_PART)]
+
+
+class NotHere(msgspec.Struct, frozen=True, tag=True):
+    """I don't have this bundle or file."""
+
+    bundle: Digest
+    file: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    reason: Text = ""
+
+
+PeerMessage = (
+    NodeMessage
+    | Introduction
+    | NewSecret
+    | SecretStored
+    | UseSecret
+    | DropSecret
+    | BundleWanted
+    | FileWanted
+    | Part
+    | NotHere
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(PeerMessage)
+
+
+def encode(message: PeerMessage) -> bytes:
+    """The message with its length in front, ready to send."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE:
+        raise ProtocolError(
+            f"a {type(message).__name__} message of {len(body)} bytes; "
+            f"at most {MAX_MESSAGE} are allowed"
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+def message_length(prefix: bytes) -> int:
+    """The bytes that follow a 4-byte prefix; ProtocolError if they are more than a message has."""
+    length: int = _LENGTH.unpack(prefix)[0]
+    if not 0 < length <= MAX_MESSAGE:
+        raise ProtocolError(
+            f"a message between agents announces {length} bytes; potluck's have 1 to {MAX_MESSAGE}"
+        )
+    return length
+
+
+def decode(body: bytes) -> PeerMessage:
+    """What another agent said; ProtocolError if it is nothing of potluck's."""
+    try:
+        message: PeerMessage = _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message between agents: {error}") from error
+    return message
