@@ -7,8 +7,10 @@ import copy
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from harness import alone, check, close, mlp, same_parameters
+from harness import alone, check, close, same_parameters
 from harness import together as train
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,23 +58,36 @@ def compiled_all_reduce_in_place(run):
     close(compiled(torch.ones(4) * (run.rank + 1)), torch.full((4,), 7.0))
 
 
+class Net(nn.Module):
+    """A forward pass of one's own: of torch's own modules under DDP, torch compiles none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.last = nn.Linear(8, 24), nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
 @check(2)
 def compiled_ddp(run):
-    model = mlp()
+    counters.clear()
+    model = Net()
     parallel = torch.compile(
         DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=1), backend=EAGERLY
     )
     train(run, parallel)
     same_parameters(parallel._orig_mod.module, alone(model))
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
 @check(2)
 def compiled_fsdp2(run):
-    model = mlp()
-    parallel = copy.deepcopy(model)
-    for layer in parallel[::2]:
-        layer.compile(backend=EAGERLY)
-        fully_shard(layer)
-    fully_shard(parallel)
+    counters.clear()
+    model = Net()
+    parallel = fully_shard(copy.deepcopy(model))
+    parallel.compile(backend=EAGERLY)
     train(run, parallel)
     same_parameters(parallel, alone(model))
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"

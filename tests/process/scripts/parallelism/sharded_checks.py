@@ -9,6 +9,8 @@ import torch.distributed as dist
 from harness import adam, alone, batches, check, close, mine, mlp, moved, same_parameters, whole
 from harness import together as train
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -16,6 +18,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+
+SMALL_BUCKETS_MB = 0.002
 
 
 def shard(model: nn.Sequential, **options: object) -> nn.Sequential:
@@ -154,3 +158,24 @@ def zero_optimizer(run):
     if run.rank == 0:
         state = optimizer.state_dict()["state"]
         assert sorted(s["exp_avg"].numel() for s in state.values()) == sorted(sizes)
+
+
+@check(2, 4)
+def zero_optimizer_overlapped_with_ddp(run):
+    """torch itself leaves out the first two updates (three with a static graph): warm-up."""
+    model, data = mlp(), batches(6)
+    for static_graph, left_out in ((False, 2), (True, 3)):
+        parallel = DistributedDataParallel(
+            copy.deepcopy(model), bucket_cap_mb=SMALL_BUCKETS_MB, static_graph=static_graph
+        )
+        optimizer = ZeroRedundancyOptimizer(
+            parallel.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.02
+        )
+        hook = hook_with_zero_step(allreduce_hook, parallel, optimizer)
+        parallel.register_comm_hook(None, hook)
+        for x, y in data:
+            parallel.zero_grad()
+            x, y = mine(run, x, y)
+            F.cross_entropy(parallel(x), y).backward()
+            optimizer.step()
+        same_parameters(parallel.module, alone(model, data[left_out:]))
