@@ -9,6 +9,7 @@ import numpy as np
 
 import potluck
 from potluck.bench.libraries.base import Case, Floats
+from potluck.engine import native_loop
 
 
 class Ours:
@@ -46,7 +47,7 @@ class Ours:
             if name != "barrier"
             for algorithm in each.get("algorithms", {})
         }
-        engine = getattr(self.ctx.communicator, "engine", "Python")
+        engine = "native" if native_loop.is_available() else "Python"
         return ", ".join([potluck.__version__, f"links: {engine}", *sorted(used)])
 
     def close(self) -> None:
