@@ -26,7 +26,7 @@ class NoiseBatching:
 
     min_batch: int
     max_batch: int
-    smoothing: float = 0.2
+    smoothing: float = 0.1
     threshold: float = 0.2
     max_change: float = 2.0
     warmup: int = 2

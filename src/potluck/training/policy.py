@@ -25,7 +25,7 @@ class Policy:
     save_every: int = 100
     recovery_s: float = 300.0
     max_attempts: int = 50
-    adapt_every: int = 10
+    adapt_every: int = 5
     shares: ProportionalShares | None = None
     batching: NoiseBatching | None = None
 

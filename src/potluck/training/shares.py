@@ -26,11 +26,12 @@ LEAST_SLOPE = 0.1
 class ProportionalShares:
     """Deal samples out by speed.
 
-    A rank's speed is that of the median of its last ``window`` steps. Shares change only when the
-    step would become shorter by more than the fraction ``threshold``.
+    A rank's speed is that of the median of its last ``window`` steps, so a change of it shows once
+    it has lasted for more than half of them. Shares change only when the step would become shorter
+    by more than the fraction ``threshold``.
     """
 
-    window: int = 12
+    window: int = 8
     threshold: float = 0.05
 
     def __post_init__(self) -> None:
