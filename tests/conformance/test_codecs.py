@@ -15,8 +15,8 @@ from potluck.testing.world import WorldError
 from potluck.testing.worlds import WORLD_KINDS, World, open_world
 
 SEGMENT_BYTES = 6 * 1024
-WORLDS = [(kind, size) for kind in WORLD_KINDS for size in (1, 2, 3)] + [("inproc", 5)]
-COUNTS = (0, 1, 5, 700, 12_345)
+WORLDS = [(kind, size) for kind in WORLD_KINDS for size in (2, 3)] + [("inproc", 1), ("inproc", 5)]
+COUNTS = (0, 5, 12_345)
 """The last one takes several segments, whose ends are not the ends of int8's blocks."""
 
 
@@ -89,6 +89,19 @@ def test_reduce_scatter_and_all_gather(world: World, name: str) -> None:
         return ended
 
     assert len(set(world.run(check))) == 1, "the ranks ended with different bits"
+
+
+def test_every_engine_gives_the_same_bits() -> None:
+    def reduced(ctx: DistributedContext) -> bytes:
+        return b"".join(
+            ctx.all_reduce(numbers(ctx.rank, 12_345), codec=name).tobytes() for name in NAMES
+        )
+
+    ends = set()
+    for kind in WORLD_KINDS:
+        with open_world(kind, 3, segment_bytes=SEGMENT_BYTES) as opened:
+            ends.update(opened.run(reduced))
+    assert len(ends) == 1
 
 
 @pytest.mark.parametrize("kind", WORLD_KINDS)
