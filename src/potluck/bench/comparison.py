@@ -249,7 +249,7 @@ class _Row:
 
 def _seconds_of_a_copy(nbytes: int) -> float:
     """One thread copies memory that it has touched before: a measure of the machine itself."""
-    source, target = np.zeros(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
+    source, target = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
     np.copyto(target, source)
     calls = max(1, (4 << 20) // nbytes)
     start = time.perf_counter()
