@@ -334,7 +334,7 @@ class Node(Voter):
         accepted to leave out."""
         out = set(self.banned & set(view.nodes))
         if standing.majority:
-            out |= {n for n in standing.out if self.health.status(n) is Status.UP}
+            out |= standing.out.keys()
         if succession.accepted is not None:
             out |= set(view.nodes) - set(succession.accepted.view.nodes)
         self.health.renounce(out)
