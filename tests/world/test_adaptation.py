@@ -119,6 +119,22 @@ def test_shares_follow_speeds_and_the_losses_stay_those_of_one_process() -> None
         assert abs(dealt[0] - dealt[1]) <= 1
 
 
+def test_what_changes_is_told_once_by_the_master() -> None:
+    def work(ctx: DistributedContext) -> list[str]:
+        told: list[str] = []
+        real = ctx.report
+
+        def report(**facts: Any) -> None:
+            told.extend([facts["event"]] if "event" in facts else [])
+            real(**facts)
+
+        ctx.report = report  # type: ignore[method-assign]
+        Training(ctx, SHARES, pretended={"0": 1.0, "1": 3.0}).run()
+        return told
+
+    assert run_world(2, work) == [["shares 18:6 make steps 2.00 times as fast"], []]
+
+
 def test_when_speeds_change_shares_are_dealt_again() -> None:
     def work(ctx: DistributedContext) -> Training:
         class Swap:

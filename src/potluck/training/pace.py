@@ -19,7 +19,7 @@ import numpy as np
 from potluck.training.noise import next_batch
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
-from potluck.training.shares import Cost, Plan, fit, replan
+from potluck.training.shares import EQUAL, Cost, Plan, fit, replan
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -80,8 +80,14 @@ class Pace:
         self._exchanged = progress.step
         self._signals, self._noises = [], []
         costs = [Cost(float(row[0]), float(row[1])) if row[1] else None for row in rows]
-        self._deal(costs, progress)
-        self._resize(rows[:, 2:].sum(axis=0).tolist(), progress)
+        for change in (
+            self._deal(costs, progress),
+            self._resize(rows[:, 2:].sum(axis=0).tolist(), progress),
+        ):
+            if change:
+                _log.info("step %d: %s", progress.step, change)
+                if ctx.is_master:
+                    ctx.report(event=change)
 
     def _due(self, step: int) -> bool:
         if self._since is None:
@@ -90,22 +96,24 @@ class Pace:
         often = since in EARLY_STEPS or since % self._policy.adapt_every == 0
         return often and step != self._exchanged
 
-    def _deal(self, costs: Sequence[Cost | None], progress: Progress) -> None:
+    def _deal(self, costs: Sequence[Cost | None], progress: Progress) -> str:
+        """Plan shares; says what has changed, if anything has."""
         options = self._policy.shares
         if options is None:
-            return
-        plan = replan(self.plan, costs, progress.batch_size, options.threshold)
-        if plan is not None and (self.plan is None or plan.costs != self.plan.costs):
-            _log.info("step %d: %s", progress.step, plan.reason)
-        self.plan = plan
+            return ""
+        before = self.costs or (EQUAL,) * len(costs)
+        self.plan = replan(self.plan, costs, progress.batch_size, options.threshold)
+        if self.plan is None or self.plan.costs == before:
+            return ""
+        return self.plan.reason
 
-    def _resize(self, sums: list[float], progress: Progress) -> None:
+    def _resize(self, sums: list[float], progress: Progress) -> str:
+        """Set the batch size; says what has changed, if anything has."""
         options = self._policy.batching
         num, signal, noise = sums
         if options is None or not num:
-            return
+            return ""
         progress.noise = progress.noise.after(signal / num, noise / num, options.smoothing)
         size, reason = next_batch(progress.batch_size, progress.noise, options)
-        if size != progress.batch_size:
-            _log.info("step %d: batches of %d: %s", progress.step, size, reason)
-        progress.batch_size = size
+        before, progress.batch_size = progress.batch_size, size
+        return f"batches of {size}: {reason}" if size != before else ""
