@@ -248,7 +248,9 @@ def _progress() -> Iterator[tuple[Callable[[str, float], None], Callable[[str], 
         yield (lambda text, part: None), typer.echo
         return
     columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    # Drawing takes time from the workers: twice a second is often enough.
+    options: dict[str, Any] = {"console": console, "transient": True, "refresh_per_second": 2}
+    with Progress(*columns, **options) as progress:
         task = progress.add_task("starting", total=1.0)
 
         def show(line: str) -> None:

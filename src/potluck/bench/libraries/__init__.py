@@ -62,7 +62,7 @@ PEERS = {
             "potluck-plain",
             "ours",
             "plain mode: TCP with checksums, not encrypted; for a cable between trusted machines",
-            environment=_NO_WINDOWS | {"POTLUCK_WIRE_SECURITY": "plain"},
+            environment=_NO_WINDOWS | {"POTLUCK_WIRE": "plain"},
         ),
         Peer(
             "potluck-bf16",
