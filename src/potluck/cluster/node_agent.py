@@ -1,0 +1,356 @@
+"""The agent of one node: finds the others, keeps links to them, and agrees with them who is in.
+
+One asyncio loop that does the I/O which ``node.Node`` and ``rotation.Rotation`` decide on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from potluck.cluster import keyring, rotation, views
+from potluck.cluster.control_links import KIND, ControlLinks
+from potluck.cluster.credentials import load_credentials
+from potluck.cluster.discovery.advert import Presence, new_instance
+from potluck.cluster.discovery.everywhere import all_finders
+from potluck.cluster.discovery.finder import Finder
+from potluck.cluster.node import Node
+from potluck.cluster.node_state import NodeState, find_agent
+from potluck.cluster.trust import TrustStore
+from potluck.cluster.versions import own_versions
+from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.settings import Settings
+from potluck.transport import aio
+from potluck.wire import local, peers
+from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.nodes import NodeMessage
+
+CLIENT = "client"
+"""The ``kind`` in the greeting of this machine's commands."""
+
+_TRUST_S = 0.5
+_MAX_EVENTS = 20
+_PREFIX_BYTES = 4
+_ID = re.compile(r"\b[0-9a-f]{64}\b")
+
+_log = logging.getLogger(__name__)
+
+
+class NodeAgent:
+    """One node's agent: ``run`` until cancelled. ``on_note`` gets a line for people at a time."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        on_note: Callable[[str], None],
+        finders: Sequence[Finder] | None = None,
+        host: str = "",
+        port: int | None = None,
+    ) -> None:
+        self.port = 0
+        self.credentials = load_credentials(settings)
+        self._settings = settings
+        self._on_note = on_note
+        self._finders = all_finders(settings) if finders is None else list(finders)
+        self._host = host
+        self._wanted_port = settings.discovery_port if port is None else port
+        self._trust = TrustStore(settings.home)
+        self._rotation = rotation.Rotation()
+        self._rotated: asyncio.Future[local.Outcome] | None = None
+        self._names: dict[str, str] = {}
+        self._notes: deque[str] = deque(maxlen=_MAX_EVENTS)
+        self._saves: asyncio.Queue[views.Save] = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
+        self._crash: asyncio.Future[None] | None = None
+        self.ready = asyncio.Event()
+
+    async def run(self) -> None:
+        """Take part in the cluster until cancelled. Leaves nothing behind.
+
+        ConfigurationError if the port can't be had or another agent runs with this home.
+        """
+        loop = asyncio.get_running_loop()
+        self._state = NodeState(self._settings.home)
+        server = links = None
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            now = loop.time()
+            self.node = Node(self.credentials.node_id, self._state.life, self._state.record, now)
+            self._crash = loop.create_future()
+            server = await aio.serve(self._host, self._wanted_port, self.credentials, self._greeted)
+            self.port = server.port
+            self._links = links = ControlLinks(self.credentials, self._introduction, self)
+            self._state.listening(self.port)
+            tasks += [asyncio.create_task(self._save()), asyncio.create_task(self._watch_trust())]
+            presence = Presence(lambda: self.credentials.advert_keys, self.port, new_instance())
+            for finder in self._finders:
+                await finder.start(presence, links.heard)
+            self._tick()
+            self.ready.set()
+            await self._crash
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for finder in self._finders:
+                await finder.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if links is not None:
+                await links.close()
+            if server is not None:
+                await server.close()
+            self._state.close()
+
+    async def _serve(self) -> aio.Server:
+        try:
+            return await aio.serve(self._host, self._wanted_port, self.credentials, self._greeted)
+        except ConfigurationError as error:
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+                raise
+            self._note(
+                f"TCP port {self._wanted_port} is in use by another program; another port is used, "
+                "which nodes that only have this one written down in POTLUCK_PEERS can't know"
+            )
+            return await aio.serve(self._host, 0, self.credentials, self._greeted)
+
+    def ban(self, node: str) -> None:
+        """Have ``node`` banned, here and on all nodes that can be reached."""
+        self._trust.ban(node)
+        self._handle(views.Ban(node))
+        self._links.drop(node, "it was banned")
+
+    # What happens on the links (control_links.Owner).
+
+    def linked(self, node: str, introduction: peers.Introduction, namespace: str) -> None:
+        self._names[node] = introduction.name
+        self._trust.meet(node, introduction.name)
+        self._handle(views.Linked(node, introduction.life))
+        self._rotate(self._rotation.linked(node, namespace))
+
+    def received(self, node: str, life: int, message: peers.PeerMessage) -> None:
+        if isinstance(message, NodeMessage):
+            self._handle(views.Received(node, life, message))
+        else:
+            now = asyncio.get_running_loop().time()
+            self._rotate(self._rotation.received(node, message, now))
+
+    def ended(self, node: str, life: int, reason: str) -> None:
+        _log.info("the link to %s ended: %s", self._called(node), reason)
+        self._rotate(self._rotation.lost(node))
+
+    def nobody_listens(self, node: str, life: int) -> None:
+        self._handle(views.Refused(node, life))
+
+    def _introduction(self) -> peers.Introduction:
+        name = socket.gethostname()[:256]
+        return peers.Introduction(self._state.life, name, self.port, own_versions())
+
+    # Time, disk, and the list of bans.
+
+    def _tick(self) -> None:
+        self._handle(views.Tick())
+        loop = asyncio.get_running_loop()
+        at = self.node.next_wakeup()
+        rotation_at = self._rotation.next_wakeup()
+        if rotation_at is not None and rotation_at <= loop.time():
+            self._rotate(self._rotation.tick(loop.time()))
+        self._timer = loop.call_at(at, self._tick)
+
+    async def _save(self) -> None:
+        while True:
+            save = await self._saves.get()
+            try:
+                await asyncio.to_thread(self._state.write, save.record)
+            except PotluckError as error:
+                self._fail(error)
+                return
+            for node in set(save.record.banned) - self._trust.banned():
+                self._trust.ban(node, "told by another node")
+                self._links.drop(node, "it was banned")
+            self._handle(views.Saved(save.number))
+
+    async def _watch_trust(self) -> None:
+        """A ban ordered by ``potluck ban`` arrives by the file."""
+        known: frozenset[str] = frozenset()
+        while True:
+            with contextlib.suppress(PotluckError):  # a damaged list refuses everybody by itself
+                banned = self._trust.banned()
+                for node in sorted(banned - known - set(self.node.record.banned)):
+                    self._handle(views.Ban(node))
+                    self._links.drop(node, "it was banned")
+                known = banned
+            await asyncio.sleep(_TRUST_S)
+
+    # Deciding, and doing it.
+
+    def _handle(self, event: views.Event) -> None:
+        try:
+            for action in self.node.handle(event, asyncio.get_running_loop().time()):
+                self._act(action)
+        except Exception as error:
+            self._fail(error)
+
+    def _act(self, action: views.Action) -> None:
+        match action:
+            case views.Send(node, message):
+                self._links.send(node, message)
+            case views.Save():
+                self._saves.put_nowait(action)
+            case views.Install(view, reason):
+                self._note(f"{views.describe(view)}: {reason}")
+            case views.Pause(reason):
+                self._note(f"paused: {reason}")
+            case views.Resume(reason) | views.Leave(reason) | views.Note(reason):
+                self._note(reason)
+            case views.GroupRefused(job, _, reason):
+                self._note(f"job {job}: {reason}")
+
+    def _rotate(self, actions: Sequence[rotation.Action]) -> None:
+        home = self._settings.home
+        for action in actions:
+            match action:
+                case rotation.Tell(node, message):
+                    self._links.send(node, message)
+                case rotation.Store(psk):
+                    keyring.store_next(home, psk)
+                case rotation.Use():
+                    keyring.use_next(home)
+                case rotation.Drop():
+                    keyring.drop_next(home)
+                case rotation.Say(text, ok):
+                    self._note(text)
+                    if ok is not None and self._rotated is not None and not self._rotated.done():
+                        self._rotated.set_result(local.Outcome(ok, text))
+
+    def _fail(self, error: Exception) -> None:
+        if self._crash is not None and not self._crash.done():
+            self._crash.set_exception(error)
+
+    def _note(self, text: str) -> None:
+        line = _ID.sub(lambda found: self._called(found[0]), text)[:4096]
+        self._notes.append(line)
+        self._on_note(line)
+
+    def _called(self, node: str) -> str:
+        if node == self.credentials.node_id:
+            return f"{socket.gethostname()} ({node[:8]})"
+        name = self._names.get(node, "")
+        return f"{name} ({node[:8]})" if name else f"node {node[:8]}"
+
+    # Who calls.
+
+    async def _greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
+    ) -> None:
+        if hello.kind == KIND:
+            await self._links.greeted(reader, writer, hello, node)
+        elif hello.kind == CLIENT and node == self.credentials.node_id:
+            await aio.write_greeting(writer, Welcome())
+            await self._serve_client(reader, writer)
+        else:
+            text = "this is a node's agent: it takes other agents, and commands of its own machine"
+            await aio.write_greeting(writer, Refusal("kind", text))
+
+    async def _serve_client(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        while True:
+            try:
+                prefix = await reader.readexactly(_PREFIX_BYTES)
+                body = await reader.readexactly(local.message_length(prefix))
+            except (asyncio.IncompleteReadError, OSError):
+                return
+            match local.decode_request(body):
+                case local.NodesRequest():
+                    answer: local.Reply = self.status()
+                case local.RotateRequest():
+                    answer = await self._order_rotation()
+                case local.ContinueRequest():
+                    self._handle(views.ContinueAlone())
+                    answer = local.Outcome(True, "this node goes on alone, if it was paused")
+            writer.write(local.encode(answer))
+            await writer.drain()
+
+    async def _order_rotation(self) -> local.Outcome:
+        if self._settings.psk is not None or self._settings.passphrase is not None:
+            return local.Outcome(
+                False,
+                "the secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE: change it there, on all "
+                "nodes",
+            )
+        loop = asyncio.get_running_loop()
+        self._rotated = loop.create_future()
+        psk, name = secrets.token_bytes(32), secrets.token_hex(8)
+        self._rotate(self._rotation.order(name, psk, self._links.nodes, loop.time()))
+        return await self._rotated
+
+    def status(self) -> local.NodesReply:
+        """The cluster as it is seen here now."""
+        view = self.node.view
+        seats = () if view is None else view.nodes
+        me = self.credentials.node_id
+        nodes = []
+        for node in sorted({me, *seats, *self._links.nodes}, key=lambda n: (n not in seats, n)):
+            peer = self.node.health.peers.get(node)
+            said = self._introduction() if node == me else self._links.introduction(node)
+            role = "" if view is None or node not in seats else "member"
+            nodes.append(
+                local.NodeInfo(
+                    node=node,
+                    name=said.name if said else self._names.get(node, ""),
+                    role="leader" if view is not None and node == view.leader else role,
+                    link="self" if node == me else peer.status.value if peer else "none",
+                    host="" if node == me else self._links.address(node),
+                    latency_ms=1000 * peer.latency_s if peer else 0.0,
+                    python=said.versions.python if said else "",
+                    torch=said.versions.torch if said else "",
+                    potluck=said.versions.potluck if said else "",
+                )
+            )
+        return local.NodesReply(
+            node=me,
+            pid=os.getpid(),
+            port=self.port,
+            namespace=self.credentials.namespace,
+            epoch=0 if view is None else view.epoch,
+            paused=self.node.paused,
+            nodes=tuple(nodes),
+            banned=tuple(sorted(self._trust.banned())),
+            events=tuple(self._notes),
+        )
+
+
+async def ask_agent(settings: Settings, request: local.Request, *, timeout_s: float) -> local.Reply:
+    """What this machine's agent answers to ``request``.
+
+    ConfigurationError if none runs here; LinkError if it does not answer in time.
+    """
+    record = find_agent(settings.home)
+    if record is None:
+        raise ConfigurationError("no agent runs on this machine; start it with: potluck up")
+    credentials = load_credentials(settings)
+    hello = Hello(CLIENT, credentials.namespace)
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer, _ = await aio.connect("127.0.0.1", record.port, hello, credentials)
+            try:
+                writer.write(local.encode(request))
+                prefix = await reader.readexactly(_PREFIX_BYTES)
+                body = await reader.readexactly(local.message_length(prefix))
+            finally:
+                await aio.end(writer)
+    except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+        why = str(error) or f"no answer within {timeout_s:g} s"
+        raise LinkError(f"this machine's agent (process {record.pid}): {why}") from error
+    return local.decode_reply(body)

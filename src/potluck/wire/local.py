@@ -1,0 +1,108 @@
+"""What the command line and the agent of the same machine say to each other."""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated
+
+import msgspec
+
+from potluck.errors import ProtocolError
+from potluck.wire.nodes import MAX_NODES
+
+MAX_MESSAGE = 1 << 20
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+_LENGTH = struct.Struct("<I")
+
+
+class NodesRequest(msgspec.Struct, frozen=True, tag=True):
+    """Answer with NodesReply."""
+
+
+class RotateRequest(msgspec.Struct, frozen=True, tag=True):
+    """Change the cluster's secret; answer with Outcome once it is done or given up."""
+
+
+class ContinueRequest(msgspec.Struct, frozen=True, tag=True):
+    """This paused node is to go on without the others; answer with Outcome."""
+
+
+class NodeInfo(msgspec.Struct, frozen=True):
+    """One node as an agent sees it. ``role`` is leader, member, or empty outside the view;
+    ``latency_ms`` is one way, 0 where it was not measured."""
+
+    node: Name
+    name: Name
+    role: Name
+    link: Name
+    host: Name
+    latency_ms: float
+    python: Name
+    torch: Name
+    potluck: Name
+
+
+class NodesReply(msgspec.Struct, frozen=True, tag=True):
+    """The cluster as this node's agent sees it. ``epoch`` is 0 without a view."""
+
+    node: Name
+    pid: int
+    port: int
+    namespace: Name
+    epoch: int
+    paused: Text
+    nodes: Annotated[tuple[NodeInfo, ...], msgspec.Meta(max_length=MAX_NODES)]
+    banned: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
+    events: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
+
+
+class Outcome(msgspec.Struct, frozen=True, tag=True):
+    """How an order ended, in words."""
+
+    ok: bool
+    text: Text
+
+
+Request = NodesRequest | RotateRequest | ContinueRequest
+Reply = NodesReply | Outcome
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """The message with its length in front."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE:
+        raise ProtocolError(f"a message of {len(body)} bytes; at most {MAX_MESSAGE} are allowed")
+    return _LENGTH.pack(len(body)) + body
+
+
+def message_length(prefix: bytes) -> int:
+    """The bytes that follow a 4-byte prefix; ProtocolError if they are too many."""
+    length: int = _LENGTH.unpack(prefix)[0]
+    if not 0 < length <= MAX_MESSAGE:
+        raise ProtocolError(f"a message announces {length} bytes; these have 1 to {MAX_MESSAGE}")
+    return length
+
+
+def decode_request(body: bytes) -> Request:
+    """What the command line asks."""
+    try:
+        request: Request = _requests.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a request to this machine's agent: {error}") from error
+    return request
+
+
+def decode_reply(body: bytes) -> Reply:
+    """What the agent answers."""
+    try:
+        reply: Reply = _replies.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not an answer of this machine's agent: {error}") from error
+    return reply

@@ -1,0 +1,223 @@
+"""Agents of several nodes in one loop, over the loopback: a cluster comes about, loses, regains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.cluster import keyring
+from potluck.cluster.discovery.static import StaticPeers
+from potluck.cluster.node_agent import NodeAgent, ask_agent
+from potluck.cluster.node_state import NodeState, find_agent
+from potluck.cluster.trust import TrustStore
+from potluck.errors import ConfigurationError, IdentityError
+from potluck.settings import Settings
+from potluck.transport.credentials import namespace_of
+from potluck.wire import local
+from potluck.wire.nodes import Record
+
+WAIT_S = 40.0
+OLD = b"o" * 32
+
+
+class Running:
+    """An agent in a task, and what it said."""
+
+    def __init__(self, home: Path, peers: list[tuple[str, int]], port: int = 0) -> None:
+        if not (home / "cluster_secret").exists():
+            keyring.replace_secret(home, OLD)
+        self.home = home
+        self.notes: list[str] = []
+        self._changed = asyncio.Event()
+        self.agent = NodeAgent(
+            Settings(home=home),
+            on_note=self._noted,
+            finders=[StaticPeers(peers)],
+            host="127.0.0.1",
+            port=port,
+        )
+        self.task = asyncio.create_task(self.agent.run())
+
+    def _noted(self, text: str) -> None:
+        self.notes.append(text)
+        self._changed.set()
+
+    @property
+    def id(self) -> str:
+        return self.agent.credentials.node_id
+
+    async def is_ready(self) -> None:
+        ready = asyncio.create_task(self.agent.ready.wait())
+        await asyncio.wait([ready, self.task], return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self.task.done():
+            self.task.result()
+
+    async def has(self, condition: Callable[[NodeAgent], bool]) -> None:
+        """Wait until ``condition`` holds; it is looked at after each note."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition(self.agent):
+                self._changed.clear()
+                waiting = asyncio.create_task(self._changed.wait())
+                await asyncio.wait([waiting, self.task], return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                if self.task.done():
+                    self.task.result()
+
+    async def sees(self, *nodes: Running) -> None:
+        """Wait for a view of exactly these."""
+        ids = {node.id for node in nodes}
+        await self.has(lambda agent: agent.node.view is not None and set(_nodes(agent)) == ids)
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+def _nodes(agent: NodeAgent) -> tuple[str, ...]:
+    view = agent.node.view
+    return () if view is None else view.nodes
+
+
+class Cluster(contextlib.AsyncExitStack):
+    """Three agents that know the first one's address."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+        self.first_port = 0
+
+    async def node(self, name: str, port: int = 0) -> Running:
+        peers = [("127.0.0.1", self.first_port)] if self.first_port else []
+        node = Running(self.root / name, peers, port)
+        self.push_async_callback(node.stop)
+        await node.is_ready()
+        self.first_port = self.first_port or node.agent.port
+        return node
+
+    async def three(self) -> list[Running]:
+        nodes = [await self.node(name) for name in ("ada", "bob", "carl")]
+        for node in nodes:  # each also hears of the others, as the network would tell
+            for other in nodes:
+                tells(node, other)
+        for node in nodes:
+            await node.sees(*nodes)
+        return nodes
+
+
+def tells(node: Running, other: Running) -> None:
+    from potluck.cluster.discovery.advert import Hint
+
+    node.agent._links.heard(Hint("127.0.0.1", other.agent.port, "static"))
+
+
+def run(root: Path, story: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(100), Cluster(root) as cluster:
+            await story(cluster)
+
+    asyncio.run(bounded())
+
+
+def test_three_agents_agree_lose_one_and_take_it_back(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        loop = asyncio.get_running_loop()
+        ada, bob, carl = await cluster.three()
+        assert len({node.agent.node.view for node in (ada, bob, carl)}) == 1
+        epoch = ada.agent.status().epoch
+        began = loop.time()
+        await carl.stop()
+        await ada.sees(ada, bob)
+        print(f"a node whose agent ended was out of the view after {loop.time() - began:.2f} s")
+        assert ada.agent.status().epoch > epoch
+        again = await cluster.node("carl")
+        assert again.id == carl.id
+        for node in (ada, bob):
+            tells(node, again)
+        for node in (ada, bob, again):
+            await node.sees(ada, bob, again)
+        shown = again.agent.status()
+        assert [each.role for each in shown.nodes].count("leader") == 1
+        assert {each.link for each in shown.nodes} <= {"self", "up", "new"}
+        assert all(each.python and each.potluck for each in shown.nodes)
+        assert not any(node.id in line for node in (ada, bob) for line in again.notes), "by name"
+
+    run(tmp_path, story)
+
+
+def test_a_ban_by_command_takes_a_node_out_everywhere(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        ada, bob, carl = await cluster.three()
+        TrustStore(ada.home).ban(carl.id, "sold")
+        await ada.sees(ada, bob)
+        await bob.sees(ada, bob)
+        async with asyncio.timeout(WAIT_S):
+            while carl.id not in TrustStore(bob.home).banned():
+                await asyncio.sleep(0)
+        assert carl.id not in _nodes(ada.agent) + _nodes(bob.agent)
+
+    run(tmp_path, story)
+
+
+def test_the_secret_is_changed_on_all_nodes_while_they_stay_together(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        nodes = await cluster.three()
+        epochs = [node.agent.status().epoch for node in nodes]
+        settings = Settings(home=nodes[1].home)
+        answer = await ask_agent(settings, local.RotateRequest(), timeout_s=WAIT_S)
+        assert answer == local.Outcome(True, "3 nodes have the new secret")
+        for node in nodes:
+            await node.has(lambda agent: agent.credentials.namespace != namespace_of(OLD))
+        assert len({node.agent.credentials.namespace for node in nodes}) == 1
+        assert [node.agent.status().epoch for node in nodes] == epochs
+        assert all(set(_nodes(node.agent)) == {n.id for n in nodes} for node in nodes)
+
+    run(tmp_path, story)
+
+
+def test_the_command_line_asks_the_agent_of_its_own_machine(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        ada = await cluster.node("ada")
+        await ada.sees(ada)
+        settings = Settings(home=ada.home)
+        reply = await ask_agent(settings, local.NodesRequest(), timeout_s=WAIT_S)
+        assert isinstance(reply, local.NodesReply)
+        assert (reply.node, reply.port) == (ada.id, ada.agent.port)
+        assert [each.role for each in reply.nodes] == ["leader"]
+        assert reply.epoch == ada.agent.status().epoch > 0
+        second = Running(ada.home, [])
+        with pytest.raises(ConfigurationError, match="runs on this machine already"):
+            await second.is_ready()
+        await ada.stop()
+        with pytest.raises(ConfigurationError, match="potluck up"):
+            await ask_agent(settings, local.NodesRequest(), timeout_s=WAIT_S)
+
+    run(tmp_path, story)
+
+
+def test_a_node_never_lives_the_same_life_twice_and_keeps_its_record(tmp_path: Path) -> None:
+    lives = []
+    for installed in (5, 7):
+        state = NodeState(tmp_path)
+        lives.append(state.life)
+        state.write(Record(installed=installed))
+        assert find_agent(tmp_path) is None, "it does not listen yet"
+        state.listening(4711)
+        found = find_agent(tmp_path)
+        assert found is not None
+        assert found.port == 4711
+        state.close()
+        state.close()
+        assert find_agent(tmp_path) is None
+    last = NodeState(tmp_path)
+    assert (lives, last.life, last.record.installed) == ([1, 2], 3, 7)
+    last.close()
+    (tmp_path / "node_state").write_bytes(b"\xc1")
+    with pytest.raises(IdentityError, match="damaged"):
+        NodeState(tmp_path)
+    assert (tmp_path / "node_state").stat().st_mode & 0o777 == 0o600
