@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from potluck.engine.layout import Array
 from potluck.engine.work import Work
 from potluck.errors import OperationTimeout
-from potluck.torch.process_group import buffers
+from potluck.torch.process_group import buffers, staging
 from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.work import GroupWork
 
@@ -23,16 +24,26 @@ _FIRST_TAG = 16
 
 def send(seat: Seat, tensor: Tensor, peer: int, tag: int) -> GroupWork:
     buffers.check(tensor, "send")
-    array, _ = buffers.on_host(tensor)
-    work = seat.communicator.send(array, peer, tag, timeout_s=seat.timeout_s)
-    return GroupWork((work,), [tensor], seat.completions)
+
+    def post(array: Array) -> Work:
+        return seat.communicator.send(array, peer, tag, timeout_s=seat.timeout_s)
+
+    if staging.is_elsewhere(tensor):
+        return staging.sent(seat, tensor, post)
+    return GroupWork((post(buffers.on_host(tensor)[0]),), [tensor], seat.completions)
 
 
 def recv(seat: Seat, tensor: Tensor, peer: int, tag: int) -> GroupWork:
     """``peer`` may be ``ANY``; the work's ``source_rank`` then tells whose message it was."""
     buffers.check(tensor, "recv")
+
+    def post(array: Array) -> Work:
+        return seat.communicator.recv(array, peer, tag, timeout_s=seat.timeout_s)
+
+    if staging.is_elsewhere(tensor):
+        return staging.received(seat, tensor, post)
     array, is_shared = buffers.on_host(tensor)
-    work = seat.communicator.recv(array, peer, tag, timeout_s=seat.timeout_s)
+    work = post(array)
     settle = None if is_shared else lambda: buffers.store(array, tensor)
     return GroupWork((work,), [tensor], seat.completions, settle)
 

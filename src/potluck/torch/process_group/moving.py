@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +10,10 @@ from torch import Tensor
 
 from potluck.engine.layout import Array
 from potluck.engine.work import Work
-from potluck.torch.process_group import buffers
+from potluck.torch.process_group import buffers, staging
 from potluck.torch.process_group.options import seconds
 from potluck.torch.process_group.seat import Seat
-from potluck.torch.process_group.staging import in_pieces, is_staged
+from potluck.torch.process_group.staging import Crossing, Flat, cross, in_columns, in_pieces
 from potluck.torch.process_group.work import GroupWork
 
 _EXCHANGE = 1
@@ -29,7 +30,7 @@ def broadcast(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
         return seat.communicator.broadcast(array, root, timeout_s=timeout_s)
 
     is_root = root == seat.rank
-    if is_staged(seat, tensor):
+    if staging.is_staged(seat, tensor):
         return in_pieces(seat, tensor, post, reads=is_root, writes=not is_root)
     array, is_shared = buffers.on_host(tensor)
     work = post(array)
@@ -52,6 +53,10 @@ def all_gather_single(seat: Seat, output: Tensor, source: Tensor, opts: Any) -> 
             f"all_gather: the output must have {seat.world_size} times the input's "
             f"{source.numel()} elements, one part per rank; it has {output.numel()}"
         )
+    if staging.is_staged(seat, source, seat.world_size):
+        whole = Flat(output)
+        rows = list(whole.row.view(seat.world_size, -1))
+        return _gather_staged(seat, source, rows, [output], opts, [whole])
     mine, _ = buffers.on_host(source)
     array, is_shared = buffers.on_host(output)
     work = seat.communicator.all_gather(array, mine, timeout_s=seconds(opts, seat.timeout_s))
@@ -63,6 +68,10 @@ def all_gather(seat: Seat, outputs: Sequence[Tensor], source: Tensor, opts: Any)
     """``outputs[i]`` becomes rank i's ``source``."""
     buffers.check(source, "all_gather")
     _one_each(seat, outputs, source, "all_gather", "output")
+    if staging.is_staged(seat, source, seat.world_size):
+        for output in outputs:
+            buffers.check(output, "all_gather")
+        return _gather_staged(seat, source, outputs, outputs, opts)
     mine, _ = buffers.on_host(source)
     array = buffers.room_for(outputs, "all_gather")
     work = seat.communicator.all_gather(array, mine, timeout_s=seconds(opts, seat.timeout_s))
@@ -75,15 +84,26 @@ def gather(seat: Seat, outputs: Sequence[Tensor] | None, source: Tensor, opts: A
     """On rank ``opts.rootRank``, ``outputs[i]`` becomes rank i's ``source``."""
     buffers.check(source, "gather")
     root = opts.rootRank
-    mine, _ = buffers.on_host(source)
     timeout_s = seconds(opts, seat.timeout_s)
-    if seat.rank != root:
-        if outputs:
-            raise ValueError(f"gather: requires empty output on non-root: rank {root} is the root")
+    is_root = seat.rank == root
+    if outputs and not is_root:
+        raise ValueError(f"gather: requires empty output on non-root: rank {root} is the root")
+    if is_root:
+        _one_each(seat, outputs or (), source, "gather", "output")
+    if staging.is_staged(seat, source, seat.world_size):
+
+        def post(given: Array, room: Array) -> Work:
+            return seat.communicator.gather(
+                room if is_root else None, given, root, timeout_s=timeout_s
+            )
+
+        results = list(outputs or ())
+        return in_columns(seat, [source], results, post, world_parts=seat.world_size)
+    mine, _ = buffers.on_host(source)
+    if not is_root:
         work = seat.communicator.gather(None, mine, root, timeout_s=timeout_s)
         return GroupWork((work,), [], seat.completions)
     chosen = outputs or ()
-    _one_each(seat, chosen, source, "gather", "output")
     array = buffers.room_for(chosen, "gather")
     work = seat.communicator.gather(array, mine, root, timeout_s=timeout_s)
     return GroupWork((work,), list(chosen), seat.completions, lambda: buffers.unpack(array, chosen))
@@ -97,11 +117,22 @@ def scatter(seat: Seat, output: Tensor, parts: Sequence[Tensor] | None, opts: An
     if seat.rank == root:
         chosen = parts or ()
         _one_each(seat, chosen, output, "scatter", "input")
-        source = buffers.pack(chosen, "scatter")
+        for part in chosen:
+            buffers.check(part, "scatter")
     elif parts:
         raise ValueError(f"scatter: requires empty input on non-root: rank {root} is the root")
+    timeout_s = seconds(opts, seat.timeout_s)
+    if staging.is_staged(seat, output, seat.world_size):
+
+        def post(given: Array, room: Array) -> Work:
+            kept = given if seat.rank == root else None
+            return seat.communicator.scatter(room, kept, root, timeout_s=timeout_s)
+
+        return in_columns(seat, list(parts or ()), [output], post, world_parts=seat.world_size)
+    if seat.rank == root:
+        source = buffers.pack(parts or (), "scatter")
     array, is_shared = buffers.on_host(output)
-    work = seat.communicator.scatter(array, source, root, timeout_s=seconds(opts, seat.timeout_s))
+    work = seat.communicator.scatter(array, source, root, timeout_s=timeout_s)
     settle = None if is_shared else lambda: buffers.store(array, output)
     return GroupWork((work,), [output], seat.completions, settle)
 
@@ -118,6 +149,8 @@ def all_to_all(
             )
         for tensor in tensors:
             buffers.check(tensor, "all_to_all")
+    if any(staging.is_elsewhere(tensor) for tensor in (*outputs, *inputs)):
+        return _exchange_staged(seat, outputs, inputs, list(outputs), opts)
     received = [buffers.on_host(tensor) for tensor in outputs]
     sent = [buffers.on_host(tensor)[0] for tensor in inputs]
     works = _exchange(seat, [array for array, _ in received], sent, opts)
@@ -148,6 +181,11 @@ def all_to_all_single(
         )
     incoming = _bounds(seat, output, output_sizes, "output")
     outgoing = _bounds(seat, source, input_sizes, "input")
+    if staging.is_elsewhere(output) or staging.is_elsewhere(source):
+        whole, given = Flat(output), Flat(source)
+        received = [whole.row[start:end] for start, end in incoming]
+        sent = [given.row[start:end] for start, end in outgoing]
+        return _exchange_staged(seat, received, sent, [output], opts, [whole])
     array, is_shared = buffers.on_host(output)
     mine, _ = buffers.on_host(source)
     works = _exchange(
@@ -165,18 +203,68 @@ def barrier(seat: Seat, opts: Any) -> GroupWork:
     return GroupWork((work,), [], seat.completions)
 
 
+def _gather_staged(
+    seat: Seat,
+    source: Tensor,
+    rows: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    opts: Any,
+    wholes: Sequence[Flat] = (),
+) -> GroupWork:
+    """``rows[i]`` becomes rank i's ``source``; ``wholes`` are what the rows are parts of."""
+    timeout_s = seconds(opts, seat.timeout_s)
+
+    def post(given: Array, room: Array) -> Work:
+        return seat.communicator.all_gather(room, given, timeout_s=timeout_s)
+
+    return in_columns(
+        seat, [source], rows, post, world_parts=seat.world_size, tensors=outputs, wholes=wholes
+    )
+
+
+def _exchange_staged(
+    seat: Seat,
+    received: Sequence[Tensor],
+    sent: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    opts: Any,
+    wholes: Sequence[Flat] = (),
+) -> GroupWork:
+    """As ``_exchange``, each message through host memory as it comes and goes."""
+    timeout_s = seconds(opts, seat.timeout_s)
+    rank, world = seat.rank, seat.world_size
+    _check_own(rank, received[rank], sent[rank])
+    given, made = [Flat(each) for each in sent], [Flat(each) for each in received]
+    made[rank].row.copy_(given[rank].row)
+    lane = staging.lane_for(made[rank].row)
+    crossings = []
+    for step in range(1, world):
+        source, target = (rank - step) % world, (rank + step) % world
+        going, coming = lane.room([given[target].row]), lane.room([made[source].row])
+
+        def post(
+            going: Tensor = going, coming: Tensor = coming, source: int = source,
+            target: int = target,
+        ) -> Sequence[Work]:  # fmt: skip
+            room, data = buffers.as_array(coming), buffers.as_array(going)
+            return (
+                seat.messages.recv(room, source, _EXCHANGE, timeout_s=timeout_s),
+                seat.messages.send(data, target, _EXCHANGE, timeout_s=timeout_s),
+            )
+
+        crossings.append(
+            Crossing([(given[target].row, going[0])], post, [(coming[0], made[source].row)])
+        )
+    return cross(seat, lane, outputs, crossings, [*made, *wholes])
+
+
 def _exchange(
     seat: Seat, received: Sequence[Array], sent: Sequence[Array], opts: Any
 ) -> list[Work]:
     """Messages between all pairs. Sizes may differ, so only the two ends of each know them."""
     timeout_s = seconds(opts, seat.timeout_s)
     rank, world = seat.rank, seat.world_size
-    if received[rank].shape != sent[rank].shape or received[rank].dtype != sent[rank].dtype:
-        raise ValueError(
-            f"all_to_all: rank {rank} sends itself {sent[rank].size} elements of "
-            f"{sent[rank].dtype} but expects {received[rank].size} of {received[rank].dtype}; "
-            "the split sizes of input and output must agree"
-        )
+    _check_own(rank, received[rank], sent[rank])
     received[rank][:] = sent[rank]
     works = []
     for step in range(1, world):
@@ -184,6 +272,16 @@ def _exchange(
         works.append(seat.messages.recv(received[source], source, _EXCHANGE, timeout_s=timeout_s))
         works.append(seat.messages.send(sent[target], target, _EXCHANGE, timeout_s=timeout_s))
     return works
+
+
+def _check_own(rank: int, received: Array | Tensor, sent: Array | Tensor) -> None:
+    sizes = [math.prod(each.shape) for each in (sent, received)]
+    if sizes[0] != sizes[1] or received.dtype != sent.dtype:
+        raise ValueError(
+            f"all_to_all: rank {rank} sends itself {sizes[0]} elements of {sent.dtype} but "
+            f"expects {sizes[1]} of {received.dtype}; the split sizes of input and output must "
+            "agree"
+        )
 
 
 def _bounds(

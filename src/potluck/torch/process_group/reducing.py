@@ -13,7 +13,7 @@ from potluck.engine.work import Work
 from potluck.torch.process_group import buffers
 from potluck.torch.process_group.options import check_reduction, reduction, seconds
 from potluck.torch.process_group.seat import Seat
-from potluck.torch.process_group.staging import in_pieces, is_staged
+from potluck.torch.process_group.staging import in_columns, in_pieces, is_staged
 from potluck.torch.process_group.work import GroupWork
 from potluck.types import ReduceOp
 
@@ -45,17 +45,38 @@ def reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     op, factor = reduction(opts)
     check_reduction(op, tensor.dtype)
     root = opts.rootRank
+    timeout_s = seconds(opts, seat.timeout_s)
+
+    def post(array: Array) -> Work:
+        work = seat.communicator.reduce(array, _posted(op, array), root, timeout_s=timeout_s)
+        return _averaged(work, op, array, seat.world_size) if root == seat.rank else work
+
+    if is_staged(seat, tensor):
+        return _reduce_staged(seat, tensor, post, factor, root)
     array, is_shared = buffers.on_host(tensor)
     if factor is not None:
         array = array * _scalar(factor, array)
         is_shared = False
-    work = seat.communicator.reduce(
-        array, _posted(op, array), root, timeout_s=seconds(opts, seat.timeout_s)
-    )
-    settle = None
-    if root == seat.rank:
-        settle = _settle(_averaged(work, op, array, seat.world_size), op, array, tensor, is_shared)
+    work = post(array)
+    settle = _settle(work, op, array, tensor, is_shared) if root == seat.rank else None
     return GroupWork((work,), [tensor], seat.completions, settle)
+
+
+def _reduce_staged(
+    seat: Seat, tensor: Tensor, post: Callable[[Array], Work], factor: float | Tensor | None,
+    root: int,
+) -> GroupWork:  # fmt: skip
+    is_root = root == seat.rank
+
+    def scaled(array: Array) -> Work:
+        if factor is None:
+            return post(array)
+        if not is_root:  # it may be the user's own memory, which stays as it is
+            return post(array * _scalar(factor, array))
+        array *= _scalar(factor, array)
+        return post(array)
+
+    return in_pieces(seat, tensor, scaled, writes=is_root)
 
 
 def reduce_scatter_single(seat: Seat, output: Tensor, source: Tensor, opts: Any) -> GroupWork:
@@ -72,6 +93,9 @@ def reduce_scatter_single(seat: Seat, output: Tensor, source: Tensor, opts: Any)
             f"reduce_scatter: the input must have {seat.world_size} times the output's "
             f"{output.numel()} elements, one part per rank; it has {source.numel()}"
         )
+    if is_staged(seat, output, seat.world_size):
+        parts = source.detach().reshape(seat.world_size, -1)
+        return _scatter_staged(seat, output, list(parts), opts)
     return _scatter_parts(seat, output, buffers.on_host(source)[0], opts)
 
 
@@ -83,22 +107,43 @@ def reduce_scatter(seat: Seat, output: Tensor, parts: Sequence[Tensor], opts: An
             f"the {seat.world_size} ranks"
         )
     buffers.equal_parts(parts, output, "reduce_scatter")
+    if is_staged(seat, output, seat.world_size):
+        for part in (*parts, output):
+            buffers.check(part, "reduce_scatter")
+        return _scatter_staged(seat, output, parts, opts)
     return _scatter_parts(seat, output, buffers.pack(parts, "reduce_scatter"), opts)
 
 
 def _scatter_parts(seat: Seat, output: Tensor, source: Array, opts: Any) -> GroupWork:
     buffers.check(output, "reduce_scatter")
-    op, factor = reduction(opts)
-    check_reduction(op, output.dtype)
-    if factor is not None:
-        source = source * _scalar(factor, source)
+    post, op = _scattering(seat, output, opts)
     array, is_shared = buffers.on_host(output)
-    work = seat.communicator.reduce_scatter(
-        array, source, _posted(op, array), timeout_s=seconds(opts, seat.timeout_s)
-    )
-    _averaged(work, op, array, seat.world_size)
+    work = post(source, array)
     settle = _settle(work, op, array, output, is_shared)
     return GroupWork((work,), [output], seat.completions, settle)
+
+
+def _scatter_staged(seat: Seat, output: Tensor, parts: Sequence[Tensor], opts: Any) -> GroupWork:
+    post, _ = _scattering(seat, output, opts)
+    return in_columns(seat, parts, [output], post, world_parts=seat.world_size)
+
+
+def _scattering(
+    seat: Seat, output: Tensor, opts: Any
+) -> tuple[Callable[[Array, Array], Work], ReduceOp]:
+    """How one reduce_scatter of (all parts, result) is posted."""
+    op, factor = reduction(opts)
+    check_reduction(op, output.dtype)
+    timeout_s = seconds(opts, seat.timeout_s)
+
+    def post(source: Array, array: Array) -> Work:
+        if factor is not None:
+            source = source * _scalar(factor, source)
+        kind = _posted(op, array)
+        work = seat.communicator.reduce_scatter(array, source, kind, timeout_s=timeout_s)
+        return _averaged(work, op, array, seat.world_size)
+
+    return post, op
 
 
 def _is_rounded(op: ReduceOp, array: Array) -> bool:

@@ -1,15 +1,17 @@
 """Tensors on accelerators, through (pinned) host memory, in pieces that overlap.
 
-While piece ``k`` is on the network, piece ``k + 1`` is on its way from the device, and results go
-back as they come. Where one rank has an accelerator all ranks cut alike, whatever their own tensors
-are on, for each piece is a collective of its own. Pieces are posted by the calling thread, in
-order, so operations keep their order too; it returns once the last piece has left the device.
+An operation is cut into several collectives, each of a part of every tensor. While piece ``k`` is
+on the network, piece ``k + 1`` is on its way from the device, and results go back as they come.
+Where one rank has an accelerator all ranks cut alike, whatever their own tensors are on. Pieces are
+posted by the calling thread, in order, so operations keep their order too; it returns once the last
+piece has left the device. Messages (send, recv, and those of all_to_all) are not cut: a receiver
+may not know from whom the next one comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +28,8 @@ PIECE_BYTES = 4 << 20
 class Lane(Protocol):
     """How pieces cross between one device and the host."""
 
-    def room(self, piece: Tensor) -> Tensor:
-        """Host memory for a piece."""
+    def room(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Host memory for pieces of one length and dtype, one row each."""
 
     def fetch(self, piece: Tensor, host: Tensor) -> Callable[[], None]:
         """Start copying to the host; the result waits until it is there."""
@@ -40,17 +42,24 @@ class Lane(Protocol):
 
 
 class PlainLane:
-    """Any device (MPS has no streams to order copies by): each copy is done when it returns."""
+    """Any device (MPS has no streams to order copies by): each copy is done when it returns.
 
-    def room(self, piece: Tensor) -> Tensor:
-        return torch.empty(piece.shape, dtype=piece.dtype)
+    What is in host memory already is used where it is.
+    """
+
+    def room(self, pieces: Sequence[Tensor]) -> Tensor:
+        if len(pieces) == 1 and pieces[0].device.type == "cpu":
+            return pieces[0].view(1, -1)
+        return torch.empty(len(pieces), pieces[0].numel(), dtype=pieces[0].dtype)
 
     def fetch(self, piece: Tensor, host: Tensor) -> Callable[[], None]:
-        host.copy_(piece)
+        if host.data_ptr() != piece.data_ptr():
+            host.copy_(piece)
         return _nothing
 
     def put(self, host: Tensor, piece: Tensor) -> None:
-        piece.copy_(host)
+        if host.data_ptr() != piece.data_ptr():
+            piece.copy_(host)
 
     def finish(self) -> None:
         return None
@@ -63,8 +72,9 @@ class CudaLane:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def room(self, piece: Tensor) -> Tensor:
-        return torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
+    def room(self, pieces: Sequence[Tensor]) -> Tensor:
+        size = (len(pieces), pieces[0].numel())
+        return torch.empty(size, dtype=pieces[0].dtype, pin_memory=True)
 
     def fetch(self, piece: Tensor, host: Tensor) -> Callable[[], None]:
         with torch.cuda.stream(self._stream):
@@ -77,19 +87,103 @@ class CudaLane:
     def put(self, host: Tensor, piece: Tensor) -> None:
         with torch.cuda.stream(self._stream):
             piece.copy_(host, non_blocking=True)
+            piece.record_stream(self._stream)
 
     def finish(self) -> None:
         # Whoever waits may be on another thread and stream than the caller: done means done.
         self._stream.synchronize()
 
 
+class Crossing(NamedTuple):
+    """One collective, or one pair of messages, and the copies before and after it."""
+
+    fetches: Sequence[tuple[Tensor, Tensor]]
+    """(on the device, in host memory): what this rank contributes."""
+    post: Callable[[], Sequence[Work]]
+    puts: Sequence[tuple[Tensor, Tensor]]
+    """(in host memory, on the device): what this rank gets."""
+
+
 def lane_for(tensor: Tensor) -> Lane:
     return CudaLane(tensor.device) if tensor.device.type == "cuda" else PlainLane()
 
 
-def is_staged(seat: Seat, tensor: Tensor) -> bool:
-    """Whether this operation is cut; the same on all ranks for tensors of one size."""
-    return seat.has_devices and tensor.nbytes > PIECE_BYTES
+def sent(seat: Seat, tensor: Tensor, post: Callable[[Array], Work]) -> GroupWork:
+    """One message out of a device."""
+    return _message(seat, tensor, post, reads=True)
+
+
+def received(seat: Seat, tensor: Tensor, post: Callable[[Array], Work]) -> GroupWork:
+    """One message into a device."""
+    return _message(seat, tensor, post, reads=False)
+
+
+def _message(
+    seat: Seat, tensor: Tensor, post: Callable[[Array], Work], *, reads: bool
+) -> GroupWork:
+    lane, flat = lane_for(tensor), Flat(tensor)
+    host = lane.room([flat.row])
+    crossing = Crossing(
+        [(flat.row, host[0])] if reads else [],
+        lambda: [post(buffers.as_array(host))],
+        [] if reads else [(host[0], flat.row)],
+    )
+    return cross(seat, lane, [tensor], [crossing], [] if reads else [flat])
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether the tensor is not in host memory."""
+    return tensor.device.type != "cpu"
+
+
+def is_staged(seat: Seat, tensor: Tensor, parts: int = 1) -> bool:
+    """Whether an operation on this many parts of the size of ``tensor`` goes through here.
+
+    The same on all ranks for large ones, which are cut; small ones cross in one piece.
+    """
+    return is_elsewhere(tensor) or (seat.has_devices and tensor.nbytes * parts > PIECE_BYTES)
+
+
+def cross(
+    seat: Seat, lane: Lane, tensors: Sequence[Tensor], crossings: Sequence[Crossing],
+    flats: Sequence[Flat] = (),
+) -> GroupWork:  # fmt: skip
+    """Fetch, post and bring back each of ``crossings``; then copy ``flats`` back."""
+    arrivals = [[lane.fetch(*pair) for pair in crossing.fetches] for crossing in crossings]
+    posted: list[Sequence[Work]] = []
+    for arrived, crossing in zip(arrivals, crossings, strict=True):
+        for wait in arrived:
+            wait()
+        posted.append(crossing.post())
+
+    def bring_back() -> None:
+        for works, crossing in zip(posted, crossings, strict=True):
+            for work in works:
+                work.wait()
+            for pair in crossing.puts:
+                lane.put(*pair)
+        lane.finish()
+        for flat in flats:
+            flat.copy_back()
+
+    writes = any(crossing.puts for crossing in crossings)
+    all_works = [work for works in posted for work in works]
+    work = GroupWork(all_works, tensors, seat.completions, bring_back if writes else None)
+    work.settles_itself = writes
+    return work
+
+
+class Flat:
+    """A tensor as one contiguous row on its own device; a copy of it where it is not one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self.row = self._tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+
+    def copy_back(self) -> None:
+        plain = not (self._tensor.is_conj() or self._tensor.is_neg())
+        if not plain or self.row.data_ptr() != self._tensor.data_ptr():
+            self._tensor.copy_(self.row.view(self._tensor.shape))
 
 
 def in_pieces(
@@ -99,51 +193,69 @@ def in_pieces(
     *,
     reads: bool = True,
     writes: bool = True,
-    lane: Lane | None = None,
 ) -> GroupWork:
     """``post`` for each piece of ``tensor``, in place.
 
     ``reads``: this rank's values matter, so they are fetched; ``writes``: it gets a result.
     """
-    detached = tensor.detach()
-    flat = detached.contiguous().view(-1)
-    if lane is None and tensor.device.type == "cpu":
-        works = [post(buffers.as_array(piece)) for piece in _pieces(flat)]
-        copies = writes and flat.data_ptr() != detached.data_ptr()
-        settle = (lambda: _copy(flat, detached)) if copies else None
-        return GroupWork(works, [tensor], seat.completions, settle)
-    used = lane or lane_for(tensor)
-    pieces = list(_pieces(flat))
-    hosts = [used.room(piece) for piece in pieces]
-    arrivals = [
-        used.fetch(piece, host) if reads else _nothing
-        for piece, host in zip(pieces, hosts, strict=True)
-    ]
-    works = []
-    for arrived, host in zip(arrivals, hosts, strict=True):
-        arrived()
-        works.append(post(buffers.as_array(host)))
-
-    def bring_back() -> None:
-        for work, host, piece in zip(works, hosts, pieces, strict=True):
-            work.wait()
-            used.put(host, piece)
-        used.finish()
-        if flat.data_ptr() != detached.data_ptr():
-            _copy(flat, detached)
-
-    work = GroupWork(works, [tensor], seat.completions, bring_back if writes else None)
-    work.settles_itself = writes
-    return work
+    lane, flat = lane_for(tensor), Flat(tensor)
+    crossings = []
+    for start, end in _cuts(seat, tensor, 1):
+        piece = flat.row[start:end]
+        host = lane.room([piece])
+        crossings.append(
+            Crossing(
+                [(piece, host[0])] if reads else [],
+                lambda host=host: [post(buffers.as_array(host))],  # type: ignore[misc]
+                [(host[0], piece)] if writes else [],
+            )
+        )
+    return cross(seat, lane, [tensor], crossings, [flat] if writes else [])
 
 
-def _pieces(flat: Tensor) -> Iterator[Tensor]:
-    length = max(1, PIECE_BYTES // flat.element_size())
-    return iter(torch.split(flat, length))
+def in_columns(
+    seat: Seat,
+    sources: Sequence[Tensor],
+    results: Sequence[Tensor],
+    post: Callable[[Array, Array], Work],
+    *,
+    world_parts: int,
+    tensors: Sequence[Tensor] | None = None,
+    wholes: Sequence[Flat] = (),
+) -> GroupWork:
+    """``post(source, result)`` for the same piece of all ``sources`` and ``results``.
+
+    All have one size. Their pieces lie one after the other in the arrays that are posted, which
+    are empty where this rank has none. ``tensors`` (the results, if not given) are what the work
+    shows; ``wholes`` are copied back last.
+    """
+    first = (*sources, *results)[0]
+    lane = lane_for(first)
+    given, made = [Flat(each) for each in sources], [Flat(each) for each in results]
+    crossings = []
+    for start, end in _cuts(seat, first, world_parts):
+        reads = [flat.row[start:end] for flat in given]
+        writes = [flat.row[start:end] for flat in made]
+        source = lane.room(reads) if reads else first.new_empty(0, device="cpu")
+        result = lane.room(writes) if writes else first.new_empty(0, device="cpu")
+        crossings.append(
+            Crossing(
+                list(zip(reads, source, strict=True)) if reads else [],
+                lambda s=source, r=result: [post(buffers.as_array(s), buffers.as_array(r))],  # type: ignore[misc]
+                list(zip(result, writes, strict=True)) if writes else [],
+            )
+        )
+    shown = list(results if tensors is None else tensors)
+    return cross(seat, lane, shown, crossings, [*made, *wholes])
 
 
-def _copy(flat: Tensor, tensor: Tensor) -> None:
-    tensor.copy_(flat.view(tensor.shape))
+def _cuts(seat: Seat, tensor: Tensor, parts: int) -> Iterator[tuple[int, int]]:
+    """Where the pieces of a tensor begin and end; at least one, also of nothing."""
+    count = tensor.numel()
+    is_cut = seat.has_devices and tensor.nbytes * parts > PIECE_BYTES
+    length = max(1, PIECE_BYTES // tensor.element_size() // parts) if is_cut else count
+    for start in range(0, max(1, count), max(1, length)):
+        yield start, min(start + length, count)
 
 
 def _nothing() -> None:
