@@ -198,7 +198,7 @@ def test_status_shows_a_running_job_and_then_nothing(script) -> None:
         return json.loads(done.stdout)
 
     path = script(SLEEPER)
-    assert status() == {"version": 1, "jobs": []}
+    assert status() == {"version": 1, "cluster": None, "jobs": []}
     with run_command("--workers", "2", path) as run:
         pids = [pid_in(run.wait_for(lambda line, r=r: f"[{r}] pid" in line)) for r in (0, 1)]
         (job,) = status()["jobs"]
@@ -212,7 +212,7 @@ def test_status_shows_a_running_job_and_then_nothing(script) -> None:
         assert "script.py" in table.stdout
         run.signal(signal.SIGTERM)
         run.finish()
-    assert status() == {"version": 1, "jobs": []}
+    assert status() == {"version": 1, "cluster": None, "jobs": []}
 
 
 def test_the_file_of_a_killed_agent_is_removed_by_status(script, own_environment: Path) -> None:

@@ -12,9 +12,11 @@ from potluck.cli.bench import bench
 from potluck.cli.doctor import doctor
 from potluck.cli.init import init
 from potluck.cli.join import join
+from potluck.cli.orders import continue_, rotate
 from potluck.cli.pair import pair
 from potluck.cli.run import run
 from potluck.cli.status import status
+from potluck.cli.up import up
 
 app = typer.Typer(
     name="potluck",
@@ -53,6 +55,9 @@ app.command(
 )(join)
 app.command(epilog='Examples:\n\npotluck ban 3f2a91c0\n\npotluck ban 3f2a91c0 --reason "sold"')(ban)
 app.command(epilog="Example:\n\npotluck unban 3f2a91c0")(unban)
+app.command(epilog="Examples:\n\npotluck up\n\npotluck up --peers attic.local,192.168.1.20")(up)
+app.command(epilog="Example:\n\npotluck rotate")(rotate)
+app.command("continue", epilog="Example:\n\npotluck continue --alone")(continue_)
 app.command(epilog="Examples:\n\npotluck status\n\npotluck status --json")(status)
 app.command(epilog="Examples:\n\npotluck doctor\n\npotluck doctor --json")(doctor)
 

@@ -1,4 +1,4 @@
-"""``potluck status``: which jobs run on this machine, and how they are doing."""
+"""``potluck status``: the cluster, the jobs that run on this machine, and how they are doing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from potluck.cli.nodes import ask_nodes, show_nodes
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from potluck.settings import Settings
     from potluck.transport.credentials import Credentials
     from potluck.wire.control import StatusReply
+    from potluck.wire.local import NodesReply
 
 SCHEMA_VERSION = 1
 _ANSWER_S = 3.0
@@ -25,9 +27,13 @@ _ANSWER_S = 3.0
 def status(
     json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
-    """Show the jobs that run on this machine: workers, devices, speed, steps, events.
+    """Show the cluster as this machine's agent sees it, and the jobs that run on this machine.
 
-    With --json: {"version": 1, "jobs": [...]}; each job has job, node, pid, script, started (Unix
+    With --json: {"version": 1, "cluster": {...}, "jobs": [...]}. The cluster (null unless `potluck
+    up` runs here) has node, pid, port, namespace, epoch (0: no view), paused (why, or empty),
+    nodes, banned, events; each node has node, name, role (leader, member or empty), link (self,
+    new, up, suspect, cut, silent, dead, none), host, latency_ms, python, torch, potluck. Each job
+    has job, node, pid, script, started (Unix
     time), epoch, step, loss, events, and workers with worker, rank (-1: not in the group now),
     phase, pid, restarts, device, step, samples_per_s. Fields may be added, none will change.
     """
@@ -35,7 +41,7 @@ def status(
 
     try:
         settings = load_settings()
-        jobs, silent = asyncio.run(_ask(settings))
+        cluster, jobs, silent = asyncio.run(_ask_all(settings))
     except PotluckError as error:
         typer.echo(f"potluck: {error}", err=True)
         raise typer.Exit(2) from None
@@ -44,12 +50,25 @@ def status(
     if json:
         import msgspec
 
-        text = msgspec.json.encode({"version": SCHEMA_VERSION, "jobs": jobs})
+        text = msgspec.json.encode({"version": SCHEMA_VERSION, "cluster": cluster, "jobs": jobs})
         typer.echo(msgspec.json.format(text, indent=2).decode())
-    elif jobs:
+        return
+    if cluster is not None:
+        show_nodes(cluster)
+    if jobs:
         _show(jobs)
-    else:
+    elif cluster is None:
         typer.echo("No job runs here. Start one with: potluck run --workers 4 train.py")
+
+
+async def _ask_all(
+    settings: Settings,
+) -> tuple[NodesReply | None, list[StatusReply], list[str]]:
+    jobs, silent = await _ask(settings)
+    try:
+        return await ask_nodes(settings), jobs, silent
+    except PotluckError as error:
+        return None, jobs, [*silent, str(error)]
 
 
 async def _ask(settings: Settings) -> tuple[list[StatusReply], list[str]]:

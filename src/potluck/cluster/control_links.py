@@ -247,7 +247,8 @@ class ControlLinks:
 
     def _take(self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Link:
         old = self._links.get(node)
-        link = _Link(node, reader, writer, writer.get_extra_info("peername")[0], _now())
+        host = writer.get_extra_info("peername")[0].removeprefix("::ffff:")
+        link = _Link(node, reader, writer, host, _now())
         self._links[node] = link
         self._book.linked(node)
         if old is not None:

@@ -1,0 +1,67 @@
+"""``potluck up``: this machine's agent, in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from potluck.errors import PotluckError
+
+if TYPE_CHECKING:
+    from potluck.settings import Settings
+
+
+def up(
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="TCP and UDP port (default 52415).", show_default=False
+        ),
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Other machines by address, where the network does not tell: attic,10.0.0.7.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Make this machine part of its cluster, until Ctrl-C.
+
+    Runs the machine's agent in the foreground. It finds the other machines that hold the same
+    secret (by mDNS, by a beacon, or by --peers), keeps links to them, and agrees with them who is
+    in; each change is one line, with its reason. Makes a secret if there is none: then run `potluck
+    pair` here and `potluck join` on the next machine. `potluck status` shows what it knows.
+    """
+    from potluck.settings import load_settings
+
+    try:
+        settings = load_settings(discovery_port=port, peers=peers)
+        asyncio.run(_run(settings))
+    except PotluckError as error:
+        typer.echo(f"potluck: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+async def _run(settings: Settings) -> None:
+    from potluck.cluster.node_agent import NodeAgent
+
+    agent = NodeAgent(settings, on_note=lambda line: typer.echo(f"potluck: {line}"))
+    running = asyncio.create_task(agent.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, running.cancel)
+    ready = asyncio.create_task(agent.ready.wait())
+    await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+    ready.cancel()
+    if not running.done():
+        typer.echo(
+            f"potluck: node {agent.credentials.node_id[:12]} is up on port {agent.port}; "
+            "Ctrl-C takes it down"
+        )
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
