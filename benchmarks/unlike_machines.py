@@ -9,11 +9,12 @@ matters less; the second one's part is three times smaller. Three ways take turn
 
 - ``equal``: every worker gets half of the batch, as plain data parallelism does;
 - ``by speed``: ``Policy(shares=ProportionalShares())``, which knows nothing and measures as it goes
-  (its first steps, until shares have settled, are not in the median; they are shown apart);
+  (its first steps, until shares have settled, are not in the medians; they are shown apart);
 - ``ideal``: the best fixed split, found before by trying them all in steps of 1/32 of the batch.
 
-The ``bound`` is the batch over the sum of the speeds that the workers reach alone: without
-communication.
+The ratio is that of the medians of one round, and of these the median over rounds: what disturbs
+the machine for seconds then hits both. The ``bound`` is the batch over the sum of the speeds that
+the workers reach alone, without communication.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import report, throttle, training
+from bench import results, throttle
+
+from potluck.bench.machine import heading, machine
 
 REACH = 1.15
 WAYS = ("equal", "by speed", "ideal")
-SETTLING = 12
+SETTLING = 10
 """Steps at the beginning of a round that are not timed: shares are being found."""
 
 
@@ -42,22 +45,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="equal shares, shares by speed, the ideal split")
     parser.add_argument("--slowdown", type=float, default=3.0, help="of the second worker")
     parser.add_argument("--core", type=float, default=0.6, help="the first worker's part of one")
-    parser.add_argument("--batch", type=int, default=256, help="samples per step")
+    parser.add_argument("--batch", type=int, nargs="+", default=[256, 1024], help="per step")
     parser.add_argument("--width", type=int, default=1024, help="of the network's hidden layers")
     parser.add_argument("--steps", type=int, default=40, help="steps per round")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds per way")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per way")
     parser.add_argument("--limit", choices=["auto", "cgroup", "signals"], default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     parser.add_argument("--save", action="store_true", help="write them to benchmarks/results/")
     arguments = parser.parse_args()
-    machine = report.machine()
-    text = [report.heading(machine)]
+    facts = machine()
+    text = [heading(facts)]
     print(text[0], flush=True)
+    rows = []
+    for batch in arguments.batch:
+        row = measure(arguments, batch)
+        if row is None:
+            print("a worker failed", file=sys.stderr)
+            return 1
+        rows.append(row)
+        lines = table(row)
+        text += lines
+        print("\n".join(lines), flush=True)
+    result = {"benchmark": "unlike_machines", "reach": REACH, "machine": facts, "rows": rows}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.save:
+        print(f"saved: {results.save(result, text)}")
+    return 0 if all(row["ratio"] <= REACH and row["same_parameters"] for row in rows) else 1
 
+
+def measure(arguments: argparse.Namespace, batch: int) -> dict[str, Any] | None:
+    """One table's figures, from two workers; None if one fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    numbers = (arguments.batch, arguments.steps, arguments.rounds, arguments.width)
+    numbers = (batch, arguments.steps, arguments.rounds, arguments.width)
     options = [str(number) for number in numbers]
     workers = [
         subprocess.Popen(
@@ -85,26 +107,18 @@ def main() -> int:
                 worker.kill()
             worker.wait()
     if any(worker.returncode for worker in workers):
-        print("a worker failed", file=sys.stderr)
-        return 1
-    row = json.loads(output) | {"parts_of_a_core": shares, "limited_by": how}
-    text += table(row, arguments.batch)
-    print("\n".join(text[1:]))
-    result = {"benchmark": "unlike_machines", "reach": REACH, "machine": machine, "rows": [row]}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.save:
-        folder = Path(__file__).parent / "results"
-        print(f"saved: {training.save(result, text, folder)}")
-    return 0 if row["ratio"] <= REACH and row["same_parameters"] else 1
+        return None
+    limits_used = {"batch": batch, "parts_of_a_core": shares, "limited_by": how}
+    row: dict[str, Any] = json.loads(output) | limits_used
+    return row
 
 
-def table(row: dict[str, Any], batch: int) -> list[str]:
-    speeds, parts = row["speeds"], row["parts_of_a_core"]
+def table(row: dict[str, Any]) -> list[str]:
+    batch, speeds, parts = row["batch"], row["speeds"], row["parts_of_a_core"]
     lines = [
         "",
-        f"workers are held to {parts[0]:.2f} and {parts[1]:.2f} of a core by {row['limited_by']}; "
-        f"alone they reach {speeds[0]:.0f} and {speeds[1]:.0f} samples/s",
+        f"batches of {batch}; workers are held to {parts[0]:.2f} and {parts[1]:.2f} of a core by",
+        f"{row['limited_by']}; alone they reach {speeds[0]:.0f} and {speeds[1]:.0f} samples/s",
         "",
         f"{'way':>10}{'split':>12}{'ms per step':>14}{'samples/s':>12}{'/ ideal':>10}",
     ]
@@ -120,12 +134,12 @@ def table(row: dict[str, Any], batch: int) -> list[str]:
     lines.append(
         f"{'bound':>10}{'':>12}{bound * 1e3:>14.1f}{batch / bound:>12.0f}{bound / ideal:>10.2f}"
     )
-    settling = row["by speed"]["settling_s"]
+    rounds = f"rounds from {min(row['ratios']):.2f} to {max(row['ratios']):.2f}"
     lines += [
         "",
-        f"by speed / ideal: {row['ratio']:.2f} (reach {REACH}). With the first {SETTLING} steps of "
-        f"each round,\nwhile shares are found: {settling / ideal:.2f}. Parameters of both workers "
-        f"{'equal bit by bit' if row['same_parameters'] else 'DIFFER'}.",
+        f"by speed / ideal: {row['ratio']:.2f} (reach {REACH}; {rounds})",
+        f"with the first {SETTLING} steps, while shares are found: {row['ratio_with_start']:.2f}",
+        f"parameters of both workers: {'equal bit by bit' if row['same_parameters'] else 'DIFFER'}",
     ]
     return lines
 
@@ -143,7 +157,7 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
 
     import potluck
     from potluck.torch import DistributedDataParallel, ElasticLoop, Policy, ProportionalShares
-    from potluck.training.shares import Plan, apportion
+    from potluck.training.shares import Cost, Plan
 
     torch.set_num_threads(1)
     ctx = potluck.init("env")
@@ -193,13 +207,12 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
             now = time.perf_counter()
             self.seconds.append(now - self.last)
             self.last = now
-            speeds = self.job.speeds or (1.0, 1.0)
-            self.split = apportion(batch, speeds)
+            self.split = self.job.shares
 
     def train(way: str, split: tuple[int, ...] = (), num_steps: int = steps) -> tuple[Clock, str]:
         model = DistributedDataParallel(network(), ctx)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        clock = Clock(Plan(tuple(map(float, split))) if split else None)
+        clock = Clock(Plan(tuple(Cost(0.0, 1 / part) for part in split)) if split else None)
         job = ElasticLoop(
             model,
             optimizer,
@@ -220,6 +233,9 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
             if job.step_number == num_steps:
                 break
         return clock, job.parameter_hash()
+
+    def settled(clock: Clock) -> float:
+        return statistics.median(clock.seconds[SETTLING:])
 
     def best_split() -> tuple[int, int]:
         """Of the fixed ones, tried in turns; both workers take rank 0's choice."""
@@ -248,14 +264,17 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
     rows = ctx.all_gather(mine.copy())
     row["same_parameters"] = bool((rows == rows[0]).all())
     for way, found in clocks.items():
-        settled = [s for clock in found for s in clock.seconds[SETTLING:]]
         row[way] = {
             "split": found[-1].split,
-            "samples_s": settled,
-            "median_s": statistics.median(settled),
-            "settling_s": statistics.mean(s for clock in found for s in clock.seconds),
+            "rounds_s": [clock.seconds for clock in found],
+            "median_s": statistics.median(s for clock in found for s in clock.seconds[SETTLING:]),
         }
-    row["ratio"] = row["by speed"]["median_s"] / row["ideal"]["median_s"]
+    pairs = list(zip(clocks["by speed"], clocks["ideal"], strict=True))
+    row["ratios"] = [settled(mine) / settled(best) for mine, best in pairs]
+    row["ratio"] = statistics.median(row["ratios"])
+    row["ratio_with_start"] = statistics.median(
+        sum(mine.seconds) / sum(best.seconds) for mine, best in pairs
+    )
     if ctx.is_master:
         print(json.dumps(row), file=answers, flush=True)
     ctx.close()
