@@ -1,4 +1,4 @@
-"""``potluck ban`` and ``potluck unban``: who is kept out although it holds the secret."""
+"""``potluck ban``: who is kept out although it holds the secret."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def ban(
 ) -> None:
     """Refuse a node from now on, although it holds the cluster's secret.
 
-    Takes effect at once for new connections of this machine's agent and workers. Whoever holds the
-    secret can make itself a new id: to be sure, change the secret afterwards with `potluck rotate`.
+    Takes effect at once for new connections of this machine's agent and workers; a running agent
+    (`potluck up`) ends its link to the node and tells the other nodes. A ban is for good. Whoever
+    holds the secret can make itself a new id: to be sure, run `potluck rotate` afterwards. To take
+    the machine back, remove ~/.potluck/node_keypair there, and let it join again.
     """
     from potluck.cluster.credentials import load_credentials
 
@@ -45,18 +47,6 @@ def ban(
         typer.echo(f"potluck: {error}", err=True)
         raise typer.Exit(2) from None
     typer.echo(f"Node {found[:12]} is banned{'' if is_new else ' already'} on this machine.")
-
-
-def unban(node: _Node) -> None:
-    """Let a banned node in again."""
-    try:
-        store, _ = _store()
-        found = store.find(node)
-        was_banned = store.unban(found)
-    except PotluckError as error:
-        typer.echo(f"potluck: {error}", err=True)
-        raise typer.Exit(2) from None
-    typer.echo(f"Node {found[:12]} {'may come in again' if was_banned else 'was not banned'}.")
 
 
 def _store() -> tuple[TrustStore, Settings]:

@@ -50,6 +50,7 @@ def join(
     cluster's public name, and the file that holds the old secret (or null).
     """
     from potluck.cluster.keyring import replace_secret
+    from potluck.cluster.node_state import find_agent
     from potluck.cluster.trust import TrustStore
     from potluck.settings import load_settings
     from potluck.transport.credentials import namespace_of
@@ -80,6 +81,10 @@ def join(
     typer.echo(f"This machine is in the cluster of {given.name or 'node ' + given.node[:12]} now.")
     if kept is not None:
         typer.echo(f"The secret it had before is in {kept}.")
+    if find_agent(settings.home) is not None:
+        typer.echo("Its agent still runs for the old one: end `potluck up` and start it again.")
+    else:
+        typer.echo("To take part, run: potluck up")
 
 
 def _check(settings: Settings, replace: bool) -> None:

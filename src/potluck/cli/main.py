@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from potluck.cli.ban import ban, unban
+from potluck.cli.ban import ban
 from potluck.cli.bench import bench
 from potluck.cli.doctor import doctor
 from potluck.cli.init import init
@@ -54,7 +54,6 @@ app.command(
     )
 )(join)
 app.command(epilog='Examples:\n\npotluck ban 3f2a91c0\n\npotluck ban 3f2a91c0 --reason "sold"')(ban)
-app.command(epilog="Example:\n\npotluck unban 3f2a91c0")(unban)
 app.command(epilog="Examples:\n\npotluck up\n\npotluck up --peers attic.local,192.168.1.20")(up)
 app.command(epilog="Example:\n\npotluck rotate")(rotate)
 app.command("continue", epilog="Example:\n\npotluck continue --alone")(continue_)

@@ -3,7 +3,8 @@
 One file, ``home/trust.json`` (mode 0600), the same for the agent, its workers and the commands.
 Changes are made under a lock and appear whole or not at all; readers notice them at the next
 connection. Everyone who holds the cluster's secret is trusted unless banned, so the list of known
-nodes gives no rights: it lets people name a node by the beginning of its id.
+nodes gives no rights: it lets people name a node by the beginning of its id. A ban is for good: it
+is passed from node to node, and none can know that all have forgotten it.
 """
 
 from __future__ import annotations
@@ -131,16 +132,6 @@ class TrustStore:
                 known, banned=True, since=time.time(), reason=reason[:256]
             )
             return not known.banned
-
-    def unban(self, node: str) -> bool:
-        """Let ``node`` in again; False if it was not banned."""
-        _check(node)
-        with self._changing() as nodes:
-            known = nodes.get(node)
-            if known is None or not known.banned:
-                return False
-            nodes[node] = msgspec.structs.replace(known, banned=False, since=time.time(), reason="")
-            return True
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[dict[str, Node]]:

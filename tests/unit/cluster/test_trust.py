@@ -35,9 +35,6 @@ def test_a_ban_is_private_and_seen_at_once_by_whoever_reads_the_same_home(tmp_pa
     assert reader.objects_to(BOB) is None
     assert reader.banned() == {ADA}
     assert os.stat(writer.path).st_mode & 0o777 == 0o600
-    assert writer.unban(ADA) is True
-    assert writer.unban(ADA) is False
-    assert reader.objects_to(ADA) is None
 
 
 def test_meeting_a_banned_node_does_not_let_it_in(tmp_path: Path) -> None:
