@@ -88,6 +88,28 @@ class Interrupted:
 
 
 @dataclass(frozen=True, slots=True)
+class Agreed:
+    """The nodes agreed on a group, in the view of ``epoch``: the one that was announced as
+    ``announced``; or, when that is 0, one of their own, which ``members`` (in rank order) are left
+    in while others went with their nodes."""
+
+    epoch: int
+    members: tuple[str, ...]
+    announced: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NotAgreed:
+    """The nodes did not agree on the group that was announced as ``announced``. A later one needs
+    an epoch above ``floor``."""
+
+    announced: int
+    floor: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; see ``State.next_wakeup``."""
 
@@ -102,6 +124,8 @@ Event = (
     | Disconnected
     | Exited
     | Interrupted
+    | Agreed
+    | NotAgreed
     | Tick
 )
 

@@ -12,6 +12,8 @@ is any monotonic clock in seconds. Rules:
   same members get a new epoch.
 - A newcomer enters by a new view once all members are in the present one. Members in a working
   group go over to it between two steps; only a group with a lost member is ended under them.
+- Where nodes share a job, an announced group counts once they agreed on it (``Agreed``), and they
+  may go on without the workers of a lost node; those are away until their node is back.
 - Killed by a signal: started again, up to ``max_restarts`` times; then the others go on alone. An
   exit with a code above 0, or code that raised: the job fails. After the first member has
   finished nobody is let in or started again.
@@ -26,6 +28,7 @@ from typing import Any, assert_never
 
 from potluck.cluster.events import (
     Action,
+    Agreed,
     Announce,
     Disconnected,
     EndGroup,
@@ -38,6 +41,7 @@ from potluck.cluster.events import (
     Kill,
     Log,
     Lost,
+    NotAgreed,
     ProbeReply,
     Ready,
     SendProbe,
@@ -56,12 +60,29 @@ from potluck.cluster.roster import (
     State,
     Worker,
 )
+from potluck.types import Member
 
 
 def begin(names: Iterable[str], policy: Policy, epoch: int = 0) -> tuple[State, tuple[Action, ...]]:
     """A new job of workers ``names``; ``epoch`` is the highest one ever used for it."""
     state = State(policy, tuple(Worker(name) for name in names), epoch=epoch)
     return state, tuple(Start(worker.name, 0, "the job begins") for worker in state.workers)
+
+
+def take_over(names: Iterable[str], policy: Policy, epoch: int, members: Iterable[Member]) -> State:
+    """A job whose leader is gone, as the next one finds it: the group of ``epoch`` in the nodes'
+    view, in rank order. All else its agents tell again: who is ready, installed, or has ended."""
+    group = tuple(members)
+    known = {member.worker: member for member in group}
+    joined = {member.worker: rank - len(group) for rank, member in enumerate(group)}
+    workers = tuple(
+        Worker(name, Phase.MEMBER, known[name], joined=joined[name])
+        if name in known
+        else Worker(name, Phase.AWAY)
+        for name in names
+    )
+    live = LiveGroup(epoch, tuple(member.worker for member in group))
+    return State(policy, workers, epoch=epoch, groups=(live,) if group else ())
 
 
 def handle(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -113,6 +134,10 @@ class _Turn:
                 self.exited(self.state.worker(name), code)
             case Interrupted(number):
                 self.interrupted(number)
+            case Agreed():
+                self.agreed(event)
+            case NotAgreed():
+                self.not_agreed(event)
             case Tick():
                 pass
             case _:
@@ -122,14 +147,14 @@ class _Turn:
 
     def ready(self, event: Ready) -> None:
         worker = self.state.worker(event.worker)
-        if worker.phase in (Phase.STARTING, Phase.READY, Phase.EVICTED):
+        if worker.phase in (Phase.STARTING, Phase.READY, Phase.EVICTED, Phase.AWAY):
             self.update(worker.name, phase=Phase.READY, member=event.member)
         elif worker.phase is Phase.MEMBER and event.after_epoch >= self.state.epoch:
             self.lost(Lost(worker.name, event.after_epoch, certain=True, cause="asked for a view"))
 
     def lost(self, event: Lost) -> None:
         worker = self.state.worker(event.worker)
-        if worker.phase is Phase.EVICTED:
+        if worker.member is not None and worker.phase in (Phase.EVICTED, Phase.AWAY):
             self.update(worker.name, phase=Phase.READY)
         group = self.state.group(event.epoch)
         if worker.phase is not Phase.MEMBER or group is None:
@@ -239,6 +264,34 @@ class _Turn:
         self.change(interrupted=number)
         self.stop(f"interrupted by {signal.Signals(number).name}", number)
 
+    def agreed(self, event: Agreed) -> None:
+        """The view of nodes has the group, maybe in another epoch, maybe without some workers."""
+        state = self.state
+        if event.announced:
+            for worker in state.workers:
+                if worker.joined == event.announced:
+                    self.update(worker.name, joined=event.epoch)
+            groups = tuple(
+                replace(group, epoch=event.epoch) if group.epoch == event.announced else group
+                for group in state.groups
+            )
+            self.change(groups=groups, epoch=max(state.epoch, event.epoch))
+        elif event.epoch > state.epoch:
+            gone = {worker.name for worker in state.having(Phase.MEMBER)} - set(event.members)
+            self.remove(gone, Phase.AWAY, certain=False, reason=event.reason)
+            group = LiveGroup(event.epoch, event.members)
+            self.change(epoch=event.epoch, groups=(*self.state.groups, group), broken="")
+
+    def not_agreed(self, event: NotAgreed) -> None:
+        """Announce again, after a moment: whatever is in the way may take its time."""
+        newest = self.state.view
+        groups = tuple(group for group in self.state.groups if group.epoch != event.announced)
+        self.change(groups=groups, epoch=max(self.state.epoch, event.floor))
+        if newest is not None and newest.epoch == event.announced:
+            again = self.now + self.state.policy.agree_again_s
+            self.change(broken=event.reason, not_before=again)
+            self.actions.append(Log(f"epoch {event.announced} is void: {event.reason}"))
+
     # What follows.
 
     def settle(self) -> None:
@@ -324,6 +377,8 @@ class _Turn:
 
     def renew(self) -> None:
         """Announce a view if the present one is broken or someone waits to come in."""
+        if self.now >= self.state.not_before:
+            self.change(not_before=0.0)
         state = self.state
         members = state.having(Phase.MEMBER)
         ready = () if state.num_finished or state.stopping else state.having(Phase.READY)
@@ -331,7 +386,8 @@ class _Turn:
             if ready and not any(worker.phase in EXPECTED for worker in state.workers):
                 self.announce(ready, ready, f"all {len(ready)} workers are ready")
         elif state.broken:
-            self.announce((*members, *ready), ready, state.broken)
+            if not state.not_before:
+                self.announce((*members, *ready), ready, state.broken)
         elif ready and state.inquiry is None and self.all_entered():
             names = ", ".join(worker.name for worker in ready)
             self.announce((*members, *ready), ready, f"worker {names} comes in")
@@ -412,7 +468,7 @@ class _Turn:
         """Ask all but the ``spared`` to end; nobody is started any more."""
         stopped = []
         for worker in self.state.workers:
-            if worker.phase is Phase.WAITING:
+            if worker.phase in (Phase.WAITING, Phase.AWAY):
                 self.update(worker.name, phase=Phase.GONE)
             elif worker.alive and worker.phase not in (Phase.STOPPING, spared):
                 self.update(worker.name, phase=Phase.STOPPING)

@@ -22,6 +22,8 @@ class Phase(StrEnum):
     """it is in the newest view"""
     EVICTED = "evicted"
     """it was put out of the view; its process still runs and may ask again"""
+    AWAY = "away"
+    """its node left the cluster's view; what became of its process will be told when it is back"""
     FINISHED = "finished"
     """it said that it is done; its process still runs"""
     STOPPING = "stopping"
@@ -43,6 +45,7 @@ class Policy:
     A worker that dies is started again at once. One that dies before it has entered a group again
     waits ``backoff_s`` from the second time on, doubled each further time in a row.
     ``late_s``: a deadline noticed this much too late is not the members' fault but mine.
+    ``agree_again_s``: pause before a group is announced again that the nodes did not agree on.
     """
 
     max_restarts: int = 3
@@ -52,6 +55,7 @@ class Policy:
     probe_timeout_s: float = 1.0
     grace_s: float = 0.3
     late_s: float = 0.5
+    agree_again_s: float = 0.5
 
     def restart_delay_s(self, in_vain: int) -> float:
         """How long a restart waits after ``in_vain`` starts in a row that led into no group."""
@@ -141,7 +145,8 @@ class State:
     """All that membership knows.
 
     ``groups`` are live, oldest first; the last is the newest view. ``broken`` says why the newest
-    view has to be replaced. ``casualty`` is the last worker that was killed and not replaced.
+    view has to be replaced, ``not_before`` when at the earliest (0: at once). ``casualty`` is the
+    last worker that was killed and not replaced.
     """
 
     policy: Policy
@@ -151,6 +156,7 @@ class State:
     inquiry: Inquiry | None = None
     num_probes: int = 0
     broken: str = ""
+    not_before: float = 0.0
     stopping: str = ""
     interrupted: int = 0
     failure: Failure | None = None
@@ -209,6 +215,8 @@ class State:
     def next_wakeup(self) -> float | None:
         """When a Tick is due, in the clock of ``now``; None when only an event can change this."""
         times = [worker.restart_at for worker in self.having(Phase.WAITING)]
+        if self.not_before:
+            times.append(self.not_before)
         if self.inquiry is not None:
             closing = self.inquiry.closing_at
             times.append(self.inquiry.deadline if closing is None else closing)
