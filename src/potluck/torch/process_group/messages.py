@@ -26,6 +26,8 @@ def send(seat: Seat, tensor: Tensor, peer: int, tag: int) -> GroupWork:
     buffers.check(tensor, "send")
 
     def post(array: Array) -> Work:
+        if peer == seat.rank:
+            return seat.own_mail.send(array, tag)
         return seat.communicator.send(array, peer, tag, timeout_s=seat.timeout_s)
 
     if staging.is_elsewhere(tensor):
@@ -34,10 +36,12 @@ def send(seat: Seat, tensor: Tensor, peer: int, tag: int) -> GroupWork:
 
 
 def recv(seat: Seat, tensor: Tensor, peer: int, tag: int) -> GroupWork:
-    """``peer`` may be ``ANY``; the work's ``source_rank`` then tells whose message it was."""
+    """``peer`` may be ``ANY`` (other rank); ``source_rank`` then tells whose message it was."""
     buffers.check(tensor, "recv")
 
     def post(array: Array) -> Work:
+        if peer == seat.rank:
+            return seat.own_mail.recv(array, peer, tag, timeout_s=seat.timeout_s)
         return seat.communicator.recv(array, peer, tag, timeout_s=seat.timeout_s)
 
     if staging.is_elsewhere(tensor):

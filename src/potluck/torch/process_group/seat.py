@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from potluck.engine.communicator import Communicator
+from potluck.torch.process_group.own_mail import OwnMail
 from potluck.torch.process_group.work import Completions
 
 
@@ -19,6 +20,7 @@ class Seat:
     completions: Completions
     timeout_s: float
     has_devices: bool = False
+    own_mail: OwnMail = field(default_factory=OwnMail)
 
     @property
     def rank(self) -> int:
