@@ -5,6 +5,12 @@
 
 #include "core/kernels.hpp"
 
+#if !defined(__GNUC__)
+#include <string.h>
+#define __builtin_memcpy memcpy
+#define __builtin_memset memset
+#endif
+
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -282,17 +288,32 @@ void widen_combine(void* target, const void* source, std::size_t count) {
     });
 }
 
+// The products are stored before they are added: seen in one expression, GCC makes fused
+// multiply-adds of them, whatever -ffp-contract says, where the processor has them and only there.
 template <class T>
 void complex_product(void* out, const void* a, const void* b, std::size_t count) {
     auto* o = static_cast<Any<T>*>(out);
     const auto* x = static_cast<const Any<T>*>(a);
     const auto* y = static_cast<const Any<T>*>(b);
-    POTLUCK_LOOP
-    for (std::size_t i = 0; i < 2 * count; i += 2) {
-        const T xr = x[i].value, xi = x[i + 1].value, yr = y[i].value, yi = y[i + 1].value;
-        o[i].value = xr * yr - xi * yi;
-        o[i + 1].value = xr * yi + xi * yr;
-    }
+    for_strips(count, [&](std::size_t at, std::size_t n) {
+        T straight[2 * strip], crossed[2 * strip];
+        for (std::size_t i = 0; i < 2 * n; i += 2) {
+            const T xr = x[2 * at + i].value, xi = x[2 * at + i + 1].value;
+            const T yr = y[2 * at + i].value, yi = y[2 * at + i + 1].value;
+            straight[i] = xr * yr;
+            straight[i + 1] = xr * yi;
+            crossed[i] = xi * yi;
+            crossed[i + 1] = xi * yr;
+        }
+#if defined(__GNUC__)
+        asm volatile("" : "+m"(straight), "+m"(crossed));
+#endif
+        Any<T>* const to = o + 2 * at;
+        for (std::size_t i = 0; i < 2 * n; i += 2) {
+            to[i].value = straight[i] - crossed[i];
+            to[i + 1].value = straight[i + 1] + crossed[i + 1];
+        }
+    });
 }
 
 template <class T>

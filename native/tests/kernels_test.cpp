@@ -1,0 +1,177 @@
+// The kernels without Python: exhaustive over 16-bit floats, and one digest of everything else.
+//
+// Results must not depend on the processor, so the digest is a constant here: every instruction set
+// of every architecture must arrive at it (the Python tests hold the same kernels to NumPy's bits).
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "core/checksum.hpp"
+#include "core/codec.hpp"
+#include "core/kernels.hpp"
+#include "core/reduce.hpp"
+
+using namespace potluck;
+
+namespace {
+
+constexpr uint32_t expected_digest = 0x2fcef231;
+
+#define CHECK(condition)                                                         \
+    do {                                                                         \
+        if (!(condition)) {                                                      \
+            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            std::exit(1);                                                        \
+        }                                                                        \
+    } while (false)
+
+// What the 16 bits mean, by the book: sign, exponent, fraction.
+double value_of(uint16_t bits, int exponent_bits) {
+    const int fraction_bits = 15 - exponent_bits;
+    const int bias = (1 << (exponent_bits - 1)) - 1;
+    const int exponent = bits >> fraction_bits & ((1 << exponent_bits) - 1);
+    const int fraction = bits & ((1 << fraction_bits) - 1);
+    const double sign = bits & 0x8000 ? -1 : 1;
+    if (exponent == (1 << exponent_bits) - 1) return fraction ? NAN : sign * INFINITY;
+    if (exponent == 0) return sign * std::ldexp(fraction, 1 - bias - fraction_bits);
+    return sign * std::ldexp((1 << fraction_bits) + fraction, exponent - bias - fraction_bits);
+}
+
+void check_half(const Half& half, int exponent_bits) {
+    std::vector<uint16_t> all(65536), back(65536);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
+    std::vector<float> wide(all.size());
+    half.widen(wide.data(), all.data(), all.size());
+    half.narrow(back.data(), wide.data(), wide.size());
+    for (size_t i = 0; i < all.size(); ++i) {
+        const double value = value_of(all[i], exponent_bits);
+        if (std::isnan(value)) {
+            CHECK(std::isnan(wide[i]) && std::isnan(value_of(back[i], exponent_bits)));
+        } else {
+            CHECK(wide[i] == value && std::signbit(wide[i]) == std::signbit(value));
+            CHECK(back[i] == all[i]);
+        }
+    }
+    // Half way between two neighbours goes to the even one, a hair more or less to the nearer one.
+    const uint16_t infinity = static_cast<uint16_t>(((1 << exponent_bits) - 1) << (15 - exponent_bits));
+    for (uint16_t low = 0; low + 1 < infinity; ++low) {
+        const auto middle = static_cast<float>(
+            (value_of(low, exponent_bits) + value_of(static_cast<uint16_t>(low + 1), exponent_bits)) / 2);
+        const float three[] = {std::nextafterf(middle, 0.0f), middle, std::nextafterf(middle, INFINITY)};
+        uint16_t to[3];
+        half.narrow(to, three, 3);
+        // A middle below float32's own last place is not between the two any more.
+        if (middle == 0 || three[0] <= wide[low] || three[2] >= wide[low + 1]) continue;
+        CHECK(to[0] == low && to[2] == low + 1);
+        CHECK(to[1] == (low & 1 ? low + 1 : low));
+    }
+}
+
+// Bits without a pattern, the same everywhere.
+void fill(std::vector<uint8_t>& memory, uint64_t seed) {
+    for (uint8_t& byte : memory) {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        byte = static_cast<uint8_t>(seed >> 32);
+    }
+}
+
+bool is_nan(Dtype dtype, const uint8_t* at) {
+    uint64_t bits = 0;
+    switch (dtype) {
+        case Dtype::float16: std::memcpy(&bits, at, 2); return (bits & 0x7fff) > 0x7c00;
+        case Dtype::bfloat16: std::memcpy(&bits, at, 2); return (bits & 0x7fff) > 0x7f80;
+        case Dtype::float32:
+        case Dtype::complex64: std::memcpy(&bits, at, 4); return (bits & 0x7fffffff) > 0x7f800000;
+        case Dtype::float64:
+        case Dtype::complex128:
+            std::memcpy(&bits, at, 8);
+            return (bits & 0x7fffffffffffffff) > 0x7ff0000000000000;
+        default: return false;
+    }
+}
+
+// Any NaN counts as any other.
+uint32_t digest_of(uint32_t digest, Dtype dtype, std::vector<uint8_t> values) {
+    const bool is_complex = dtype == Dtype::complex64 || dtype == Dtype::complex128;
+    const size_t item = item_bytes(dtype) / (is_complex ? 2 : 1);
+    for (size_t at = 0; at + item <= values.size(); at += item) {
+        if (is_nan(dtype, values.data() + at)) std::memset(values.data() + at, 0xff, item);
+    }
+    return crc32c(digest, values.data(), values.size());
+}
+
+uint32_t digest() {
+    uint32_t total = 0;
+    for (int code = 1; code < num_dtypes; ++code) {
+        const auto dtype = static_cast<Dtype>(code);
+        const size_t item = item_bytes(dtype);
+        for (const size_t count : {0, 1, 7, 64, 1001}) {
+            std::vector<std::vector<uint8_t>> memory(4, std::vector<uint8_t>(count * item + 3));
+            std::vector<const void*> sources;
+            for (size_t i = 0; i < memory.size(); ++i) {
+                fill(memory[i], 0x9e3779b97f4a7c15u + 97 * i + count + static_cast<size_t>(code));
+                if (dtype == Dtype::boolean) {
+                    for (uint8_t& byte : memory[i]) byte &= 1;
+                }
+                sources.push_back(memory[i].data() + i);  // aligned to nothing
+            }
+            for (int number = 0; number < num_ops; ++number) {
+                const auto op = static_cast<Op>(number);
+                if (!has_combine(dtype, op)) continue;
+                std::vector<uint8_t> out(count * item);
+                combine_into(dtype, op, out.data(), sources[0], sources[1], count);
+                total = digest_of(total, dtype, out);
+                combine_many(dtype, op, out.data(), sources.data(), sources.size(), count);
+                total = digest_of(total, dtype, out);
+                if (has_divide(dtype)) {
+                    divide(dtype, out.data(), count, 3);
+                    total = digest_of(total, dtype, out);
+                }
+            }
+            if (dtype != Dtype::float32) continue;
+            for (const Codec codec : {Codec::fp16, Codec::bf16, Codec::int8}) {
+                std::vector<float> plain(count), sum(count, 1.5f);
+                for (size_t i = 0; i < count; ++i) {
+                    plain[i] = static_cast<float>(static_cast<const uint8_t*>(sources[0])[i]) / 7 - 15;
+                }
+                std::vector<uint8_t> encoded(encoded_bytes(codec, count));
+                std::vector<uint8_t> values(4 * count);
+                encode(codec, encoded.data(), plain.data(), count);
+                total = crc32c(total, encoded.data(), encoded.size());
+                decode_accumulate(codec, sum.data(), encoded.data(), count);
+                if (count > 0) std::memcpy(values.data(), sum.data(), values.size());
+                total = digest_of(total, Dtype::float32, values);
+                encode_with_residual(codec, encoded.data(), plain.data(), plain.data(), count);
+                if (count > 0) std::memcpy(values.data(), plain.data(), values.size());
+                total = digest_of(total, Dtype::float32, values);
+            }
+        }
+    }
+    return total;
+}
+
+}  // namespace
+
+int main() {
+    CHECK(crc32c(0, "123456789", 9) == 0xe3069283);
+    CHECK(crc32c_portable(0, "123456789", 9) == 0xe3069283);
+    std::vector<uint8_t> bytes(100'000);
+    fill(bytes, 1);
+    CHECK(crc32c(0, bytes.data(), bytes.size()) == crc32c_portable(0, bytes.data(), bytes.size()));
+    for (const std::string& name : kernel_sets()) {
+        use_kernel_set(name);
+        check_half(kernels().float16, 5);
+        check_half(kernels().bfloat16, 8);
+        const uint32_t found = digest();
+        std::printf("kernels: %s: digest %08x\n", name.c_str(), found);
+        CHECK(found == expected_digest);
+    }
+    std::puts("kernels: all checks passed");
+    return 0;
+}
