@@ -53,7 +53,7 @@ def make(
 
 def measure(quick: bool, say: script.Say) -> script.Measured:
     """Two workers: the step time and the scaling efficiency, as claims."""
-    rounds, steps = (1, 1) if quick else (15, 8)
+    rounds, steps = (1, 1) if quick else (11, 8)
     result = training.measure(__file__, ("potluck", "gloo"), (2,), rounds, steps, REACH, say)
     [row] = result["rows"]
     part = row["potluck"]["median_s"] / row["gloo"]["median_s"]
