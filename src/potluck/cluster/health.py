@@ -168,20 +168,25 @@ class Health:
 
     # What happens.
 
-    def heard(self, node: str, life: int, beat: Heartbeat, now: float) -> list[Verdict]:
-        """A heartbeat came in. What is old, doubled, or of an ended life changes nothing."""
+    def heard(
+        self, node: str, life: int, beat: Heartbeat, now: float, *, same_view: bool = True
+    ) -> list[Verdict]:
+        """A heartbeat came in. What is old, doubled, or of an ended life changes nothing.
+
+        ``same_view``: it comes from a node that uses no newer view than I do. From another it
+        grants me no lease: that view may be without me.
+        """
         peer = self.peers.get(node)
         if peer is None or life > peer.life:
             peer = self.peers[node] = Peer(node, life)
         if life < peer.life or beat.number <= peer.number or peer.status is Status.DEAD:
             return []
         if peer.number:
-            gap = (now - peer.heard_at) / (beat.number - peer.number)
-            self._measure_gap(peer, min(gap, self.timing.max_suspicion_s))
+            self._measure_gap(peer, min(now - peer.heard_at, self.timing.max_suspicion_s))
         peer.number, peer.heard_at, peer.last = beat.number, now, beat
         if beat.echo > peer.confirmed and beat.echo in self._sent:
             peer.confirmed, peer.confirmed_at = beat.echo, self._sent[beat.echo]
-            if beat.lease:
+            if beat.lease and same_view:
                 peer.leased_at = peer.confirmed_at
             self._measure(peer, max(0.0, (now - peer.confirmed_at - beat.held_s) / 2))
         if peer.status is Status.UP or now - peer.works_since > self._patience(peer):

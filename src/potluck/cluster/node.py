@@ -185,7 +185,10 @@ class Node(Voter):
         before = self.health.peers.get(node)
         if before is not None and life > before.life and self.health.has_lease(node, now):
             self._bury(node, before.life)  # it ended while it could not have left me out
-        self._verdicts(self.health.heard(node, life, beat, now), now)
+        mine = self.view
+        same_view = mine is not None and beat.lineage == mine.lineage and beat.epoch <= mine.epoch
+        verdicts = self.health.heard(node, life, beat, now, same_view=same_view)
+        self._verdicts(verdicts, now)
         peer = self.health.peers[node]
         if peer.last is not beat:
             return
