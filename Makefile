@@ -62,6 +62,10 @@ fuzz: ## Hostile bytes for the native frame parser, 5 minutes (ARGS="SECONDS SEE
 	@tools/environment dev
 	@tools/sanitize fuzz $(ARGS)
 
+.PHONY: test-oldest-torch
+test-oldest-torch: ## The tests of torch's part on the oldest torch declared, in a venv of its own
+	@tools/oldest-torch $(ARGS)
+
 .PHONY: clean
 clean: ## Remove .venv and everything else that these commands made
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
