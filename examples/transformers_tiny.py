@@ -55,6 +55,7 @@ def main():
             model=model,
             args=TrainingArguments(
                 ddp_backend="potluck",
+                ddp_find_unused_parameters=False,
                 use_cpu=True,
                 output_dir=folder,
                 max_steps=args.steps,
