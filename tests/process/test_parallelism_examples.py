@@ -32,6 +32,8 @@ def test_torchrun_starts_every_example(tmp_path: Path) -> None:
     runs = [
         ["ddp_digits.py", "--epochs", "2"],
         ["fsdp2_digits.py", *steps],
+        ["fsdp2_digits.py", *steps, "--bf16"],
+        ["fsdp2_digits.py", *steps, "--replicas", "2"],
         ["tensor_parallel.py", *steps],
         ["pipeline.py", *steps],
         ["zero_digits.py", *steps],
@@ -46,8 +48,10 @@ def test_torchrun_starts_every_example(tmp_path: Path) -> None:
     with Command([*launcher, "--nproc-per-node", "2", script, *words]) as run:
         assert run.finish(200) == 0, run.text
     reached = accuracies(run.text)
-    assert len(reached) == 5, run.text
+    assert len(reached) == 7, run.text
     assert min(reached) > 0.5, run.text
+    kept = re.findall(r"this worker holds (\d+) of (\d+) parameters", run.text)
+    assert [whole == here for here, whole in kept] == [False, False, True], run.text
     losses = re.findall(r"steps (\d+) to (\d+) on 2 workers: loss ([\d.]+)", run.text)
     assert [pair[:2] for pair in losses] == [("0", "30"), ("30", "60")]
     assert float(losses[1][2]) < float(losses[0][2])
