@@ -196,11 +196,7 @@ def following(
     nodes = {seat.node for seat in seats}
     groups = {group.job: _without(group, nodes, epoch) for group in view.groups}
     for want in wanted:
-        before = groups.get(want.job)
-        origin = epoch if before is None or want.fresh else before.origin
-        names = [] if origin == epoch else [member.worker for member in want.members]
-        entering = tuple(name for name in names if name not in want.kept)
-        groups[want.job] = JobGroup(want.job, epoch, want.members, origin, entering)
+        groups[want.job] = _wanted(want, groups.get(want.job), epoch)
     kept_groups = tuple(group for job, group in sorted(groups.items()) if job not in over)
     return View(view.lineage, epoch, by_seniority(seats), kept_groups, reason, view.fork_of)
 
@@ -225,6 +221,16 @@ def objection_to(want: WantGroup, view: View) -> str:
 def describe(view: View) -> str:
     """``epoch 7: a, b (leader a)``."""
     return f"epoch {view.epoch}: {', '.join(view.nodes)} (leader {view.leader})"
+
+
+def _wanted(want: WantGroup, before: JobGroup | None, epoch: int) -> JobGroup:
+    """The group that ``want`` asks for. In the same members only ``entering`` changes: a group
+    whose members all hold the state by now stays the group it is."""
+    entering = tuple(m.worker for m in want.members if m.worker not in want.kept)
+    if before is None or want.fresh:
+        return JobGroup(want.job, epoch, want.members, epoch, entering)
+    group_epoch = before.epoch if want.members == before.members else epoch
+    return JobGroup(want.job, group_epoch, want.members, before.origin, entering)
 
 
 def _without(group: JobGroup, nodes: set[str], epoch: int) -> JobGroup:

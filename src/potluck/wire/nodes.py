@@ -42,7 +42,7 @@ class JobGroup(msgspec.Struct, frozen=True):
 
     ``origin`` is the epoch since which a worker has stayed from each group to the next. A newer one
     means that all who knew the last steps have ended: those may be done again. ``entering`` are
-    members that did not hold the job's state when the group was agreed on.
+    members not known to hold the job's state: at first all of them.
     """
 
     job: Name

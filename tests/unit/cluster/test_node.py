@@ -160,6 +160,21 @@ def test_a_group_goes_on_without_the_workers_of_a_lost_node() -> None:
     assert (left.epoch, [m.worker for m in left.members]) == (6, ["a0", "c0"])
 
 
+def test_a_first_group_does_not_go_on_without_one_that_is_known_to_hold_its_state() -> None:
+    story = Story()
+    story.tell(views.Found())
+    members = (Member("a0", "a"), Member("a1", "a"))
+    story.tell(WantGroup("job", members, (), "begins"))
+    assert story.node.view is not None
+    first = story.node.view.groups[0]
+    assert first.entering == ("a0", "a1")
+    story.tell(WantGroup("job", members, ("a0", "a1"), "all hold the state"))
+    (settled,) = story.node.view.groups
+    assert settled.entering == ()
+    assert settled.epoch == first.epoch, "training does not notice"
+    assert story.node.view.epoch == first.epoch + 1
+
+
 @pytest.mark.parametrize("entering", ["", "c"])
 def test_a_group_that_lost_all_its_state_stays_on_record(entering: str) -> None:
     before = view("abc", 5, group("ab" + entering, entering=entering))

@@ -281,7 +281,8 @@ class Host:
                 self._has_ended(m) or (m in staying and m.worker in group.entering) for m in before
             )
             is_stuck = any(member.node not in view.nodes for member in before)
-            if members == before and not is_stuck:
+            has_settled = bool(group.entering) and len(names) == len(before)
+            if members == before and not is_stuck and not has_settled:
                 return False
         self.handle(views.WantGroup(JOB, members, names, "workers change", fresh))
         return True
