@@ -18,5 +18,6 @@ NB_MODULE(_native, m) {
 #endif
     m.def("cpu_features", &potluck::cpu_features, "What was found on this processor.");
     potluck::bind::kernels(m);
+    potluck::bind::windows(m);
     potluck::bind::loop(m);
 }

@@ -132,20 +132,16 @@ bool Channel::prepare_sleep(const Need& need, Watch* watch) {
 Outcome Channel::wait(const Need& need, std::int64_t until_ns) {
     if (has(need)) return Outcome::DONE;
     const std::int64_t began = now_ns();
-    const auto end = [&](Outcome outcome) {
-        waited_ns += now_ns() - began;
-        return outcome;
-    };
     // Spinning pays while the others are about as far as this rank; where it did not, do it less.
     for (std::int64_t spun = 0; spun < spin_ns_; spun = now_ns() - began) {
         for (int look = 0; look < LOOKS_PER_CLOCK; ++look) {
             relax();
             if (has(need)) {
                 spin_ns_ = std::min(most_spin_ns_, 2 * spin_ns_);
-                return end(Outcome::DONE);
+                return Outcome::DONE;
             }
         }
-        if (is_stopped()) return end(Outcome::STOPPED);
+        if (is_stopped()) return Outcome::STOPPED;
     }
     spin_ns_ = std::min(most_spin_ns_, std::max(LEAST_SPIN_NS, spin_ns_ / 2));
     while (true) {
@@ -155,10 +151,10 @@ Outcome Channel::wait(const Need& need, std::int64_t until_ns) {
             if (left > 0) sleep_on(watch, std::min(left, LONGEST_SLEEP_NS));
         }
         awake();
-        if (has(need)) return end(Outcome::DONE);
+        if (has(need)) return Outcome::DONE;
         const Outcome reason = verdict(need);
-        if (reason != Outcome::PENDING) return end(reason);
-        if (now_ns() >= until_ns) return end(Outcome::PENDING);
+        if (reason != Outcome::PENDING) return reason;
+        if (now_ns() >= until_ns) return Outcome::PENDING;
     }
 }
 

@@ -79,9 +79,6 @@ public:
     // The number of the call under way, for comparing with what the others made elsewhere.
     std::uint64_t number = 0;
 
-    // Nanoseconds spent in `wait` so far.
-    std::int64_t waited_ns = 0;
-
 private:
     Seat& seat(int of_rank) const { return seats_[of_rank]; }
     Seat& mine() const { return seats_[rank]; }

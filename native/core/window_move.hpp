@@ -56,6 +56,7 @@ public:
     // Go on as far as possible: DONE, PENDING (`need` must come first) or DESYNC.
     Outcome step(Channel& channel);
 
+    bool has_begun() const { return channel_ != nullptr; }
     const Call& call() const { return call_; }
     const Need& need() const { return need_; }
     // The tick at which this call began here.

@@ -9,6 +9,7 @@ namespace potluck::window {
 namespace {
 
 constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
+constexpr int MOST_ATTEMPTS = 100;
 
 }  // namespace
 
@@ -73,28 +74,46 @@ Queue::Queue(void* memory, const Shape& shape, int rank, std::int64_t most_spin_
       engine_(std::move(engine)),
       notifier_(std::move(notifier)) {}
 
-bool Queue::is_free() {
-    const std::lock_guard hold(lock_);
-    return !is_driven_ && calls_.empty();
-}
-
 bool Queue::has_work() {
     const std::lock_guard hold(lock_);
     return !calls_.empty();
 }
 
-Outcome Queue::run(Ticket& ticket) {
-    if (!take_idle()) return Outcome::PENDING;
-    const std::int64_t waited = channel.waited_ns;
-    Outcome outcome = drive(ticket, ticket.deadline_ns);
-    if (outcome == Outcome::PENDING) outcome = Outcome::TIMEOUT;
-    conclude(ticket, outcome);
-    const auto took = static_cast<std::uint64_t>(now_ns() - ticket.began_ns);
-    const auto idle = static_cast<std::uint64_t>(channel.waited_ns - waited);
-    blocked_ns_.fetch_add(took, std::memory_order_relaxed);
-    worked_ns_.fetch_add(took - std::min(took, idle), std::memory_order_relaxed);
+bool Queue::reserve() {
+    for (int attempt = 0; attempt < MOST_ATTEMPTS; ++attempt) {
+        {
+            const std::lock_guard hold(lock_);
+            if (!calls_.empty()) return false;
+            if (!is_driven_) {
+                is_driven_ = true;
+                return true;
+            }
+        }
+        relax();  // whoever ended the last call is just about to go
+    }
+    return false;
+}
+
+Outcome Queue::run(Ticket& ticket, std::int64_t until_ns) {
+    Outcome outcome = drive(ticket, std::min(until_ns, ticket.deadline_ns));
+    const std::int64_t now = now_ns();
+    if (outcome == Outcome::PENDING) {
+        if (now < ticket.deadline_ns) return outcome;
+        outcome = Outcome::TIMEOUT;
+    }
+    conclude(ticket, outcome, now);
+    blocked_.add(static_cast<std::uint64_t>(now - ticket.began_ns));
     release();
     return outcome;
+}
+
+void Queue::hand_over(Tickets ticket) {
+    {
+        const std::lock_guard hold(lock_);
+        calls_.push_front(std::move(ticket));
+        is_driven_ = false;
+    }
+    engine_->ring();
 }
 
 void Queue::submit(Tickets ticket) {
@@ -107,16 +126,12 @@ void Queue::submit(Tickets ticket) {
 
 bool Queue::wait(const Tickets& ticket, std::int64_t until_ns) {
     const std::int64_t began = now_ns();
-    std::int64_t idle = 0;
     while (!ticket->is_done()) {
         if (now_ns() >= until_ns) break;
         if (!take()) {
-            const std::int64_t slept = now_ns();
             ticket->sleep(until_ns);
-            idle += now_ns() - slept;
             continue;
         }
-        const std::int64_t waited = channel.waited_ns;
         while (!ticket->is_done()) {
             const Tickets first = front();
             Outcome outcome = drive(*first, std::min(until_ns, first->deadline_ns));
@@ -126,13 +141,9 @@ bool Queue::wait(const Tickets& ticket, std::int64_t until_ns) {
             }
             finish_front(first, outcome);
         }
-        idle += channel.waited_ns - waited;
         release();
     }
-    const auto took = static_cast<std::uint64_t>(now_ns() - began);
-    blocked_ns_.fetch_add(took, std::memory_order_relaxed);
-    worked_ns_.fetch_add(took - std::min(took, static_cast<std::uint64_t>(idle)),
-                         std::memory_order_relaxed);
+    blocked_.add(static_cast<std::uint64_t>(now_ns() - began));
     return ticket->is_done();
 }
 
@@ -142,7 +153,8 @@ Queue::Poll Queue::poll(Watch* watch, std::int64_t* until_ns) {
     Poll found = Poll::IDLE;
     while (const Tickets first = front()) {
         const std::uint32_t before = channel.tick();
-        Outcome outcome = channel.is_stopped() ? Outcome::STOPPED : first->movement.step(channel);
+        const bool is_late = !first->movement.has_begun() && channel.is_stopped();
+        Outcome outcome = is_late ? Outcome::STOPPED : first->movement.step(channel);
         has_moved = has_moved || channel.tick() != before;
         if (outcome == Outcome::PENDING) {
             const Need& need = first->movement.need();
@@ -173,21 +185,6 @@ void Queue::stop(bool for_all) {
     if (has_work()) engine_->ring();
 }
 
-bool Queue::take_idle() {
-    for (int attempt = 0; attempt < 100; ++attempt) {
-        {
-            const std::lock_guard hold(lock_);
-            if (!calls_.empty()) return false;
-            if (!is_driven_) {
-                is_driven_ = true;
-                return true;
-            }
-        }
-        relax();  // whoever ended the last call is just about to go
-    }
-    return false;
-}
-
 bool Queue::take() {
     {
         const std::lock_guard hold(lock_);
@@ -214,27 +211,28 @@ Tickets Queue::front() {
 }
 
 Outcome Queue::drive(Ticket& ticket, std::int64_t until_ns) {
-    while (!channel.is_stopped()) {
+    // A call that has all it needs ends well, whatever became of the group since it began.
+    if (!ticket.movement.has_begun() && channel.is_stopped()) return Outcome::STOPPED;
+    while (true) {
         Outcome outcome = ticket.movement.step(channel);
         if (outcome == Outcome::PENDING) outcome = channel.wait(ticket.movement.need(), until_ns);
         else return outcome;
         if (outcome != Outcome::DONE) return outcome;
     }
-    return Outcome::STOPPED;
 }
 
-void Queue::conclude(Ticket& ticket, Outcome outcome) {
+void Queue::conclude(Ticket& ticket, Outcome outcome, std::int64_t now) {
     ticket.end(outcome, channel);
     if (outcome == Outcome::DONE) {
-        stats_[static_cast<std::size_t>(ticket.movement.call().kind)].add(
-            now_ns() - ticket.began_ns, ticket.nbytes);
+        stats_[static_cast<std::size_t>(ticket.movement.call().kind)].add(now - ticket.began_ns,
+                                                                          ticket.nbytes);
     } else {
         channel.stop(true);  // half a call lies in the window: nothing after it can be right
     }
 }
 
 void Queue::finish_front(const Tickets& ticket, Outcome outcome) {
-    conclude(*ticket, outcome);
+    conclude(*ticket, outcome, now_ns());
     {
         const std::lock_guard hold(lock_);
         calls_.pop_front();

@@ -78,10 +78,12 @@ public:
 
     Channel channel;
 
-    // Run a call in this thread, if nothing is before it. PENDING: something is, `submit` it.
-    Outcome run(Ticket& ticket);
-    // Whether `run` would run it.
-    bool is_free();
+    // A blocking call in three steps: `reserve` the channel, false if something is before it (then
+    // `submit` it); `run` the call in this thread until it has ended (which gives the channel back)
+    // or until `until_ns` (PENDING: run on, or `hand_over`).
+    bool reserve();
+    Outcome run(Ticket& ticket, std::int64_t until_ns);
+    void hand_over(Tickets ticket);
 
     void submit(Tickets ticket);
     // Block until the call has ended, moving the channel meanwhile; false at `until_ns`.
@@ -99,17 +101,15 @@ public:
     void leave() { channel.leave(); }
 
     const Stats& stats(Kind kind) const { return stats_[static_cast<std::size_t>(kind)]; }
-    // Nanoseconds that callers were blocked, and the part of it in which they had work to do.
-    std::uint64_t blocked_ns() const { return blocked_ns_.load(std::memory_order_relaxed); }
-    std::uint64_t worked_ns() const { return worked_ns_.load(std::memory_order_relaxed); }
+    // Nanoseconds that callers were blocked.
+    std::uint64_t blocked_ns() const { return blocked_.get(); }
 
 private:
     bool take();
-    bool take_idle();
     void release();
     Tickets front();
     Outcome drive(Ticket& ticket, std::int64_t until_ns);
-    void conclude(Ticket& ticket, Outcome outcome);
+    void conclude(Ticket& ticket, Outcome outcome, std::int64_t now);
     void finish_front(const Tickets& ticket, Outcome outcome);
 
     std::shared_ptr<Engine> engine_;
@@ -118,8 +118,7 @@ private:
     bool is_driven_ = false;
     std::deque<Tickets> calls_;
     std::array<Stats, NUM_KINDS> stats_;
-    std::atomic<std::uint64_t> blocked_ns_{0};
-    std::atomic<std::uint64_t> worked_ns_{0};
+    Counter blocked_;
 };
 
 }  // namespace potluck::window

@@ -73,7 +73,8 @@ struct Rank {
     }
     Outcome run(const Call& made, std::int64_t patience = 20 * SECOND) {
         last = std::make_unique<Ticket>(made, now_ns() + patience, made.count * 4);
-        return queue->run(*last);
+        if (!queue->reserve()) return Outcome::PENDING;
+        return queue->run(*last, last->deadline_ns);
     }
 
     std::shared_ptr<Engine> engine;

@@ -53,6 +53,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         return
     with open_world(kind, size, segment_bytes=SEGMENT_BYTES) as opened:
         opened.run(lambda ctx: ctx.all_to_all(np.zeros((size, 1)), algorithm="direct"))
+        opened.run(lambda ctx: ctx.barrier())
         yield opened
 
 

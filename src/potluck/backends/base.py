@@ -1,6 +1,7 @@
 """How a context gets its group and its communicator.
 
-On potluck's own links: ``ring.py`` (a list of peers, no agent), ``environment.py`` (MASTER_ADDR and
+On potluck's own links: ``ring.py`` (a list of peers, no agent), ``discovery.py`` (whoever is found
+on the network, no agent), ``environment.py`` (MASTER_ADDR and
 kin, mpirun's and Slurm's variables), ``inprocess.py`` (threads of one process), ``agent.py`` (the
 agent that started this worker), ``local.py`` (one worker, no network). On somebody else's:
 ``torchdist.py`` (Gloo and NCCL, through torch), ``mpi.py`` (mpi4py).
@@ -44,6 +45,15 @@ class Communicator(Protocol):
     @property
     def device(self) -> str | None:
         """None: arrays are NumPy's. Else they are torch tensors on this device (``cuda:0``)."""
+
+    @property
+    def quick(self) -> Any:
+        """A short way for blocking calls, see ``engine.communicator``; None: there is none now."""
+
+    def quick_failure(
+        self, outcome: int, number: int, array: Array, op: str | None, root: int
+    ) -> BaseException:
+        """What to raise after ``quick`` has failed."""
 
     def all_reduce(
         self,

@@ -87,6 +87,8 @@ class _Family:
 class LibraryCommunicator:
     """One rank's face of a group in another library; see ``backends.base.Communicator``."""
 
+    quick: Any = None
+
     def __init__(
         self, group: Group, library: Library, family: _Family, *, timeout_s: float
     ) -> None:
@@ -297,6 +299,12 @@ class LibraryCommunicator:
         # Sub-groups have threads and sockets of their own: give them back with the last reference.
         weakref.finalize(part, self._family.release, (library, part._lane)).atexit = False
         return part
+
+    def quick_failure(
+        self, outcome: int, number: int, array: Array, op: str | None, root: int
+    ) -> BaseException:
+        """Never asked for: there is no quick way."""
+        raise NotImplementedError
 
     # -- life
 

@@ -44,6 +44,8 @@ class Algorithm(StrEnum):
     DIRECT = "direct"
     CENTRALIZED = "centralized"
     HIERARCHICAL = "hierarchical"
+    WINDOW = "window"
+    """Through memory that the ranks of one node share; it has no plan (see ``window.py``)."""
 
 
 class Action(IntEnum):

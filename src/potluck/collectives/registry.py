@@ -22,7 +22,7 @@ ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Op
 
 def algorithms_for(operation: Operation) -> tuple[Algorithm, ...]:
     """The algorithms that ``operation`` has, in the order of :class:`Algorithm`."""
-    return tuple(a for a in Algorithm if operation in _BUILDERS[a])
+    return tuple(a for a in _BUILDERS if operation in _BUILDERS[a])
 
 
 def make_plan(
@@ -57,7 +57,7 @@ def build_plan(
 ) -> Plan:
     """:func:`make_plan` without the cache, for those who look at the plans of all ranks once."""
     operation, algorithm = Operation(operation), Algorithm(algorithm)
-    builder = _BUILDERS[algorithm].get(operation)
+    builder = _BUILDERS.get(algorithm, {}).get(operation)
     if builder is None:
         names = ", ".join(algorithms_for(operation))
         raise ValueError(f"{operation} has no {algorithm} algorithm; it has: {names}")

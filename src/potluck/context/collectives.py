@@ -28,6 +28,11 @@ from potluck.engine.coding import Encoding
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
 
+_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _BROADCAST, _BARRIER = 0, 1, 2, 3, 8
+"""Numbers of operations, see ``engine.windows.OPERATIONS``."""
+
+_NOTHING = np.empty(0, dtype=np.uint8)
+
 
 class Waits:
     """Adds up how long calls have blocked."""
@@ -51,7 +56,7 @@ class Collectives:
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has been blocked in these operations and those of sub-groups."""
-        return self._waits.seconds
+        return self._waits.seconds + self.communicator.metrics.waited_s
 
     @property
     def communicator(self) -> Communicator:
@@ -82,6 +87,13 @@ class Collectives:
         Bit-identical on every rank. ``op``: sum, mean (floats only), min, max, product.
         Ring: ``2 (w - 1)`` steps and ``2 (w - 1) / w`` times the array's bytes from each rank.
         """
+        if algorithm is None and codec is None and residual is None and not async_op:
+            quick = self.communicator.quick
+            if quick is not None:
+                patience = self.timeout_s if timeout is None else timeout
+                outcome = quick(_ALL_REDUCE, array, array, op, 0, patience)
+                if outcome >= 0:
+                    return self._quickly(outcome, _ALL_REDUCE, array, array, op)
         mine = self._adapt(array)
         work = self.communicator.all_reduce(
             mine.array,
@@ -107,6 +119,14 @@ class Collectives:
 
         ``array`` itself stays as it is.
         """
+        if algorithm is None and codec is None and residual is None and not async_op:
+            quick = self.communicator.quick
+            if quick is not None and type(array) is np.ndarray and array.ndim:
+                output = np.empty(array.shape[1:], array.dtype)
+                patience = self.timeout_s if timeout is None else timeout
+                outcome = quick(_REDUCE_SCATTER, array, output, op, 0, patience)
+                if outcome >= 0:
+                    return self._quickly(outcome, _REDUCE_SCATTER, output, output, op)
         parts = self._adapt(array, writable=False)
         self._check_parts(parts.array.shape, "reduce_scatter")
         result = self._adapt(empty_like(array, parts.array.shape[1:]))
@@ -131,6 +151,14 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """A new array of shape (world, *array.shape) with every rank's array, in rank order."""
+        if algorithm is None and codec is None and residual is None and not async_op:
+            quick = self.communicator.quick
+            if quick is not None and type(array) is np.ndarray:
+                output = np.empty((self.world_size, *array.shape), array.dtype)
+                patience = self.timeout_s if timeout is None else timeout
+                outcome = quick(_ALL_GATHER, array, output, None, 0, patience)
+                if outcome >= 0:
+                    return self._quickly(outcome, _ALL_GATHER, output, array)
         mine = self._adapt(array, writable=False)
         result = self._adapt(empty_like(array, (self.world_size, *mine.array.shape)))
         work = self.communicator.all_gather(
@@ -152,6 +180,13 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """Make every rank's array equal to the root's, in place, and return it."""
+        if algorithm is None and not async_op:
+            quick = self.communicator.quick
+            if quick is not None:
+                patience = self.timeout_s if timeout is None else timeout
+                outcome = quick(_BROADCAST, array, array, None, root, patience)
+                if outcome >= 0:
+                    return self._quickly(outcome, _BROADCAST, array, array, root=root)
         mine = self._adapt(array, writable=self.rank != root)
         work = self.communicator.broadcast(
             mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
@@ -245,6 +280,13 @@ class Collectives:
 
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
         """Return once every rank has called it."""
+        quick = self.communicator.quick
+        if quick is not None and algorithm is None:
+            patience = self.timeout_s if timeout is None else timeout
+            outcome = quick(_BARRIER, None, None, None, 0, patience)
+            if outcome >= 0:
+                self._quickly(outcome, _BARRIER, None, _NOTHING)
+                return
         patience = self._patience(timeout)
         work = self.communicator.barrier(algorithm=algorithm, timeout_s=patience)
         self._end(work, lambda: None, False)
@@ -282,6 +324,20 @@ class Collectives:
         return self._end(work, mine.write_back, async_op)
 
     # -- inside
+
+    def _quickly(
+        self,
+        outcome: int,
+        number: int,
+        result: Any,
+        described: Any,
+        op: str | None = None,
+        root: int = 0,
+    ) -> Any:
+        """The end of a call that ran at once: its result, or what it raises."""
+        if outcome == 0:
+            return result
+        raise self.communicator.quick_failure(outcome, number, described, op, root)
 
     def _end(self, work: Work, result: Callable[[], Any], async_op: bool) -> Any:
         work.on_wait = self._waits.add

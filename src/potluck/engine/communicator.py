@@ -7,11 +7,13 @@ pair of ranks; ``channel`` keeps their frames apart.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +30,8 @@ from potluck.engine.native_loop import NativeLoop, is_available
 from potluck.engine.progress import ProgressLoop
 from potluck.engine.reduction import check
 from potluck.engine.running import RunningPlan, as_bytes
+from potluck.engine.window_setup import NO_WINDOW, ChannelWindow, Request
+from potluck.engine.windows import Windows, WindowWork
 from potluck.engine.work import Work, deadline_after, finished
 from potluck.errors import PotluckError
 from potluck.metrics import Metrics
@@ -53,7 +57,8 @@ class _Family:
     loop: Loop
     metrics: Metrics
     nodes: tuple[int, ...]
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    windows: Windows | None = None
+    lock: contextlib.AbstractContextManager[Any] = field(default_factory=threading.RLock)
     channels: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     keyed: dict[int, tuple[str, Communicator]] = field(default_factory=dict)
 
@@ -68,6 +73,10 @@ class Communicator:
     device: str | None = None
     """Arrays are in host memory."""
 
+    quick: Any = None
+    """Runs a blocking call here and now, through the window: gives how it ended (0: well), or -1 if
+    nothing was done. None while there is no window. See ``native/bind_window.cpp``."""
+
     def __init__(self, group: Group, family: _Family, channel: int, ranks: tuple[int, ...]) -> None:
         self.group = group
         self._family = family
@@ -77,6 +86,17 @@ class Communicator:
         self._sequence = 0
         self.rank = ranks.index(group.rank)
         self.world_size = len(ranks)
+        self._window: ChannelWindow | None = None
+        if family.windows is not None and self.world_size > 1 and len(set(self._nodes)) == 1:
+            self._window = ChannelWindow(
+                family.windows,
+                self.rank,
+                ranks,
+                family.lock,
+                self._exchange,
+                self._over_links_instead,
+                self._set_quick,
+            )
 
     @classmethod
     def open(
@@ -87,12 +107,18 @@ class Communicator:
         metrics: Metrics | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         max_early_bytes: int = MAX_EARLY_BYTES,
+        use_windows: bool = False,
     ) -> Communicator:
-        """The communicator of a whole group. Links are made when first needed."""
+        """The communicator of a whole group. Links are made when first needed.
+
+        ``use_windows``, the same on all ranks: those of one node share memory where they can.
+        """
         meter = metrics or Metrics()
 
         def on_operation(running: RunningPlan, seconds: float, error: BaseException | None) -> None:
             call = running.call
+            if call.on_behalf_of:
+                return
             if error is None:
                 meter.observe(call.operation, call.algorithm, running.nbytes, seconds)
             else:
@@ -110,7 +136,9 @@ class Communicator:
         meter.group(group.epoch, group.world_size)
         order: dict[str, int] = {}
         nodes = tuple(order.setdefault(member.node, len(order)) for member in group.members)
-        family = _Family(loop, meter, nodes)
+        is_known = all(member.node for member in group.members)
+        windows = Windows(group, loop, meter) if use_windows and is_known else None
+        family = _Family(loop, meter, nodes, windows)
         return cls(group, family, 0, tuple(range(group.world_size)))
 
     # -- collectives; `count` below is the length of one rank's part
@@ -302,7 +330,12 @@ class Communicator:
 
     def close(self) -> None:
         """Leave in order, within about a second. Idempotent."""
+        windows = self._family.windows
+        if windows is not None:
+            windows.leave()
         self._family.loop.close()
+        if windows is not None:
+            windows.close()
 
     # -- inside
 
@@ -335,11 +368,40 @@ class Communicator:
             algorithm = Algorithm.DIRECT
         if not 0 <= root < self.world_size:
             raise ValueError(f"root {root} is outside a world of {self.world_size}")
-        chosen = (
-            Algorithm(algorithm)
-            if algorithm is not None
-            else choose(operation, described.nbytes, self.world_size, nodes=self._nodes)
+        chosen = None if algorithm is None else Algorithm(algorithm)
+        if chosen not in (None, Algorithm.WINDOW):  # ValueError if there is no such plan
+            make_plan(operation, chosen, self.world_size, self.rank, root=root, nodes=self._nodes)
+        if self._window is not None:
+            asked = (operation, source, result, described, op, root, timeout_s, chosen, encoding)
+            work = self._window.run(Request(*asked))
+            if work is not None:
+                return work
+        elif chosen is Algorithm.WINDOW:
+            raise ValueError(NO_WINDOW)
+        return self._run_over_links(
+            operation, source, result, described, op, chosen, timeout_s, root, encoding
         )
+
+    def _run_over_links(
+        self,
+        operation: Operation,
+        source: Array | None,
+        result: Array | None,
+        described: Array,
+        op: ReduceOp | None,
+        chosen: Algorithm | None,
+        timeout_s: float,
+        root: int = 0,
+        encoding: Encoding | None = None,
+        *,
+        on_behalf_of: str = "",
+        number: int = -1,
+        work: Work | None = None,
+    ) -> Work:
+        """``number``: the call's, if it has one already; ``work``: likewise."""
+        dtype = described.dtype
+        if chosen is None:
+            chosen = choose(operation, described.nbytes, self.world_size, nodes=self._nodes)
         plan = make_plan(
             operation, chosen, self.world_size, self.rank, root=root, nodes=self._nodes
         )
@@ -353,18 +415,21 @@ class Communicator:
             self._family.loop.segment_bytes,
             self._ranks if self._channel else (),
             encoding.codec.name if encoding is not None else "",
+            on_behalf_of,
         )
-        work = Work(str(call), result)
+        work = work or Work(str(call), result)
         chunks = lay_out(plan, _flat(source), _flat(result))
         if not plan.steps and self.error is None:
             return finished(str(call), result)
         with self._family.lock:  # to the loop in the order of the numbers
+            if number < 0:
+                number = self._take_number(call)
             running = RunningPlan(
                 plan=plan,
                 call=call,
                 chunks=chunks,
                 channel=self._channel,
-                sequence=self._sequence,
+                sequence=number,
                 deadline=deadline_after(timeout_s),
                 work=work,
                 peers=self._ranks,
@@ -374,9 +439,61 @@ class Communicator:
                 if encoding is not None
                 else None,
             )
-            self._sequence += 1
             self._family.loop.start(running)
         return work
+
+    def _take_number(self, call: Call) -> int:
+        """The number of the next call of this channel, one that goes over links."""
+        if self._window is not None:
+            number = self._window.take_number()
+            self._window.note_elsewhere(number, call.fingerprint)
+            return number
+        self._sequence += 1
+        return self._sequence - 1
+
+    # -- windows
+
+    def _over_links_instead(self, request: Request, work: WindowWork) -> None:
+        """A call that waited for a window goes over links."""
+        self._run_over_links(
+            request.operation,
+            request.source,
+            request.result,
+            request.described,
+            request.op,
+            request.algorithm,
+            request.timeout_s,
+            request.root,
+            request.encoding,
+            number=request.number,
+            work=work,
+        )
+
+    def _exchange(
+        self, output: Array, mine: Array, call: str, number: int, timeout_s: float
+    ) -> Work:
+        """An all_gather over links, for setting up a window before ``call``."""
+        return self._run_over_links(
+            Operation.ALL_GATHER,
+            mine,
+            output,
+            mine,
+            None,
+            Algorithm.DIRECT,
+            timeout_s,
+            on_behalf_of=call,
+            number=number,
+        )
+
+    def _set_quick(self, window: Any) -> None:
+        self.quick = None if window is None else window.quick
+
+    def quick_failure(
+        self, outcome: int, number: int, array: Array, op: str | None, root: int
+    ) -> BaseException:
+        """What to raise after ``quick`` has given ``outcome`` for operation ``number``."""
+        assert self._window is not None
+        return self._window.quick_failure(outcome, number, array, op, root)
 
 
 def _flat(array: Array | None) -> Array | None:

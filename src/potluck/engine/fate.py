@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from potluck.errors import GroupClosed
 from potluck.types import Group
@@ -15,6 +16,7 @@ class Fate:
         self.group = group
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._watchers: list[Callable[[], None]] = []
 
     @property
     def error(self) -> BaseException | None:
@@ -23,8 +25,20 @@ class Fate:
     def fail(self, error: BaseException) -> None:
         """End the group with ``error``; the first one wins."""
         with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            watcher()
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` once the group is over, on whatever thread ends it; or now."""
+        with self._lock:
             if self._error is None:
-                self._error = error
+                self._watchers.append(callback)
+                return
+        callback()
 
     def closed(self) -> GroupClosed:
         """What calls raise after an orderly close."""

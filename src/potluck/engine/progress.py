@@ -118,6 +118,10 @@ class ProgressLoop:
         """Why the group is over, None while it is not."""
         return self._fate.error
 
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` once ``error`` is set; it must not block."""
+        self._fate.when_over(callback)
+
     def start(self, running: RunningPlan) -> None:
         """Run a plan; its work ends with the result or an error."""
         self._post(lambda: self._begin(running.work, lambda: self._plans.begin(running)))

@@ -20,6 +20,14 @@ class Histogram:
         self.count = 0
         self.total = 0.0
 
+    @classmethod
+    def of(cls, bounds: Sequence[float], buckets: Sequence[int], total: float) -> Histogram:
+        """What others have counted in the same buckets."""
+        made = cls(bounds)
+        assert len(buckets) == len(made.buckets)
+        made.buckets, made.count, made.total = list(buckets), sum(buckets), total
+        return made
+
     def add(self, value: float) -> None:
         self.buckets[bisect_left(self.bounds, value)] += 1
         self.count += 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from potluck.metrics.histogram import Histogram
 from potluck.metrics.snapshot import Snapshot
+from potluck.metrics.window import WindowCounts
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -88,6 +89,8 @@ class Metrics:
         self._collectives: dict[tuple[str, str], CollectiveMeter] = {}
         self._failures: dict[tuple[str, str], int] = {}
         self._links: dict[str, LinkMeter] = {}
+        self._windows: list[WindowCounts] = []
+        self._waited_s = 0.0
         self._reforms = Histogram(SECONDS_BOUNDS)
         self._epoch = 0
         self._world_size = 0
@@ -114,6 +117,27 @@ class Metrics:
         with self._lock:
             return self._links.setdefault(peer, LinkMeter())
 
+    def count(self, window: WindowCounts) -> None:
+        """From now on what ``window`` counts is part of these metrics."""
+        with self._lock:
+            self._windows.append(window)
+
+    def keep(self, window: WindowCounts) -> None:
+        """``window`` is about to go: keep what it has counted."""
+        with self._lock:
+            self._windows.remove(window)
+            for key, seconds, nbytes in window.collectives(SECONDS_BOUNDS, BYTES_BOUNDS):
+                meter = self._collectives.setdefault(key, CollectiveMeter())
+                meter.seconds = meter.seconds.plus(seconds)
+                meter.nbytes = meter.nbytes.plus(nbytes)
+            self._waited_s += window.waited_s()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that callers were blocked in windows."""
+        with self._lock:
+            return self._waited_s + sum(window.waited_s() for window in self._windows)
+
     def group(self, epoch: int, world_size: int) -> None:
         """The context now works in this group."""
         with self._lock:
@@ -128,13 +152,19 @@ class Metrics:
     def snapshot(self) -> Snapshot:
         """A consistent copy of everything, taken at one moment."""
         with self._lock:
+            seconds = {key: meter.seconds.copy() for key, meter in self._collectives.items()}
+            nbytes = {key: meter.nbytes.copy() for key, meter in self._collectives.items()}
+            for window in self._windows:
+                for key, times, sizes in window.collectives(SECONDS_BOUNDS, BYTES_BOUNDS):
+                    seconds[key] = seconds[key].plus(times) if key in seconds else times
+                    nbytes[key] = nbytes[key].plus(sizes) if key in nbytes else sizes
             return Snapshot(
                 labels=dict(self.labels),
                 epoch=self._epoch,
                 world_size=self._world_size,
                 reforms=self._reforms.copy(),
-                seconds={key: meter.seconds.copy() for key, meter in self._collectives.items()},
-                nbytes={key: meter.nbytes.copy() for key, meter in self._collectives.items()},
+                seconds=seconds,
+                nbytes=nbytes,
                 failures=dict(self._failures),
                 links={peer: meter.as_dict() for peer, meter in self._links.items()},
             )

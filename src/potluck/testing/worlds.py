@@ -30,8 +30,10 @@ T = TypeVar("T")
 NATIVE_KINDS = ("native", "native+window", "mixed") if is_available() else ()
 """The native loop over loopback, without and with windows; every second rank in Python."""
 
-WORLD_KINDS = ("inproc", "tls", "tls+window", *NATIVE_KINDS)
-"""In-process pipes; TLS over loopback; the same with shared windows; and the native kinds."""
+WORLD_KINDS = ("inproc", "tls", "tls+window", "window", *NATIVE_KINDS)
+"""In-process pipes; TLS over loopback; the same with shared memory for each link's payloads; all
+ranks on one node with one window for all (with the native core, else as before); the native kinds.
+"""
 
 
 class TcpBackend(StaticBackend):
@@ -134,10 +136,10 @@ def open_world(
         else:
             backends = tcp_backends(
                 world_size,
-                num_nodes,
+                1 if kind == "window" else num_nodes,
                 Settings(
                     psk=hashlib.sha256(b"unused").hexdigest(),
-                    use_windows=kind.endswith("+window"),
+                    use_windows=kind.endswith("window"),
                     segment_bytes=segment_bytes,
                     max_early_bytes=max_early_bytes,
                     window_slots=2,

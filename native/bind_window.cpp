@@ -1,0 +1,451 @@
+// The window engine for Python: src/potluck/engine/windows.py is its only user.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bind.hpp"
+#include "bind_buffer.hpp"
+#include "core/window_engine.hpp"
+#include "core/window_queue.hpp"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace nb = nanobind;
+
+namespace potluck::bind {
+
+namespace {
+
+using window::Call;
+using window::Engine;
+using window::Kind;
+using window::Notifier;
+using window::now_ns;
+using window::Outcome;
+using window::Queue;
+using window::Shape;
+using window::Ticket;
+
+constexpr int NOT_QUICK = -1;
+constexpr std::int64_t LONGEST_NS = 1'000'000'000'000'000;
+// A caller looks this often whether the interpreter has a signal for it.
+constexpr std::int64_t SIGNALS_NS = 100'000'000;
+
+std::int64_t after(double seconds) {
+    const double ns = std::min(seconds * 1e9, static_cast<double>(LONGEST_NS));
+    return now_ns() + static_cast<std::int64_t>(std::max(0.0, ns));
+}
+
+// -- arrays
+
+// What a NumPy array says of itself.
+class Array {
+public:
+    // False: not an array of ours that lies in one piece (the long way will say what is wrong).
+    bool take(nb::handle object, bool writable) {
+        static PyTypeObject* const type =
+            reinterpret_cast<PyTypeObject*>(nb::module_::import_("numpy").attr("ndarray").ptr());
+        if (Py_TYPE(object.ptr()) != type) return false;
+        const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
+        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
+            PyErr_Clear();
+            view_.obj = nullptr;
+            return false;
+        }
+        dtype = dtype_of(view_.format, view_.itemsize);
+        return dtype != 0;
+    }
+    Array() = default;
+    Array(const Array&) = delete;
+    Array& operator=(const Array&) = delete;
+    ~Array() {
+        if (view_.obj != nullptr) PyBuffer_Release(&view_);
+    }
+
+    char* data() const { return static_cast<char*>(view_.buf); }
+    std::size_t bytes() const { return static_cast<std::size_t>(view_.len); }
+    std::size_t itemsize() const { return static_cast<std::size_t>(view_.itemsize); }
+    int ndim() const { return view_.ndim; }
+    const Py_ssize_t* dims() const { return view_.shape; }
+    int dtype = 0;
+
+private:
+    static int dtype_of(const char* format, Py_ssize_t size) {
+        if (format == nullptr || format[0] == '\0') return 0;
+        const auto is = [&](const char* text) { return std::strcmp(format, text) == 0; };
+        if (format[0] == 'Z') {
+            if (is("Zf")) return static_cast<int>(Dtype::complex64);
+            return is("Zd") ? static_cast<int>(Dtype::complex128) : 0;
+        }
+        if (format[1] != '\0') return 0;
+        switch (format[0]) {
+            case 'e': return static_cast<int>(Dtype::float16);
+            case 'f': return static_cast<int>(Dtype::float32);
+            case 'd': return static_cast<int>(Dtype::float64);
+            case 'b': return static_cast<int>(Dtype::int8);
+            case 'B': return static_cast<int>(Dtype::uint8);
+            case '?': return static_cast<int>(Dtype::boolean);
+            case 'h': return static_cast<int>(Dtype::int16);
+            case 'H': return static_cast<int>(Dtype::uint16);
+            case 'i': case 'l': case 'q':
+                return static_cast<int>(size == 8 ? Dtype::int64 : Dtype::int32);
+            case 'I': case 'L': case 'Q':
+                return static_cast<int>(size == 8 ? Dtype::uint64 : Dtype::uint32);
+            default: return 0;
+        }
+    }
+
+    Py_buffer view_{};
+};
+
+// The operation's number, its place in potluck.types.ReduceOp; -1 if there is none of that name.
+int op_of(nb::handle name) {
+    static constexpr const char* names[] = {"sum", "mean", "min", "max", "product",
+                                            "band", "bor", "bxor"};
+    if (!PyUnicode_Check(name.ptr())) return -1;
+    for (int i = 0; i < 8; ++i) {
+        if (PyUnicode_CompareWithASCIIString(name.ptr(), names[i]) == 0) return i;
+    }
+    return -1;
+}
+
+window::Combination combination_of(int dtype, int op) {
+    constexpr Op ops[] = {Op::sum, Op::sum, Op::min, Op::max, Op::product,
+                          Op::band, Op::bor, Op::bxor};
+    return {static_cast<Dtype>(dtype), ops[op], op == 1};
+}
+
+bool combines(Kind kind) {
+    return kind == Kind::ALL_REDUCE || kind == Kind::REDUCE || kind == Kind::REDUCE_SCATTER;
+}
+
+std::uint64_t mixed(std::uint64_t hash, std::uint64_t value) {
+    hash ^= value + 0x9e3779b97f4a7c15ull + (hash << 6) + (hash >> 2);
+    hash *= 0xff51afd7ed558ccdull;
+    return hash ^ hash >> 32;
+}
+
+// Shared memory that was mapped elsewhere, mapped once more: the first mapping, and the descriptor
+// that belongs to it, need not stay.
+class Mapping {
+public:
+    explicit Mapping(nb::handle memory) {
+#if defined(__linux__)
+        const Buffer buffer(memory, true);
+        size_ = buffer.size();
+        // An old size of 0 leaves the old mapping as it is (mremap(2)).
+        at_ = mremap(buffer.data(), 0, size_, MREMAP_MAYMOVE);
+        if (at_ == MAP_FAILED) throw nb::value_error("the memory is not shared");
+#else
+        buffer_ = std::make_unique<Buffer>(memory, true);
+        at_ = buffer_->data();
+        size_ = buffer_->size();
+#endif
+    }
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+    ~Mapping() {
+#if defined(__linux__)
+        munmap(at_, size_);
+#endif
+    }
+
+    void* data() const { return at_; }
+    std::size_t size() const { return size_; }
+
+private:
+    void* at_ = nullptr;
+    std::size_t size_ = 0;
+#if !defined(__linux__)
+    std::unique_ptr<Buffer> buffer_;
+#endif
+};
+
+// -- the classes
+
+struct PyEngine {
+    std::shared_ptr<Engine> engine = std::make_shared<Engine>();
+    std::shared_ptr<Notifier> notifier = std::make_shared<Notifier>();
+
+    ~PyEngine() { close(); }
+
+    void close() {
+        nb::gil_scoped_release released;
+        engine->close();
+        notifier->close();
+    }
+    std::uint64_t next_ended() {
+        nb::gil_scoped_release released;
+        return notifier->next();
+    }
+};
+
+// A call under way.
+class PyCall {
+public:
+    PyCall(std::shared_ptr<Queue> queue, std::shared_ptr<Ticket> ticket)
+        : queue_(std::move(queue)), ticket_(std::move(ticket)) {}
+
+    bool done() const { return ticket_->is_done(); }
+    int outcome() const { return static_cast<int>(ticket_->outcome); }
+    int culprit() const { return ticket_->culprit; }
+    bool has_begun() const { return ticket_->has_begun; }
+    bool watch() { return ticket_->watch(); }
+
+    bool wait(double seconds) {
+        const std::int64_t until = after(seconds);
+        while (!ticket_->is_done()) {
+            const std::int64_t now = now_ns();
+            if (now >= until) return false;
+            {
+                nb::gil_scoped_release released;
+                queue_->wait(ticket_, std::min(until, now + SIGNALS_NS));
+            }
+            if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        }
+        return true;
+    }
+
+private:
+    std::shared_ptr<Queue> queue_;
+    std::shared_ptr<Ticket> ticket_;
+};
+
+class PyWindow {
+public:
+    PyWindow(nb::handle memory, int rank, int world, int num_slots, std::size_t slot_bytes,
+             std::size_t small_bytes, double spin_s, std::uint64_t salt, std::uint64_t number,
+             const PyEngine& engine)
+        : memory_(memory), engine_(engine.engine), salt_(salt), number_(number) {
+        const Shape shape{world, num_slots, slot_bytes, std::min(small_bytes, slot_bytes)};
+        if (world < 2 || world > window::MAX_WORLD || rank < 0 || rank >= world ||
+            num_slots < 4 || slot_bytes < 4096 || memory_.size() < shape.total_bytes()) {
+            throw nb::value_error("this memory is no window for so many ranks");
+        }
+        const auto spin_ns = static_cast<std::int64_t>(spin_s * 1e9);
+        queue_ = std::make_shared<Queue>(memory_.data(), shape, rank, spin_ns, engine.engine,
+                                         engine.notifier);
+        engine_->serve(queue_);
+    }
+    ~PyWindow() {
+        nb::gil_scoped_release released;
+        engine_->close();  // it looks into the memory
+    }
+
+    std::uint64_t take_number() { return number_++; }
+
+    // Run a call here and now: its outcome, or NOT_QUICK if that can't be, and nothing was done.
+    int quick(int kind_number, nb::handle source, nb::handle result, nb::handle op_name, int root,
+              double timeout_s) {
+        const auto kind = static_cast<Kind>(kind_number);
+        const int rank = queue_->channel.rank, world = queue_->channel.shape.world;
+        int op = 0;
+        if (combines(kind) && (op = op_of(op_name)) < 0) return NOT_QUICK;
+        if (root < 0 || root >= world || !(timeout_s > 0)) return NOT_QUICK;
+        Array from, to;
+        if (kind == Kind::BARRIER) {
+            const Py_ssize_t nothing[] = {0};
+            Call call = call_of(kind, static_cast<int>(Dtype::uint8), op, root, nothing, 1);
+            return run(call, 0, timeout_s, source, result);
+        }
+        const bool is_one = source.is(result);
+        const bool writes = is_one && (kind == Kind::ALL_REDUCE ||
+                                       (kind == Kind::BROADCAST) == (rank != root));
+        if (!from.take(source, writes)) return NOT_QUICK;
+        if (!is_one && (!to.take(result, true) || to.dtype != from.dtype)) return NOT_QUICK;
+        const Array& described = kind == Kind::REDUCE_SCATTER ? to : from;
+        if (combines(kind) && !has_combination(combination_of(from.dtype, op))) return NOT_QUICK;
+        const auto parts = static_cast<std::size_t>(world);
+        if (kind == Kind::REDUCE_SCATTER && from.bytes() != parts * to.bytes()) return NOT_QUICK;
+        if (kind == Kind::ALL_GATHER && to.bytes() != parts * from.bytes()) return NOT_QUICK;
+        if (described.ndim() == 0) {
+            const Py_ssize_t one[] = {1};
+            Call call = call_of(kind, described.dtype, op, root, one, 0);
+            call.source = from.data();
+            call.result = is_one ? from.data() : to.data();
+            return run(call, described.bytes(), timeout_s, source, result);
+        }
+        Call call = call_of(kind, described.dtype, op, root, described.dims(), described.ndim());
+        call.source = from.data();
+        call.result = is_one ? from.data() : to.data();
+        return run(call, described.bytes(), timeout_s, source, result);
+    }
+
+    // Begin a call whose number was taken. Its memory must stay until it is done.
+    PyCall start(int kind_number, int dtype, int op, int root,
+                 const std::vector<Py_ssize_t>& dims, std::uintptr_t source, std::uintptr_t result,
+                 std::uint64_t number, double timeout_s, std::uint64_t id) {
+        const auto kind = static_cast<Kind>(kind_number);
+        Call call = call_of(kind, dtype, op, root, dims.data(), static_cast<int>(dims.size()));
+        call.source = reinterpret_cast<const char*>(source);
+        call.result = reinterpret_cast<char*>(result);
+        stamp(call, number);
+        auto ticket = std::make_shared<Ticket>(call, after(timeout_s), call.count * call.itemsize,
+                                               id);
+        queue_->submit(ticket);
+        return {queue_, std::move(ticket)};
+    }
+
+    bool can_combine(int dtype, int op) const {
+        return has_combination(combination_of(dtype, op));
+    }
+    void note_elsewhere(std::uint64_t number, std::uint64_t fingerprint) {
+        queue_->channel.note_elsewhere(number, fingerprint);
+    }
+    std::tuple<int, bool> blame() const { return {culprit_, culprit_has_begun_}; }
+    std::uint64_t last_number() const { return last_number_; }
+    bool has_work() { return queue_->has_work(); }
+    void stop(bool for_all) {
+        nb::gil_scoped_release released;
+        queue_->stop(for_all);
+    }
+    void leave() {
+        nb::gil_scoped_release released;
+        queue_->leave();
+    }
+    // After the engine was closed: let everything that still waits end.
+    void drain() {
+        nb::gil_scoped_release released;
+        std::int64_t until = 0;
+        queue_->poll(nullptr, &until);
+    }
+    double waited_s() const { return static_cast<double>(queue_->blocked_ns()) / 1e9; }
+    // By kind: calls by bucket of seconds and of bytes, and the sums of seconds and bytes.
+    nb::list stats() const {
+        nb::list rows;
+        for (int kind = 0; kind < window::NUM_KINDS; ++kind) {
+            const window::Stats& stats = queue_->stats(static_cast<Kind>(kind));
+            nb::list seconds, bytes;
+            for (const auto& each : stats.seconds) seconds.append(each.get());
+            for (const auto& each : stats.bytes) bytes.append(each.get());
+            rows.append(nb::make_tuple(seconds, bytes,
+                                       static_cast<double>(stats.total_ns.get()) / 1e9,
+                                       stats.total_bytes.get()));
+        }
+        return rows;
+    }
+
+private:
+    Call call_of(Kind kind, int dtype, int op, int root, const Py_ssize_t* dims, int ndim) const {
+        Call call;
+        call.kind = kind;
+        call.combination = combination_of(dtype, op);
+        call.root = root;
+        call.itemsize = item_bytes(static_cast<Dtype>(dtype));
+        call.count = 1;
+        std::uint64_t hash = mixed(salt_, static_cast<std::uint64_t>(kind_word(kind, dtype, op, root)));
+        for (int i = 0; i < ndim; ++i) {
+            call.count *= static_cast<std::size_t>(dims[i]);
+            hash = mixed(hash, static_cast<std::uint64_t>(dims[i]));
+        }
+        call.fingerprint = mixed(hash, static_cast<std::uint64_t>(ndim));
+        if (kind == Kind::ALL_TO_ALL) {
+            call.count /= static_cast<std::size_t>(queue_->channel.shape.world);
+        }
+        return call;
+    }
+
+    static std::int64_t kind_word(Kind kind, int dtype, int op, int root) {
+        const int what = combines(kind) ? op + 1 : 0;
+        return static_cast<std::int64_t>(kind) | dtype << 8 | what << 16 |
+               static_cast<std::int64_t>(root) << 32;
+    }
+
+    static void stamp(Call& call, std::uint64_t number) {
+        call.number = number;
+        call.fingerprint = mixed(call.fingerprint, number);
+    }
+
+    int run(Call& call, std::size_t nbytes, double timeout_s, nb::handle source,
+            nb::handle result) {
+        if (!queue_->reserve()) return NOT_QUICK;
+        last_number_ = number_++;
+        stamp(call, last_number_);
+        auto ticket = std::make_shared<Ticket>(call, after(timeout_s), nbytes);
+        Outcome outcome = Outcome::PENDING;
+        for (std::int64_t until = ticket->began_ns + SIGNALS_NS;; until += SIGNALS_NS) {
+            {
+                nb::gil_scoped_release released;
+                outcome = queue_->run(*ticket, until);
+            }
+            if (outcome != Outcome::PENDING) break;
+            if (PyErr_CheckSignals() != 0) {
+                // The call goes on without its caller, so its arrays must stay.
+                kept_.emplace_back(ticket, nb::borrow(source), nb::borrow(result));
+                queue_->hand_over(std::move(ticket));
+                throw nb::python_error();
+            }
+        }
+        culprit_ = ticket->culprit;
+        culprit_has_begun_ = ticket->has_begun;
+        if (!kept_.empty()) {
+            std::erase_if(kept_, [](const auto& each) { return std::get<0>(each)->is_done(); });
+        }
+        return static_cast<int>(outcome);
+    }
+
+    Mapping memory_;
+    std::shared_ptr<Engine> engine_;
+    std::shared_ptr<Queue> queue_;
+    std::uint64_t salt_;
+    std::uint64_t number_;
+    std::uint64_t last_number_ = 0;
+    int culprit_ = -1;
+    bool culprit_has_begun_ = true;
+    std::vector<std::tuple<std::shared_ptr<Ticket>, nb::object, nb::object>> kept_;
+};
+
+std::size_t window_bytes(int world, int num_slots, std::size_t slot_bytes) {
+    return Shape{world, num_slots, slot_bytes, 0}.total_bytes();
+}
+
+}  // namespace
+
+void windows(nb::module_& m) {
+    using namespace nb::literals;
+    nb::class_<PyEngine>(m, "WindowEngine")
+        .def(nb::init<>())
+        .def("close", &PyEngine::close)
+        .def("next_ended", &PyEngine::next_ended);
+    nb::class_<PyCall>(m, "WindowCall")
+        .def_prop_ro("done", &PyCall::done)
+        .def_prop_ro("outcome", &PyCall::outcome)
+        .def_prop_ro("culprit", &PyCall::culprit)
+        .def_prop_ro("has_begun", &PyCall::has_begun)
+        .def("wait", &PyCall::wait, "seconds"_a)
+        .def("watch", &PyCall::watch);
+    nb::class_<PyWindow>(m, "Window")
+        .def(nb::init<nb::handle, int, int, int, std::size_t, std::size_t, double, std::uint64_t,
+                      std::uint64_t, const PyEngine&>(),
+             "memory"_a, "rank"_a, "world"_a, "num_slots"_a, "slot_bytes"_a, "small_bytes"_a,
+             "spin_s"_a, "salt"_a, "number"_a, "engine"_a)
+        .def("take_number", &PyWindow::take_number)
+        .def("quick", &PyWindow::quick, nb::arg(), nb::arg().none(), nb::arg().none(),
+             nb::arg().none(), nb::arg(), nb::arg())
+        .def("start", &PyWindow::start)
+        .def("can_combine", &PyWindow::can_combine, "dtype"_a, "op"_a)
+        .def("note_elsewhere", &PyWindow::note_elsewhere, "number"_a, "fingerprint"_a)
+        .def("blame", &PyWindow::blame)
+        .def_prop_ro("last_number", &PyWindow::last_number)
+        .def("has_work", &PyWindow::has_work)
+        .def("stop", &PyWindow::stop, "for_all"_a)
+        .def("leave", &PyWindow::leave)
+        .def("drain", &PyWindow::drain)
+        .def("waited_s", &PyWindow::waited_s)
+        .def("stats", &PyWindow::stats);
+    m.def("window_bytes", window_bytes, "world"_a, "num_slots"_a, "slot_bytes"_a);
+    m.def("usable_cores", window::usable_cores);
+}
+
+}  // namespace potluck::bind

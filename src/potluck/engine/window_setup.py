@@ -1,0 +1,376 @@
+"""How the ranks of one channel come to a window, and their calls to it.
+
+The first call on a channel whose ranks share a node begins it, over links: its rank 0 makes the
+memory and all ranks tell each other whether they can use one (the native core is there, their share
+of memory is not spent); then whether they have mapped it. Both are all_gathers, so all ranks
+come to the same answer. Calls made meanwhile wait; they then go to the window, or over links if
+there is none, in the order they were made. A token in the memory proves that the right one was
+mapped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from potluck import native
+from potluck.collectives.plan import Algorithm, Operation
+from potluck.collectives.window import NUM_SLOTS, small_bytes, spin_s
+from potluck.engine.call import Call
+from potluck.engine.coding import Encoding
+from potluck.engine.layout import Array
+from potluck.engine.windows import MAX_BYTES, NUMBERS, OPERATIONS, OPS, Windows, WindowWork
+from potluck.engine.work import Work
+from potluck.transport import memory
+from potluck.types import ReduceOp
+from potluck.wire.dtypes import code_of
+
+_log = logging.getLogger(__name__)
+
+NO_WINDOW = (
+    "algorithm='window' needs all ranks on one node, Linux, and potluck's native core on every rank"
+)
+
+_OFFER_BYTES = 256
+_MAGIC = b"potluck\x02"
+_SLOT_BYTES = (256 * 1024, 64 * 1024)
+"""A slot while at least half of the worker's share of memory is left, and after that."""
+
+State = Enum("State", ["NEW", "ASKING", "OPEN", "NONE"])
+
+Exchange = Callable[[Array, Array, str, int, float], Work]
+"""``exchange(output, mine, call, number, timeout_s)``: an all_gather over links."""
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says first; all but ``is_able`` counts of the channel's rank 0 only."""
+
+    is_able: bool
+    boot: str = ""
+    pid: int = 0
+    fd: int = 0
+    token: bytes = b""
+    slot_bytes: int = 0
+    cores: int = 1
+
+
+class Request:
+    """One call, as the native core wants it."""
+
+    __slots__ = (
+        "algorithm",
+        "described",
+        "encoding",
+        "number",
+        "op",
+        "operation",
+        "result",
+        "root",
+        "source",
+        "timeout_s",
+    )
+
+    def __init__(
+        self,
+        operation: Operation,
+        source: Array | None,
+        result: Array | None,
+        described: Array,
+        op: ReduceOp | None,
+        root: int,
+        timeout_s: float,
+        algorithm: Algorithm | None = None,
+        encoding: Encoding | None = None,
+    ) -> None:
+        """``algorithm``: what the caller wants, None for the best."""
+        self.operation = operation
+        self.source = source
+        self.result = result
+        self.described = described
+        self.op = op
+        self.root = root
+        self.timeout_s = timeout_s
+        self.algorithm = algorithm
+        self.encoding = encoding
+        self.number = 0
+
+
+Fallback = Callable[[Request, WindowWork], None]
+"""Runs a call that waited for a window over links."""
+
+
+class ChannelWindow:
+    """The window of one channel, once there is one. All but the callbacks is under its lock."""
+
+    def __init__(
+        self,
+        windows: Windows,
+        rank: int,
+        ranks: tuple[int, ...],
+        lock: Any,
+        exchange: Exchange,
+        fallback: Fallback,
+        changed: Callable[[Any], None],
+    ) -> None:
+        """``changed(window)`` is told of the native window, and of None when it is gone."""
+        self.state = State.NEW
+        self.number = 0
+        """How many calls this channel has begun, while there is no native window to count them."""
+        self._windows = windows
+        self._rank = rank
+        self._ranks = ranks
+        self._lock = lock
+        self._exchange = exchange
+        self._fallback = fallback
+        self._changed = changed
+        self._window: Any = None
+        self._waiting: deque[tuple[Request, WindowWork]] = deque()
+        self._fd = -1
+        self._memory: Any = None
+        self._timeout_s = 0.0
+        self._label = ""
+        self._second = 0
+
+    def run(self, request: Request) -> WindowWork | None:
+        """Run a call, now or once there is a window; None if it is not for the window.
+
+        While the window is being set up every call waits, so that numbers are used in order.
+        ValueError if the caller wants the window and nothing else.
+        """
+        if self.state is State.ASKING or self.takes(request):
+            call = _label(request)
+            with self._lock:
+                if self.state is State.ASKING or self.takes(request):
+                    return self._begin(request, call)
+        if request.algorithm is Algorithm.WINDOW:
+            raise ValueError(NO_WINDOW)
+        return None
+
+    # -- called with the lock held
+
+    def take_number(self) -> int:
+        """The number of the next call of this channel, on the window or not."""
+        if self._window is not None:
+            taken: int = self._window.take_number()
+            return taken
+        self.number += 1
+        return self.number - 1
+
+    def note_elsewhere(self, number: int, fingerprint: int) -> None:
+        """Call ``number`` goes over links: whoever waits for it here learns that at once."""
+        if self._window is not None:
+            self._window.note_elsewhere(number, fingerprint)
+
+    def takes(self, request: Request) -> bool:
+        """Whether a call is for the window: False once it is known that there is none."""
+        if self.state is State.NONE or request.algorithm not in (None, Algorithm.WINDOW):
+            return False
+        if request.op is None or self._window is None:
+            return True
+        can: bool = self._window.can_combine(code_of(request.described.dtype), OPS[request.op])
+        return can
+
+    def _begin(self, request: Request, call: str) -> WindowWork:
+        work = WindowWork(call, request.result, self._windows, self._ranks)
+        is_first = self.state is State.NEW
+        numbers = (self.take_number(), self.take_number()) if is_first else (-1, -1)
+        request.number = self.take_number()
+        if self._window is None:
+            self._waiting.append((request, work))
+        else:
+            self._start(request, work)
+        if is_first:  # the call waits already: this may end at once
+            self._ask(call, request.timeout_s, *numbers)
+        return work
+
+    def quick_failure(
+        self, outcome: int, number: int, array: Array, op: str | None, root: int
+    ) -> BaseException:
+        """The error of a quick call of operation ``number`` that ended so."""
+        window = self._window
+        reduction = ReduceOp(op) if op is not None else None
+        request = Request(OPERATIONS[number], None, None, array, reduction, root, 0.0)
+        culprit, has_begun = window.blame() if window is not None else (-1, True)
+        peer = self._ranks[culprit] if culprit >= 0 else -1
+        return self._windows.failure(outcome, peer, has_begun, _label(request))
+
+    # -- setting up
+
+    def _ask(self, call: str, timeout_s: float, first: int, second: int) -> None:
+        self.state = State.ASKING
+        self._timeout_s, self._label, self._second = timeout_s, call, second
+        offer = self._offer()
+        mine = np.zeros(_OFFER_BYTES, dtype=np.uint8)
+        encoded = msgspec.msgpack.encode(offer)
+        mine[: len(encoded) + 2] = np.frombuffer(
+            len(encoded).to_bytes(2, "little") + encoded, dtype=np.uint8
+        )
+        offers = np.zeros(_OFFER_BYTES * len(self._ranks), dtype=np.uint8)
+        work = self._exchange(offers, mine, call, first, timeout_s)
+        work.add_done_callback(lambda done: self._on_offers(done, offers))
+
+    def _offer(self) -> Offer:
+        if not native.available or not memory.boot_id():
+            return Offer(False)
+        cores = native.core.usable_cores()
+        if self._rank != 0:
+            return Offer(True, memory.boot_id(), cores=cores)
+        slot_bytes = _SLOT_BYTES[2 * self._windows.left_bytes < MAX_BYTES]
+        token = secrets.token_bytes(32)
+        try:
+            self._fd, self._memory = memory.create(self._bytes(slot_bytes))
+        except OSError as error:
+            _log.debug("no window: %s", error)
+            return Offer(False)
+        self._memory[:40] = _MAGIC + token
+        return Offer(True, memory.boot_id(), os.getpid(), self._fd, token, slot_bytes, cores)
+
+    def _on_offers(self, work: Work, offers: Array) -> None:
+        error = work.exception()
+        if error is not None:
+            self._end(error)
+            return
+        parts = [bytes(part) for part in offers.reshape(len(self._ranks), -1)]
+        said = [
+            msgspec.msgpack.decode(part[2 : 2 + int.from_bytes(part[:2], "little")], type=Offer)
+            for part in parts
+        ]
+        if not all(offer.is_able for offer in said):
+            self._end(None)
+            return
+        mapped = np.array([self._map(said[0])], dtype=np.uint8)
+        answers = np.zeros(len(self._ranks), dtype=np.uint8)
+        exchanged = self._exchange(answers, mapped, self._label, self._second, self._timeout_s)
+        cores = min(offer.cores for offer in said)
+        exchanged.add_done_callback(lambda done: self._on_answers(done, answers, said[0], cores))
+
+    def _map(self, offer: Offer) -> bool:
+        if not self._windows.take(NUM_SLOTS * offer.slot_bytes):
+            return False
+        if self._rank == 0:
+            return True
+        try:
+            mapped = memory.open_shared(
+                offer.boot, offer.pid, offer.fd, self._bytes(offer.slot_bytes)
+            )
+        except (OSError, ValueError) as error:
+            _log.debug("no window with process %d: %s", offer.pid, error)
+            return False
+        self._memory = mapped
+        return mapped[:40] == _MAGIC + offer.token
+
+    def _on_answers(self, work: Work, answers: Array, offer: Offer, cores: int) -> None:
+        error = work.exception()
+        if error is not None or not answers.all():
+            self._end(error)
+            return
+        self._drop_descriptor()
+        world = len(self._ranks)
+        salt = blake2b(f"{self._ranks}".encode(), digest_size=8).digest()
+        with self._lock:
+            if self.state is not State.ASKING:
+                return
+            window = self._windows.open(
+                self._memory,
+                self._on_close,
+                rank=self._rank,
+                world=world,
+                num_slots=NUM_SLOTS,
+                slot_bytes=offer.slot_bytes,
+                small_bytes=small_bytes(world, cores),
+                spin_s=spin_s(world, cores),
+                salt=int.from_bytes(salt, "little"),
+                number=self.number,
+            )
+            self._drop_memory()
+            self._window = window
+            self.state = State.OPEN
+            while self._waiting:
+                request, waiting = self._waiting.popleft()
+                if self.takes(request):
+                    self._start(request, waiting)
+                else:
+                    self._fall_back(request, waiting)
+            self._changed(window)
+
+    def _end(self, error: BaseException | None) -> None:
+        """There will be no window: because of ``error``, or because somebody can't use one."""
+        self._drop_descriptor()
+        with self._lock:
+            self.state = State.NONE
+            self._drop_memory()
+            waiting, self._waiting = self._waiting, deque()
+            for request, work in waiting:
+                if error is None:
+                    self._fall_back(request, work)
+        for _, work in waiting:
+            if error is not None:
+                work.posted()
+                self._windows.failed(work.call, error)
+                work.finish(error)
+
+    def _fall_back(self, request: Request, work: WindowWork) -> None:
+        if request.algorithm is Algorithm.WINDOW:
+            work.finish(ValueError(NO_WINDOW))
+        else:
+            self._fallback(request, work)
+        work.posted()
+
+    def _on_close(self) -> None:
+        with self._lock:
+            if self._window is not None:
+                self.number = self._window.take_number()
+            self.state, self._window = State.NONE, None
+            self._changed(None)
+
+    def _drop_descriptor(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _drop_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _start(self, request: Request, work: WindowWork) -> None:
+        described = request.described
+        self._windows.start(
+            work,
+            lambda number: self._window.start(
+                NUMBERS[request.operation],
+                code_of(described.dtype),
+                0 if request.op is None else OPS[request.op],
+                request.root,
+                list(described.shape),
+                _address(request.source),
+                _address(request.result),
+                request.number,
+                request.timeout_s,
+                number,
+            ),
+        )
+        work.keep(request)
+
+    def _bytes(self, slot_bytes: int) -> int:
+        return int(native.core.window_bytes(len(self._ranks), NUM_SLOTS, slot_bytes))
+
+
+def _label(request: Request) -> str:
+    dtype, shape = request.described.dtype.name, request.described.shape
+    algorithm = request.algorithm or Algorithm.WINDOW
+    call = Call(request.operation, algorithm, dtype, shape, request.op, request.root)
+    return str(call)
+
+
+def _address(array: Array | None) -> int:
+    return 0 if array is None else int(array.ctypes.data)

@@ -1,0 +1,316 @@
+"""The windows of one group: memory shared by workers of one node, and the engine that uses it.
+
+A call on a window runs in the thread that waits for it; a call that nobody waits for runs on the
+native engine's thread, which never takes the interpreter lock. Only failures, and calls with
+callbacks, come back to Python by themselves, through one thread here (``potluck-window``). How the
+bytes move is in ``native/core/window_*``, how the ranks of a channel come to one window in
+``window_setup.py``.
+
+When the group is over every window is stopped, so nobody waits there for what will not come.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Protocol
+
+from potluck import native
+from potluck.collectives.plan import Algorithm, Operation
+from potluck.engine.verdict import desync, overdue, peer_lost
+from potluck.engine.work import Work, again
+from potluck.errors import GroupClosed, GroupError, LinkError, PeerLost, PotluckError
+from potluck.metrics import Metrics, WindowCounts
+from potluck.types import Group, ReduceOp
+
+_log = logging.getLogger(__name__)
+
+MAX_BYTES = 8 * 1024 * 1024
+"""Of shared memory that one worker adds to its node, over all its windows of one group."""
+
+_PATIENCE_S = 5.0
+"""How long a call that was stopped waits to hear why."""
+
+_SWEEP = 8
+"""So many ended calls are forgotten at once, at least."""
+
+OPERATIONS = (
+    Operation.ALL_REDUCE,
+    Operation.REDUCE_SCATTER,
+    Operation.ALL_GATHER,
+    Operation.BROADCAST,
+    Operation.REDUCE,
+    Operation.SCATTER,
+    Operation.GATHER,
+    Operation.ALL_TO_ALL,
+    Operation.BARRIER,
+)
+NUMBERS = {operation: number for number, operation in enumerate(OPERATIONS)}
+"""How the native core counts the operations."""
+
+OPS = {op: number for number, op in enumerate(ReduceOp)}
+
+
+class Outcome(IntEnum):
+    """How a native call ended."""
+
+    DONE = 0
+    PENDING = 1
+    STOPPED = 2
+    TIMEOUT = 3
+    DESYNC = 4
+    LEFT = 5
+
+
+class Loop(Protocol):
+    """What windows need of the group's progress loop."""
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+    def abort(self, error: PotluckError) -> None: ...
+
+    def when_over(self, callback: Callable[[], None]) -> None: ...
+
+
+class Stalled:
+    """A call on a window that can't end, as far as errors name it: whom it still waits for."""
+
+    def __init__(self, call: str, peer: int) -> None:
+        self._call = call
+        self._peer = peer
+
+    def awaited(self) -> list[tuple[int, str]]:
+        return [(self._peer, "its part, through shared memory")] if self._peer >= 0 else []
+
+    def __str__(self) -> str:
+        return self._call
+
+
+class Windows:
+    """All windows of one rank in one group."""
+
+    def __init__(self, group: Group, loop: Loop, metrics: Metrics) -> None:
+        self._group = group
+        self._loop = loop
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._is_closed = False
+        self._engine: Any = None
+        self._thread: threading.Thread | None = None
+        self._open: list[tuple[Any, Callable[[], None], WindowCounts]] = []
+        self._left_bytes = MAX_BYTES
+        self._inflight: dict[int, WindowWork] = {}
+        self._ids = 0
+        self._sweep_at = _SWEEP
+        loop.when_over(self._on_over)
+
+    def take(self, nbytes: int) -> bool:
+        """Count ``nbytes`` of this worker's share; False if there is not so much left."""
+        with self._lock:
+            if self._is_closed or nbytes > self._left_bytes:
+                return False
+            self._left_bytes -= nbytes
+            return True
+
+    @property
+    def left_bytes(self) -> int:
+        """What is left of this worker's share."""
+        return self._left_bytes
+
+    def open(self, memory: Any, on_close: Callable[[], None], **shape: Any) -> Any:
+        """A native window over ``memory``; ``on_close()`` is called when it must not be used."""
+        with self._lock:
+            if self._engine is None:
+                self._engine = native.core.WindowEngine()
+                self._thread = threading.Thread(
+                    target=self._tell,
+                    args=(self._engine,),
+                    name=f"potluck-window-{self._group.rank}",
+                    daemon=True,
+                )
+                self._thread.start()
+            window = native.core.Window(memory=memory, engine=self._engine, **shape)
+            counts = WindowCounts(Algorithm.WINDOW, OPERATIONS, window.stats, window.waited_s)
+            self._open.append((window, on_close, counts))
+            self._metrics.count(counts)
+            is_over = self._over.is_set() or self._is_closed
+        if is_over:
+            window.stop(for_all=False)
+        return window
+
+    def start(self, work: WindowWork, begin: Callable[[int], Any]) -> None:
+        """Let ``begin(id)`` start the native call of ``work``, and keep both while it runs."""
+        with self._lock:
+            self._ids += 1
+            number = self._ids
+            if len(self._inflight) >= self._sweep_at:
+                alive = {n: each for n, each in self._inflight.items() if not each.is_over}
+                self._inflight, self._sweep_at = alive, 2 * len(alive) + _SWEEP
+            self._inflight[number] = work
+        work.began(begin(number))
+
+    def failure(self, outcome: int, peer: int, has_begun: bool, call: str) -> BaseException:
+        """The error of a call that ended so, and the end of the group. ``peer`` is to blame."""
+        if outcome != Outcome.STOPPED:
+            self._loop.abort(self._verdict(outcome, peer, has_begun, call))
+        if not self._over.wait(_PATIENCE_S):
+            me = self._group.describe(self._group.rank)
+            return GroupError(
+                f"{call} was stopped on {me}: another rank of its node left without a reason",
+                rank=self._group.rank,
+                epoch=self._group.epoch,
+                operation=call,
+            )
+        error = self._loop.error
+        assert error is not None
+        if isinstance(error, PeerLost) and not error.operation:
+            during = f"; during {call} on {self._group.describe(self._group.rank)}"
+            told = PeerLost(
+                f"{error}{during}",
+                rank=error.rank,
+                epoch=error.epoch,
+                operation=call,
+                certain=error.certain,
+            )
+            told.__cause__ = error.__cause__
+            error = told
+        self.failed(call, error)
+        return again(error)
+
+    def failed(self, call: str, error: BaseException) -> None:
+        """Count a call that failed."""
+        self._metrics.failed(call.partition("(")[0], type(error).__name__)
+
+    def _verdict(self, outcome: int, peer: int, has_begun: bool, call: str) -> GroupError:
+        item = Stalled(call, peer)
+        if outcome == Outcome.DESYNC:
+            return desync(self._group, peer, call)
+        if outcome == Outcome.LEFT:
+            left = LinkError("it left the group (its context was closed)")
+            return peer_lost(self._group, peer, left, item)
+        return overdue(self._group, item, -1 if has_begun else peer)
+
+    def leave(self) -> None:
+        """This rank makes no more calls; those under way end. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            windows = list(self._open)
+        for window, on_close, _ in windows:
+            on_close()
+            window.leave()
+            window.stop(for_all=False)
+
+    def close(self) -> None:
+        """Give the memory back, once the group is over. Idempotent."""
+        with self._lock:
+            windows, self._open = self._open, []
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+        for window, _, counts in windows:
+            window.drain()
+            self._metrics.keep(counts)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        inflight, self._inflight = self._inflight, {}
+        for work in inflight.values():
+            work.done()
+
+    def _on_over(self) -> None:
+        with self._lock:
+            windows = list(self._open)
+            self._over.set()
+        for_all = not isinstance(self._loop.error, GroupClosed)
+        for window, _, _ in windows:
+            window.stop(for_all=for_all)
+
+    def _tell(self, engine: Any) -> None:
+        while number := engine.next_ended():
+            with self._lock:
+                work = self._inflight.pop(number, None)
+            if work is not None:
+                work.done()
+
+
+class WindowWork(Work):
+    """A call on a window, or one that waits for the window to be there."""
+
+    __slots__ = ("_begun", "_kept", "_native", "_peers", "_windows")
+
+    def __init__(self, call: str, result: Any, windows: Windows, peers: tuple[int, ...]) -> None:
+        """``peers`` maps the window's ranks to the group's."""
+        super().__init__(call, result)
+        self._windows = windows
+        self._peers = peers
+        self._native: Any = None
+        self._kept: Any = None
+        self._begun: threading.Event | None = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the bytes have moved, or will not; never blocks, calls nobody."""
+        return self._event.is_set() or (self._native is not None and self._native.done)
+
+    def began(self, call: Any) -> None:
+        """The native call is under way; its memory is kept by whoever started it."""
+        with self._lock:
+            self._native = call
+            begun, self._begun = self._begun, None
+            is_awaited = bool(self._callbacks)
+        if begun is not None:
+            begun.set()
+        if is_awaited and not call.watch():
+            self._settle()
+
+    def keep(self, memory: Any) -> None:
+        """What the native call reads and writes, for as long as it may."""
+        self._kept = memory
+
+    def posted(self) -> None:
+        """It runs over links instead, and ends as any other work."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.set()
+
+    def done(self) -> bool:
+        """Whether the operation has ended, well or not; never blocks."""
+        if not self._event.is_set() and self._native is not None and self._native.done:
+            self._settle()
+        return self._event.is_set()
+
+    def exception(self) -> BaseException | None:
+        """What the operation raised, None while it runs or when it succeeded."""
+        self.done()
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[Work], None]) -> None:
+        """Call ``callback(work)`` when the operation ends, on a thread of the engine, or now."""
+        super().add_done_callback(callback)
+        call = self._native
+        if call is not None and not call.watch():
+            self._settle()
+
+    def _block(self, timeout: float | None) -> bool:
+        begun = self._begun
+        if begun is not None and not self._event.is_set() and not begun.wait(timeout):
+            return False
+        if self._native is None:
+            return super()._block(timeout)
+        if not self._event.is_set() and not self._native.wait(1e9 if timeout is None else timeout):
+            return False
+        self._settle()
+        return True
+
+    def _settle(self) -> None:
+        """The native call has ended: so has this."""
+        if self._event.is_set():
+            return
+        call, error = self._native, None
+        if call.outcome != Outcome.DONE:
+            peer = self._peers[call.culprit] if call.culprit >= 0 else -1
+            error = self._windows.failure(call.outcome, peer, call.has_begun, self.call)
+        self.finish(error)

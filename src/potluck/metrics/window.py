@@ -1,0 +1,40 @@
+"""What went through a window, as the native core counts it: read when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from potluck.metrics.histogram import Histogram
+
+Row = tuple[list[int], list[int], float, int]
+"""Calls by bucket of seconds, by bucket of bytes; the sums of seconds and of bytes."""
+
+
+class WindowCounts:
+    """The counters of one window. The native side has one row for each of ``operations``."""
+
+    def __init__(
+        self,
+        algorithm: str,
+        operations: Sequence[str],
+        rows: Callable[[], list[Row]],
+        waited_s: Callable[[], float],
+    ) -> None:
+        """``waited_s()``: seconds that callers were blocked in it."""
+        self._algorithm = algorithm
+        self._operations = operations
+        self._rows = rows
+        self.waited_s = waited_s
+
+    def collectives(
+        self, seconds_bounds: Sequence[float], bytes_bounds: Sequence[float]
+    ) -> Iterator[tuple[tuple[str, str], Histogram, Histogram]]:
+        """``((operation, algorithm), seconds, bytes)`` for each operation that was called."""
+        for operation, row in zip(self._operations, self._rows(), strict=True):
+            seconds_buckets, bytes_buckets, seconds, nbytes = row
+            if any(seconds_buckets):
+                yield (
+                    (str(operation), self._algorithm),
+                    Histogram.of(seconds_bounds, seconds_buckets, seconds),
+                    Histogram.of(bytes_bounds, bytes_buckets, float(nbytes)),
+                )

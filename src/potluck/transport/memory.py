@@ -1,0 +1,74 @@
+"""Anonymous memory that processes of one host share: a Linux ``memfd``, opened through ``/proc``.
+
+It has no name in any directory, so it is gone when the last process that maps it is, however that
+process ends. Whoever opens it names the process and the descriptor that it was made under.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import mmap
+import os
+import stat
+
+_NAME = "potluck-window"
+
+
+def create(size: int) -> tuple[int, mmap.mmap]:
+    """New zeroed memory: its descriptor, for others to open, and its mapping here.
+
+    OSError where the system has no memfd or gives none.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memfd")
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        # A peer that shrank the file would kill this process with SIGBUS: forbid it to everybody.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return fd, mmap.mmap(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+
+
+def open_shared(boot: str, pid: int, fd: int, size: int) -> mmap.mmap:
+    """Memory of ``size`` bytes that process ``pid`` of boot ``boot`` made as its ``fd``.
+
+    The three come from another process and may be anything: nothing is opened that is not memory
+    made by ``create``, and nothing is mapped that could be cut short under our feet. OSError or
+    ValueError with the reason if it can't be had.
+    """
+    if not boot or boot != boot_id():
+        raise ValueError("it runs on another host")
+    path = f"/proc/{pid}/fd/{fd}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise ValueError("the descriptor is not a window (another container?)")
+    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(opened)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            raise ValueError(f"it has {status.st_size} bytes, {size} were offered")
+        if fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError("it is not sealed against resizing")
+        return mmap.mmap(opened, size)
+    finally:
+        os.close(opened)
+
+
+_SEALS = (
+    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    if hasattr(fcntl, "F_SEAL_SHRINK")
+    else 0
+)
+
+
+@functools.cache
+def boot_id() -> str:
+    """A name for this boot of this kernel; empty where there is none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
