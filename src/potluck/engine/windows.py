@@ -148,7 +148,7 @@ class Windows:
             self._ids += 1
             number = self._ids
             if len(self._inflight) >= self._sweep_at:
-                alive = {n: each for n, each in self._inflight.items() if not each.is_over}
+                alive = {n: each for n, each in self._inflight.items() if not each.is_told}
                 self._inflight, self._sweep_at = alive, 2 * len(alive) + _SWEEP
             self._inflight[number] = work
         work.began(begin(number))
@@ -251,9 +251,11 @@ class WindowWork(Work):
         self._begun: threading.Event | None = threading.Event()
 
     @property
-    def is_over(self) -> bool:
-        """Whether the bytes have moved, or will not; never blocks, calls nobody."""
-        return self._event.is_set() or (self._native is not None and self._native.done)
+    def is_told(self) -> bool:
+        """Whether the bytes have moved, or will not, and no callback waits to hear of that."""
+        if self._event.is_set():
+            return True
+        return self._native is not None and self._native.done and not self._callbacks
 
     def began(self, call: Any) -> None:
         """The native call is under way; its memory is kept by whoever started it."""
