@@ -118,6 +118,8 @@ class Search:
             await asyncio.gather(*tasks, caller, return_exceptions=True)
 
     def _heard(self, hint: Hint) -> None:
+        if hint.host.lower().startswith("fe80:"):
+            return  # of the link only: it can't be passed on to a third machine
         self._book.heard(hint, self._loop.time())
         self._changed.set()
 

@@ -16,6 +16,7 @@ import pytest
 
 import potluck
 from potluck.backends.discovery import AutoDiscoveryBackend
+from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.beacon import Beacon
 from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
@@ -120,6 +121,15 @@ def test_a_world_that_is_not_complete_says_how_many_were_found() -> None:
     try:
         with pytest.raises(OperationTimeout, match=r"0 of 2 other processes.*POTLUCK_PEERS"):
             backend.establish_ring(0.1)
+    finally:
+        backend.close()
+
+
+def test_an_address_of_the_link_only_is_not_called_since_others_could_not_use_it() -> None:
+    backend = AutoDiscoveryBackend(2, finders=[], port=0)
+    try:
+        backend._search._heard(Hint("fe80::1%lo", 52416, "beacon", "ab" * 16))
+        assert len(backend._search._book) == 0
     finally:
         backend.close()
 
