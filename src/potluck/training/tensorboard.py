@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from typing import Any
 
 from potluck.optional import require
@@ -67,9 +68,13 @@ class TensorBoardLogger:
         if not self._job.ctx.is_master:
             return
         if self._writer is None:
-            # What an earlier run wrote beyond this step is taken back.
+            # What an earlier run wrote beyond this step is taken back. The library names files by
+            # the second: the suffix keeps two writers apart, in the order of their beginning.
             self._writer = self._module.SummaryWriter(
-                self._directory, purge_step=step, flush_secs=FLUSH_S
+                self._directory,
+                purge_step=step,
+                flush_secs=FLUSH_S,
+                filename_suffix=f".{time.time_ns()}",
             )
         for name, value in scalars.items():
             if math.isfinite(value):
