@@ -23,6 +23,7 @@ from potluck.transport.credentials import Credentials
 from potluck.transport.rate import RateLimitedLog
 from potluck.wire import peers
 from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.prefix import PREFIX_BYTES
 
 KIND = "node"
 """The ``kind`` in the greeting of one agent to another."""
@@ -33,7 +34,6 @@ _MAX_CALLS = 16
 _CALL_S = 3.0
 _INTRODUCTION_S = 5.0
 _YOUNG_S = 1.0
-_PREFIX_BYTES = 4
 _PASSING = ("duplicate", "collision", "self")
 _MAX_UNSENT = 8 << 20
 _MAX_LINKS = 1024
@@ -312,7 +312,7 @@ class ControlLinks:
 
 async def _receive(reader: asyncio.StreamReader) -> peers.PeerMessage:
     try:
-        prefix = await reader.readexactly(_PREFIX_BYTES)
+        prefix = await reader.readexactly(PREFIX_BYTES)
         body = await reader.readexactly(peers.message_length(prefix))
     except (asyncio.IncompleteReadError, OSError) as error:
         raise LinkError("the other side ended the link") from error

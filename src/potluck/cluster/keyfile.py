@@ -43,16 +43,8 @@ def replace_private(path: Path, what: str, data: bytes) -> None:
 
     IdentityError if it can't be written.
     """
-    temporary = _temporary(path)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            _write(temporary, data)
-            os.replace(temporary, path)
-            _sync_directory(path.parent)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+        _put(path, data, os.replace)
     except OSError as error:
         raise _cannot_create(path, what, error) from error
 
@@ -92,17 +84,9 @@ def read_private(path: Path, what: str) -> bytes:
 
 def _create(path: Path, what: str, data: bytes) -> bool:
     """Whether this call made the file (False: somebody else did)."""
-    temporary = _temporary(path)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            _write(temporary, data)
-            # Unlike rename, link never replaces: the first process wins, all others read its file.
-            os.link(temporary, path)
-            _sync_directory(path.parent)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+        # Unlike rename, link never replaces: the first process wins, all others read its file.
+        _put(path, data, os.link)
     except FileExistsError as error:
         if path.exists():
             return False
@@ -112,8 +96,17 @@ def _create(path: Path, what: str, data: bytes) -> bool:
     return True
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+def _put(path: Path, data: bytes, place: Callable[[Path, Path], None]) -> None:
+    """Write ``data`` beside ``path``, whole and on the disk, then let ``place`` bring it there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        _write(temporary, data)
+        place(temporary, path)
+        _sync_directory(path.parent)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
 
 
 def _write(path: Path, data: bytes) -> None:

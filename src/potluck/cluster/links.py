@@ -10,10 +10,10 @@ from typing import Generic, TypeVar
 from potluck.errors import LinkError
 from potluck.transport.aio import end
 from potluck.wire import control
+from potluck.wire.prefix import PREFIX_BYTES
 
 T = TypeVar("T")
 
-_PREFIX_BYTES = 4
 _MAX_UNSENT = 4 << 20
 
 
@@ -37,7 +37,7 @@ class ControlLink(Generic[T]):
     async def receive(self) -> T:
         """The next message; LinkError at the end, ProtocolError for anything else."""
         try:
-            prefix = await self._reader.readexactly(_PREFIX_BYTES)
+            prefix = await self._reader.readexactly(PREFIX_BYTES)
             body = await self._reader.readexactly(control.message_length(prefix))
         except (asyncio.IncompleteReadError, OSError) as error:
             raise LinkError(f"the control link ended: {error}") from error

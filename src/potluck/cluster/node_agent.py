@@ -32,13 +32,13 @@ from potluck.transport import aio
 from potluck.wire import local, peers
 from potluck.wire.messages import Hello, Refusal, Welcome
 from potluck.wire.nodes import NodeMessage
+from potluck.wire.prefix import PREFIX_BYTES
 
 CLIENT = "client"
 """The ``kind`` in the greeting of this machine's commands."""
 
 _TRUST_S = 0.5
 _MAX_EVENTS = 20
-_PREFIX_BYTES = 4
 _ID = re.compile(r"\b[0-9a-f]{64}\b")
 
 _log = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ class NodeAgent:
     ) -> None:
         while True:
             try:
-                prefix = await reader.readexactly(_PREFIX_BYTES)
+                prefix = await reader.readexactly(PREFIX_BYTES)
                 body = await reader.readexactly(local.message_length(prefix))
             except (asyncio.IncompleteReadError, OSError):
                 return
@@ -346,7 +346,7 @@ async def ask_agent(settings: Settings, request: local.Request, *, timeout_s: fl
             reader, writer, _ = await aio.connect("127.0.0.1", record.port, hello, credentials)
             try:
                 writer.write(local.encode(request))
-                prefix = await reader.readexactly(_PREFIX_BYTES)
+                prefix = await reader.readexactly(PREFIX_BYTES)
                 body = await reader.readexactly(local.message_length(prefix))
             finally:
                 await aio.end(writer)

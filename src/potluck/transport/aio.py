@@ -26,7 +26,6 @@ from potluck.transport.rate import RateLimitedLog
 from potluck.transport.tcp import tune
 from potluck.wire.messages import (
     MAX_GREETING,
-    PREFIX_BYTES,
     Greeting,
     Hello,
     Welcome,
@@ -34,6 +33,7 @@ from potluck.wire.messages import (
     encode_greeting,
     greeting_length,
 )
+from potluck.wire.prefix import PREFIX_BYTES
 
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from potluck.transport.native_tls import TlsSocket
 from potluck.transport.tcp import TcpLink, secured, tune
 from potluck.transport.window import NUM_SLOTS, SLOT_BYTES, offer_window
 from potluck.wire.messages import (
-    PREFIX_BYTES,
     PROTOCOL_VERSION,
     Greeting,
     Hello,
@@ -38,6 +37,7 @@ from potluck.wire.messages import (
     encode_greeting,
     greeting_length,
 )
+from potluck.wire.prefix import PREFIX_BYTES
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE

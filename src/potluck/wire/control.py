@@ -8,13 +8,13 @@ that no peer can make the other hold more than it means to. The first messages o
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated
 
 import msgspec
 
 from potluck.errors import ProtocolError
 from potluck.types import Member
+from potluck.wire.prefix import announced_length, prefixed
 
 MAX_MESSAGE = 1 << 20
 MAX_TEXT = 16 * 1024
@@ -25,8 +25,6 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Fact = int | float | bool | Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Facts = Annotated[dict[Name, Fact], msgspec.Meta(max_length=MAX_FACTS)]
-
-_LENGTH = struct.Struct("<I")
 
 
 # From a worker to its agent.
@@ -210,23 +208,13 @@ _from_agent = msgspec.msgpack.Decoder(FromAgent)
 
 def encode(message: FromClient | FromAgent) -> bytes:
     """The message with its length in front, ready to send."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_MESSAGE:
-        raise ProtocolError(
-            f"a {type(message).__name__} message of {len(body)} bytes; "
-            f"at most {MAX_MESSAGE} are allowed"
-        )
-    return _LENGTH.pack(len(body)) + body
+    what = f"a {type(message).__name__} message"
+    return prefixed(_encoder.encode(message), MAX_MESSAGE, what)
 
 
 def message_length(prefix: bytes) -> int:
     """The bytes that follow a 4-byte prefix; ProtocolError if they are more than a message has."""
-    length: int = _LENGTH.unpack(prefix)[0]
-    if not 0 < length <= MAX_MESSAGE:
-        raise ProtocolError(
-            f"a control message announces {length} bytes; potluck's have 1 to {MAX_MESSAGE}"
-        )
-    return length
+    return announced_length(prefix, MAX_MESSAGE, "a control message")
 
 
 def decode_from_client(body: bytes) -> FromClient:

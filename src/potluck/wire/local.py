@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated
 
 import msgspec
 
 from potluck.errors import ProtocolError
 from potluck.wire.nodes import MAX_NODES
+from potluck.wire.prefix import announced_length, prefixed
 
 MAX_MESSAGE = 1 << 20
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-
-_LENGTH = struct.Struct("<I")
 
 
 class NodesRequest(msgspec.Struct, frozen=True, tag=True):
@@ -76,18 +74,12 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 def encode(message: Request | Reply) -> bytes:
     """The message with its length in front."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_MESSAGE:
-        raise ProtocolError(f"a message of {len(body)} bytes; at most {MAX_MESSAGE} are allowed")
-    return _LENGTH.pack(len(body)) + body
+    return prefixed(_encoder.encode(message), MAX_MESSAGE, "a message")
 
 
 def message_length(prefix: bytes) -> int:
     """The bytes that follow a 4-byte prefix; ProtocolError if they are too many."""
-    length: int = _LENGTH.unpack(prefix)[0]
-    if not 0 < length <= MAX_MESSAGE:
-        raise ProtocolError(f"a message announces {length} bytes; these have 1 to {MAX_MESSAGE}")
-    return length
+    return announced_length(prefix, MAX_MESSAGE, "a message")
 
 
 def decode_request(body: bytes) -> Request:

@@ -10,17 +10,13 @@ Unknown fields are ignored, so that peers of different versions get as far as te
 
 from __future__ import annotations
 
-import struct
-
 import msgspec
 
 from potluck.errors import ProtocolError
+from potluck.wire.prefix import announced_length, prefixed
 
 PROTOCOL_VERSION = 1
 MAX_GREETING = 64 * 1024
-PREFIX_BYTES = 4
-
-_LENGTH = struct.Struct("<I")
 
 
 class WindowOffer(msgspec.Struct, frozen=True):
@@ -86,20 +82,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode_greeting(message: Greeting) -> bytes:
     """The message with its length in front, ready to send."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_GREETING:
-        raise ProtocolError(f"a greeting of {len(body)} bytes; at most {MAX_GREETING} are allowed")
-    return _LENGTH.pack(len(body)) + body
+    return prefixed(_encoder.encode(message), MAX_GREETING, "a greeting")
 
 
 def greeting_length(prefix: bytes) -> int:
     """The bytes that follow a 4-byte prefix; ProtocolError if they are more than a greeting has."""
-    length: int = _LENGTH.unpack(prefix)[0]
-    if not 0 < length <= MAX_GREETING:
-        raise ProtocolError(
-            f"a greeting announces {length} bytes; potluck's have 1 to {MAX_GREETING}"
-        )
-    return length
+    return announced_length(prefix, MAX_GREETING, "a greeting")
 
 
 def decode_greeting(body: bytes) -> Greeting:

@@ -7,13 +7,13 @@ Each message is a tagged msgpack struct behind a little-endian u32 length of at 
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated
 
 import msgspec
 
 from potluck.errors import ProtocolError
 from potluck.wire.nodes import NodeMessage
+from potluck.wire.prefix import announced_length, prefixed
 
 MAX_MESSAGE = 1 << 20
 MAX_PART = 256 * 1024
@@ -23,8 +23,6 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Psk = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-
-_LENGTH = struct.Struct("<I")
 
 
 class Versions(msgspec.Struct, frozen=True):
@@ -129,23 +127,13 @@ _decoder = msgspec.msgpack.Decoder(PeerMessage)
 
 def encode(message: PeerMessage) -> bytes:
     """The message with its length in front, ready to send."""
-    body = _encoder.encode(message)
-    if len(body) > MAX_MESSAGE:
-        raise ProtocolError(
-            f"a {type(message).__name__} message of {len(body)} bytes; "
-            f"at most {MAX_MESSAGE} are allowed"
-        )
-    return _LENGTH.pack(len(body)) + body
+    what = f"a {type(message).__name__} message"
+    return prefixed(_encoder.encode(message), MAX_MESSAGE, what)
 
 
 def message_length(prefix: bytes) -> int:
     """The bytes that follow a 4-byte prefix; ProtocolError if they are more than a message has."""
-    length: int = _LENGTH.unpack(prefix)[0]
-    if not 0 < length <= MAX_MESSAGE:
-        raise ProtocolError(
-            f"a message between agents announces {length} bytes; potluck's have 1 to {MAX_MESSAGE}"
-        )
-    return length
+    return announced_length(prefix, MAX_MESSAGE, "a message between agents")
 
 
 def decode(body: bytes) -> PeerMessage:

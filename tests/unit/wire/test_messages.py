@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from potluck.errors import ProtocolError
 from potluck.wire.messages import (
     MAX_GREETING,
-    PREFIX_BYTES,
     Greeting,
     Hello,
     Refusal,
@@ -22,6 +21,7 @@ from potluck.wire.messages import (
     encode_greeting,
     greeting_length,
 )
+from potluck.wire.prefix import PREFIX_BYTES
 
 OFFER = WindowOffer("boot", 1234, 5, bytes(range(32)), 4, 1 << 20)
 

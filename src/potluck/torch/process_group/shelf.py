@@ -27,11 +27,11 @@ from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group
 from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.prefix import PREFIX_BYTES
 
 _Message = TypeVar("_Message", "Request", "Answer")
 
 KIND = "store"
-_PREFIX_BYTES = 4
 _MAX_MESSAGE = 16 << 20
 _MESSAGE_S = 30.0
 """How long one message may take on its way; waiting for a key does not count."""
@@ -189,7 +189,7 @@ class _Mail:
         first = bytearray(1)
         if self.link.recv_into(memoryview(first)):
             prefix = bytes(first) + recv_exactly(
-                self.link, _PREFIX_BYTES - 1, time.monotonic() + _MESSAGE_S
+                self.link, PREFIX_BYTES - 1, time.monotonic() + _MESSAGE_S
             )
             self.request = _receive(self.link, prefix, Request)
 
@@ -222,7 +222,7 @@ class Visitor:
         with self._lock:
             _send(self._link, request)
             while True:
-                prefix = recv_exactly(self._link, _PREFIX_BYTES, deadline)
+                prefix = recv_exactly(self._link, PREFIX_BYTES, deadline)
                 answer = _receive(self._link, prefix, Answer)
                 if answer.number == request.number:
                     return answer
@@ -294,7 +294,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 def _send(link: TcpLink, message: Request | Answer) -> None:
     body = msgspec.msgpack.encode(message)
-    data = len(body).to_bytes(_PREFIX_BYTES, "little") + body
+    data = len(body).to_bytes(PREFIX_BYTES, "little") + body
     send_all(link, data, time.monotonic() + _MESSAGE_S)
 
 
