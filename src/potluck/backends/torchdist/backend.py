@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from potluck.optional import require
 from potluck.settings import Settings, load_settings
 
 
-class _TorchBackend(StaticBackend):
+class _TorchBackend(StaticBackend, ABC):
     """One rank of a fixed group that a launcher's variables describe."""
 
     name = ""
@@ -58,8 +59,9 @@ class _TorchBackend(StaticBackend):
             raise
         return LibraryCommunicator.open(group, library, timeout_s=timeout_s)
 
+    @abstractmethod
     def _make(self, prefix: str, word: Word, timeout_s: float) -> Library:
-        raise NotImplementedError
+        """The library's group of all ranks, named ``prefix`` in the store."""
 
     def close(self) -> None:
         self._store = None

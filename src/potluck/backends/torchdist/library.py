@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,7 @@ FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 INTEGERS = frozenset({"int8", "uint8", "int32", "int64"})
 
 
-class TorchLibrary:
+class TorchLibrary(ABC):
     """What Gloo and NCCL have in common: the calls of a c10d process group.
 
     Moves are made on bytes, so that every dtype can be moved.
@@ -52,27 +53,29 @@ class TorchLibrary:
         own = dist.distributed_c10d.PrefixStore(f"{prefix}/{self.name}", store)
         self._group: Any = self._translate(lambda: self._connect(own))
 
+    @abstractmethod
     def _connect(self, store: Any) -> Any:
-        raise NotImplementedError
+        """The c10d process group of all ranks, which meet at ``store``."""
 
+    @abstractmethod
     def _again(self, prefix: str, rank: int, world_size: int) -> TorchLibrary:
         """A group of some of the ranks."""
-        raise NotImplementedError
 
     # -- arrays as tensors
 
+    @abstractmethod
     def _typed(self, array: Array) -> Any:
         """The array's memory as a tensor of its dtype."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _bytes(self, array: Array) -> Any:
         """The array's memory as a tensor of bytes."""
-        raise NotImplementedError
 
     # -- collectives
 
+    @abstractmethod
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
-        raise NotImplementedError
+        """Whether the library itself combines this dtype so."""
 
     def all_reduce(self, array: Array, op: ReduceOp, deadline: float) -> None:
         options = self._options("AllreduceOptions", deadline)
