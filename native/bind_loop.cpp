@@ -16,6 +16,7 @@
 
 #ifdef POTLUCK_OPENSSL
 #include "core/loop.hpp"
+#include "core/plain.hpp"
 #include "core/tls.hpp"
 #endif
 
@@ -132,7 +133,7 @@ void receive(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, int s
     loop.receive(std::move(receiving));
 }
 
-void adopt(Loop& loop, uint64_t id, int rank, std::shared_ptr<TlsStream> stream, std::string peer,
+void adopt(Loop& loop, uint64_t id, int rank, std::shared_ptr<Stream> stream, std::string peer,
            uint32_t slot_bytes, const std::vector<uintptr_t>& outgoing,
            const std::vector<uintptr_t>& incoming) {
     if (outgoing.size() != incoming.size()) throw nb::value_error("a window has pairs of slots");
@@ -221,7 +222,11 @@ void loop(nb::module_& m) {
         .def(nb::init<const std::string&, const std::string&, bool>(), nb::arg("ca"),
              nb::arg("chain"), nb::arg("is_server"));
 
-    nb::class_<TlsStream>(m, "TlsStream")
+    nb::class_<Stream>(m, "Stream");
+
+    nb::class_<PlainStream, Stream>(m, "PlainStream").def(nb::init<int>(), nb::arg("fd"));
+
+    nb::class_<TlsStream, Stream>(m, "TlsStream")
         .def(nb::init<std::shared_ptr<TlsContext>, int, std::string>(), nb::arg("context"),
              nb::arg("fd"), nb::arg("peer"))
         .def("handshake", &TlsStream::handshake, nb::call_guard<nb::gil_scoped_release>())
@@ -245,6 +250,7 @@ void loop(nb::module_& m) {
                  return stream.write_all(static_cast<const uint8_t*>(buffer.data()), buffer.size());
              })
         .def("pending", &TlsStream::pending)
+        .def("is_clean", &TlsStream::is_clean)
         .def("peer_certificate",
              [](const TlsStream& stream) {
                  const std::string der = stream.peer_certificate();

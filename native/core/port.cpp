@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "core/checksum.hpp"
 
@@ -17,6 +18,10 @@ constexpr size_t merge_bytes = 8 * 1024;
 constexpr size_t window_bytes = 4 * 1024;
 // A payload that is combined comes in parts of this size, which stay in the cache.
 constexpr size_t part_bytes = 64 * 1024;
+
+// A payload with a checksum is read from memory once: so much of it goes to the checksum and then,
+// still in the cache, to the kernel; and the same on the way in.
+constexpr size_t checked_bytes = 128 * 1024;
 
 void put32(uint8_t* at, uint32_t value) {
     for (int index = 0; index < 4; ++index) at[index] = static_cast<uint8_t>(value >> (8 * index));
@@ -74,19 +79,16 @@ bool Port::write(const Source& source) {
             }
             budget -= std::min(budget, start(std::move(outgoing)));
         }
-        while (piece_ < num_pieces_) {
-            Piece& piece = pieces_[piece_];
-            const size_t taken = link_.stream->send(piece.data, piece.count);
+        while (piece_ < num_pieces_ || refill()) {
+            const size_t taken = link_.stream->send(pieces_ + piece_, num_pieces_ - piece_);
             add(counters_->bytes_sent, taken);
             budget -= std::min(budget, taken);
-            if (taken < piece.count) {
-                piece.data += taken;
-                piece.count -= taken;
+            take(taken);
+            if (piece_ < num_pieces_) {
                 link_.stream->flush();
                 is_blocked = true;
                 return false;
             }
-            ++piece_;
         }
         owned_.reset();
         if (sent_) {
@@ -106,7 +108,6 @@ size_t Port::start(Outgoing outgoing) {
     const size_t nbytes = frame.length;
     add(counters_->messages_sent, 1);
     num_pieces_ = piece_ = 0;
-    head_.resize(header_bytes_);
     const bool is_bulk = frame.kind == Kind::data || frame.kind == Kind::piece;
     if (is_bulk && fits_window(nbytes) && !slots_.empty()) {
         const uint32_t slot = slots_.front();
@@ -116,27 +117,64 @@ size_t Port::start(Outgoing outgoing) {
         add(counters_->bytes_in_window, nbytes);
         frame.flags |= in_window;
         frame.tag = static_cast<int32_t>(slot);
-        encode(frame, head_.data());
+        encode_head(frame);
         pieces_[num_pieces_++] = {head_.data(), head_.size()};
         if (outgoing.sent) outgoing.sent();
         return nbytes;
     }
-    encode(frame, head_.data());
-    if (has_checksums_) put32(head_.data() + frame_bytes, crc32c(0, head_.data(), frame_bytes));
-    const size_t after = has_checksums_ && nbytes > 0 ? checksum_bytes : 0;
-    if (after > 0) put32(checksum_out_, crc32c(0, outgoing.payload, nbytes));
+    encode_head(frame);
     if (nbytes <= merge_bytes) {
         head_.insert(head_.end(), outgoing.payload, outgoing.payload + nbytes);
-        head_.insert(head_.end(), checksum_out_, checksum_out_ + after);
-        pieces_[num_pieces_++] = {head_.data(), head_.size()};
-    } else {
-        pieces_[num_pieces_++] = {head_.data(), head_.size()};
-        pieces_[num_pieces_++] = {outgoing.payload, nbytes};
-        if (after > 0) pieces_[num_pieces_++] = {checksum_out_, after};
+        if (has_checksums_ && nbytes > 0) {
+            put32(trailer_, crc32c(0, outgoing.payload, nbytes));
+            head_.insert(head_.end(), trailer_, trailer_ + checksum_bytes);
+        }
+    }
+    pieces_[num_pieces_++] = {head_.data(), head_.size()};
+    if (nbytes > merge_bytes) {
+        checksum_out_ = 0;
+        rest_ = {outgoing.payload, nbytes};
+        if (!has_checksums_) {
+            pieces_[num_pieces_++] = std::exchange(rest_, {});
+        } else {
+            refill();
+        }
     }
     sent_ = std::move(outgoing.sent);
     owned_ = std::move(outgoing.owned);
     return 0;
+}
+
+void Port::encode_head(const Frame& frame) {
+    head_.resize(header_bytes_);
+    encode(frame, head_.data());
+    if (has_checksums_) put32(head_.data() + frame_bytes, crc32c(0, head_.data(), frame_bytes));
+}
+
+// Add the next part of a payload that is checked; false if there is none.
+bool Port::refill() {
+    if (rest_.count == 0) return false;
+    if (piece_ == num_pieces_) num_pieces_ = piece_ = 0;
+    const Piece part{rest_.data, std::min(rest_.count, checked_bytes)};
+    checksum_out_ = crc32c(checksum_out_, part.data, part.count);
+    pieces_[num_pieces_++] = part;
+    rest_ = {part.data + part.count, rest_.count - part.count};
+    if (rest_.count == 0) {
+        put32(trailer_, checksum_out_);
+        pieces_[num_pieces_++] = {trailer_, checksum_bytes};
+    }
+    return true;
+}
+
+// The link has taken `count` bytes of the pieces.
+void Port::take(size_t count) {
+    while (piece_ < num_pieces_ && count >= pieces_[piece_].count) {
+        count -= pieces_[piece_].count;
+        ++piece_;
+    }
+    if (count == 0) return;
+    pieces_[piece_].data += count;
+    pieces_[piece_].count -= count;
 }
 
 // -- incoming
@@ -170,8 +208,8 @@ bool Port::read(const Route& route) {
 
 void Port::begin(const Frame& frame, const Route& route) {
     add(counters_->messages_received, 1);
-    checksum_ = 0;
-    checksum_filled_ = 0;
+    checksum_in_ = 0;
+    trailer_filled_ = 0;
     if (frame.kind == Kind::credit) {
         take_credit(frame.tag);
         return;
@@ -230,7 +268,7 @@ size_t Port::read_payload(size_t budget) {
     if (sink_.consume) {
         uint8_t* part = parts_.data() + in_parts_;
         taken = link_.stream->recv(part, std::min(left, part_bytes - in_parts_));
-        if (has_checksums_) checksum_ = crc32c(checksum_, part, taken);
+        if (has_checksums_) checksum_in_ = crc32c(checksum_in_, part, taken);
         filled_ += taken;
         in_parts_ += taken;
         if (in_parts_ == part_bytes || filled_ == frame_->length) {
@@ -240,21 +278,22 @@ size_t Port::read_payload(size_t budget) {
         return taken;
     }
     uint8_t* target = (sink_.buffer ? sink_.buffer : whole_.data()) + filled_;
-    taken = link_.stream->recv(target, left);
-    if (has_checksums_) checksum_ = crc32c(checksum_, target, taken);
+    taken = link_.stream->recv(target, has_checksums_ ? std::min(left, checked_bytes) : left);
+    if (has_checksums_) checksum_in_ = crc32c(checksum_in_, target, taken);
     filled_ += taken;
     return taken;
 }
 
 // Whether the payload's checksum is there; LinkError if it is another one.
 bool Port::read_checksum() {
-    while (checksum_filled_ < checksum_bytes) {
-        const size_t taken = link_.stream->recv(checksum_in_ + checksum_filled_,
-                                                checksum_bytes - checksum_filled_);
+    while (trailer_filled_ < checksum_bytes) {
+        const size_t taken = link_.stream->recv(trailer_in_ + trailer_filled_,
+                                                checksum_bytes - trailer_filled_);
         if (taken == 0) return false;
-        checksum_filled_ += taken;
+        add(counters_->bytes_received, taken);
+        trailer_filled_ += taken;
     }
-    check(get32(checksum_in_), checksum_);
+    check(get32(trailer_in_), checksum_in_);
     return true;
 }
 

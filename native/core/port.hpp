@@ -81,13 +81,11 @@ public:
     bool read(const Route& route);
 
 private:
-    struct Piece {
-        const uint8_t* data;
-        size_t count;
-    };
-
     bool fits_window(size_t nbytes) const;
     size_t start(Outgoing outgoing);
+    void encode_head(const Frame& frame);
+    bool refill();
+    void take(size_t count);
     void begin(const Frame& frame, const Route& route);
     void begin_in_window(const Frame& frame, const Route& route);
     size_t read_payload(size_t budget);
@@ -105,10 +103,12 @@ private:
     std::set<uint32_t> uncredited_;
 
     std::vector<uint8_t> head_;  // a header, with a small payload behind it
-    uint8_t checksum_out_[checksum_bytes] = {};
     Piece pieces_[3] = {};
     size_t num_pieces_ = 0;
     size_t piece_ = 0;
+    Piece rest_;  // of a payload with a checksum: what is in no piece yet
+    uint32_t checksum_out_ = 0;
+    uint8_t trailer_[checksum_bytes] = {};
     std::function<void()> sent_;
     Bytes owned_;
 
@@ -119,9 +119,9 @@ private:
     std::vector<uint8_t> whole_;
     std::vector<uint8_t> parts_;
     size_t in_parts_ = 0;
-    uint32_t checksum_ = 0;
-    uint8_t checksum_in_[checksum_bytes] = {};
-    size_t checksum_filled_ = 0;
+    uint32_t checksum_in_ = 0;
+    uint8_t trailer_in_[checksum_bytes] = {};
+    size_t trailer_filled_ = 0;
 };
 
 }  // namespace potluck

@@ -14,15 +14,35 @@ struct LinkError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Some bytes to send.
+struct Piece {
+    const uint8_t* data = nullptr;
+    size_t count = 0;
+};
+
 class Stream {
 public:
     virtual ~Stream() = default;
+
+    // From now on the loop has it. `peer` names the other end in errors.
+    virtual void take_over(std::string peer) = 0;
 
     // The descriptor to wait on. Whoever made the stream owns it.
     virtual int fd() const = 0;
 
     // Take some bytes; 0 means: full now. What was taken may still wait in `unsent`.
     virtual size_t send(const uint8_t* data, size_t count) = 0;
+
+    // The same for several pieces that follow each other, in one call where that pays.
+    virtual size_t send(const Piece* pieces, size_t num) {
+        size_t total = 0;
+        for (size_t index = 0; index < num; ++index) {
+            const size_t taken = send(pieces[index].data, pieces[index].count);
+            total += taken;
+            if (taken < pieces[index].count) break;
+        }
+        return total;
+    }
 
     // Hand what waits to the kernel, as far as it takes it.
     virtual void flush() = 0;

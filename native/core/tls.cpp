@@ -241,6 +241,10 @@ std::string TlsStream::peer_certificate() const {
 
 size_t TlsStream::pending() const { return static_cast<size_t>(SSL_pending(ssl_)); }
 
+bool TlsStream::is_clean() const {
+    return in_at_ == in_end_ && SSL_has_pending(ssl_) == 0 && unsent() == 0 && !is_owing_;
+}
+
 void TlsStream::take_over(std::string peer) {
     peer_ = std::move(peer);
     reads_ahead_ = true;

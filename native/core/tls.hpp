@@ -67,12 +67,16 @@ public:
     int error() const { return error_; }
     const std::string& reason() const { return reason_; }
 
-    // From now on the loop reads ahead. `peer` names the other end in errors.
-    void take_over(std::string peer);
+    // Whether the greeting left nothing behind: no byte read and not handed on, none to be written.
+    // Only then can the connection go on in clear text.
+    bool is_clean() const;
 
     // -- Stream
 
+    // It reads ahead from now on.
+    void take_over(std::string peer) override;
     int fd() const override { return fd_; }
+    using Stream::send;
     size_t send(const uint8_t* data, size_t count) override;
     void flush() override;
     size_t unsent() const override { return out_.size() - out_at_; }

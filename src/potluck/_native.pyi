@@ -38,7 +38,12 @@ class TlsStatus(Enum):
 class TlsContext:
     def __init__(self, ca: str, chain: str, is_server: bool) -> None: ...
 
-class TlsStream:
+class Stream: ...
+
+class PlainStream(Stream):
+    def __init__(self, fd: int) -> None: ...
+
+class TlsStream(Stream):
     error: int
     reason: str
     def __init__(self, context: TlsContext, fd: int, peer: str) -> None: ...
@@ -46,6 +51,7 @@ class TlsStream:
     def read_into(self, target: Any, count: int) -> tuple[TlsStatus, int]: ...
     def write_all(self, source: Any) -> TlsStatus: ...
     def pending(self) -> int: ...
+    def is_clean(self) -> bool: ...
     def peer_certificate(self) -> bytes: ...
 
 class Ticket:
@@ -108,7 +114,7 @@ class Loop:
         self,
         ident: int,
         rank: int,
-        stream: TlsStream,
+        stream: Stream,
         peer: str,
         slot_bytes: int,
         outgoing: Sequence[int],

@@ -32,6 +32,7 @@ Seconds = Annotated[float, Gt(0), Le(1e9)]
 Bytes = Annotated[int, Ge(1), Le(1 << 40)]
 Slots = Annotated[int, Ge(1), Le(1024)]
 SlotBytes = Annotated[int, Ge(4096), Le(1 << 28), MultipleOf(4096)]
+Wire = Literal["sealed", "plain"]
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -88,6 +89,9 @@ class Settings:
     ] = True
     window_slots: Annotated[Slots, About("shared memory slots per link and direction")] = 4
     window_slot_bytes: Annotated[SlotBytes, About("bytes of one slot, whole pages")] = 1 << 20
+    wire: Annotated[
+        Wire, About("links between workers: sealed (TLS), or plain: clear text with checksums")
+    ] = "sealed"
     log_level: Annotated[Level, About("least important log lines to show")] = "warning"
 
 

@@ -184,6 +184,7 @@ class _MortalLink:
     """A link of a worker that may be killed: from then on it says nothing on any of its links."""
 
     window: Window | None = None
+    needs_checksums = False
 
     def __init__(self, link: Link, dead: threading.Event) -> None:
         self._link = link

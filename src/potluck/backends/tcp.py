@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import logging
 from collections.abc import Iterator
 
 from potluck.cluster.credentials import load_credentials
@@ -15,6 +17,9 @@ from potluck.settings import Settings
 from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Listener
 from potluck.types import Group
+from potluck.wire.messages import PLAIN
+
+_log = logging.getLogger(__name__)
 
 
 class TcpBase:
@@ -29,6 +34,8 @@ class TcpBase:
     ) -> None:
         self.settings = settings
         self.credentials = credentials or load_credentials(settings)
+        if settings.wire == PLAIN:
+            _say_that_links_are_plain()
         self.metrics = Metrics()
         self.listener = Listener(
             host,
@@ -61,6 +68,7 @@ class TcpBase:
             window=(settings.window_slots, settings.window_slot_bytes)
             if settings.use_windows
             else None,
+            wire=settings.wire,
         )
         return Communicator.open(
             group,
@@ -73,6 +81,16 @@ class TcpBase:
 
     def close(self) -> None:
         self.switchboard.close()
+
+
+@functools.cache
+def _say_that_links_are_plain() -> None:
+    """Once per process, wherever the setting came from."""
+    _log.warning(
+        "POTLUCK_WIRE=plain: links between workers are not encrypted. Only holders of the secret "
+        "can join, but whoever is on the wire reads the tensors and can change them; use it on a "
+        "cable that you trust"
+    )
 
 
 @contextlib.contextmanager

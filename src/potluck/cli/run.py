@@ -37,6 +37,14 @@ def run(
             help="Seconds an operation waits for a silent worker (default 30).", show_default=False
         ),
     ] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            help="Links between workers: sealed (TLS, default), or plain: not encrypted, for a "
+            "cable that you trust.",
+            show_default=False,
+        ),
+    ] = None,
     chaos: Annotated[
         str,
         typer.Option(
@@ -77,7 +85,7 @@ def run(
         )
         options.check()
         _check_json(json)
-        settings = load_settings(peer_timeout_s=peer_timeout)
+        settings = load_settings(peer_timeout_s=peer_timeout, wire=wire)
         summary = run_job(options, settings, watcher_for(sys.stdout, plain=plain))
     except PotluckError as error:
         typer.echo(f"potluck: {error}", err=True)

@@ -33,8 +33,8 @@ def status(
     up` runs here) has node, pid, port, namespace, epoch (0: no view), paused (why, or empty),
     nodes, banned, events; each node has node, name, role (leader, member or empty), link (self,
     new, up, suspect, cut, silent, dead, none), host, latency_ms, python, torch, potluck. Each job
-    has job, node, pid, script, started (Unix
-    time), epoch, step, loss, events, and workers with worker, rank (-1: not in the group now),
+    has job, node, pid, script, started (Unix time), epoch, step, loss, events, wire (sealed or
+    plain), and workers with worker, rank (-1: not in the group now),
     phase, pid, restarts, device, step, samples_per_s. Fields may be added, none will change.
     """
     from potluck.settings import load_settings
@@ -121,6 +121,7 @@ def _show(jobs: list[StatusReply]) -> None:
     from rich.table import Table
 
     from potluck.cli.views import duration, number
+    from potluck.wire.messages import PLAIN
 
     console = Console()
     for job in jobs:
@@ -128,7 +129,8 @@ def _show(jobs: list[StatusReply]) -> None:
         table = Table(
             title=f"{Path(job.script).name} · {job.job} · process {job.pid} · "
             f"{duration(time.time() - job.started)}",
-            caption=f"epoch {job.epoch} · step {max(job.step, 0)} · loss {loss}",
+            caption=f"epoch {job.epoch} · step {max(job.step, 0)} · loss {loss}"
+            + (" · links not encrypted (plain)" if job.wire == PLAIN else ""),
             title_justify="left",
             caption_justify="left",
         )

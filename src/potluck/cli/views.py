@@ -175,15 +175,18 @@ class LiveView(_Written):
         from rich.table import Table
         from rich.text import Text
 
+        from potluck.wire.messages import PLAIN
+
         agent = self._agent
         if agent is None:
             return Group()
         state = agent.status()
         loss = "" if state.loss is None or math.isnan(state.loss) else f" · loss {state.loss:.4f}"
         step = f" · step {state.step}" if state.step >= 0 else ""
+        plain = " · links not encrypted" if state.wire == PLAIN else ""
         table = Table(
             title=f"{Path(state.script).name} · {duration(time.time() - state.started)} · "
-            f"epoch {state.epoch}{step}{loss}",
+            f"epoch {state.epoch}{step}{loss}{plain}",
             title_justify="left",
             title_style="bold",
         )

@@ -28,7 +28,7 @@ from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.types import Member
 from potluck.wire import control
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.messages import PLAIN, Hello, Refusal, Welcome
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class Agent:
                 script=self.job.script,
                 started=self.started,
             )
+            if self.job.wire == PLAIN:
+                self._note("links between workers are plain: whoever is on the wire reads along")
             self._act(self._first_actions)
             await self._over.wait()
             if self._crash is not None:
@@ -129,6 +131,7 @@ class Agent:
             loss=self.journal.loss,
             workers=tuple(workers),
             events=tuple(control.clip(note.text) for note in notes),
+            wire=self.job.wire,
         )
 
     def rank_of(self, worker: str) -> int:
@@ -232,6 +235,7 @@ class Agent:
             "POTLUCK_AGENT": f"127.0.0.1:{self._server.port}",
             "POTLUCK_JOB": self.job.id,
             "POTLUCK_WORKER": worker,
+            "POTLUCK_WIRE": self.job.wire,
             "POTLUCK_RESTARTS": str(attempt),
             "RANK": str(index),
             "WORLD_SIZE": str(len(self.job.workers)),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from potluck.cluster.roster import Policy
+from potluck.wire.messages import SEALED
 
 
 class Process(Protocol):
@@ -46,7 +47,7 @@ class Chaos(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be run. ``id`` is unique; ``script`` is only shown."""
+    """What is to be run. ``id`` is unique; ``script`` is only shown; ``wire``: sealed or plain."""
 
     id: str
     script: str
@@ -54,3 +55,4 @@ class Job:
     policy: Policy = field(default_factory=Policy)
     stop_grace_s: float = 3.0
     interrupt_grace_s: float = 15.0
+    wire: str = SEALED

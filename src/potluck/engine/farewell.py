@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from potluck.engine.fate import Fate
-from potluck.engine.port import Outgoing, Port, Sink
+from potluck.engine.port import Outgoing, Port, Sink, as_bytes
 from potluck.engine.ports import Ports
 from potluck.engine.verdict import abort_of
 from potluck.errors import GroupClosed, GroupError, PotluckError
@@ -48,7 +48,7 @@ def turn_away(fate: Fate, link: Link) -> None:
     until = time.monotonic() + _FLUSH_S
     scratch = memoryview(bytearray(64 * 1024))
     with contextlib.suppress(PotluckError):
-        link.send(memoryview(_last_words(fate)))
+        link.send(memoryview(_last_words(fate, link)))
         if link.fileno() >= 0:  # in-process links keep what was sent when they are closed
             poll = select.poll()
             poll.register(link.fileno(), select.POLLIN)
@@ -84,12 +84,12 @@ def _discard(port: Port, frame: Frame) -> Sink:
     return Sink(buffer, lambda _: None)
 
 
-def _last_words(fate: Fate) -> bytes:
+def _last_words(fate: Fate, link: Link) -> bytes:
     error, group = fate.error, fate.group
-    if not isinstance(error, GroupError) or isinstance(error, GroupClosed):
-        return frames.encode(Frame(Kind.GOODBYE, group.epoch, source=group.rank))
-    header, body = _abort_frame(group, error)
-    return frames.encode(header) + body
+    frame, body = Frame(Kind.GOODBYE, group.epoch, source=group.rank), b""
+    if isinstance(error, GroupError) and not isinstance(error, GroupClosed):
+        frame, body = _abort_frame(group, error)
+    return as_bytes(frame, body, are_checked=link.needs_checksums)
 
 
 def _abort_frame(group: Group, error: GroupError) -> tuple[Frame, bytes]:

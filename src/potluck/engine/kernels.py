@@ -17,6 +17,7 @@ from potluck.codecs.codec import Bytes, Codec, Floats
 from potluck.engine import reduction
 from potluck.engine.layout import Array
 from potluck.types import ReduceOp
+from potluck.wire import checksum
 from potluck.wire.dtypes import code_of
 
 _OPS = {
@@ -54,6 +55,13 @@ def conclude(op: ReduceOp, array: Array, world_size: int) -> None:
         native.core.divide(codes(op, array.dtype)[0], array.view(np.uint8), world_size)
     else:
         reduction.conclude(op, array, world_size)
+
+
+def crc32c(data: memoryview, before: int = 0) -> int:
+    """CRC-32C of ``data``, after bytes whose checksum is ``before``."""
+    if native.available:
+        return native.core.crc32c(data, before)
+    return checksum.crc32c(data, before)
 
 
 def encode(codec: Codec, encoded: Bytes, source: Floats) -> None:

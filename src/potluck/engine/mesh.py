@@ -19,7 +19,7 @@ from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission, Admit, Listener
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.messages import SEALED, Hello, Refusal, Welcome
 
 _LATE = {"collision", "not_ready"}
 
@@ -117,13 +117,18 @@ class Mesh:
         connect_s: float,
         max_retries: int | None,
         window: tuple[int, int] | None,
+        wire: str = SEALED,
     ) -> None:
-        """``connect_s``: how long to try for a link before its rank counts as lost."""
+        """``connect_s``: how long to try for a link before its rank counts as lost.
+
+        ``wire``: what links are after their greeting, sealed or plain; the same on all ranks.
+        """
         self.group = group
         self._switchboard = switchboard
         self._connect_s = connect_s
         self._max_retries = max_retries
         self._window = window
+        self._wire = wire
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._calling: set[int] = set()
@@ -183,6 +188,12 @@ class Mesh:
             return _refuse(
                 "identity", f"rank {hello.rank} is on node {expected[:12]}, not on {node[:12]}"
             )
+        if hello.wire != self._wire:
+            return _refuse(
+                "wire",
+                f"links of {group.describe(group.rank)} are {self._wire}, the caller's "
+                f"{hello.wire}: set POTLUCK_WIRE to the same on all ranks",
+            )
         with self._lock:
             if self._is_closed.is_set():
                 return Admission(self._refusal)
@@ -196,7 +207,7 @@ class Mesh:
                 return _refuse("collision", f"rank {group.rank} is calling rank {hello.rank}")
             self._linked.add(hello.rank)
         return Admission(
-            Welcome(rank=group.rank),
+            Welcome(rank=group.rank, wire=self._wire),
             lambda link: self._hand_over(hello.rank, link),
             lambda: self._withdraw(hello.rank),
         )
@@ -255,6 +266,7 @@ class Mesh:
             rank=group.rank,
             to_rank=rank,
             worker=group.me.worker,
+            wire=self._wire,
         )
         link, _ = connect(
             member.host,

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from potluck.errors import ProtocolError
+from potluck.engine.kernels import crc32c
+from potluck.errors import LinkError, ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link
 from potluck.wire import frames
-from potluck.wire.frames import FRAME_BYTES, IN_WINDOW, Frame, Kind
+from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_WINDOW, Frame, Kind
 
 BUDGET = 8 * 1024 * 1024
 _MERGE_BYTES = 8 * 1024
@@ -66,9 +67,13 @@ class Port:
         self._uncredited: set[int] = set()
         self._writing: deque[memoryview] = deque()
         self._sent: Callable[[], None] | None = None
-        self._header = memoryview(bytearray(FRAME_BYTES))
+        self._are_checked = link.needs_checksums
+        self._header = memoryview(
+            bytearray(FRAME_BYTES + (CHECKSUM_BYTES if self._are_checked else 0))
+        )
+        self._trailer = memoryview(bytearray(CHECKSUM_BYTES))
+        self._part = self._header  # what is being read: a header, a payload, its checksum
         self._filled = 0
-        self._frame: Frame | None = None
         self._sink: Sink | None = None
         self._target = memoryview(b"")
         self._small = memoryview(bytearray(frames.MAX_CONTROL))
@@ -141,16 +146,19 @@ class Port:
             self.meter.bytes_sent += nbytes
             self.meter.bytes_in_window += nbytes
             frame = frame._replace(flags=frame.flags | IN_WINDOW, tag=slot)
-            self._writing.append(memoryview(frames.encode(frame)))
+            self._writing.append(memoryview(_header(frame, are_checked=self._are_checked)))
             if sent is not None:
                 sent()
             return nbytes
-        header = frames.encode(frame)
         if nbytes <= _MERGE_BYTES:
-            self._writing.append(memoryview(header + payload))
+            self._writing.append(
+                memoryview(as_bytes(frame, payload, are_checked=self._are_checked))
+            )
         else:
-            self._writing.append(memoryview(header))
+            self._writing.append(memoryview(_header(frame, are_checked=self._are_checked)))
             self._writing.append(payload)
+            if self._are_checked:
+                self._writing.append(memoryview(_checksum(payload)))
         self._sent = sent
         return 0
 
@@ -169,25 +177,31 @@ class Port:
         """
         budget = BUDGET
         while budget > 0:
-            if self._frame is None:
-                taken = self.link.recv_into(self._header[self._filled :])
-                if taken == 0:
-                    return False
-                self._filled += taken
-                if self._filled < FRAME_BYTES:
-                    continue
-                self._filled = 0
-                self._begin(frames.decode(self._header), route)
-            else:
-                taken = self.link.recv_into(self._target[self._filled :])
-                if taken == 0:
-                    return False
-                self._filled += taken
+            taken = self.link.recv_into(self._part[self._filled :])
+            if taken == 0:
+                return False
             budget -= taken
             self.meter.bytes_received += taken
-            if self._frame is not None and self._filled == len(self._target):
-                self._end(self._target)
+            self._filled += taken
+            if self._filled < len(self._part):
+                continue
+            self._filled = 0
+            if self._part is self._header:
+                self._begin(self._read_header(), route)
+            elif self._part is self._trailer:
+                _check(self._target, self._trailer)
+                self._end()
+            elif self._are_checked:
+                self._part = self._trailer
+            else:
+                self._end()
         return True
+
+    def _read_header(self) -> Frame:
+        header = self._header[:FRAME_BYTES]
+        if self._are_checked:
+            _check(header, self._header[FRAME_BYTES:])
+        return frames.decode(header)
 
     def _begin(self, frame: Frame, route: Callable[[Port, Frame], Sink]) -> None:
         self.meter.messages_received += 1
@@ -215,22 +229,45 @@ class Port:
             )
             return
         sink = route(self, frame)
-        self._frame, self._sink = frame, sink
+        self._sink = sink
         self._target = self._small[: frame.length] if sink.buffer is None else sink.buffer
         assert len(self._target) == frame.length
+        self._part = self._target
+        if not frame.length:
+            self._end()
 
-    def _end(self, payload: memoryview) -> None:
+    def _end(self) -> None:
         sink = self._sink
         assert sink is not None
-        self._frame = self._sink = None
-        self._filled = 0
-        sink.complete(payload)
+        self._sink, self._part = None, self._header
+        sink.complete(self._target)
 
     def _take_credit(self, slot: int) -> None:
         window = self.link.window
         if window is None or not 0 <= slot < window.num_slots or slot in self._slots:
             raise ProtocolError(f"a credit for window slot {slot}, which is not in use")
         self._slots.append(slot)
+
+
+def as_bytes(frame: Frame, payload: bytes | memoryview, *, are_checked: bool) -> bytes:
+    """A frame as it goes over the wire, all of it."""
+    header = _header(frame, are_checked=are_checked)
+    return b"".join((header, payload, _checksum(payload) if are_checked and payload else b""))
+
+
+def _header(frame: Frame, *, are_checked: bool) -> bytes:
+    header = frames.encode(frame)
+    return header + _checksum(header) if are_checked else header
+
+
+def _checksum(data: bytes | memoryview) -> bytes:
+    return crc32c(memoryview(data)).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def _check(data: memoryview, checksum: memoryview) -> None:
+    """LinkError if ``data`` is not what was sent. The text is native/core/port.cpp's."""
+    if crc32c(data) != int.from_bytes(checksum, "little"):
+        raise LinkError("bytes were changed on the way: the checksum of a frame does not match")
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

@@ -91,6 +91,7 @@ async def _run(options: Options, settings: Settings, watcher: Watcher) -> Summar
         script=str(options.script),
         workers=tuple(str(index) for index in range(options.num_workers)),
         policy=Policy(max_restarts=options.max_restarts),
+        wire=settings.wire,
     )
     agent = Agent(
         job,

@@ -21,7 +21,7 @@ from potluck.transport.link import Link
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.tcp import TcpLink
 from potluck.transport.window import NUM_SLOTS, SLOT_BYTES
-from potluck.wire.messages import Hello, Welcome
+from potluck.wire.messages import PLAIN, SEALED, Hello, Welcome
 
 
 def psk(cluster: str = "ours") -> bytes:
@@ -78,23 +78,24 @@ def tls_pair(
     window: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES),
     use_windows: bool = True,
     native: tuple[bool, bool] = (False, False),
+    wire: str = SEALED,
 ) -> Iterator[tuple[TcpLink, TcpLink]]:
     """The client's and the server's end of a real connection over loopback.
 
     The client offers ``window`` (slots, bytes), the server takes it if ``use_windows``. ``native``:
-    whether the client's and the server's TLS is the native core's.
+    whether the client's and the server's TLS is the native core's. ``wire``: how they go on.
     """
     server = Listener(
         "127.0.0.1", 0, new_credentials(use_native=native[1]), use_windows=use_windows
     )
     delivered: queue.Queue[TcpLink] = queue.Queue()
-    server.serve(lambda hello, node: Admission(Welcome(rank=1), delivered.put))
+    server.serve(lambda hello, node: Admission(Welcome(rank=1, wire=wire), delivered.put))
     credentials = new_credentials(use_native=native[0])
     try:
         client_end, _ = connect(
             "127.0.0.1",
             server.port,
-            Hello("data", credentials.namespace, rank=0, to_rank=1),
+            Hello("data", credentials.namespace, rank=0, to_rank=1, wire=wire),
             credentials,
             deadline=time.monotonic() + 30,
             window=window,
@@ -121,6 +122,7 @@ LINK_KINDS: dict[str, Callable[[], contextlib.AbstractContextManager[tuple[Link,
     "inproc": inproc_ends,
     "tls": functools.partial(tls_pair, window=None),
     "tls+window": tls_pair,
+    "plain": functools.partial(tls_pair, window=None, wire=PLAIN),
 }
 if native_tls.is_available():
     LINK_KINDS |= {
@@ -128,5 +130,9 @@ if native_tls.is_available():
         "native+window": functools.partial(tls_pair, native=(True, True)),
         "native to tls": functools.partial(tls_pair, window=None, native=(True, False)),
         "tls to native": functools.partial(tls_pair, window=None, native=(False, True)),
+        "native plain": functools.partial(tls_pair, window=None, native=(True, True), wire=PLAIN),
+        "plain to native": functools.partial(
+            tls_pair, window=None, native=(False, True), wire=PLAIN
+        ),
     }
 """Every implementation of Link, for the conformance suite."""

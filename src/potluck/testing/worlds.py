@@ -35,6 +35,10 @@ WORLD_KINDS = ("inproc", "tls", "tls+window", "window", *NATIVE_KINDS)
 ranks on one node with one window for all (with the native core, else as before); the native kinds.
 """
 
+PLAIN_KINDS = ("plain", *(("native plain", "mixed plain") if is_available() else ()))
+"""The same over loopback in clear text: the Python loop, the native one, every second rank either.
+"""
+
 
 class TcpBackend(StaticBackend):
     """One rank of a world over TCP whose listener has any free port; ``group`` is set later."""
@@ -124,7 +128,7 @@ def open_world(
     num_nodes: int = 2,
     timeout_s: float = 30.0,
 ) -> Iterator[World]:
-    """A world of ``world_size`` ranks on links of ``kind``, see ``WORLD_KINDS``.
+    """A world of ``world_size`` ranks on links of one of ``WORLD_KINDS`` or ``PLAIN_KINDS``.
 
     Over TCP the ranks spread over ``num_nodes`` identities (in process there is one node). The
     early bound holds over TCP only.
@@ -145,6 +149,7 @@ def open_world(
                     window_slots=2,
                     window_slot_bytes=64 * 1024,
                     peer_timeout_s=timeout_s,
+                    wire="plain" if kind.endswith("plain") else "sealed",
                 ),
                 kind=kind,
             )
@@ -162,7 +167,7 @@ def tcp_backends(
     keys = [Ed25519PrivateKey.generate() for _ in range(min(num_nodes, world_size))]
     backends = []
     for rank in range(world_size):
-        is_native = kind.startswith("native") or (kind == "mixed" and rank % 2 == 0)
+        is_native = kind.startswith("native") or (kind.startswith("mixed") and rank % 2 == 0)
         credentials = make_credentials(
             psk(), keys[rank * len(keys) // world_size], use_native=is_native
         )

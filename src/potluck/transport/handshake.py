@@ -25,9 +25,11 @@ from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, Secu
 from potluck.transport.credentials import Credentials, node_id_of_certificate
 from potluck.transport.failures import translated
 from potluck.transport.native_tls import TlsSocket
+from potluck.transport.plain import PlainLink, check_nothing_is_left
 from potluck.transport.tcp import TcpLink, secured, tune
 from potluck.transport.window import NUM_SLOTS, SLOT_BYTES, offer_window
 from potluck.wire.messages import (
+    PLAIN,
     PROTOCOL_VERSION,
     Greeting,
     Hello,
@@ -70,6 +72,9 @@ def connect(
     (50 ms to 1 s), ``max_retries`` times (None: until the deadline). A data link offers a window of
     ``window`` = (num_slots, slot_bytes) per direction; None offers none. ``cancelled`` is asked
     every 0.1 s; once it says True, the call ends with LinkError.
+
+    Both sides must want the same ``wire``: sealed (TLS throughout) or plain (clear text after
+    WELCOME, a PlainLink); neither gives in.
 
     Raises WrongSecret (no Hello was sent, or none was read), Refused (the peer said no: ``code``
     and text are its; or it is banned here), ProtocolError (not a potluck peer), LinkError (no
@@ -143,6 +148,14 @@ def _connect_once(
             read_greeting(tls), tls, patience.deadline, "waiting for WELCOME", peer, cancelled
         )
         welcome = welcomed(answer, peer)
+        if welcome.wire != hello.wire:
+            raise Refused(
+                f"{peer} answered that this link is {welcome.wire}; here it is {hello.wire}: set "
+                "POTLUCK_WIRE to the same everywhere, and install the same potluck",
+                "wire",
+            )
+        if welcome.wire == PLAIN:
+            check_nothing_is_left(tls)
     except OSError as error:  # from secured: the peer is gone already
         sock.close()
         raise translated(error, peer, "setting up TLS") from error
@@ -153,7 +166,8 @@ def _connect_once(
         shared = None
         if offered is not None:
             shared = offered.settle(welcome is not None and welcome.window)
-    return TcpLink(tls, peer=peer, peer_node=node, window=shared), welcome
+    made = PlainLink if welcome.wire == PLAIN else TcpLink
+    return made(tls, peer=peer, peer_node=node, window=shared), welcome
 
 
 def welcomed(answer: Greeting, peer: str) -> Welcome:

@@ -47,6 +47,7 @@ class InprocLink:
     """One end of a pair; see ``link.py``. Safe to close or sever from any thread."""
 
     window: Window | None = None
+    needs_checksums = False
 
     def __init__(self, peer: str, lock: threading.Lock, outgoing: _Pipe, incoming: _Pipe) -> None:
         self._peer = peer

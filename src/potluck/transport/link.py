@@ -1,7 +1,8 @@
 """What a link is: an ordered, reliable, authenticated byte channel between two ranks.
 
 Links never block. One thread, the progress loop of the engine, makes every call on a link after
-the handshake. Implementations: ``inproc.py`` (threads of one process), ``tcp.py`` (TLS 1.3).
+the handshake. Implementations: ``inproc.py`` (threads of one process), ``tcp.py`` (TLS 1.3),
+``plain.py`` (clear text, after a greeting under TLS).
 A link between workers of one node may carry a window (``window.py``): memory that both map, so
 that payloads need not cross the socket.
 """
@@ -17,6 +18,9 @@ from potluck.transport.window import Window
 class Link(Protocol):
     window: Window | None
     """Shared memory for payloads, when both ends run on one node and could map it."""
+
+    needs_checksums: bool
+    """Whether frames carry checksums, because nothing below guards the bytes (``plain.py``)."""
 
     @property
     def peer(self) -> str:

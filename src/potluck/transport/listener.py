@@ -21,11 +21,12 @@ from potluck.errors import ConfigurationError, LinkError, PotluckError
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import drive, objection, write_all
 from potluck.transport.native_tls import TlsSocket
+from potluck.transport.plain import PlainLink, check_nothing_is_left
 from potluck.transport.rate import RateLimitedLog
 from potluck.transport.reception import Reception
 from potluck.transport.tcp import TcpLink
 from potluck.transport.window import map_window
-from potluck.wire.messages import Hello, Refusal, Welcome, encode_greeting
+from potluck.wire.messages import PLAIN, Hello, Refusal, Welcome, encode_greeting
 
 _log = logging.getLogger(__name__)
 
@@ -179,13 +180,16 @@ class Listener:
         try:
             if isinstance(answer, Welcome):
                 _check_still_there(sock)
+                if answer.wire == PLAIN:
+                    check_nothing_is_left(sock)
                 if hello.window is not None and self._use_windows:
                     window = map_window(hello.window)
                 answer = msgspec.structs.replace(answer, window=window is not None)
             deadline = time.monotonic() + self._hello_timeout_s
             drive(write_all(sock, encode_greeting(answer)), sock, deadline, "answering", peer)
             if isinstance(answer, Welcome):
-                return TcpLink(sock, peer=peer, peer_node=node, window=window)
+                made = PlainLink if answer.wire == PLAIN else TcpLink
+                return made(sock, peer=peer, peer_node=node, window=window)
             _log.debug("refused %s: %s", peer, answer.reason)
             sock.close()
             return None

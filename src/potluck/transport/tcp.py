@@ -6,7 +6,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from potluck.errors import LinkError, PotluckError
 from potluck.transport.credentials import Credentials
@@ -16,7 +16,7 @@ from potluck.transport.window import Window
 
 _WRITE_BYTES = 64 * 1024
 """What one call hands to OpenSSL: four full TLS records."""
-_TURN_BYTES = 1024 * 1024
+TURN_BYTES = 1024 * 1024
 """At most this much per call of send or recv_into, so that one link can't starve the others."""
 
 
@@ -26,6 +26,8 @@ class TcpLink:
     Socket buffers are left to the kernel: a size set by hand is capped at ``net.core.rmem_max`` and
     switches off its own tuning, which a link of 1 Gbit/s and 50 ms needs.
     """
+
+    needs_checksums = False
 
     def __init__(
         self, sock: TlsSocket, *, peer: str, peer_node: str, window: Window | None = None
@@ -69,7 +71,7 @@ class TcpLink:
         if self._end is not None:
             raise self._end
         total = 0
-        limit = min(len(data), _TURN_BYTES)
+        limit = min(len(data), TURN_BYTES)
         try:
             while total < limit:
                 size = self._owed or min(limit - total, _WRITE_BYTES)
@@ -88,7 +90,7 @@ class TcpLink:
         if self._end is not None:
             raise self._end
         total = 0
-        limit = min(len(buffer), _TURN_BYTES)
+        limit = min(len(buffer), TURN_BYTES)
         try:
             while total < limit:
                 # OpenSSL gives at most one record (16 KiB) a call.
@@ -106,7 +108,7 @@ class TcpLink:
                     raise
         return total
 
-    def _fail(self, error: OSError, doing: str) -> None:
+    def _fail(self, error: OSError, doing: str) -> NoReturn:
         """Remember and raise the end of the link; every later call raises it again."""
         failure = translated(error, self._peer, doing)
         if not isinstance(failure, LinkError):

@@ -14,6 +14,7 @@ import msgspec
 
 from potluck.errors import ProtocolError
 from potluck.types import Member
+from potluck.wire.messages import SEALED
 from potluck.wire.prefix import announced_length, prefixed
 
 MAX_MESSAGE = 1 << 20
@@ -195,6 +196,7 @@ class StatusReply(msgspec.Struct, frozen=True, tag=True):
     loss: float | None
     workers: Annotated[tuple[WorkerStatus, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     events: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
+    wire: Name = SEALED
 
 
 FromWorker = Ready | Installed | Lost | Progress | Said | Failed | Finished | ChaosDue | ProbeReply

@@ -18,6 +18,9 @@ from potluck.wire.prefix import announced_length, prefixed
 PROTOCOL_VERSION = 1
 MAX_GREETING = 64 * 1024
 
+SEALED = "sealed"
+PLAIN = "plain"
+
 
 class WindowOffer(msgspec.Struct, frozen=True):
     """Where a peer on the same node finds the memory that both directions of this link may use.
@@ -39,7 +42,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     ``kind`` is ``data`` (rank to rank), ``control`` (to an agent) or ``rendezvous`` (to rank
     0, which tells everyone's address; ``port`` is where the caller listens, ``world_size`` what it
-    expects).
+    expects). ``wire`` is how a data link goes on after WELCOME: ``sealed`` (TLS) or ``plain``.
     """
 
     kind: str
@@ -54,17 +57,20 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     port: int = 0
     world_size: int = 0
     local_rank: int = 0
+    wire: str = SEALED
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The server accepts: from here on both sides may send.
 
-    ``window`` says that the server mapped the offered window; else neither side uses one.
+    ``window`` says that the server mapped the offered window; else neither side uses one. ``wire``
+    is what the server goes on with; a client that asked for something else ends the connection.
     """
 
     rank: int = -1
     version: int = PROTOCOL_VERSION
     window: bool = False
+    wire: str = SEALED
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

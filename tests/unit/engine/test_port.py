@@ -38,6 +38,7 @@ class FakeLink:
 
     peer = "fake"
     readable = False
+    needs_checksums = False
 
     def __init__(self, step: Callable[[], int], window: FakeWindow | None = None) -> None:
         self.step = step
