@@ -197,7 +197,10 @@ class Node(Voter):
         self._bring_up_to_date(node, beat)
         view = self.view
         seat = None if view is None else view.seat(node)
-        if view is None or seat is None or seat in self._gone or beat.lineage == view.lineage:
+        succession = self._succession
+        if view is None or succession is None or seat is None or beat.lineage == view.lineage:
+            return
+        if seat in self._gone and (succession.accepted is None or node in succession.testimony):
             return
         is_coming = beat.wants == view.lineage and beat.installed < view.epoch
         if life != seat.life or not is_coming:

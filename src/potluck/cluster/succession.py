@@ -152,7 +152,7 @@ class Succession:
         past = [proposal for proposal in reports.values() if proposal is not None]
         newest = max(past, key=lambda proposal: proposal.ballot, default=None)
         view = None
-        if newest is not None and self._may_be_decided(newest, attempt.reports):
+        if newest is not None and self._may_be_decided(newest, attempt.reports, dead):
             electors = self._electors(newest.view, dead)
             if all(
                 node == newest.ballot[1] or reports.get(node) == newest for node in electors
@@ -170,15 +170,30 @@ class Succession:
         attempt.value = Proposal(attempt.ballot, self.view.epoch, view, ended)
         return Outcome(accept=attempt.value)
 
-    def _may_be_decided(self, past: Proposal, promises: dict[str, Proposal | None]) -> bool:
+    def _may_be_decided(
+        self, past: Proposal, promises: dict[str, Proposal | None], dead: Collection[str]
+    ) -> bool:
         """Not if a member of that view is there and has not accepted it: it promised not to. That
-        one which has ended had not accepted says nothing: it may have been subtracted."""
-        for node in self._electors(past.view, ()):
+        one which has ended had not accepted says nothing: it may have been subtracted.
+
+        Nor if it is known of every seat whether it accepted, and those that did are no majority
+        even of all but the ended: it would be offered in vain for ever.
+        """
+        electors = self._electors(past.view, ())
+        for node in electors:
             if node in promises:
                 told = promises[node]
                 if told is None or told.view != past.view:
                     return False
-        return True
+        reports = self.testimony | promises
+        if self.me not in past.view.nodes:
+            # Its lease, which was good when it died, says that it accepted no view without me.
+            reports = dict.fromkeys(dead) | reports
+        seats = set(self.view.nodes)
+        if not seats <= reports.keys():
+            return True
+        accepted = {n for n in electors if (told := reports[n]) and told.view == past.view}
+        return has_majority(self.view.seats, accepted, seats - promises.keys() - accepted)
 
     # The acceptor.
 
@@ -207,6 +222,9 @@ class Succession:
         before anybody hears of it."""
         if proposal.ballot < self.promised:
             return False
+        if proposal.ballot[1] != self.me:
+            elif self.accepted is None or self.accepted.view != proposal.view:
+            self._untold = proposal.view
         self.accepted = proposal
         return True
 

@@ -262,6 +262,7 @@ FOUND = {
     901: "workers with an old state took the place of all that had ended",
     6857: "a node that had gone on alone granted leases to the one it had left out",
     11703: "workers of a first group that had never compared notes began it again on their own",
+    2211: "a view that could not be decided any more was offered again for ever",
     1473: "a newcomer that had not received the state went on alone with none",
 }
 

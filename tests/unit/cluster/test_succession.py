@@ -166,6 +166,55 @@ def test_nobody_guesses_what_only_the_absent_know() -> None:
     assert table.failed["b"] == "only a knows whether a view was agreed on"
 
 
+def four(me: str) -> Succession:
+    """What ``me`` knows of the view of a, b, c, d, where c has ended."""
+    seats = tuple(Seat(name, 1, joined) for joined, name in enumerate("abcd", 1))
+    return Succession(me, View("L", 5, seats))
+
+
+def offered(member: Succession, past: Proposal, asked: str) -> View | None:
+    """What ``member`` proposes when all ``asked`` promised, of whom those in ``past`` accepted."""
+    keep = View("L", 9, tuple(seat for seat in member.view.seats if seat.node in asked))
+    outcome = member.propose(asked, lambda epoch: keep, floor=8, dead="c", ended="c", ends_at=1.0)
+    for node in set(asked) - {member.me}:
+        told = past if node in past.view.nodes else None
+        outcome = member.promised_by(node, Promise((9, member.me), told), "c")
+    return None if outcome.accept is None else outcome.accept.view
+
+
+def test_a_view_that_the_ended_may_have_decided_is_offered_again() -> None:
+    member = four("a")
+    past = Proposal(
+        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.seats if s.node in "ac"))
+    )
+    assert member.accept(past)
+    assert offered(member, past, "abd") == past.view
+
+
+def test_not_once_it_has_testified_that_it_had_not_accepted() -> None:
+    """a alone is no majority: that view would be offered for ever."""
+    member = four("a")
+    past = Proposal(
+        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.seats if s.node in "ac"))
+    )
+    assert member.accept(past)
+    member.testimony["c"] = None
+    view = offered(member, past, "abd")
+    assert view is not None
+    assert view.nodes == ("a", "b", "d")
+
+
+def test_what_too_few_accepted_is_void_once_every_seat_is_known_of() -> None:
+    """c, which has ended, gave b a lease: so it had not accepted a view without b."""
+    member = four("b")
+    past = Proposal(
+        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.seats if s.node in "ac"))
+    )
+    view = offered(member, past, "abd")
+    assert view is not None
+    assert view.nodes == ("a", "b", "d")
+
+
 def test_of_two_attempts_the_newer_wins_and_the_older_is_told() -> None:
     table = Table()
     table.members["b"].promised = (9, "c")
