@@ -222,9 +222,6 @@ class Succession:
         before anybody hears of it."""
         if proposal.ballot < self.promised:
             return False
-        if proposal.ballot[1] != self.me:
-            elif self.accepted is None or self.accepted.view != proposal.view:
-            self._untold = proposal.view
         self.accepted = proposal
         return True
 
