@@ -5,14 +5,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <memory>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bind.hpp"
+#include "bind_array.hpp"
 #include "bind_buffer.hpp"
 #include "core/window_engine.hpp"
 #include "core/window_queue.hpp"
@@ -46,68 +45,6 @@ std::int64_t after(double seconds) {
     const double ns = std::min(seconds * 1e9, static_cast<double>(LONGEST_NS));
     return now_ns() + static_cast<std::int64_t>(std::max(0.0, ns));
 }
-
-// -- arrays
-
-// What a NumPy array says of itself.
-class Array {
-public:
-    // False: not an array of ours that lies in one piece (the long way will say what is wrong).
-    bool take(nb::handle object, bool writable) {
-        static PyTypeObject* const type =
-            reinterpret_cast<PyTypeObject*>(nb::module_::import_("numpy").attr("ndarray").ptr());
-        if (Py_TYPE(object.ptr()) != type) return false;
-        const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
-        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
-            PyErr_Clear();
-            view_.obj = nullptr;
-            return false;
-        }
-        dtype = dtype_of(view_.format, view_.itemsize);
-        return dtype != 0;
-    }
-    Array() = default;
-    Array(const Array&) = delete;
-    Array& operator=(const Array&) = delete;
-    ~Array() {
-        if (view_.obj != nullptr) PyBuffer_Release(&view_);
-    }
-
-    char* data() const { return static_cast<char*>(view_.buf); }
-    std::size_t bytes() const { return static_cast<std::size_t>(view_.len); }
-    std::size_t itemsize() const { return static_cast<std::size_t>(view_.itemsize); }
-    int ndim() const { return view_.ndim; }
-    const Py_ssize_t* dims() const { return view_.shape; }
-    int dtype = 0;
-
-private:
-    static int dtype_of(const char* format, Py_ssize_t size) {
-        if (format == nullptr || format[0] == '\0') return 0;
-        const auto is = [&](const char* text) { return std::strcmp(format, text) == 0; };
-        if (format[0] == 'Z') {
-            if (is("Zf")) return static_cast<int>(Dtype::complex64);
-            return is("Zd") ? static_cast<int>(Dtype::complex128) : 0;
-        }
-        if (format[1] != '\0') return 0;
-        switch (format[0]) {
-            case 'e': return static_cast<int>(Dtype::float16);
-            case 'f': return static_cast<int>(Dtype::float32);
-            case 'd': return static_cast<int>(Dtype::float64);
-            case 'b': return static_cast<int>(Dtype::int8);
-            case 'B': return static_cast<int>(Dtype::uint8);
-            case '?': return static_cast<int>(Dtype::boolean);
-            case 'h': return static_cast<int>(Dtype::int16);
-            case 'H': return static_cast<int>(Dtype::uint16);
-            case 'i': case 'l': case 'q':
-                return static_cast<int>(size == 8 ? Dtype::int64 : Dtype::int32);
-            case 'I': case 'L': case 'Q':
-                return static_cast<int>(size == 8 ? Dtype::uint64 : Dtype::uint32);
-            default: return 0;
-        }
-    }
-
-    Py_buffer view_{};
-};
 
 // The operation's number, its place in potluck.types.ReduceOp; -1 if there is none of that name.
 int op_of(nb::handle name) {
@@ -246,53 +183,29 @@ public:
     std::uint64_t take_number() { return number_++; }
 
     // Run a call here and now: its outcome, or NOT_QUICK if that can't be, and nothing was done.
-    int quick(int kind_number, nb::handle source, nb::handle result, nb::handle op_name, int root,
+    // `source` and `result` are arrays as bind_array.hpp says, or None where a rank has none.
+    int quick(int kind, nb::handle source, nb::handle result, nb::handle op, int root,
               double timeout_s) {
-        const auto kind = static_cast<Kind>(kind_number);
-        const int rank = queue_->channel.rank, world = queue_->channel.shape.world;
-        int op = 0;
-        if (combines(kind) && (op = op_of(op_name)) < 0) return NOT_QUICK;
-        if (root < 0 || root >= world || !(timeout_s > 0)) return NOT_QUICK;
-        Array from, to;
-        if (kind == Kind::BARRIER) {
-            const Py_ssize_t nothing[] = {0};
-            Call call = call_of(kind, static_cast<int>(Dtype::uint8), op, root, nothing, 1);
-            return run(call, 0, timeout_s, source, result);
-        }
-        const bool is_one = source.is(result);
-        const bool writes = is_one && (kind == Kind::ALL_REDUCE ||
-                                       (kind == Kind::BROADCAST) == (rank != root));
-        if (!from.take(source, writes)) return NOT_QUICK;
-        if (!is_one && (!to.take(result, true) || to.dtype != from.dtype)) return NOT_QUICK;
-        const Array& described = kind == Kind::REDUCE_SCATTER ? to : from;
-        if (combines(kind) && !has_combination(combination_of(from.dtype, op))) return NOT_QUICK;
-        const auto parts = static_cast<std::size_t>(world);
-        if (kind == Kind::REDUCE_SCATTER && from.bytes() != parts * to.bytes()) return NOT_QUICK;
-        if (kind == Kind::ALL_GATHER && to.bytes() != parts * from.bytes()) return NOT_QUICK;
-        if (described.ndim() == 0) {
-            const Py_ssize_t one[] = {1};
-            Call call = call_of(kind, described.dtype, op, root, one, 0);
-            call.source = from.data();
-            call.result = is_one ? from.data() : to.data();
-            return run(call, described.bytes(), timeout_s, source, result);
-        }
-        Call call = call_of(kind, described.dtype, op, root, described.dims(), described.ndim());
-        call.source = from.data();
-        call.result = is_one ? from.data() : to.data();
-        return run(call, described.bytes(), timeout_s, source, result);
+        return quick_as(kind, source, result, op, root, timeout_s, false);
+    }
+    // The same for callers whose long way takes every array as one of one dimension.
+    int quick_flat(int kind, nb::handle source, nb::handle result, nb::handle op, int root,
+                   double timeout_s) {
+        return quick_as(kind, source, result, op, root, timeout_s, true);
     }
 
     // Begin a call whose number was taken. Its memory must stay until it is done.
     PyCall start(int kind_number, int dtype, int op, int root,
-                 const std::vector<Py_ssize_t>& dims, std::uintptr_t source, std::uintptr_t result,
+                 const std::vector<std::int64_t>& dims, std::uintptr_t source, std::uintptr_t result,
                  std::uint64_t number, double timeout_s, std::uint64_t id) {
         const auto kind = static_cast<Kind>(kind_number);
         Call call = call_of(kind, dtype, op, root, dims.data(), static_cast<int>(dims.size()));
         call.source = reinterpret_cast<const char*>(source);
         call.result = reinterpret_cast<char*>(result);
         stamp(call, number);
-        auto ticket = std::make_shared<Ticket>(call, after(timeout_s), call.count * call.itemsize,
-                                               id);
+        const int parts = kind == Kind::ALL_TO_ALL ? queue_->channel.shape.world : 1;
+        const std::size_t nbytes = call.count * call.itemsize * static_cast<std::size_t>(parts);
+        auto ticket = std::make_shared<Ticket>(call, after(timeout_s), nbytes, id);
         queue_->submit(ticket);
         return {queue_, std::move(ticket)};
     }
@@ -337,7 +250,59 @@ public:
     }
 
 private:
-    Call call_of(Kind kind, int dtype, int op, int root, const Py_ssize_t* dims, int ndim) const {
+    int quick_as(int number, nb::handle source, nb::handle result, nb::handle op_name, int root,
+                 double timeout_s, bool is_flat) {
+        const int rank = queue_->channel.rank, world = queue_->channel.shape.world;
+        if (number < 0 || number >= window::NUM_KINDS) return NOT_QUICK;
+        if (root < 0 || root >= world || !(timeout_s > 0)) return NOT_QUICK;
+        const auto kind = static_cast<Kind>(number);
+        int op = 0;
+        if (combines(kind) && (op = op_of(op_name)) < 0) return NOT_QUICK;
+        if (kind == Kind::BARRIER) {
+            const std::int64_t nothing[] = {0};
+            Call call = call_of(kind, static_cast<int>(Dtype::uint8), op, root, nothing, 1);
+            return run(call, 0, timeout_s, source, result);
+        }
+        // What is None must be that on this rank.
+        const bool is_root = rank == root;
+        const bool has_source = !source.is_none(), has_result = !result.is_none();
+        const bool needs_source = kind != Kind::SCATTER || is_root;
+        const bool needs_result = (kind != Kind::GATHER && kind != Kind::REDUCE) || is_root;
+        if (needs_source != has_source || needs_result != has_result) return NOT_QUICK;
+        const bool is_one = source.is(result);
+        if (kind == Kind::BROADCAST && !is_one) return NOT_QUICK;
+        const bool writes_source = is_one && (kind != Kind::BROADCAST || !is_root);
+        Array from, to;
+        if (has_source && !from.take(source, writes_source)) return NOT_QUICK;
+        if (has_result && !is_one && !to.take(result, true)) return NOT_QUICK;
+        const Array& into = is_one ? from : to;
+        if (has_source && has_result && from.dtype() != into.dtype()) return NOT_QUICK;
+        // A part comes from each rank, or goes to each.
+        const auto parts = static_cast<std::size_t>(world);
+        const bool spreads = kind == Kind::REDUCE_SCATTER || kind == Kind::SCATTER;
+        const bool collects = kind == Kind::ALL_GATHER || kind == Kind::GATHER;
+        if (has_source && has_result) {
+            if (spreads && from.count() != parts * into.count()) return NOT_QUICK;
+            if (collects && into.count() != parts * from.count()) return NOT_QUICK;
+            if (!spreads && !collects && from.count() != into.count()) return NOT_QUICK;
+            if (kind == Kind::ALL_TO_ALL && is_one) return NOT_QUICK;
+        }
+        const Array& described = spreads ? into : from;
+        if (kind == Kind::ALL_TO_ALL && described.count() % parts != 0) return NOT_QUICK;
+        if (combines(kind) && !has_combination(combination_of(described.dtype(), op))) {
+            return NOT_QUICK;
+        }
+        const auto count = static_cast<std::int64_t>(described.count());
+        Call call = is_flat ? call_of(kind, described.dtype(), op, root, &count, 1)
+                            : call_of(kind, described.dtype(), op, root, described.dims(),
+                                      described.ndim());
+        call.source = from.data();
+        call.result = into.data();
+        return run(call, described.bytes(), timeout_s, source, result);
+    }
+
+    Call call_of(Kind kind, int dtype, int op, int root, const std::int64_t* dims,
+                 int ndim) const {
         Call call;
         call.kind = kind;
         call.combination = combination_of(dtype, op);
@@ -432,6 +397,8 @@ void windows(nb::module_& m) {
              "spin_s"_a, "salt"_a, "number"_a, "engine"_a)
         .def("take_number", &PyWindow::take_number)
         .def("quick", &PyWindow::quick, nb::arg(), nb::arg().none(), nb::arg().none(),
+             nb::arg().none(), nb::arg(), nb::arg())
+        .def("quick_flat", &PyWindow::quick_flat, nb::arg(), nb::arg().none(), nb::arg().none(),
              nb::arg().none(), nb::arg(), nb::arg())
         .def("start", &PyWindow::start)
         .def("can_combine", &PyWindow::can_combine, "dtype"_a, "op"_a)

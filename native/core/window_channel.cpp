@@ -9,6 +9,9 @@ namespace {
 // Nobody sleeps longer without looking: a waker may have been stopped before it could ring.
 constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
 constexpr std::int64_t LEAST_SPIN_NS = 500;
+// One wait in so many spins for long, whatever was learnt: ranks that sleep and wake each other
+// come too late for a short spin, though they would be in time if none of them slept.
+constexpr std::uint32_t WAITS_PER_TRIAL = 32;
 constexpr int LOOKS_PER_CLOCK = 8;
 
 }  // namespace
@@ -133,11 +136,13 @@ Outcome Channel::wait(const Need& need, std::int64_t until_ns) {
     if (has(need)) return Outcome::DONE;
     const std::int64_t began = now_ns();
     // Spinning pays while the others are about as far as this rank; where it did not, do it less.
-    for (std::int64_t spun = 0; spun < spin_ns_; spun = now_ns() - began) {
+    const bool is_trial = ++num_waits_ % WAITS_PER_TRIAL == 0;
+    const std::int64_t patience = is_trial ? most_spin_ns_ : spin_ns_;
+    for (std::int64_t spun = 0; spun < patience; spun = now_ns() - began) {
         for (int look = 0; look < LOOKS_PER_CLOCK; ++look) {
             relax();
             if (has(need)) {
-                spin_ns_ = std::min(most_spin_ns_, 2 * spin_ns_);
+                spin_ns_ = most_spin_ns_;
                 return Outcome::DONE;
             }
         }

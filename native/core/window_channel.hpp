@@ -94,6 +94,7 @@ private:
     std::vector<std::uint32_t> known_;
     std::int64_t most_spin_ns_;
     std::int64_t spin_ns_;
+    std::uint32_t num_waits_ = 0;
     std::atomic<bool> stopped_{false};
 };
 

@@ -49,6 +49,8 @@ Outcome Movement::step(Channel& channel) {
             }
             stage_ = 2;
         }
+        // Right before the tick, in whose line it lies: those who spin take that line away once.
+        if (iteration_ == 0) channel.publish(call_.fingerprint);
         if (iteration_ + 1 < num_blocks_ + depth_) channel.arrive();
         stage_ = 0;
     }
@@ -58,7 +60,6 @@ Outcome Movement::step(Channel& channel) {
 void Movement::begin(Channel& channel) {
     base_ = channel.tick();
     channel.number = call_.number;
-    channel.publish(call_.fingerprint);
     const Shape& shape = channel.shape;
     const auto world = static_cast<std::size_t>(shape.world);
     const std::size_t bytes = call_.count * call_.itemsize;

@@ -51,7 +51,7 @@ class Communicator(Protocol):
         """A short way for blocking calls, see ``engine.communicator``; None: there is none now."""
 
     def quick_failure(
-        self, outcome: int, number: int, array: Array, op: str | None, root: int
+        self, outcome: int, number: int, array: Any, op: str | None, root: int
     ) -> BaseException:
         """What to raise after ``quick`` has failed."""
 

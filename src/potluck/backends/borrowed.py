@@ -301,7 +301,7 @@ class LibraryCommunicator:
         return part
 
     def quick_failure(
-        self, outcome: int, number: int, array: Array, op: str | None, root: int
+        self, outcome: int, number: int, array: Any, op: str | None, root: int
     ) -> BaseException:
         """Never asked for: there is no quick way."""
         raise NotImplementedError

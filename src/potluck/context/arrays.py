@@ -62,10 +62,15 @@ def is_tensor(user: Any) -> bool:
     return torch is not None and isinstance(user, torch.Tensor)
 
 
+def is_array(user: Any) -> bool:
+    """Whether it is a plain NumPy array or a torch tensor: it has a shape, a dtype and no mask."""
+    return type(user) is np.ndarray or is_tensor(user)
+
+
 def empty_like(user: Any, shape: tuple[int, ...]) -> Any:
     """A new array or tensor of the same kind, dtype and device, with this shape."""
     if is_tensor(user):
-        return user.detach().new_empty(shape)
+        return user.new_empty(shape)
     return np.empty(shape, dtype=user.dtype)
 
 
@@ -88,7 +93,7 @@ def _adapt_tensor(user: Any) -> Adapted:
     detached = user.detach()
     if detached.layout != torch.strided:
         raise TypeError(f"tensors of layout {user.layout} can't be communicated; use .to_dense()")
-    host = detached.cpu().contiguous()
+    host = detached.cpu().resolve_conj().resolve_neg().contiguous()
     shares_memory = host.data_ptr() == detached.data_ptr() and host.device == detached.device
     store = None if shares_memory else lambda: detached.copy_(host)
     if host.dtype == torch.bfloat16:

@@ -24,13 +24,22 @@ import numpy as np
 
 from potluck.backends.base import Communicator
 from potluck.codecs import codec_of
-from potluck.context.arrays import Adapted, adapt, empty_like
+from potluck.collectives.plan import Operation
+from potluck.context.arrays import Adapted, adapt, empty_like, is_array
 from potluck.engine.coding import Encoding
+from potluck.engine.windows import NUMBERS
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
 
-_ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER, _BROADCAST, _BARRIER = 0, 1, 2, 3, 8
-"""Numbers of operations, see ``engine.windows.OPERATIONS``."""
+_ALL_REDUCE = NUMBERS[Operation.ALL_REDUCE]
+_REDUCE_SCATTER = NUMBERS[Operation.REDUCE_SCATTER]
+_ALL_GATHER = NUMBERS[Operation.ALL_GATHER]
+_BROADCAST = NUMBERS[Operation.BROADCAST]
+_REDUCE = NUMBERS[Operation.REDUCE]
+_SCATTER = NUMBERS[Operation.SCATTER]
+_GATHER = NUMBERS[Operation.GATHER]
+_ALL_TO_ALL = NUMBERS[Operation.ALL_TO_ALL]
+_BARRIER = NUMBERS[Operation.BARRIER]
 
 _NOTHING = np.empty(0, dtype=np.uint8)
 
@@ -88,13 +97,14 @@ class Collectives:
         Bit-identical on every rank. ``op``: sum, mean (floats only), min, max, product.
         Ring: ``2 (w - 1)`` steps and ``2 (w - 1) / w`` times the array's bytes from each rank.
         """
-        if algorithm is None and codec is None and residual is None and not async_op:
-            quick = self.communicator.quick
-            if quick is not None:
-                patience = self.timeout_s if timeout is None else timeout
-                outcome = quick(_ALL_REDUCE, array, array, op, 0, patience)
-                if outcome >= 0:
-                    return self._quickly(outcome, _ALL_REDUCE, array, array, op)
+        if (
+            algorithm is None
+            and codec is None
+            and residual is None
+            and not async_op
+            and self._is_done(_ALL_REDUCE, array, array, array, timeout, op)
+        ):
+            return array
         mine = self._adapt(array)
         work = self.communicator.all_reduce(
             mine.array,
@@ -121,13 +131,9 @@ class Collectives:
         ``array`` itself stays as it is.
         """
         if algorithm is None and codec is None and residual is None and not async_op:
-            quick = self.communicator.quick
-            if quick is not None and type(array) is np.ndarray and array.ndim:
-                output = np.empty(array.shape[1:], array.dtype)
-                patience = self.timeout_s if timeout is None else timeout
-                outcome = quick(_REDUCE_SCATTER, array, output, op, 0, patience)
-                if outcome >= 0:
-                    return self._quickly(outcome, _REDUCE_SCATTER, output, output, op)
+            output = self._room(array, array.shape[1:]) if self._has_parts(array) else None
+            if self._is_done(_REDUCE_SCATTER, array, output, output, timeout, op):
+                return output
         parts = self._adapt(array, writable=False)
         self._check_parts(parts.array.shape, "reduce_scatter")
         result = self._adapt(empty_like(array, parts.array.shape[1:]))
@@ -153,13 +159,9 @@ class Collectives:
     ) -> Any:
         """A new array of shape (world, *array.shape) with every rank's array, in rank order."""
         if algorithm is None and codec is None and residual is None and not async_op:
-            quick = self.communicator.quick
-            if quick is not None and type(array) is np.ndarray:
-                output = np.empty((self.world_size, *array.shape), array.dtype)
-                patience = self.timeout_s if timeout is None else timeout
-                outcome = quick(_ALL_GATHER, array, output, None, 0, patience)
-                if outcome >= 0:
-                    return self._quickly(outcome, _ALL_GATHER, output, array)
+            output = self._room_for_all(array)
+            if self._is_done(_ALL_GATHER, array, output, array, timeout):
+                return output
         mine = self._adapt(array, writable=False)
         result = self._adapt(empty_like(array, (self.world_size, *mine.array.shape)))
         work = self.communicator.all_gather(
@@ -181,13 +183,12 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """Make every rank's array equal to the root's, in place, and return it."""
-        if algorithm is None and not async_op:
-            quick = self.communicator.quick
-            if quick is not None:
-                patience = self.timeout_s if timeout is None else timeout
-                outcome = quick(_BROADCAST, array, array, None, root, patience)
-                if outcome >= 0:
-                    return self._quickly(outcome, _BROADCAST, array, array, root=root)
+        if (
+            algorithm is None
+            and not async_op
+            and self._is_done(_BROADCAST, array, array, array, timeout, None, root)
+        ):
+            return array
         mine = self._adapt(array, writable=self.rank != root)
         work = self.communicator.broadcast(
             mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
@@ -205,6 +206,10 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """Combine all ranks' arrays into the root's, in place; the others' stay as they are."""
+        if algorithm is None and not async_op:
+            into = array if self.rank == root else None
+            if self._is_done(_REDUCE, array, into, array, timeout, op, root):
+                return array
         mine = self._adapt(array, writable=self.rank == root)
         work = self.communicator.reduce(
             mine.array, _op(op), root, algorithm=algorithm, timeout_s=self._patience(timeout)
@@ -223,6 +228,10 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """Fill ``output`` (shape s) with part ``rank`` of the root's ``parts`` (world, *s)."""
+        if algorithm is None and not async_op:
+            given = parts if self.rank == root and self._has_parts(parts, output) else None
+            if self._is_done(_SCATTER, given, output, output, timeout, None, root):
+                return output
         mine = self._adapt(output)
         source = None
         if self.rank == root:
@@ -250,6 +259,10 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """On the root a new array of shape (world, *array.shape); None on the others."""
+        if algorithm is None and not async_op:
+            output = self._room_for_all(array) if self.rank == root else None
+            if self._is_done(_GATHER, array, output, array, timeout, None, root):
+                return output
         mine = self._adapt(array, writable=False)
         if self.rank != root:
             work = self.communicator.gather(
@@ -271,6 +284,10 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """``array`` (world, *s): row ``i`` goes to rank ``i``; returns what came, by rank."""
+        if algorithm is None and not async_op:
+            output = self._room(array, array.shape) if self._has_parts(array) else None
+            if self._is_done(_ALL_TO_ALL, array, output, array, timeout):
+                return output
         mine = self._adapt(array, writable=False)
         self._check_parts(mine.array.shape, "all_to_all")
         result = self._adapt(empty_like(array, mine.array.shape))
@@ -281,13 +298,8 @@ class Collectives:
 
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
         """Return once every rank has called it."""
-        quick = self.communicator.quick
-        if quick is not None and algorithm is None:
-            patience = self.timeout_s if timeout is None else timeout
-            outcome = quick(_BARRIER, None, None, None, 0, patience)
-            if outcome >= 0:
-                self._quickly(outcome, _BARRIER, None, _NOTHING)
-                return
+        if algorithm is None and self._is_done(_BARRIER, None, None, _NOTHING, timeout):
+            return
         patience = self._patience(timeout)
         work = self.communicator.barrier(algorithm=algorithm, timeout_s=patience)
         self._end(work, lambda: None, False)
@@ -326,19 +338,45 @@ class Collectives:
 
     # -- inside
 
-    def _quickly(
+    def _is_done(
         self,
-        outcome: int,
         number: int,
+        source: Any,
         result: Any,
         described: Any,
+        timeout: float | None,
         op: str | None = None,
         root: int = 0,
-    ) -> Any:
-        """The end of a call that ran at once: its result, or what it raises."""
-        if outcome == 0:
-            return result
-        raise self.communicator.quick_failure(outcome, number, described, op, root)
+    ) -> bool:
+        """Try the quick way: True if the call has ended well, False if the long way must be gone.
+
+        ``described``: one rank's part, as errors tell its shape and dtype.
+        """
+        communicator = self.communicator
+        quick = communicator.quick
+        if quick is None:
+            return False
+        patience = self.timeout_s if timeout is None else timeout
+        outcome: int = quick(number, source, result, op, root, patience)
+        if outcome > 0:
+            raise communicator.quick_failure(outcome, number, described, op, root)
+        return outcome == 0
+
+    def _has_parts(self, array: Any, part: Any = None) -> bool:
+        """Whether ``array`` has one row per rank (of the shape of ``part``)."""
+        if not is_array(array) or array.shape[:1] != (self.world_size,):
+            return False
+        return part is None or (is_array(part) and array.shape[1:] == part.shape)
+
+    def _room(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """A new array for the result of a quick call; None if there is no quick way."""
+        return None if self.communicator.quick is None else empty_like(array, shape)
+
+    def _room_for_all(self, array: Any) -> Any:
+        """The same for one ``array`` of every rank."""
+        if not is_array(array):
+            return None
+        return self._room(array, (self.world_size, *array.shape))
 
     def _end(self, work: Work, result: Callable[[], Any], async_op: bool) -> Any:
         work.on_wait = self._waits.add

@@ -74,8 +74,18 @@ class Communicator:
     """Arrays are in host memory."""
 
     quick: Any = None
-    """Runs a blocking call here and now, through the window: gives how it ended (0: well), or -1 if
-    nothing was done. None while there is no window. See ``native/bind_window.cpp``."""
+    """``quick(number, source, result, op, root, timeout_s)`` runs a blocking call here and now,
+    through the window. None while there is no window.
+
+    ``number`` is the operation's in ``engine.windows.NUMBERS``; ``source`` and ``result`` are what
+    the methods below take, as NumPy arrays or CPU tensors of torch (one object where the operation
+    is in place; None where a rank has none); ``op`` is the name of a ReduceOp or None. Gives 0 when
+    the call has ended well, -1 if nothing was done (then use the methods), else a number for
+    ``quick_failure``. Not for arrays that would have to be copied first."""
+
+    quick_flat: Any = None
+    """The same for those who give the methods below arrays of one dimension only: ``source`` and
+    ``result`` count as that, whatever their shape."""
 
     def __init__(self, group: Group, family: _Family, channel: int, ranks: tuple[int, ...]) -> None:
         self.group = group
@@ -487,11 +497,15 @@ class Communicator:
 
     def _set_quick(self, window: Any) -> None:
         self.quick = None if window is None else window.quick
+        self.quick_flat = None if window is None else window.quick_flat
 
     def quick_failure(
-        self, outcome: int, number: int, array: Array, op: str | None, root: int
+        self, outcome: int, number: int, array: Any, op: str | None, root: int
     ) -> BaseException:
-        """What to raise after ``quick`` has given ``outcome`` for operation ``number``."""
+        """What to raise after ``quick`` has given ``outcome`` for operation ``number``.
+
+        ``array`` is one rank's part: the result of reduce_scatter and scatter, else the source.
+        """
         assert self._window is not None
         return self._window.quick_failure(outcome, number, array, op, root)
 

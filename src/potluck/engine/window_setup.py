@@ -147,7 +147,9 @@ class ChannelWindow:
         ValueError if the caller wants the window and nothing else.
         """
         if self.state is State.ASKING or self.takes(request):
-            call = _label(request)
+            call = _label(
+                request.operation, request.algorithm, request.described, request.op, request.root
+            )
             with self._lock:
                 if self.state is State.ASKING or self.takes(request):
                     return self._begin(request, call)
@@ -193,15 +195,15 @@ class ChannelWindow:
         return work
 
     def quick_failure(
-        self, outcome: int, number: int, array: Array, op: str | None, root: int
+        self, outcome: int, number: int, array: Any, op: str | None, root: int
     ) -> BaseException:
         """The error of a quick call of operation ``number`` that ended so."""
         window = self._window
         reduction = ReduceOp(op) if op is not None else None
-        request = Request(OPERATIONS[number], None, None, array, reduction, root, 0.0)
+        call = _label(OPERATIONS[number], None, array, reduction, root)
         culprit, has_begun = window.blame() if window is not None else (-1, True)
         peer = self._ranks[culprit] if culprit >= 0 else -1
-        return self._windows.failure(outcome, peer, has_begun, _label(request))
+        return self._windows.failure(outcome, peer, has_begun, call)
 
     # -- setting up
 
@@ -365,11 +367,16 @@ class ChannelWindow:
         return int(native.core.window_bytes(len(self._ranks), NUM_SLOTS, slot_bytes))
 
 
-def _label(request: Request) -> str:
-    dtype, shape = request.described.dtype.name, request.described.shape
-    algorithm = request.algorithm or Algorithm.WINDOW
-    call = Call(request.operation, algorithm, dtype, shape, request.op, request.root)
-    return str(call)
+def _label(
+    operation: Operation,
+    algorithm: Algorithm | None,
+    array: Any,
+    op: ReduceOp | None,
+    root: int,
+) -> str:
+    """A call on ``array`` (NumPy's or a torch tensor), as errors name it."""
+    dtype = str(array.dtype).removeprefix("torch.")
+    return str(Call(operation, algorithm or Algorithm.WINDOW, dtype, tuple(array.shape), op, root))
 
 
 def _address(array: Array | None) -> int:

@@ -1,0 +1,238 @@
+"""The quick way through a window: which arrays it takes, and that nobody notices otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from potluck import native
+from potluck.collectives.plan import Operation
+from potluck.context import DistributedContext
+from potluck.engine.windows import NUMBERS
+from potluck.errors import Desync
+from potluck.testing.world import WorldError
+from potluck.testing.worlds import World, open_world
+
+pytestmark = pytest.mark.skipif(not native.available, reason="windows need the native core")
+
+NOT_QUICK = -1
+ALL_REDUCE = NUMBERS[Operation.ALL_REDUCE]
+WORLD_SIZE = 3
+
+TORCH_DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8,
+    torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with open_world("window", WORLD_SIZE) as world:
+        world.run(lambda ctx: ctx.barrier())
+        yield world
+
+
+def quick(ctx: DistributedContext, array: Any) -> int:
+    outcome: int = ctx.communicator.quick(ALL_REDUCE, array, array, "sum", 0, 10.0)
+    return outcome
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_tensors_are_reduced_where_they_are(world: World, dtype: torch.dtype) -> None:
+    def act(ctx: DistributedContext) -> None:
+        for shape in [(), (0,), (1,), (3, 5), (2, 0, 4), (40_001,)]:
+            tensor = torch.full(shape, ctx.rank + 1).to(dtype)
+            assert quick(ctx, tensor) == 0
+            assert (tensor.double() == 6).all()
+
+    world.run(act)
+
+
+def test_parameters_and_results_of_autograd_are_taken(world: World) -> None:
+    def act(ctx: DistributedContext) -> None:
+        parameter = torch.nn.Parameter(torch.ones(4, 3))
+        assert quick(ctx, parameter) == 0
+        assert (parameter == 3).all()
+        assert parameter.requires_grad
+        result = parameter * 2
+        assert quick(ctx, result) == 0
+        assert (result == 18).all()
+
+    world.run(act)
+
+
+def _negated() -> torch.Tensor:
+    """Its memory holds 1, and it reads as -1."""
+    view = torch.ones(1, dtype=torch.complex64).mul(1j).conj().imag
+    assert view.is_neg()
+    assert view.is_contiguous()
+    return view
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(4, 4).t(),
+        lambda: torch.ones(8)[::2],
+        lambda: torch.ones(1).expand(4),
+        lambda: torch.ones(4, dtype=torch.complex64).conj(),
+        lambda: torch.ones(4).to_sparse(),
+        lambda: torch.ones(4, device="meta"),
+        lambda: torch._efficientzerotensor(4),
+        lambda: torch.ones(4).to(torch.float8_e5m2),
+        lambda: torch.nn.UninitializedParameter(),
+        _negated,
+        lambda: np.ones((4, 4), np.float32).T,
+        lambda: np.ones(4, ">f4"),
+        lambda: np.ma.ones(4),
+        lambda: np.frombuffer(b"\0" * 8, np.float32),
+        lambda: np.array(["a"]),
+        lambda: [1.0, 2.0],
+        lambda: None,
+    ],
+)
+def test_what_is_not_plain_memory_is_left_as_it_is(world: World, make: Callable[[], Any]) -> None:
+    world.run(lambda ctx: _check_refused(ctx, make()))
+
+
+def _check_refused(ctx: DistributedContext, array: Any) -> None:
+    assert quick(ctx, array) == NOT_QUICK
+
+
+def test_views_that_negate_or_conjugate_are_reduced_as_they_read(world: World) -> None:
+    for result in world.run(lambda ctx: float(ctx.all_reduce(_negated()))):
+        assert result == -WORLD_SIZE
+    lazy = world.run(lambda ctx: ctx.all_reduce(torch.tensor([1 + 2j]).conj()).tolist())
+    assert lazy == [[3 - 6j]] * WORLD_SIZE
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_every_collective_takes_the_quick_way(world: World, kind: str) -> None:
+    def make(values: Any) -> Any:
+        array = np.array(values, dtype=np.float32)
+        return torch.from_numpy(array) if kind == "torch" else array
+
+    def act(ctx: DistributedContext) -> dict[str, Any]:
+        rank, root = ctx.rank, 1
+        before = posted(ctx)
+        results = {
+            "all_reduce": ctx.all_reduce(make([rank, 1])),
+            "reduce_scatter": ctx.reduce_scatter(make([[rank, 0], [rank, 1], [rank, 2]]), "max"),
+            "all_gather": ctx.all_gather(make([rank])),
+            "broadcast": ctx.broadcast(make([rank]), root),
+            "reduce": ctx.reduce(make([rank]), root, "mean"),
+            "gather": ctx.gather(make([rank]), root),
+            "all_to_all": ctx.all_to_all(make([[10 * rank + to] for to in range(WORLD_SIZE)])),
+            "scatter": ctx.scatter(
+                make([0]), make([[5], [6], [7]]) if rank == root else None, root
+            ),
+        }
+        ctx.barrier()
+        assert posted(ctx) == before
+        return {
+            name: None if each is None else np.asarray(each).tolist()
+            for name, each in results.items()
+        }
+
+    for rank, results in enumerate(world.run(act)):
+        is_root = rank == 1
+        assert results == {
+            "all_reduce": [3, 3],
+            "reduce_scatter": [2, rank],
+            "all_gather": [[0], [1], [2]],
+            "broadcast": [1],
+            "reduce": [1 if is_root else rank],
+            "gather": [[0], [1], [2]] if is_root else None,
+            "all_to_all": [[rank], [10 + rank], [20 + rank]],
+            "scatter": [5 + rank],
+        }
+
+
+def posted(ctx: DistributedContext) -> int:
+    """How many calls on windows went the long way."""
+    count: int = ctx.communicator._family.windows._ids
+    return count
+
+
+def test_quick_and_long_ways_meet_in_one_call(world: World) -> None:
+    """One rank's array is not contiguous: it goes the long way, the others do not notice."""
+
+    def act(ctx: DistributedContext) -> None:
+        tensor = torch.ones(4, 6)
+        array = tensor.t().contiguous().t() if ctx.rank == 0 else tensor
+        assert (quick(ctx, array) if ctx.rank else NOT_QUICK) == min(0, ctx.rank - 1)
+        if ctx.rank == 0:
+            ctx.all_reduce(array)
+        assert (array == 3).all()
+
+    world.run(act)
+
+
+def test_flat_calls_agree_whatever_the_shape(world: World) -> None:
+    def act(ctx: DistributedContext) -> None:
+        tensor = torch.ones([(12,), (3, 4), (2, 6)][ctx.rank])
+        assert ctx.communicator.quick_flat(ALL_REDUCE, tensor, tensor, "sum", 0, 10.0) == 0
+        assert (tensor == 3).all()
+
+    world.run(act)
+
+
+def test_parts_may_lie_in_the_whole(world: World) -> None:
+    """As sharding has it: what a rank gives or gets is a view of all ranks' tensor."""
+
+    def act(ctx: DistributedContext) -> None:
+        quickly = ctx.communicator.quick_flat
+        whole = torch.zeros(3 * 50_000)
+        mine = whole.view(3, -1)[ctx.rank]
+        mine.fill_(ctx.rank)
+        assert quickly(NUMBERS[Operation.ALL_GATHER], mine, whole, None, 0, 10.0) == 0
+        assert (whole.view(3, -1) == torch.arange(3.0)[:, None]).all()
+        assert quickly(NUMBERS[Operation.REDUCE_SCATTER], whole, mine, "sum", 0, 10.0) == 0
+        assert (mine == 3 * ctx.rank).all()
+
+    world.run(act)
+
+
+@pytest.mark.parametrize(
+    ("number", "source", "result", "op", "root"),
+    [
+        (Operation.ALL_REDUCE, 4, None, "sum", 0),
+        (Operation.ALL_REDUCE, 4, 5, "sum", 0),
+        (Operation.ALL_REDUCE, 4, 4, "median", 0),
+        (Operation.ALL_REDUCE, 4, 4, None, 0),
+        (Operation.ALL_REDUCE, 4, 4, "band", 0),
+        (Operation.ALL_REDUCE, 4, 4, "sum", 3),
+        (Operation.BROADCAST, 4, 4, None, 0),
+        (Operation.REDUCE_SCATTER, 4, 4, "sum", 0),
+        (Operation.ALL_GATHER, 4, 8, None, 0),
+        (Operation.ALL_TO_ALL, 4, 4, None, 0),
+    ],
+)
+def test_calls_that_make_no_sense_are_left_to_the_long_way(
+    world: World, number: Operation, source: int, result: int | None, op: str | None, root: int
+) -> None:
+    def act(ctx: DistributedContext) -> int:
+        into = None if result is None else torch.zeros(result)
+        told: int = ctx.communicator.quick(
+            NUMBERS[number], torch.zeros(source), into, op, root, 10.0
+        )
+        return told
+
+    assert world.run(act) == [NOT_QUICK] * WORLD_SIZE
+
+
+def test_ranks_that_disagree_about_a_tensor_are_told_so() -> None:
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier()
+        ctx.all_reduce(torch.zeros(8 + (ctx.rank == 1), dtype=torch.bfloat16))
+
+    with open_world("window", 2) as world, pytest.raises(WorldError) as caught:
+        world.run(act)
+    assert len(caught.value.errors) == 2
+    assert all(isinstance(error, Desync) for error in caught.value.errors.values())
+    assert re.search(r"all_reduce\(bfloat16, shape \([89],\)", str(caught.value))
