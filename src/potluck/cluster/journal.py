@@ -70,6 +70,10 @@ class Journal:
         self._interrupted = -1
         self._suspected: float | None = None
 
+    def facts_of(self, worker: str) -> WorkerFacts:
+        """What ``worker`` last said; of one that came later, nothing at first."""
+        return self.workers.setdefault(worker, WorkerFacts())
+
     def note(self, text: str, now: float) -> None:
         self.notes.append(Note(now - self.began, text))
         del self.notes[:-MAX_NOTES]
@@ -94,7 +98,7 @@ class Journal:
             recovery.cause += f"; {cause}"
             recovery.reformed_s = None
         if worker:
-            self.workers[worker].samples_per_s = None
+            self.facts_of(worker).samples_per_s = None
 
     def reported(self, epoch: int, step: int, now: float) -> None:
         """A worker said that its group failed it, in ``step``: the moment a loss is detected, if
@@ -128,7 +132,7 @@ class Journal:
 
     def progress(self, worker: str, told: Progress, now: float) -> None:
         """A worker committed ``told.step``, or said something else about itself."""
-        facts = self.workers[worker]
+        facts = self.facts_of(worker)
         is_newer = (told.epoch, told.step) > (facts.epoch, facts.step)
         facts.epoch, facts.step = told.epoch, told.step
         facts.loss, facts.samples_per_s = told.loss, told.samples_per_s

@@ -110,9 +110,9 @@ async def _run(options: Options, settings: Settings, watcher: Watcher) -> Summar
     return summarize(
         job=job.id,
         script=job.script,
-        state=agent.state,
-        journal=agent.journal,
-        exit_codes=agent.exit_codes,
+        state=agent.lead.state,
+        journal=agent.lead.journal,
+        exit_codes=agent.lead.exit_codes,
         unfired=[str(fault) for fault in options.chaos.waiting],
         last_words=launcher.last_words,
         python=sys.executable,

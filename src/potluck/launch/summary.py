@@ -84,8 +84,8 @@ def summarize(
             finished=worker.finished,
             exit=exit_codes.get(worker.name),
             restarts=worker.restarts,
-            parameter_hash=_text(journal.workers[worker.name].facts.get(HASH)),
-            facts=dict(journal.workers[worker.name].facts),
+            parameter_hash=_text(journal.facts_of(worker.name).facts.get(HASH)),
+            facts=dict(journal.facts_of(worker.name).facts),
         )
         for worker in state.workers
     )

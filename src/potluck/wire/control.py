@@ -171,7 +171,8 @@ class StatusRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker in a status. ``rank`` is -1 outside the current view."""
+    """One worker in a status. ``rank`` is -1 outside the current view; ``node`` is what people call
+    the node it is on, empty where the job has one node only."""
 
     worker: Name
     rank: int
@@ -181,6 +182,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     device: Name
     step: int
     samples_per_s: float | None
+    node: Name = ""
 
 
 class StatusReply(msgspec.Struct, frozen=True, tag=True):

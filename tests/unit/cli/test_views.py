@@ -61,7 +61,7 @@ def test_plain_lines_have_their_worker_in_front(
 
 
 def test_the_live_view_shows_lines_above_a_table_of_workers(agent: Agent) -> None:
-    agent.journal.progress("0", Progress(1, 60, 0.25, 812.4, "cuda:0"), 1.0)
+    agent.lead.journal.progress("0", Progress(1, 60, 0.25, 812.4, "cuda:0"), 1.0)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, color_system=None)
     watch(LiveView(console), agent)
