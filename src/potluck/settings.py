@@ -47,6 +47,7 @@ class Settings:
     home: Annotated[Path, About("directory of the node's key and the cluster's secret")] = field(
         default_factory=_default_home
     )
+    name: Annotated[str, About("what people call this machine; by default its host name")] = ""
     psk: Annotated[
         str | None, About("the cluster secret, 64 hexadecimal digits; instead of the file")
     ] = field(default=None, repr=False)

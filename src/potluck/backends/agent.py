@@ -12,13 +12,14 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from potluck.backends.agent_link import AgentLink
-from potluck.backends.tcp import TcpBase
+from potluck.backends.tcp import TcpBase, is_port_taken
 from potluck.engine.communicator import Communicator
 from potluck.errors import (
     AgentLost,
@@ -59,9 +60,10 @@ class AgentBackend:
         self.job = os.environ.get("POTLUCK_JOB", "")
         self.worker = os.environ.get("POTLUCK_WORKER", "")
         self._local_rank = int(os.environ.get("LOCAL_RANK") or 0)
-        self._base = TcpBase("127.0.0.1", 0, settings or load_settings())
+        self._base = _listening(settings or load_settings(), self._local_rank)
         self._changed = threading.Condition()
         self._view: control.View | None = None
+        self._is_held = False
         self._overs: deque[control.GroupOver] = deque(maxlen=64)
         self._stopped: PotluckError | None = None
         self._communicator: Communicator | None = None
@@ -100,15 +102,12 @@ class AgentBackend:
             self._communicator = None
             self._asking_after = after_epoch
             self._talk.say(self._request(after_epoch, cause))
-            found = self._changed.wait_for(
-                lambda: self._stopped is not None or self._usable(after_epoch) is not None,
-                timeout_s,
-            )
+            self._await_view(after_epoch, timeout_s)
             self._asking_after = None
             if self._stopped is not None:
                 raise self._stopped from cause
             view = self._usable(after_epoch)
-            if not found or view is None:
+            if view is None:
                 raise OperationTimeout(
                     f"the agent announced no group after epoch {after_epoch} within "
                     f"{timeout_s:g} s; `potluck status` shows what it waits for",
@@ -172,6 +171,19 @@ class AgentBackend:
             step=self._step,
         )
 
+    def _await_view(self, after_epoch: int, timeout_s: float) -> None:
+        """Wait for a usable view or the end, at most ``timeout_s`` in which nothing holds the
+        cluster up."""
+        deadline = time.monotonic() + timeout_s
+        while self._stopped is None and self._usable(after_epoch) is None:
+            left = deadline - time.monotonic()
+            if left <= 0 and not self._is_held:
+                return
+            was_held = self._is_held
+            self._changed.wait(None if was_held else left)
+            if was_held:
+                deadline = time.monotonic() + timeout_s
+
     def _usable(self, after_epoch: int) -> control.View | None:
         view = self._view
         if view is None or view.epoch <= after_epoch:
@@ -227,8 +239,11 @@ class AgentBackend:
                 case control.View(job=job, epoch=epoch, members=members):
                     if job != self.job or self.worker not in {each.worker for each in members}:
                         raise ProtocolError(f"a view of epoch {epoch} that does not concern me")
+                    self._is_held = False
                     if self._view is None or epoch > self._view.epoch:
                         self._view = message
+                case control.Hold():
+                    self._is_held = True
                 case control.GroupOver():
                     return self._group_over(message)
                 case control.Probe(number):
@@ -287,6 +302,19 @@ def _error_of(over: control.GroupOver, group: Group, worker: str) -> GroupError:
         epoch=group.epoch,
         certain=over.certain,
     )
+
+
+def _listening(settings: Settings, local_rank: int) -> TcpBase:
+    """The listener of a worker: for its own machine, or, where the agent says so, for all nodes of
+    the cluster; then on the port that a firewall was told of, if it is free."""
+    host = os.environ.get("POTLUCK_BIND", "127.0.0.1")
+    if host != "127.0.0.1" and settings.gradient_port:
+        try:
+            return TcpBase(host, settings.gradient_port + local_rank, settings)
+        except ConfigurationError as error:
+            if not is_port_taken(error):
+                raise
+    return TcpBase(host, 0, settings)
 
 
 def _agent_address() -> tuple[str, int]:

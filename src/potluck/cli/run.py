@@ -25,8 +25,20 @@ def run(
         ),
     ] = None,
     workers: Annotated[
-        int, typer.Option("--workers", "-n", help="How many workers to start on this machine.")
+        int,
+        typer.Option(
+            "--workers",
+            "--workers-per-node",
+            "-n",
+            help="How many workers to start on each machine (on this one, without a cluster).",
+        ),
     ] = 1,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            min=0, help="On how many machines of the cluster, this one among them; 0: on all."
+        ),
+    ] = 0,
     max_restarts: Annotated[
         int,
         typer.Option(help="How often a worker that was killed by a signal is started again."),
@@ -63,15 +75,21 @@ def run(
 ) -> None:
     """Run SCRIPT in several worker processes that train together.
 
-    Each line a worker writes is shown with the worker's number in front. A worker that is killed
-    is left behind by the others within a step, started again, and taken back in. Ctrl-C is passed
-    on to all workers; a second Ctrl-C kills them.
+    Where `potluck up` runs, they start on every machine of the cluster: the folder that SCRIPT is
+    in travels there (not what `.potluckignore` names in it). Machines may come and go meanwhile.
+    Elsewhere they start on this machine.
+
+    Each line a worker writes is shown with the worker's number (and machine) in front. A worker
+    that is killed is left behind by the others within a step, started again, and taken back in.
+    Ctrl-C is passed on to all workers; a second Ctrl-C kills them.
 
     The exit code is that of the first worker whose own code failed; 0 if all went well.
     """
     from potluck.cli.report import print_summary
     from potluck.cli.views import watcher_for
+    from potluck.cluster.node_state import find_agent
     from potluck.launch.chaos import parse_chaos
+    from potluck.launch.cluster_run import run_on_cluster
     from potluck.launch.job import Options, run_job
     from potluck.settings import load_settings
 
@@ -80,13 +98,15 @@ def run(
             script=script,
             arguments=tuple(arguments or ()),
             num_workers=workers,
+            max_nodes=nodes,
             max_restarts=max_restarts,
             chaos=parse_chaos(chaos),
         )
         options.check()
         _check_json(json)
         settings = load_settings(peer_timeout_s=peer_timeout, wire=wire)
-        summary = run_job(options, settings, watcher_for(sys.stdout, plain=plain))
+        begin = run_job if find_agent(settings.home) is None else run_on_cluster
+        summary = begin(options, settings, watcher_for(sys.stdout, plain=plain))
     except PotluckError as error:
         typer.echo(f"potluck: {error}", err=True)
         raise typer.Exit(2) from None

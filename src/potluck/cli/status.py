@@ -1,4 +1,4 @@
-"""``potluck status``: the cluster, the jobs that run on this machine, and how they are doing."""
+"""``potluck status``: the cluster, its jobs and those of this machine, and how they are doing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.cli.nodes import ask_nodes, show_nodes
+from potluck.cli.nodes import ask_jobs, ask_nodes, show_jobs, show_nodes
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -27,15 +27,16 @@ _ANSWER_S = 3.0
 def status(
     json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
-    """Show the cluster as this machine's agent sees it, and the jobs that run on this machine.
+    """Show the cluster as this machine's agent sees it, its jobs, and the jobs of this machine.
 
     With --json: {"version": 1, "cluster": {...}, "jobs": [...]}. The cluster (null unless `potluck
     up` runs here) has node, pid, port, namespace, epoch (0: no view), paused (why, or empty),
     nodes, banned, events; each node has node, name, role (leader, member or empty), link (self,
     new, up, suspect, cut, silent, dead, none), host, latency_ms, python, torch, potluck. Each job
     has job, node, pid, script, started (Unix time), epoch, step, loss, events, wire (sealed or
-    plain), and workers with worker, rank (-1: not in the group now),
-    phase, pid, restarts, device, step, samples_per_s. Fields may be added, none will change.
+    plain), and workers with worker, rank (-1: not in the group now), phase, pid, restarts, device,
+    step, samples_per_s, node (its name, empty for a job of this machine alone). In a job of the
+    cluster `node` leads it. Fields may be added, none will change.
     """
     from potluck.settings import load_settings
 
@@ -55,6 +56,7 @@ def status(
         return
     if cluster is not None:
         show_nodes(cluster)
+        show_jobs(jobs)
     if jobs:
         _show(jobs)
     elif cluster is None:
@@ -66,7 +68,7 @@ async def _ask_all(
 ) -> tuple[NodesReply | None, list[StatusReply], list[str]]:
     jobs, silent = await _ask(settings)
     try:
-        return await ask_nodes(settings), jobs, silent
+        return await ask_nodes(settings), [*await ask_jobs(settings), *jobs], silent
     except PotluckError as error:
         return None, jobs, [*silent, str(error)]
 
@@ -127,7 +129,7 @@ def _show(jobs: list[StatusReply]) -> None:
     for job in jobs:
         loss = "-" if job.loss is None or math.isnan(job.loss) else f"{job.loss:.4f}"
         table = Table(
-            title=f"{Path(job.script).name} · {job.job} · process {job.pid} · "
+            title=f"{Path(job.script).name} · {job.job} · {_where(job)} · "
             f"{duration(time.time() - job.started)}",
             caption=f"epoch {job.epoch} · step {max(job.step, 0)} · loss {loss}"
             + (" · links not encrypted (plain)" if job.wire == PLAIN else ""),
@@ -138,7 +140,7 @@ def _show(jobs: list[StatusReply]) -> None:
             table.add_column(title, justify="left" if title in ("state", "device") else "right")
         for worker in job.workers:
             table.add_row(
-                worker.worker,
+                f"{worker.worker} {worker.node}".strip(),
                 str(worker.rank) if worker.rank >= 0 else "-",
                 worker.phase,
                 worker.device or "-",
@@ -149,3 +151,7 @@ def _show(jobs: list[StatusReply]) -> None:
         console.print(table)
         for event in job.events[-5:]:
             console.print(f"  {event}", markup=False, highlight=False)
+
+
+def _where(job: StatusReply) -> str:
+    return f"process {job.pid}" if job.pid else f"led by node {job.node[:8]}"

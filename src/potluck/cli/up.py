@@ -36,6 +36,9 @@ def up(
     secret (by mDNS, by a beacon, or by --peers), keeps links to them, and agrees with them who is
     in; each change is one line, with its reason. Makes a secret if there is none: then run `potluck
     pair` here and `potluck join` on the next machine. `potluck status` shows what it knows.
+
+    Machines of a cluster run each other's scripts: `potluck run` on any of them starts workers on
+    all.
     """
     from potluck.settings import load_settings
 
@@ -49,8 +52,13 @@ def up(
 
 async def _run(settings: Settings) -> None:
     from potluck.cluster.node_agent import NodeAgent
+    from potluck.launch.shop import ClusterShop
 
-    agent = NodeAgent(settings, on_note=lambda line: typer.echo(f"potluck: {line}"))
+    agent = NodeAgent(
+        settings,
+        on_note=lambda line: typer.echo(f"potluck: {line}"),
+        shop=ClusterShop(settings),
+    )
     running = asyncio.create_task(agent.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.console import Group as RichGroup
 
-    from potluck.cluster.agent import Agent
-    from potluck.launch.job import Watcher
+    from potluck.launch.job import Watched, Watcher
 
 _REFRESH_PER_S = 5
 _MAX_BACKLOG = 10_000
@@ -84,22 +83,22 @@ def _silence_stdout() -> None:
 
 
 class _Written:
-    """What both views have: an agent to look at, and a thread to write with."""
+    """What both views have: a job to look at, and a thread to write with."""
 
     def __init__(self) -> None:
-        self._agent: Agent | None = None
+        self._job: Watched | None = None
         self._writer: Writer | None = None
 
-    def begin(self, agent: Agent) -> None:
+    def begin(self, job: Watched) -> None:
         import asyncio
 
         loop = asyncio.get_running_loop()
 
         def on_broken() -> None:
             with contextlib.suppress(RuntimeError):  # the job may just have ended
-                loop.call_soon_threadsafe(agent.interrupt, int(signal.SIGPIPE))
+                loop.call_soon_threadsafe(job.interrupt, int(signal.SIGPIPE))
 
-        self._agent = agent
+        self._job = job
         self._writer = Writer(on_broken)
 
     @property
@@ -119,8 +118,8 @@ class PlainView(_Written):
     """Every line with its worker's number in front; potluck's own with ``potluck``."""
 
     def line(self, worker: str, stream: str, text: str) -> None:
-        assert self._agent is not None
-        width = max(map(len, self._agent.job.workers))
+        assert self._job is not None
+        width = max(map(len, self._job.workers), default=0)
         file = sys.stderr if stream == "stderr" else sys.stdout
         self.write(lambda: print(f"[{worker:>{width}}] {text}", file=file, flush=True))
 
@@ -148,14 +147,15 @@ class LiveView(_Written):
             transient=True,
         )
 
-    def begin(self, agent: Agent) -> None:
-        super().begin(agent)
+    def begin(self, job: Watched) -> None:
+        super().begin(job)
         self._live.start()
 
     def line(self, worker: str, stream: str, text: str) -> None:
         from rich.text import Text
 
-        color = self._COLORS[int(worker) % len(self._COLORS) if worker.isdigit() else 0]
+        number = worker.split(" ")[0]
+        color = self._COLORS[int(number) % len(self._COLORS) if number.isdigit() else 0]
         line = Text(f"[{worker}] ", style=color)
         line.append(text, style="default")
         self.write(lambda: self._console.print(line, soft_wrap=True))
@@ -177,10 +177,10 @@ class LiveView(_Written):
 
         from potluck.wire.messages import PLAIN
 
-        agent = self._agent
-        if agent is None:
+        job = self._job
+        if job is None:
             return Group()
-        state = agent.status()
+        state = job.status()
         loss = "" if state.loss is None or math.isnan(state.loss) else f" · loss {state.loss:.4f}"
         step = f" · step {state.step}" if state.step >= 0 else ""
         plain = " · links not encrypted" if state.wire == PLAIN else ""
@@ -194,7 +194,7 @@ class LiveView(_Written):
             table.add_column(title, justify="left" if title in ("state", "device") else "right")
         for worker in state.workers:
             table.add_row(
-                worker.worker,
+                f"{worker.worker} {worker.node}".strip(),
                 str(worker.rank) if worker.rank >= 0 else "-",
                 Text(worker.phase, style=_STYLES.get(worker.phase, "")),
                 worker.device or "-",

@@ -75,6 +75,11 @@ class Agent:
             if self._file is not None:
                 self._file.remove()
 
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of the workers."""
+        return self.job.workers
+
     def interrupt(self, number: int) -> None:
         """The operator wants the end: by ``number`` first, by SIGKILL the second time."""
         self.lead.handle(events.Interrupted(number))

@@ -21,7 +21,8 @@ from typing import Annotated
 import msgspec
 
 from potluck.errors import ConfigurationError, ProtocolError
-from potluck.wire.peers import MAX_FILES, Digest
+from potluck.wire.names import Digest
+from potluck.wire.peers import MAX_FILES
 
 IGNORE_FILE = ".potluckignore"
 MAX_BYTES = 256 << 20

@@ -107,6 +107,11 @@ class ControlLinks:
         link = self._links.get(node)
         return "" if link is None else link.host
 
+    def unsent(self, node: str) -> int:
+        """Bytes that wait to be sent to ``node``; 0 without a link."""
+        link = self._links.get(node)
+        return 0 if link is None else link.writer.transport.get_write_buffer_size()
+
     def heard(self, hint: Hint) -> None:
         """A finder found something."""
         self._book.heard(hint, _now())

@@ -110,6 +110,22 @@ class NotAgreed:
 
 
 @dataclass(frozen=True, slots=True)
+class Away:
+    """The nodes of ``workers`` left the cluster's view."""
+
+    workers: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A node is there to run ``worker``, which does not run: a new one, or one that was away and
+    did not outlive that."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; see ``State.next_wakeup``."""
 
@@ -126,6 +142,8 @@ Event = (
     | Interrupted
     | Agreed
     | NotAgreed
+    | Away
+    | Placed
     | Tick
 )
 

@@ -20,6 +20,7 @@ from potluck.cluster.journal import Journal
 from potluck.cluster.roster import EXPECTED, Phase, State
 from potluck.types import Member
 from potluck.wire import control
+from potluck.wire.messages import PLAIN
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Lead:
             while self._events:
                 event = self._events.popleft()
                 self.state, actions = membership.handle(self.state, event, time.monotonic())
-                self.act(actions)
+                self._act(actions)
         except Exception as error:  # whoever called can't help it: who waits for the end raises it
             self.crash = error
             self.over.set()
@@ -135,6 +136,7 @@ class Lead:
             loss=self.journal.loss,
             workers=tuple(workers),
             events=tuple(control.clip(note.text) for note in notes),
+            wire=self.job.wire,
         )
 
     def note(self, text: str) -> None:
@@ -198,6 +200,10 @@ class Lead:
         """The steps before which ``rank`` has to ask."""
         return self._chaos.steps_of(rank)
 
+    def unfired(self) -> list[str]:
+        """The ordered faults that have not happened."""
+        return [str(fault) for fault in self._chaos.waiting]
+
     # Time.
 
     def _set_wakeup(self) -> None:
@@ -221,8 +227,13 @@ class Lead:
 
     # What is done about it.
 
-    def act(self, actions: Sequence[events.Action]) -> None:
-        """Carry ``actions`` out."""
+    def begin(self, actions: Sequence[events.Action]) -> None:
+        """Do what a new job begins with."""
+        if self.job.wire == PLAIN:
+            self.note("links between workers are plain: whoever is on the wire reads along")
+        self._act(actions)
+
+    def _act(self, actions: Sequence[events.Action]) -> None:
         for action in actions:
             _log.info("%s: %s", type(action).__name__, action.reason)
             match action:

@@ -30,6 +30,7 @@ from potluck.cluster.events import (
     Action,
     Agreed,
     Announce,
+    Away,
     Disconnected,
     EndGroup,
     Event,
@@ -42,6 +43,7 @@ from potluck.cluster.events import (
     Log,
     Lost,
     NotAgreed,
+    Placed,
     ProbeReply,
     Ready,
     SendProbe,
@@ -59,6 +61,7 @@ from potluck.cluster.roster import (
     Report,
     State,
     Worker,
+    name_exit,
 )
 from potluck.types import Member
 
@@ -92,16 +95,6 @@ def handle(state: State, event: Event, now: float) -> tuple[State, tuple[Action,
     turn.take(event)
     turn.settle()
     return turn.state, tuple(turn.actions)
-
-
-def name_exit(code: int) -> str:
-    """``killed by SIGKILL (9)`` or ``exited with code 3``."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name} ({-code})"
-    except ValueError:
-        return f"killed by signal {-code}"
 
 
 class _Turn:
@@ -138,6 +131,10 @@ class _Turn:
                 self.agreed(event)
             case NotAgreed():
                 self.not_agreed(event)
+            case Away(names, reason):
+                self.away(names, reason)
+            case Placed(name):
+                self.placed(name)
             case Tick():
                 pass
             case _:
@@ -258,7 +255,7 @@ class _Turn:
 
     def interrupted(self, number: int) -> None:
         if self.state.interrupted:
-            alive = tuple(worker.name for worker in self.state.workers if worker.alive)
+            alive = tuple(each.name for each in self.state.workers if each.alive)
             self.actions.append(Kill(alive, "interrupted twice"))
             return
         self.change(interrupted=number)
@@ -276,11 +273,12 @@ class _Turn:
                 for group in state.groups
             )
             self.change(groups=groups, epoch=max(state.epoch, event.epoch))
-        elif event.epoch > state.epoch:
+        elif all(event.epoch > group.epoch for group in state.groups):
             gone = {worker.name for worker in state.having(Phase.MEMBER)} - set(event.members)
             self.remove(gone, Phase.AWAY, certain=False, reason=event.reason)
             group = LiveGroup(event.epoch, event.members)
-            self.change(epoch=event.epoch, groups=(*self.state.groups, group), broken="")
+            groups = (*self.state.groups, group)
+            self.change(epoch=max(state.epoch, event.epoch), groups=groups, broken="")
 
     def not_agreed(self, event: NotAgreed) -> None:
         """Announce again, after a moment: whatever is in the way may take its time."""
@@ -292,10 +290,34 @@ class _Turn:
             self.change(broken=event.reason, not_before=again)
             self.actions.append(Log(f"epoch {event.announced} is void: {event.reason}"))
 
+    def away(self, names: Iterable[str], reason: str) -> None:
+        """Nothing is heard of these till their nodes are back. A job that ends waits for none."""
+        members = {worker.name for worker in self.state.having(Phase.MEMBER)} & set(names)
+        if members and not self.state.stopping:
+            self.remove(members, Phase.AWAY, certain=False, reason=reason)
+        for name in names:
+            worker = self.state.worker(name)
+            is_done = self.state.stopping or worker.phase in (Phase.STOPPING, Phase.FINISHED)
+            if worker.phase is not Phase.GONE:
+                self.update(name, phase=Phase.GONE if is_done else Phase.AWAY)
+
+    def placed(self, name: str) -> None:
+        """Start it; that does not count as a restart: its code did nothing wrong."""
+        state = self.state
+        if state.num_finished or state.stopping:
+            return
+        if all(worker.name != name for worker in state.workers):
+            self.change(workers=(*state.workers, Worker(name)))
+            self.actions.append(Start(name, 0, "its node came in"))
+        elif state.worker(name).phase in (Phase.AWAY, Phase.GONE):
+            self.update(name, phase=Phase.STARTING, member=None)
+            self.update(name, returns=state.worker(name).returns + 1)
+            attempt = self.state.worker(name).attempt
+            self.actions.append(Start(name, attempt, "its node is back"))
+
     # What follows.
 
     def settle(self) -> None:
-        """Bring about whatever the present state calls for."""
         if self.state.stopping:
             return
         self.judge_inquiry()
@@ -305,7 +327,7 @@ class _Turn:
             if worker.restart_at <= self.now:
                 self.update(worker.name, phase=Phase.STARTING)
                 why = f"restart {worker.restarts} of {self.state.policy.max_restarts}"
-                self.actions.append(Start(worker.name, worker.restarts, why))
+                self.actions.append(Start(worker.name, worker.attempt, why))
 
     def judge_inquiry(self) -> None:
         inquiry = self.state.inquiry
@@ -371,8 +393,10 @@ class _Turn:
             if not state.having(Phase.MEMBER):
                 self.stop_workers("the members of the job have finished", 0, spared=Phase.FINISHED)
             return
-        left = [worker for worker in state.workers if worker.phase is not Phase.GONE]
-        if state.casualty is not None and len(left) < max(state.policy.min_workers, 1):
+        left = state.having(*(phase for phase in Phase if phase is not Phase.GONE))
+        if 0 < len(left) < len(state.workers) and left == state.having(Phase.AWAY):
+            self.stop_workers("all that can be reached have ended", 0)
+        elif state.casualty is not None and len(left) < max(state.policy.min_workers, 1):
             self.fail(state.casualty)
 
     def renew(self) -> None:

@@ -12,30 +12,35 @@ import logging
 import os
 import re
 import secrets
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from potluck.cluster import keyring, rotation, views
+from potluck.cluster.bundle_depot import BundleDepot
 from potluck.cluster.control_links import KIND, ControlLinks
 from potluck.cluster.credentials import load_credentials
 from potluck.cluster.discovery.advert import Presence, new_instance
 from potluck.cluster.discovery.everywhere import all_finders
 from potluck.cluster.discovery.finder import Finder
+from potluck.cluster.health import Status
+from potluck.cluster.job_host import Shop
+from potluck.cluster.job_log import JobLog
+from potluck.cluster.jobs import Jobs
+from potluck.cluster.local_link import CLIENT, Waiting, read_request
 from potluck.cluster.node import Node
-from potluck.cluster.node_state import NodeState, find_agent
+from potluck.cluster.node_state import NodeState
 from potluck.cluster.trust import TrustStore
 from potluck.cluster.versions import own_versions
-from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.errors import ConfigurationError, PotluckError
 from potluck.settings import Settings
 from potluck.transport import aio
 from potluck.wire import local, peers
+from potluck.wire.jobs import JobMessage, ToLeader
 from potluck.wire.messages import Hello, Refusal, Welcome
-from potluck.wire.nodes import NodeMessage
-from potluck.wire.prefix import PREFIX_BYTES
-
-CLIENT = "client"
-"""The ``kind`` in the greeting of this machine's commands."""
+from potluck.wire.names import Versions
+from potluck.wire.nodes import NodeMessage, View
 
 _TRUST_S = 0.5
 _MAX_EVENTS = 20
@@ -55,13 +60,22 @@ class NodeAgent:
         finders: Sequence[Finder] | None = None,
         host: str = "",
         port: int | None = None,
+        shop: Shop | None = None,
     ) -> None:
+        """``shop`` starts the workers of jobs; without one this agent takes part in none."""
         self.port = 0
+        self.bind = host
+        self.view: View | None = None
         self.credentials = load_credentials(settings)
         self._settings = settings
         self._on_note = on_note
         self._finders = all_finders(settings) if finders is None else list(finders)
         self._host = host
+        self._name = (settings.name or socket.gethostname())[:256]
+        self._shop = shop
+        self._jobs: Jobs | None = None
+        self._addresses: dict[str, str] = {}
+        self._log = JobLog(settings.home)
         self._wanted_port = settings.discovery_port if port is None else port
         self._trust = TrustStore(settings.home)
         self._rotation = rotation.Rotation()
@@ -86,9 +100,14 @@ class NodeAgent:
             now = loop.time()
             self.node = Node(self.credentials.node_id, self._state.life, self._state.record, now)
             self._crash = loop.create_future()
-            server = await aio.serve(self._host, self._wanted_port, self.credentials, self._greeted)
+            server = await self._serve()
             self.port = server.port
             self._links = links = ControlLinks(self.credentials, self._introduction, self)
+            if self._shop is not None:
+                self._depot = BundleDepot(
+                    self._settings.home / "bundles", links.send, lambda node: self._is_in(node)
+                )
+                self._jobs = Jobs(self, self._depot)
             self._state.listening(self.port)
             tasks += [asyncio.create_task(self._save()), asyncio.create_task(self._watch_trust())]
             presence = Presence(lambda: self.credentials.advert_keys, self.port, new_instance())
@@ -102,6 +121,8 @@ class NodeAgent:
                 self._timer.cancel()
             for finder in self._finders:
                 await finder.close()
+            if self._jobs is not None:
+                await self._jobs.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -134,13 +155,22 @@ class NodeAgent:
 
     def linked(self, node: str, introduction: peers.Introduction, namespace: str) -> None:
         self._names[node] = introduction.name
+        self._addresses[node] = self._links.address(node)
         self._trust.meet(node, introduction.name)
         self._handle(views.Linked(node, introduction.life))
         self._rotate(self._rotation.linked(node, namespace))
+        if self._jobs is not None:
+            self._jobs.linked(node)
 
     def received(self, node: str, life: int, message: peers.PeerMessage) -> None:
         if isinstance(message, NodeMessage):
             self._handle(views.Received(node, life, message))
+        elif isinstance(message, JobMessage):
+            if self._jobs is not None:
+                self._jobs.received(node, message)
+        elif isinstance(message, peers.BundleMessage):
+            if self._jobs is not None:
+                self._depot.received(node, message)
         else:
             now = asyncio.get_running_loop().time()
             self._rotate(self._rotation.received(node, message, now))
@@ -148,13 +178,14 @@ class NodeAgent:
     def ended(self, node: str, life: int, reason: str) -> None:
         _log.info("the link to %s ended: %s", self._called(node), reason)
         self._rotate(self._rotation.lost(node))
+        if self._jobs is not None:
+            self._depot.lost(node)
 
     def nobody_listens(self, node: str, life: int) -> None:
         self._handle(views.Refused(node, life))
 
     def _introduction(self) -> peers.Introduction:
-        name = socket.gethostname()[:256]
-        return peers.Introduction(self._state.life, name, self.port, own_versions())
+        return peers.Introduction(self._state.life, self._name, self.port, own_versions())
 
     # Time, disk, and the list of bans.
 
@@ -208,13 +239,19 @@ class NodeAgent:
             case views.Save():
                 self._saves.put_nowait(action)
             case views.Install(view, reason):
-                self._note(f"{views.describe(view)}: {reason}")
+                self._note(reason)
+                self.view = view
+            case views.Leave():
+                self._note(action.reason)
+                self.view = None
             case views.Pause(reason):
                 self._note(f"paused: {reason}")
-            case views.Resume(reason) | views.Leave(reason) | views.Note(reason):
+            case views.Resume(reason) | views.Note(reason):
                 self._note(reason)
             case views.GroupRefused(job, _, reason):
                 self._note(f"job {job}: {reason}")
+        if self._jobs is not None:
+            self._jobs.act(action)
 
     def _rotate(self, actions: Sequence[rotation.Action]) -> None:
         home = self._settings.home
@@ -244,7 +281,7 @@ class NodeAgent:
 
     def _called(self, node: str) -> str:
         if node == self.credentials.node_id:
-            return f"{socket.gethostname()} ({node[:8]})"
+            return f"{self._name} ({node[:8]})"
         name = self._names.get(node, "")
         return f"{name} ({node[:8]})" if name else f"node {node[:8]}"
 
@@ -258,6 +295,8 @@ class NodeAgent:
         elif hello.kind == CLIENT and node == self.credentials.node_id:
             await aio.write_greeting(writer, Welcome())
             await self._serve_client(reader, writer)
+        elif hello.kind == "control" and node == self.credentials.node_id and self._jobs:
+            await self._jobs.floor.greeted(reader, writer, hello, node)
         else:
             text = "this is a node's agent: it takes other agents, and commands of its own machine"
             await aio.write_greeting(writer, Refusal("kind", text))
@@ -265,22 +304,34 @@ class NodeAgent:
     async def _serve_client(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        while True:
-            try:
-                prefix = await reader.readexactly(PREFIX_BYTES)
-                body = await reader.readexactly(local.message_length(prefix))
-            except (asyncio.IncompleteReadError, OSError):
-                return
-            match local.decode_request(body):
-                case local.NodesRequest():
-                    answer: local.Reply = self.status()
-                case local.RotateRequest():
-                    answer = await self._order_rotation()
-                case local.ContinueRequest():
-                    self._handle(views.ContinueAlone())
-                    answer = local.Outcome(True, "this node goes on alone, if it was paused")
-            writer.write(local.encode(answer))
-            await writer.drain()
+        client, job = Waiting(writer), ""
+        try:
+            while (request := await read_request(reader)) is not None:
+                match request:
+                    case local.NodesRequest():
+                        client.send(self.status())
+                    case local.RotateRequest():
+                        client.send(await self._order_rotation())
+                    case local.ContinueRequest():
+                        self._handle(views.ContinueAlone())
+                        text = "this node goes on alone, if it was paused"
+                        client.send(local.Outcome(True, text))
+                    case local.JobsRequest():
+                        known = () if self._jobs is None else self._jobs.status()
+                        client.send(local.JobsReply(known))
+                    case local.InterruptRequest(number):
+                        if self._jobs is not None:
+                            self._jobs.interrupt(job, number)
+                    case local.RunRequest() if self._jobs is not None:
+                        try:
+                            job = await self._jobs.submit(request, client)
+                        except (PotluckError, OSError) as error:
+                            client.send(local.Outcome(False, str(error)[:4000]))
+                    case local.RunRequest():
+                        client.send(local.Outcome(False, "this agent takes part in no jobs"))
+        finally:
+            if self._jobs is not None:
+                self._jobs.abandon(job, signal.SIGHUP)
 
     async def _order_rotation(self) -> local.Outcome:
         if self._settings.psk is not None or self._settings.passphrase is not None:
@@ -294,6 +345,66 @@ class NodeAgent:
         psk, name = secrets.token_bytes(32), secrets.token_hex(8)
         self._rotate(self._rotation.order(name, psk, self._links.nodes, loop.time()))
         return await self._rotated
+
+    # What its jobs need of it (JobHost).
+
+    @property
+    def me(self) -> str:
+        return self.credentials.node_id
+
+    @property
+    def shop(self) -> Shop:
+        assert self._shop is not None
+        return self._shop
+
+    @property
+    def stands_still(self) -> str:
+        return self.node.paused or ("in no cluster's view" if self.view is None else "")
+
+    def send(self, node: str, message: JobMessage) -> bool:
+        if node != self.me:
+            return self._links.send(node, message)
+        if self._jobs is not None:
+            asyncio.get_running_loop().call_soon(self._jobs.received, node, message)
+        return True
+
+    def to_leader(self, message: ToLeader) -> bool:
+        return self.view is not None and self.send(self.view.leader, message)
+
+    def unsent(self, node: str) -> int:
+        return self._links.unsent(node)
+
+    def handle(self, event: views.Event) -> None:
+        self._handle(event)
+
+    def called(self, node: str) -> str:
+        return self._called(node)
+
+    def label(self, node: str) -> str:
+        names = self._names | {self.me: self._name}
+        name = names.get(node, "")
+        is_taken = any(other == name for each, other in names.items() if each != node)
+        return f"{name}-{node[:4]}" if is_taken or not name else name
+
+    def address(self, node: str) -> str:
+        return self._links.address(node) or self._addresses.get(node, "")
+
+    def versions(self, node: str) -> Versions | None:
+        said = self._introduction() if node == self.me else self._links.introduction(node)
+        return None if said is None else said.versions
+
+    def is_dead(self, node: str) -> bool:
+        peer = self.node.health.peers.get(node)
+        return peer is not None and peer.status is Status.DEAD
+
+    def log(self, job: str, line: str) -> None:
+        self._log.write(job, line)
+
+    def note(self, text: str) -> None:
+        self._note(text)
+
+    def _is_in(self, node: str) -> bool:
+        return self.view is not None and self.view.seat(node) is not None
 
     def status(self) -> local.NodesReply:
         """The cluster as it is seen here now."""
@@ -329,28 +440,3 @@ class NodeAgent:
             banned=tuple(sorted(self._trust.banned())),
             events=tuple(self._notes),
         )
-
-
-async def ask_agent(settings: Settings, request: local.Request, *, timeout_s: float) -> local.Reply:
-    """What this machine's agent answers to ``request``.
-
-    ConfigurationError if none runs here; LinkError if it does not answer in time.
-    """
-    record = find_agent(settings.home)
-    if record is None:
-        raise ConfigurationError("no agent runs on this machine; start it with: potluck up")
-    credentials = load_credentials(settings)
-    hello = Hello(CLIENT, credentials.namespace)
-    try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer, _ = await aio.connect("127.0.0.1", record.port, hello, credentials)
-            try:
-                writer.write(local.encode(request))
-                prefix = await reader.readexactly(PREFIX_BYTES)
-                body = await reader.readexactly(local.message_length(prefix))
-            finally:
-                await aio.end(writer)
-    except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
-        why = str(error) or f"no answer within {timeout_s:g} s"
-        raise LinkError(f"this machine's agent (process {record.pid}): {why}") from error
-    return local.decode_reply(body)

@@ -5,6 +5,7 @@ All are frozen; ``membership.handle`` turns one state into the next.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -70,8 +71,8 @@ class Worker:
 
     ``joined`` is the epoch of the first view of its present membership (0: none yet),
     ``installed`` the newest epoch that it said it had entered, ``in_vain`` how often in a row it
-    died before it had entered one. ``finished``: it left a view because it was done. ``failed``:
-    it said that its code raised.
+    died before it had entered one, ``returns`` how often it was started because its node came back.
+    ``finished``: it left a view because it was done. ``failed``: it said that its code raised.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Worker:
     installed: int = 0
     restarts: int = 0
     in_vain: int = 0
+    returns: int = 0
     restart_at: float = 0.0
     finished: bool = False
     failed: bool = False
@@ -88,6 +90,11 @@ class Worker:
     @property
     def alive(self) -> bool:
         return self.phase in ALIVE
+
+    @property
+    def attempt(self) -> int:
+        """How often it was started again."""
+        return self.restarts + self.returns
 
     @property
     def seniority(self) -> tuple[int, int, str]:
@@ -221,3 +228,13 @@ class State:
             closing = self.inquiry.closing_at
             times.append(self.inquiry.deadline if closing is None else closing)
         return min(times, default=None)
+
+
+def name_exit(code: int) -> str:
+    """``killed by SIGKILL (9)`` or ``exited with code 3``."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name} ({-code})"
+    except ValueError:
+        return f"killed by signal {-code}"

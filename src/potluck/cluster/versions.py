@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from potluck.errors import ConfigurationError
-from potluck.wire.peers import Versions
+from potluck.wire.names import Versions
 
 
 @functools.cache
@@ -32,13 +32,14 @@ def check_versions(mine: Versions, others: Mapping[str, Versions]) -> None:
     ``others`` are the versions by the name of their node.
     """
     texts = [
-        text for name, theirs in sorted(others.items()) for text in _differences(name, mine, theirs)
+        text for name, theirs in sorted(others.items()) for text in differences(name, mine, theirs)
     ]
     if texts:
         raise ConfigurationError("not all nodes can run this script: " + "; ".join(texts))
 
 
-def _differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
+def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
+    """Why a worker on the node ``name`` would not run as one here, in words."""
     texts = []
     if _minor(mine.python) != _minor(theirs.python):
         texts.append(f"{name} has Python {theirs.python}, this node {mine.python}")

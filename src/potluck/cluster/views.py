@@ -55,7 +55,8 @@ class WantGroup:
     """This node's ``membership`` announced a group: have it agreed on.
 
     ``kept`` are the workers that stay from the group before and hold its state. ``fresh``: there
-    are none, and every one that did is known to have ended.
+    are none, and every one that did is known to have ended. ``renew``: the group is a new one also
+    if its members are those of the group before, which does not work any more.
     """
 
     job: str
@@ -63,6 +64,7 @@ class WantGroup:
     kept: tuple[str, ...]
     reason: str
     fresh: bool = False
+    renew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +226,13 @@ def describe(view: View) -> str:
 
 
 def _wanted(want: WantGroup, before: JobGroup | None, epoch: int) -> JobGroup:
-    """The group that ``want`` asks for. In the same members only ``entering`` changes: a group
-    whose members all hold the state by now stays the group it is."""
+    """The group that ``want`` asks for. In the same members only ``entering`` changes, unless it is
+    to be renewed: a group whose members all hold the state by now stays the group it is."""
     entering = tuple(m.worker for m in want.members if m.worker not in want.kept)
     if before is None or want.fresh:
         return JobGroup(want.job, epoch, want.members, epoch, entering)
-    group_epoch = before.epoch if want.members == before.members else epoch
+    is_the_same = want.members == before.members and not want.renew
+    group_epoch = before.epoch if is_the_same else epoch
     return JobGroup(want.job, group_epoch, want.members, before.origin, entering)
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import signal
-import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,19 +19,34 @@ from potluck.cluster.job import Job
 from potluck.cluster.roster import Policy
 from potluck.errors import ConfigurationError
 from potluck.launch.chaos import ChaosPlan, check_ranks
-from potluck.launch.process import WorkerProcess
+from potluck.launch.shop import ProcessLauncher, worker_environment
 from potluck.launch.summary import Summary, summarize
 from potluck.settings import Settings
+from potluck.wire.control import StatusReply
 
 MAX_WORKERS = 256
 _LAST_WORDS = 30
 
 
+class Watched(Protocol):
+    """A job that runs, to whoever looks on."""
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """What stands in front of their lines."""
+
+    def status(self) -> StatusReply:
+        """As it is now."""
+
+    def interrupt(self, number: int) -> None:
+        """End it: by ``number`` first, by SIGKILL the second time."""
+
+
 class Watcher(Protocol):
     """Who looks on. All calls come from the event loop and must not block."""
 
-    def begin(self, agent: Agent) -> None:
-        """The job is about to start; ``agent`` answers questions from now on."""
+    def begin(self, job: Watched) -> None:
+        """The job is about to start; ``job`` answers questions from now on."""
 
     def line(self, worker: str, stream: str, text: str) -> None:
         """A worker wrote a line to ``stdout`` or ``stderr``."""
@@ -52,11 +64,12 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run, and how."""
+    """What to run, and how. ``num_workers`` are those of one node, ``max_nodes`` 0 means all."""
 
     script: Path
     arguments: tuple[str, ...] = ()
     num_workers: int = 1
+    max_nodes: int = 0
     max_restarts: int = 3
     chaos: ChaosPlan = field(default_factory=lambda: ChaosPlan([]))
 
@@ -73,19 +86,24 @@ class Options:
             raise ConfigurationError(
                 f"the script {str(self.script)!r} {what} (seen from {Path.cwd()})"
             )
-        check_ranks(self.chaos, self.num_workers)
 
 
 def run_job(options: Options, settings: Settings, watcher: Watcher) -> Summary:
     """Run the job to its end. Must be called on the main thread; takes over SIGINT, SIGTERM and
     SIGHUP meanwhile. ConfigurationError or IdentityError if it can't begin."""
     options.check()
+    check_ranks(options.chaos, options.num_workers)
     return asyncio.run(_run(options, settings, watcher))
 
 
 async def _run(options: Options, settings: Settings, watcher: Watcher) -> Summary:
     credentials = load_credentials(settings)
-    launcher = _Launcher(options, settings, watcher)
+    launcher = ProcessLauncher(
+        [sys.executable, str(options.script), *options.arguments],
+        worker_environment(settings, options.num_workers),
+        sink=watcher.line,
+        is_behind=lambda: watcher.is_behind,
+    )
     job = Job(
         id=f"{options.script.stem[:64]}-{secrets.token_hex(4)}",
         script=str(options.script),
@@ -103,7 +121,7 @@ async def _run(options: Options, settings: Settings, watcher: Watcher) -> Summar
     )
     watcher.begin(agent)
     try:
-        with _signals(agent.interrupt):
+        with signals(agent.interrupt):
             await agent.run()
     finally:
         watcher.end()
@@ -120,64 +138,8 @@ async def _run(options: Options, settings: Settings, watcher: Watcher) -> Summar
     )
 
 
-class _Launcher:
-    """Starts workers as processes of this machine."""
-
-    def __init__(self, options: Options, settings: Settings, watcher: Watcher) -> None:
-        self.last_words: dict[str, deque[str]] = {}
-        self._command = [sys.executable, str(options.script), *options.arguments]
-        self._watcher = watcher
-        self._environment = _worker_environment(options.num_workers, settings)
-
-    def start(
-        self, worker: str, attempt: int, environment: dict[str, str], on_exit: Callable[[int], None]
-    ) -> WorkerProcess:
-        words = self.last_words[worker] = deque(maxlen=_LAST_WORDS)
-
-        def sink(stream: str, text: str) -> None:
-            if stream == "stderr":
-                words.append(text)
-            self._watcher.line(worker, stream, text)
-
-        return WorkerProcess(
-            self._command,
-            self._environment | environment,
-            sink=sink,
-            is_behind=lambda: self._watcher.is_behind,
-            on_exit=on_exit,
-        )
-
-
-def _worker_environment(num_workers: int, settings: Settings) -> dict[str, str]:
-    """What every worker gets: this environment, and what launchers agree on."""
-    environment = dict(os.environ)
-    environment["POTLUCK_HOME"] = str(settings.home.absolute())
-    environment["POTLUCK_PEER_TIMEOUT_S"] = repr(settings.peer_timeout_s)
-    environment["MASTER_ADDR"] = "127.0.0.1"
-    environment["MASTER_PORT"] = str(_free_port())
-    chosen = {name: value for name, value in environment.items() if value}
-    environment["PYTHONUNBUFFERED"] = chosen.get("PYTHONUNBUFFERED", "1")
-    share = max(1, _num_cores() // num_workers)
-    environment["OMP_NUM_THREADS"] = chosen.get("OMP_NUM_THREADS", str(share))
-    return environment
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _free_port() -> int:
-    """A port for scripts that use torch.distributed by themselves; potluck does not use it."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 @contextlib.contextmanager
-def _signals(interrupt: Callable[[int], None]) -> Iterator[None]:
+def signals(interrupt: Callable[[int], None]) -> Iterator[None]:
     """Have signals that ask for the end passed to ``interrupt``."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

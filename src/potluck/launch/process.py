@@ -36,6 +36,7 @@ class WorkerProcess:
         sink: Sink,
         is_behind: Callable[[], bool],
         on_exit: Callable[[int], None],
+        directory: Path | None = None,
     ) -> None:
         """``on_exit(code)`` is called in the event loop, the moment the process has ended. As long
         as ``is_behind()``, its output is not read: it waits like any program with a full pipe."""
@@ -48,6 +49,7 @@ class WorkerProcess:
             self._popen = subprocess.Popen(
                 [*shim, *command],
                 env=dict(environment),
+                cwd=directory,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

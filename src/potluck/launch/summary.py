@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from potluck.cluster.journal import Journal
-from potluck.cluster.membership import name_exit
-from potluck.cluster.roster import State
+from potluck.cluster.roster import State, name_exit
 from potluck.wire.control import Fact
 
 HASH = "parameter_hash"

@@ -157,6 +157,12 @@ class ChaosDone(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """No group can be had for now, for this ``reason`` outside the job; wait on for a view."""
+
+    reason: Text
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """The job ends: raise ``reason`` out of whatever blocks, and exit."""
 
@@ -202,7 +208,7 @@ class StatusReply(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = Ready | Installed | Lost | Progress | Said | Failed | Finished | ChaosDue | ProbeReply
-FromAgent = View | GroupOver | Probe | ChaosDone | Stop | StatusReply
+FromAgent = View | GroupOver | Probe | ChaosDone | Hold | Stop | StatusReply
 FromClient = FromWorker | StatusRequest
 
 _encoder = msgspec.msgpack.Encoder()

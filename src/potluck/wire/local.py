@@ -7,6 +7,16 @@ from typing import Annotated
 import msgspec
 
 from potluck.errors import ProtocolError
+from potluck.wire.control import StatusReply
+from potluck.wire.jobs import (
+    MAX_ARGUMENTS,
+    MAX_JOBS,
+    JobEnded,
+    JobNote,
+    JobStatus,
+    Line,
+    Shown,
+)
 from potluck.wire.nodes import MAX_NODES
 from potluck.wire.prefix import announced_length, prefixed
 
@@ -14,6 +24,7 @@ MAX_MESSAGE = 1 << 20
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Path = Text
 
 
 class NodesRequest(msgspec.Struct, frozen=True, tag=True):
@@ -26,6 +37,41 @@ class RotateRequest(msgspec.Struct, frozen=True, tag=True):
 
 class ContinueRequest(msgspec.Struct, frozen=True, tag=True):
     """This paused node is to go on without the others; answer with Outcome."""
+
+
+class RunRequest(msgspec.Struct, frozen=True, tag=True):
+    """Run ``script``, a path below ``folder``, on the cluster. Answered with Outcome if it can't
+    be; else with JobNote, Shown and JobStatus as things happen, and JobEnded at the end.
+
+    ``directory`` is where the command was given; the rest as in ``JobSpec``.
+    """
+
+    folder: Path
+    script: Path
+    arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)]
+    directory: Path
+    per_node: int
+    max_nodes: int
+    max_restarts: int
+    peer_timeout_s: float
+    chaos: Text
+    wire: Name
+
+
+class InterruptRequest(msgspec.Struct, frozen=True, tag=True):
+    """End the job that was asked for on this connection, by signal ``number``."""
+
+    number: int
+
+
+class JobsRequest(msgspec.Struct, frozen=True, tag=True):
+    """Answer with JobsReply."""
+
+
+class JobsReply(msgspec.Struct, frozen=True, tag=True):
+    """The cluster's jobs, as this node's agent last heard of them."""
+
+    jobs: Annotated[tuple[StatusReply, ...], msgspec.Meta(max_length=MAX_JOBS)]
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -64,8 +110,11 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
     text: Text
 
 
-Request = NodesRequest | RotateRequest | ContinueRequest
-Reply = NodesReply | Outcome
+JobReply = JobNote | Shown | JobStatus | JobEnded
+Request = (
+    NodesRequest | RotateRequest | ContinueRequest | RunRequest | InterruptRequest | JobsRequest
+)
+Reply = NodesReply | Outcome | JobsReply | JobReply
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)

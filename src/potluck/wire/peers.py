@@ -2,7 +2,8 @@
 
 Each message is a tagged msgpack struct behind a little-endian u32 length of at most
 ``MAX_MESSAGE`` (1 MiB), checked before anything is allocated. What they decide together is in
-``nodes.py``; here is what else they exchange: who they are, new secrets, and a script's folder.
+``nodes.py``, what they say about jobs in ``jobs.py``; here is what else they exchange: who they
+are, new secrets, and a script's folder.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Annotated
 import msgspec
 
 from potluck.errors import ProtocolError
+from potluck.wire.jobs import JobMessage
+from potluck.wire.names import Digest, Name, Text, Versions
 from potluck.wire.nodes import NodeMessage
 from potluck.wire.prefix import announced_length, prefixed
 
@@ -19,21 +22,7 @@ MAX_MESSAGE = 1 << 20
 MAX_PART = 256 * 1024
 MAX_FILES = 20_000
 
-Name = Annotated[str, msgspec.Meta(max_length=256)]
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
-Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Psk = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-
-
-class Versions(msgspec.Struct, frozen=True):
-    """What a worker would run with. ``torch`` is empty where it is not installed."""
-
-    python: Name
-    potluck: Name
-    torch: Name
-    numpy: Name
-    machine: Name
-    byte_order: Name = "little"
 
 
 class Introduction(msgspec.Struct, frozen=True, tag=True):
@@ -108,6 +97,7 @@ class NotHere(msgspec.Struct, frozen=True, tag=True):
     reason: Text = ""
 
 
+BundleMessage = BundleWanted | FileWanted | Part | NotHere
 PeerMessage = (
     NodeMessage
     | Introduction
@@ -115,10 +105,8 @@ PeerMessage = (
     | SecretStored
     | UseSecret
     | DropSecret
-    | BundleWanted
-    | FileWanted
-    | Part
-    | NotHere
+    | BundleMessage
+    | JobMessage
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -28,7 +28,7 @@ from potluck.cluster.events import (
     StopWorkers,
     Tick,
 )
-from potluck.cluster.roster import Phase, Policy
+from potluck.cluster.roster import Phase, Policy, name_exit
 from potluck.types import Member
 
 SIGKILL, SIGINT, SIGSEGV = 9, 2, 11
@@ -626,7 +626,7 @@ def test_handling_does_not_change_the_state_it_was_given() -> None:
     ],
 )
 def test_exits_are_named(code: int, words: str) -> None:
-    assert membership.name_exit(code) == words
+    assert name_exit(code) == words
 
 
 def test_an_unknown_worker_is_a_bug_not_an_event() -> None:

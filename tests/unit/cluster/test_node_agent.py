@@ -12,7 +12,8 @@ import pytest
 
 from potluck.cluster import keyring
 from potluck.cluster.discovery.static import StaticPeers
-from potluck.cluster.node_agent import NodeAgent, ask_agent
+from potluck.cluster.local_link import ask_agent
+from potluck.cluster.node_agent import NodeAgent
 from potluck.cluster.node_state import NodeState, find_agent
 from potluck.cluster.trust import TrustStore
 from potluck.errors import ConfigurationError, IdentityError

@@ -1,0 +1,39 @@
+"""What jobs wrote that nobody was there to see: ``<home>/logs/<job>.log``, bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+MAX_BYTES = 4 << 20
+KEPT_LOGS = 8
+
+
+class JobLog:
+    """The logs below ``home``. A log that is full takes no more; the oldest go."""
+
+    def __init__(self, home: Path) -> None:
+        self._folder = home / "logs"
+
+    def path(self, job: str) -> Path:
+        """The log of ``job``."""
+        return self._folder / f"{job}.log"
+
+    def write(self, job: str, line: str) -> None:
+        """Add one line. A disk that is full costs the line, not the job."""
+        path = self.path(job)
+        with contextlib.suppress(OSError):
+            if not path.exists():
+                self._begin()
+            elif path.stat().st_size > MAX_BYTES:
+                return
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            with open(os.open(path, flags, 0o600), "a", errors="replace") as file:
+                file.write(line + "\n")
+
+    def _begin(self) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        known = sorted(self._folder.glob("*.log"), key=lambda each: each.stat().st_mtime)
+        for path in known[: max(0, len(known) - KEPT_LOGS + 1)]:
+            path.unlink(missing_ok=True)

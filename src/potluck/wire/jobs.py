@@ -1,0 +1,221 @@
+"""What the agents of a cluster say to each other about jobs.
+
+The node that leads the cluster leads its jobs. It *orders* a job on every node, which then has the
+script's folder and reports; it says what is to be done with each worker, and hears what each one
+says. The node on which somebody called ``potluck run`` (the job's ``starter``) gets the output. All
+of it is bounded, and travels over the control links (``peers.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from potluck.wire import control
+from potluck.wire.messages import SEALED
+from potluck.wire.names import Digest, Name, Text, Versions
+
+MAX_ARGUMENTS = 1024
+MAX_PLACES = 4096
+MAX_JOBS = 64
+MAX_SUMMARY = 512 * 1024
+
+Job = Name
+Workers = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PLACES)]
+Line = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
+
+
+class JobSpec(msgspec.Struct, frozen=True):
+    """What is to be run, and how.
+
+    ``script`` is a path below the folder that travels as ``bundle``; ``below`` is where in that
+    folder the command was given (empty: elsewhere), and ``directory`` where on the ``starter``.
+    ``per_node`` workers run on each of at most ``max_nodes`` nodes (0: all). ``versions`` are the
+    starter's. ``started`` is Unix time.
+    """
+
+    job: Job
+    script: Text
+    arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)]
+    bundle: Digest
+    starter: Name
+    versions: Versions
+    below: Text = ""
+    directory: Text = ""
+    per_node: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    max_nodes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    max_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
+    peer_timeout_s: float = 30.0
+    chaos: Text = ""
+    wire: Name = SEALED
+    master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    started: float = 0.0
+
+
+class Place(msgspec.Struct, frozen=True):
+    """``worker`` runs on ``node``, as its ``local_rank``-th of this job."""
+
+    worker: Name
+    node: Name
+    local_rank: int
+
+
+Places = Annotated[tuple[Place, ...], msgspec.Meta(max_length=MAX_PLACES)]
+
+
+# From the starter to the leader.
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Somebody on my node wants this job run. Answer with Submitted."""
+
+    spec: JobSpec
+
+
+class InterruptJob(msgspec.Struct, frozen=True, tag=True):
+    """The operator wants the end of ``job``, and asked for it ``times`` times, by ``number``."""
+
+    job: Job
+    number: int
+    times: int
+
+
+# From the leader to the starter.
+
+
+class Submitted(msgspec.Struct, frozen=True, tag=True):
+    """``job`` is taken on, or not, for this ``error``."""
+
+    job: Job
+    error: Text = ""
+
+
+class Shown(msgspec.Struct, frozen=True, tag=True):
+    """A worker's line, for people; ``worker`` with the name of its node."""
+
+    job: Job
+    worker: Name
+    stream: Name
+    text: Line
+
+
+class JobNote(msgspec.Struct, frozen=True, tag=True):
+    """Something happened that people want to know."""
+
+    job: Job
+    text: control.Text
+
+
+class JobEnded(msgspec.Struct, frozen=True, tag=True):
+    """``job`` is over; ``summary`` is JSON."""
+
+    job: Job
+    exit_code: int
+    summary: Annotated[bytes, msgspec.Meta(max_length=MAX_SUMMARY)]
+
+
+# From the leader to all nodes.
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """I lead this job. Fetch its bundle from me if you have it not, and answer with Reported; take
+    it over with these ``places`` should I be lost."""
+
+    spec: JobSpec
+    places: Places
+
+
+class JobList(msgspec.Struct, frozen=True, tag=True):
+    """These are the jobs that I lead; there are no others."""
+
+    jobs: Annotated[tuple[Job, ...], msgspec.Meta(max_length=MAX_JOBS)]
+
+
+class JobStatus(msgspec.Struct, frozen=True, tag=True):
+    """How a job is doing."""
+
+    status: control.StatusReply
+
+
+class StartWorker(msgspec.Struct, frozen=True, tag=True):
+    """Start ``worker``, which was started ``attempt`` times again so far."""
+
+    job: Job
+    worker: Name
+    attempt: int
+
+
+class StopWorkers(msgspec.Struct, frozen=True, tag=True):
+    """Ask ``workers`` to end."""
+
+    job: Job
+    workers: Workers
+    reason: control.Text
+
+
+class SignalWorkers(msgspec.Struct, frozen=True, tag=True):
+    """Send ``workers`` a signal."""
+
+    job: Job
+    workers: Workers
+    number: int
+
+
+class TellWorkers(msgspec.Struct, frozen=True, tag=True):
+    """Pass ``message`` on to ``workers``."""
+
+    job: Job
+    workers: Workers
+    message: control.FromAgent
+
+
+# From a node to the leader.
+
+
+class Reported(msgspec.Struct, frozen=True, tag=True):
+    """The order is carried out, or not, for this ``error``. ``alive`` are the workers of ``job``
+    that run here."""
+
+    job: Job
+    alive: Workers = ()
+    error: Text = ""
+
+
+class WorkerSaid(msgspec.Struct, frozen=True, tag=True):
+    """A worker of mine said this."""
+
+    job: Job
+    worker: Name
+    message: control.FromWorker
+
+
+class Output(msgspec.Struct, frozen=True, tag=True):
+    """A worker of mine wrote a line to ``stdout`` or ``stderr``."""
+
+    job: Job
+    worker: Name
+    stream: Name
+    text: Line
+
+
+class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
+    """The process of a worker ended, with ``code`` as of subprocess."""
+
+    job: Job
+    worker: Name
+    code: int
+
+
+class WorkerHungUp(msgspec.Struct, frozen=True, tag=True):
+    """A worker ended its control link; its process lives."""
+
+    job: Job
+    worker: Name
+
+
+FromLeader = Order | JobList | StartWorker | StopWorkers | SignalWorkers | TellWorkers | JobStatus
+ToStarter = Submitted | Shown | JobNote | JobEnded
+FromNode = Reported | WorkerSaid | Output | WorkerEnded | WorkerHungUp
+ToLeader = Submit | InterruptJob | FromNode
+JobMessage = FromLeader | ToStarter | ToLeader
