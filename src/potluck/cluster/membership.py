@@ -295,11 +295,10 @@ class _Turn:
         members = {worker.name for worker in self.state.having(Phase.MEMBER)} & set(names)
         if members and not self.state.stopping:
             self.remove(members, Phase.AWAY, certain=False, reason=reason)
-        for name in names:
-            worker = self.state.worker(name)
+        for worker in (self.state.worker(name) for name in names):
             is_done = self.state.stopping or worker.phase in (Phase.STOPPING, Phase.FINISHED)
             if worker.phase is not Phase.GONE:
-                self.update(name, phase=Phase.GONE if is_done else Phase.AWAY)
+                self.update(worker.name, phase=Phase.GONE if is_done else Phase.AWAY)
 
     def placed(self, name: str) -> None:
         """Start it; that does not count as a restart: its code did nothing wrong."""
