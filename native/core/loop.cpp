@@ -355,7 +355,9 @@ bool Loop::part(Port& port) {
     bool has_more = false;
     try {
         has_more = port.write([](Port&, Outgoing&) { return false; });
-        if (!port.said_abort) {
+        if (port.is_garbled) {
+            has_more |= port.drain();
+        } else if (!port.said_abort) {
             has_more |= port.read([this](Port& from, const Frame& frame) {
                 return discard(from, frame);
             }) || port.link().stream->is_readable();

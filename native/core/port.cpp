@@ -32,12 +32,6 @@ uint32_t get32(const uint8_t* at) {
            static_cast<uint32_t>(at[2]) << 16 | static_cast<uint32_t>(at[3]) << 24;
 }
 
-void check(uint32_t theirs, uint32_t mine) {
-    if (theirs != mine) {
-        throw LinkError("bytes were changed on the way: the checksum of a frame does not match");
-    }
-}
-
 void add(std::atomic<uint64_t>& counter, uint64_t count) {
     counter.fetch_add(count, std::memory_order_relaxed);
 }
@@ -190,7 +184,7 @@ bool Port::read(const Route& route) {
             filled_ += taken;
             if (filled_ < header_bytes_) continue;
             filled_ = 0;
-            if (has_checksums_) check(get32(header_ + frame_bytes), crc32c(0, header_, frame_bytes));
+            if (has_checksums_) check(header_ + frame_bytes, crc32c(0, header_, frame_bytes));
             begin(decode(header_), route);
         } else if (filled_ < frame_->length) {
             taken = read_payload(budget);
@@ -202,6 +196,16 @@ bool Port::read(const Route& route) {
             if (has_checksums_ && filled_ > 0 && !read_checksum()) return false;
             finish();
         }
+    }
+    return true;
+}
+
+bool Port::drain() {
+    parts_.resize(part_bytes);
+    for (size_t budget = budget_bytes; budget > 0;) {
+        const size_t taken = link_.stream->recv(parts_.data(), part_bytes);
+        if (taken == 0) return false;
+        budget -= std::min(budget, taken);
     }
     return true;
 }
@@ -284,7 +288,7 @@ size_t Port::read_payload(size_t budget) {
     return taken;
 }
 
-// Whether the payload's checksum is there; LinkError if it is another one.
+// Whether the payload's checksum is there; ProtocolError if it is another one.
 bool Port::read_checksum() {
     while (trailer_filled_ < checksum_bytes) {
         const size_t taken = link_.stream->recv(trailer_in_ + trailer_filled_,
@@ -293,8 +297,15 @@ bool Port::read_checksum() {
         add(counters_->bytes_received, taken);
         trailer_filled_ += taken;
     }
-    check(get32(trailer_in_), checksum_in_);
+    check(trailer_in_, checksum_in_);
     return true;
+}
+
+// There is no use in reading any more, but an accident is none of the peer's doing: it can be told.
+void Port::check(const uint8_t* theirs, uint32_t mine) {
+    if (get32(theirs) == mine) return;
+    is_garbled = true;
+    throw ProtocolError("bytes were changed on the way: the checksum of a frame does not match");
 }
 
 void Port::finish() {

@@ -65,6 +65,7 @@ public:
     bool said_goodbye = false;     // the peer will send nothing more
     bool is_acknowledged = false;  // the peer has everything sent before its own GOODBYE
     bool is_blocked = false;       // the link took less than offered; wait until it is writable
+    bool is_garbled = false;       // a checksum did not match: what comes makes no sense any more
     bool said_abort = false;       // the peer has told why the group is over: nothing else matters
 
     bool is_writing() const;
@@ -80,6 +81,9 @@ public:
     // if there may be more to read at once.
     bool read(const Route& route);
 
+    // Take what has come and forget it. Returns true if there may be more at once.
+    bool drain();
+
 private:
     bool fits_window(size_t nbytes) const;
     size_t start(Outgoing outgoing);
@@ -90,6 +94,7 @@ private:
     void begin_in_window(const Frame& frame, const Route& route);
     size_t read_payload(size_t budget);
     bool read_checksum();
+    void check(const uint8_t* theirs, uint32_t mine);
     void finish();
     void take_credit(int32_t slot);
 

@@ -140,7 +140,7 @@ void Ports::release(int rank, uint64_t nbytes) {
 // -- failures
 
 void Ports::violated(int rank, const std::string& text) {
-    if (Port* port = find(rank)) port->said_abort = true;
+    if (Port* port = find(rank)) port->said_abort = !port->is_garbled;
     lose(rank, Fact::Kind::violated, text);
 }
 

@@ -215,6 +215,30 @@ def test_status_shows_a_running_job_and_then_nothing(script) -> None:
     assert status() == {"version": 1, "cluster": None, "jobs": []}
 
 
+def test_links_that_are_not_encrypted_are_named_wherever_one_looks(script) -> None:
+    path = script(
+        "import numpy as np, os, potluck, time\n"
+        "ctx = potluck.init()\n"
+        "print('sum', ctx.all_reduce(np.ones(1)).item(), os.environ['POTLUCK_WIRE'], flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with run_command("--workers", "2", "--wire", "plain", path) as run:
+        run.wait_for("links between workers are plain: whoever is on the wire reads along")
+        for rank in range(2):
+            run.wait_for(lambda line, r=rank: line == f"[{r}] sum 2.0 plain")
+            run.wait_for(lambda line, r=rank: f"[{r}] POTLUCK_WIRE=plain: links between" in line)
+        for options, words in [
+            ((), "links not encrypted (plain)"),
+            (("--json",), '"wire": "plain"'),
+        ]:
+            done = subprocess.run(
+                [*potluck_command(), "status", *options], capture_output=True, text=True, timeout=60
+            )
+            assert words in done.stdout
+        run.signal(signal.SIGTERM)
+        run.finish()
+
+
 def test_the_file_of_a_killed_agent_is_removed_by_status(script, own_environment: Path) -> None:
     with run_command(script(SLEEPER)) as run:
         run.wait_for("pid")

@@ -12,6 +12,7 @@ import pytest
 
 from potluck.engine.communicator import Communicator
 from potluck.engine.connector import Deliver, Fail
+from potluck.engine.port import as_bytes
 from potluck.engine.work import Work
 from potluck.errors import Desync, GroupError, LinkError, OperationTimeout, PeerLost
 from potluck.testing.links import LINK_KINDS, Blocking
@@ -19,13 +20,16 @@ from potluck.transport.link import Link
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member, ReduceOp
 from potluck.wire import frames
-from potluck.wire.frames import FRAME_BYTES, IN_WINDOW, Frame, Kind
+from potluck.wire.checksum import crc32c
+from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_WINDOW, Frame, Kind
 
 EPOCH = 3
 GROUP = Group(EPOCH, 0, (Member("a"), Member("b"), Member("c")))
 
 NATIVE = [kind for kind in ("native", "native+window") if kind in LINK_KINDS]
 """Links whose near end the native loop runs, where it is."""
+PLAIN = [kind for kind in ("plain", "native plain") if kind in LINK_KINDS]
+"""Links in clear text: anybody on the wire could be the enemy."""
 
 
 class OneLink:
@@ -55,14 +59,24 @@ class Enemy:
 
     def say(self, kind: Kind, payload: bytes = b"", **fields: int) -> None:
         frame = Frame(kind, EPOCH, length=len(payload), source=1)._replace(**fields)
-        self.blocking.send_all(frames.encode(frame) + payload)
+        self.blocking.send_all(as_bytes(frame, payload, are_checked=self.link.needs_checksums))
+
+    def say_header(self, header: bytes) -> None:
+        is_checked = self.link.needs_checksums
+        checksum = crc32c(header).to_bytes(CHECKSUM_BYTES, "little") if is_checked else b""
+        self.blocking.send_all(header + checksum)
 
     def hear(self) -> tuple[Frame, bytes]:
         frame = frames.decode(self.blocking.receive(FRAME_BYTES))
+        if self.link.needs_checksums:
+            self.blocking.receive(CHECKSUM_BYTES)
         if frame.flags & IN_WINDOW:
             assert self.link.window is not None
             return frame, bytes(self.link.window.incoming(frame.tag)[: frame.length])
-        return frame, self.blocking.receive(frame.length)
+        payload = self.blocking.receive(frame.length)
+        if self.link.needs_checksums and payload:
+            self.blocking.receive(CHECKSUM_BYTES)
+        return frame, payload
 
 
 @contextlib.contextmanager
@@ -93,9 +107,7 @@ def lost(work: Work) -> GroupError:
 ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
     "random bytes": lambda enemy, _: enemy.blocking.send_all(random.randbytes(4096)),
     "another protocol": lambda enemy, _: enemy.blocking.send_all(b"GET / HTTP/1.1\r\n" * 8),
-    "another version": lambda enemy, mine: enemy.blocking.send_all(
-        b"PL\xff" + frames.encode(mine)[3:]
-    ),
+    "another version": lambda enemy, mine: enemy.say_header(b"PL\xff" + frames.encode(mine)[3:]),
     "a stale epoch": lambda enemy, _: enemy.say(Kind.GOODBYE, epoch=EPOCH - 1),
     "a later epoch": lambda enemy, mine: enemy.say(
         Kind.DATA, b"", epoch=EPOCH + 1, fingerprint=mine.fingerprint
@@ -106,7 +118,7 @@ ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
     "a long eager message": lambda enemy, _: enemy.say(Kind.EAGER, length=frames.EAGER_BYTES + 1),
     "a payload where none belongs": lambda enemy, _: enemy.say(Kind.GOODBYE, b"x"),
     "unknown flags": lambda enemy, _: enemy.say(Kind.GOODBYE, flags=0x80),
-    "a window there is not": lambda enemy, mine: enemy.blocking.send_all(
+    "a window there is not": lambda enemy, mine: enemy.say_header(
         frames.encode(mine._replace(source=1, flags=IN_WINDOW, tag=0))
     ),
     "a control frame in a window": lambda enemy, _: enemy.say(Kind.GOODBYE, flags=IN_WINDOW),
@@ -141,14 +153,15 @@ ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
     "two goodbyes": lambda enemy, _: (enemy.say(Kind.GOODBYE), enemy.say(Kind.GOODBYE)),  # type: ignore[func-returns-value]
     "goodbye without the data": lambda enemy, _: (enemy.say(Kind.GOODBYE), enemy.link.close()),  # type: ignore[func-returns-value]
     "half a frame": lambda enemy, mine: (  # type: ignore[func-returns-value]
-        enemy.blocking.send_all(frames.encode(mine._replace(source=1)) + b"abc"),
+        enemy.say_header(frames.encode(mine._replace(source=1))),
+        enemy.blocking.send_all(b"abc"),
         enemy.link.close(),
     ),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("kind", ["inproc", "tls", *NATIVE[:1]])
+@pytest.mark.parametrize("kind", ["inproc", "tls", *NATIVE[:1], *PLAIN])
 def test_nonsense_costs_its_sender_the_membership(
     kind: str, attack: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,7 +214,7 @@ def test_slots_of_a_window_that_are_not_theirs_to_name(kind: str) -> None:
             lost(work)
 
 
-@pytest.mark.parametrize("kind", ["inproc", "tls", "tls+window", *NATIVE])
+@pytest.mark.parametrize("kind", ["inproc", "tls", "tls+window", *NATIVE, *PLAIN])
 def test_random_frames_never_break_the_loop(
     kind: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,7 +240,9 @@ def test_random_frames_never_break_the_loop(
                         flags=choose.choice([0] * 9 + [1, 255]),
                         tag=choose.choice([0, 0, 1, -1, 2**31 - 1]),
                     )
-                    enemy.blocking.send_all(frames.encode(frame) + payload)
+                    enemy.blocking.send_all(
+                        as_bytes(frame, payload, are_checked=enemy.link.needs_checksums)
+                    )
             enemy.link.close()
             with pytest.raises(GroupError) as caught:
                 work.wait(10)

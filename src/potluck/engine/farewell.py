@@ -63,7 +63,9 @@ def _part(ports: Ports, port: Port) -> bool:
     """Go on with telling the peer and hearing it; True if there is more to do at once."""
     try:
         more = port.write(lambda _: None)
-        if not port.said_abort:
+        if port.is_garbled:
+            more |= port.drain()
+        elif not port.said_abort:
             more |= port.read(_discard) or port.link.readable
     except PotluckError:
         ports.drop(port)

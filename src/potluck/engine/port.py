@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from potluck.engine.kernels import crc32c
-from potluck.errors import LinkError, ProtocolError
+from potluck.errors import ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link
 from potluck.wire import frames
@@ -60,6 +60,8 @@ class Port:
         """The peer has everything this side sent before its own GOODBYE."""
         self.is_blocked = False
         """The link took less than offered; wait until it is writable."""
+        self.is_garbled = False
+        """A checksum did not match: what comes makes no sense any more."""
         self.said_abort = False
         """The peer has told that the group is over, and why: nothing after that matters."""
         window = link.window
@@ -189,7 +191,7 @@ class Port:
             if self._part is self._header:
                 self._begin(self._read_header(), route)
             elif self._part is self._trailer:
-                _check(self._target, self._trailer)
+                self._check(self._target, self._trailer)
                 self._end()
             elif self._are_checked:
                 self._part = self._trailer
@@ -197,11 +199,29 @@ class Port:
                 self._end()
         return True
 
+    def drain(self) -> bool:
+        """Take what has come and forget it. Returns True if there may be more at once."""
+        budget = BUDGET
+        while budget > 0:
+            taken = self.link.recv_into(self._small)
+            if taken == 0:
+                return False
+            budget -= taken
+        return True
+
     def _read_header(self) -> Frame:
         header = self._header[:FRAME_BYTES]
         if self._are_checked:
-            _check(header, self._header[FRAME_BYTES:])
+            self._check(header, self._header[FRAME_BYTES:])
         return frames.decode(header)
+
+    def _check(self, data: memoryview, checksum: memoryview) -> None:
+        if crc32c(data) == int.from_bytes(checksum, "little"):
+            return
+        # There is no use in reading any more, but an accident is none of the peer's doing: it can
+        # be told.
+        self.is_garbled = True
+        raise ProtocolError("bytes were changed on the way: the checksum of a frame does not match")
 
     def _begin(self, frame: Frame, route: Callable[[Port, Frame], Sink]) -> None:
         self.meter.messages_received += 1
@@ -262,12 +282,6 @@ def _header(frame: Frame, *, are_checked: bool) -> bytes:
 
 def _checksum(data: bytes | memoryview) -> bytes:
     return crc32c(memoryview(data)).to_bytes(CHECKSUM_BYTES, "little")
-
-
-def _check(data: memoryview, checksum: memoryview) -> None:
-    """LinkError if ``data`` is not what was sent. The text is native/core/port.cpp's."""
-    if crc32c(data) != int.from_bytes(checksum, "little"):
-        raise LinkError("bytes were changed on the way: the checksum of a frame does not match")
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

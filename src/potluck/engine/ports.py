@@ -211,7 +211,7 @@ class Ports:
         """What ``rank`` sent makes no sense, so nothing after it does either."""
         port = self.by_rank.get(rank)
         if port is not None:
-            port.said_abort = True
+            port.said_abort = not port.is_garbled
         self.lose(rank, error)
 
     def lose(self, rank: int, error: Exception) -> None:

@@ -155,7 +155,7 @@ def _connect_once(
                 "wire",
             )
         if welcome.wire == PLAIN:
-            check_nothing_is_left(tls)
+            check_nothing_is_left(tls, peer)
     except OSError as error:  # from secured: the peer is gone already
         sock.close()
         raise translated(error, peer, "setting up TLS") from error

@@ -181,7 +181,7 @@ class Listener:
             if isinstance(answer, Welcome):
                 _check_still_there(sock)
                 if answer.wire == PLAIN:
-                    check_nothing_is_left(sock)
+                    check_nothing_is_left(sock, peer)
                 if hello.window is not None and self._use_windows:
                     window = map_window(hello.window)
                 answer = msgspec.structs.replace(answer, window=window is not None)

@@ -71,8 +71,8 @@ class PlainLink(TcpLink):
         return self._end is not None
 
 
-def check_nothing_is_left(sock: TlsSocket) -> None:
+def check_nothing_is_left(sock: TlsSocket, peer: str) -> None:
     """ProtocolError if TLS still holds bytes: what follows the greeting must be in clear text."""
     is_clean = sock.stream.is_clean() if isinstance(sock, NativeTlsSocket) else not sock.pending()
     if not is_clean:
-        raise ProtocolError("the peer went on under TLS after a greeting that ends it")
+        raise ProtocolError(f"{peer} went on under TLS after a greeting that ends it")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from potluck.engine.port import Outgoing, Port, Sink
+from potluck.engine.port import Outgoing, Port, Sink, as_bytes
 from potluck.errors import LinkError, ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.wire import frames
@@ -211,6 +211,55 @@ def test_bytes_before_the_end_of_a_link_count() -> None:
     with pytest.raises(LinkError):
         port.read(route)
     assert got == [b"abc"]
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def checked(step: Callable[[], int]) -> tuple[Port, FakeLink]:
+    link = FakeLink(step)
+    link.needs_checksums = True
+    return Port(1, link, LinkMeter()), link
+
+
+def listener(wire: bytes, step: Callable[[], int]) -> tuple[list[bytes], Callable[[], None]]:
+    """The payloads that a port takes from ``wire``, and what makes it read all."""
+    port, link = checked(step)
+    link.incoming += wire
+    arrived: list[bytes] = []
+
+    def route(_: Port, frame: Frame) -> Sink:
+        buffer = memoryview(bytearray(frame.length))
+        return Sink(buffer, lambda payload: arrived.append(bytes(payload)))
+
+    def listen() -> None:
+        while link.incoming:
+            port.read(route)
+
+    return arrived, listen
+
+
+def test_checked_frames_cross_a_link_that_takes_what_it_likes(seed: int) -> None:
+    port, link = checked(steps_of(seed))
+    queue = deque(Outgoing(data_frame(each), memoryview(each)) for each in PAYLOADS)
+    while queue or port.is_writing:
+        port.write(source_of(queue))
+    whole = [as_bytes(data_frame(each), each, are_checked=True) for each in PAYLOADS]
+    assert bytes(link.wire) == b"".join(whole)
+    arrived, listen = listener(bytes(link.wire), steps_of(seed + 1))
+    listen()
+    assert arrived == PAYLOADS
+
+
+def test_no_flipped_bit_goes_unseen_and_none_of_its_frame_is_delivered() -> None:
+    first, second = (as_bytes(data_frame(each), each, are_checked=True) for each in (b"one", b"2"))
+    for bit in range(8 * len(second)):
+        changed = bytearray(second)
+        changed[bit // 8] ^= 1 << bit % 8
+        arrived, listen = listener(first + changed, lambda: 1 << 20)
+        with pytest.raises(ProtocolError, match="the checksum of a frame does not match"):
+            listen()
+        assert arrived == [b"one"], bit
 
 
 # ---------------------------------------------------------------- windows
