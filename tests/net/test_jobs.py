@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,93 @@ def test_a_job_runs_on_all_hosts_and_leaves_nothing(tmp_path: Path) -> None:
         for machine in cluster.machines:
             assert machine.host.pids() == [machine.command.process.pid], "only the agent is left"
         assert carl.status()["jobs"] == []
+
+
+def test_a_job_outlives_any_agent_and_takes_newcomers_in(tmp_path: Path) -> None:
+    """A node that is neither leader nor starter; then the leader; then one comes in."""
+    with ClusterOfHosts(4, tmp_path / "homes") as cluster:
+        machines = cluster.up(cluster.machines[:3])
+        leader = cluster.leader(*machines)
+        starter, other = (each for each in machines if each is not leader)
+        with starter.run(TRAINING, tmp_path / "stop") as run:
+            run.wait_for("step 5 of 3")
+            other.kill_agent()
+            run.wait_for("of 2")
+            cluster.join(other)
+            again = len(run.lines)
+            run.wait_for(lambda line: "of 3" in line and line in run.lines[again:])
+            leader.kill_agent()
+            again = len(run.lines)
+            run.wait_for(lambda line: "of 2" in line and line in run.lines[again:])
+            cluster.join(cluster.machines[3])
+            again = len(run.lines)
+            run.wait_for(lambda line: "of 3" in line and line in run.lines[again:])
+            (tmp_path / "stop").touch()
+            assert run.finish() == 0, run.text
+            assert check_sums(run).keys() == {starter.name, other.name, "dora"}
+
+
+def test_a_job_goes_on_when_the_agent_that_it_was_started_from_is_killed(tmp_path: Path) -> None:
+    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
+        machines = cluster.up()
+        starter = cluster.leader(*machines)  # the worst case: it leads, too
+        left = [each for each in machines if each is not starter]
+        with starter.run(TRAINING, tmp_path / "stop") as run:
+            run.wait_for("step 5 of 3")
+            starter.kill_agent()
+            assert run.finish() == 2
+            assert "go on with the job" in run.text
+        for machine in left:
+            machine.sees(*left)
+        leader = cluster.leader(*left)
+        [job] = leader.status()["jobs"]
+        assert job["node"] == leader.node
+        (tmp_path / "stop").touch()
+        leader.command.wait_for("is over: exit code 0")
+        [log] = (leader.home / "logs").glob("sums-*.log")
+        assert sum("counted " in line for line in log.read_text().splitlines()) == 2
+
+
+def test_a_host_that_is_cut_off_pauses_and_comes_back_into_the_job(tmp_path: Path) -> None:
+    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
+        machines = cluster.up()
+        leader = cluster.leader(*machines)
+        starter, other = (each for each in machines if each is not leader)
+        with starter.run(TRAINING, tmp_path / "stop") as run:
+            run.wait_for("step 5 of 3")
+            leader.cut()
+            leader.command.wait_for("paused: ")
+            run.wait_for("of 2")
+            leader.heal()
+            again = len(run.lines)
+            run.wait_for(lambda line: "of 3" in line and line in run.lines[again:])
+            (tmp_path / "stop").touch()
+            assert run.finish() == 0, run.text
+            assert check_sums(run).keys() == {each.name for each in machines}
+
+
+def test_ctrl_c_ends_the_job_everywhere(tmp_path: Path) -> None:
+    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
+        _, bob, carl = cluster.up()
+        with carl.run(TRAINING, tmp_path / "stop") as run:
+            run.wait_for("step 5 of 3")
+            run.signal(signal.SIGINT)
+            assert run.finish() == 130, run.text
+        for machine in cluster.machines:
+            assert machine.host.pids() == [machine.command.process.pid]
+        assert bob.status()["jobs"] == []
+
+
+def test_a_node_with_another_torch_is_named_and_nothing_is_run(tmp_path: Path) -> None:
+    with ClusterOfHosts(2, tmp_path / "homes") as cluster:
+        ada, bob = cluster.machines
+        other = tmp_path / "site" / "torch-1.2.3.dist-info"
+        other.mkdir(parents=True)
+        (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+        bob.environment["PYTHONPATH"] = str(other.parent)
+        cluster.up()
+        with ada.run(TRAINING, tmp_path / "stop") as run:
+            assert run.finish() == 2
+        mine = importlib.metadata.version("torch").partition("+")[0]
+        assert f"bob ({bob.id}) has torch 1.2.3, this node {mine}" in run.text
+        assert not list((bob.home / "bundles" / "bundles").iterdir()), "no code was sent"
