@@ -21,6 +21,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from potluck.testing.figures import Figures
+
 SEED = int(os.environ.get("POTLUCK_TEST_SEED") or random.SystemRandom().randrange(2**32))
 GRACE_S = 2.0
 
@@ -50,8 +52,22 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--figures", type=Path, help="a file that gets what tests measure, as JSON")
+    parser.addoption("--long", action="store_true", help="run the tests that take minutes, too")
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Figures:
+    """Takes what this test measures: printed, held against what was asked, kept for the tables."""
+    name = request.node.nodeid.partition("::")[0] + " -k " + request.node.originalname
+    return Figures(name, request.config.getoption("--figures"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: make faults, or --long"))
         if item.get_closest_marker("needs_root_netns"):
             from potluck.testing import hosts
 
@@ -84,8 +100,8 @@ def own_environment(
 @pytest.fixture(autouse=True)
 def nothing_is_left(own_environment: Path) -> Iterator[None]:
     """Fail a test that leaves descriptors, threads, processes or shared memory behind."""
-    global _spawned
-    _spawned = False
+    global _spawned, _began
+    _spawned, _began = False, time.clock_gettime(time.CLOCK_BOOTTIME)
     before = left_over(own_environment)
     yield
     remaining = {}
@@ -107,6 +123,8 @@ def nothing_is_left(own_environment: Path) -> Iterator[None]:
 # ---------------------------------------------------------------- the leak guard's eyes
 
 _spawned = False
+_began = 0.0
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:
@@ -160,7 +178,8 @@ def descriptors() -> Things:
 def processes(home: Path) -> dict[int, str]:
     """Living children of this process, and whoever else was started with this test's home.
 
-    The second catches orphans: a worker whose agent was killed has another parent by now.
+    What a fixture of the whole module started before this test is not this test's. The second
+    catches orphans: a worker whose agent was killed has another parent by now.
     """
     mark = f"POTLUCK_HOME={home}\0".encode()
     found = {}
@@ -168,8 +187,9 @@ def processes(home: Path) -> dict[int, str]:
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         try:
-            state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == os.getpid() or (
+            stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            state, parent, started = stat[0], int(stat[1]), int(stat[19])
+            if (parent == os.getpid() and started >= int(_began * _TICKS)) or (
                 state != "Z" and mark in Path(f"/proc/{entry}/environ").read_bytes() + b"\0"
             ):
                 line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()

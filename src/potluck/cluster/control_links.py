@@ -27,8 +27,9 @@ from potluck.wire.prefix import PREFIX_BYTES
 
 KIND = "node"
 """The ``kind`` in the greeting of one agent to another."""
-IDLE_S = 60.0
-"""A link on which nothing came for so long is ended: heartbeats come five times a second."""
+IDLE_S = 4.0
+"""A link on which nothing came for so long is ended: heartbeats come five times a second. TCP by
+itself would wait as long again as a cut has lasted, before it finds that it healed."""
 
 _MAX_CALLS = 16
 _CALL_S = 3.0

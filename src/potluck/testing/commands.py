@@ -23,7 +23,8 @@ def potluck_command() -> list[str]:
 
 class Command:
     """A running command whose output can be waited for. Use it as a context manager: whatever is
-    left of it at the end, its process group included, is killed."""
+    left of it at the end, its process group included, is killed. With ``orders`` it reads lines
+    (``order``); else its stdin is empty."""
 
     def __init__(
         self,
@@ -31,15 +32,17 @@ class Command:
         *,
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
+        orders: bool = False,
     ) -> None:
         self._changed = threading.Condition()
         self._lines: list[str] = []
+        self._times: list[float] = []
         self._num_open = 2
         self.process = subprocess.Popen(
             list(arguments),
             cwd=cwd,
             env=os.environ | (env or {}),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if orders else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -65,21 +68,64 @@ class Command:
     def text(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for(self, wanted: str | Callable[[str], bool], timeout_s: float = START_S) -> str:
+    @property
+    def mark(self) -> int:
+        """How many lines came so far: ``since`` for what is looked for in later ones only."""
+        with self._changed:
+            return len(self._lines)
+
+    def order(self, line: str) -> None:
+        """Write a line to the command's stdin; it was started with ``orders``."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def wait_for(
+        self, wanted: str | Callable[[str], bool], timeout_s: float = START_S, *, since: int = 0
+    ) -> str:
         """The first line that contains ``wanted`` (or that it accepts); AssertionError if the
         output ends without one, or it does not come in time."""
+        return self._find(wanted, timeout_s, since)[1]
+
+    def when(
+        self, wanted: str | Callable[[str], bool], timeout_s: float = START_S, *, since: int = 0
+    ) -> float:
+        """When the line that ``wait_for`` finds came, in seconds of ``time.monotonic``."""
+        return self._find(wanted, timeout_s, since)[0]
+
+    def lacks(
+        self, unwanted: str | Callable[[str], bool], seconds: float, *, since: int = 0
+    ) -> None:
+        """For this long no such line comes, nor does the output end; AssertionError else."""
+        deadline = time.monotonic() + seconds
+        found = self._look(unwanted, since, deadline)
+        if found is not None:
+            raise AssertionError(f"{found[1]!r} came in:\n{self.text}")
+        if not self._num_open:
+            raise AssertionError(f"it ended:\n{self.text}")
+
+    def _find(
+        self, wanted: str | Callable[[str], bool], timeout_s: float, since: int
+    ) -> tuple[float, str]:
+        found = self._look(wanted, since, time.monotonic() + timeout_s)
+        if found is None:
+            raise AssertionError(f"no line {wanted!r} in:\n{self.text}")
+        return found
+
+    def _look(
+        self, wanted: str | Callable[[str], bool], since: int, deadline: float
+    ) -> tuple[float, str] | None:
         accepts = wanted if callable(wanted) else lambda line: wanted in line
-        deadline = time.monotonic() + timeout_s
-        seen = 0
+        seen = since
         with self._changed:
             while True:
-                for line in self._lines[seen:]:
-                    if accepts(line):
-                        return line
-                seen = len(self._lines)
+                for number in range(seen, len(self._lines)):
+                    if accepts(self._lines[number]):
+                        return self._times[number], self._lines[number]
+                seen = max(seen, len(self._lines))
                 left = deadline - time.monotonic()
                 if not self._num_open or left <= 0:
-                    raise AssertionError(f"no line {wanted!r} in:\n" + "\n".join(self._lines))
+                    return None
                 self._changed.wait(left)
 
     def finish(self, timeout_s: float = START_S) -> int:
@@ -110,14 +156,15 @@ class Command:
             self.process.wait()
         for thread in self._threads:
             thread.join()
-        for pipe in (self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            pipe.close()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
 
     def _read(self, pipe: IO[str]) -> None:
         for line in pipe:
             with self._changed:
                 self._lines.append(line.rstrip("\n"))
+                self._times.append(time.monotonic())
                 self._changed.notify_all()
         with self._changed:
             self._num_open -= 1

@@ -6,6 +6,7 @@
         left.link(up=False)                # its cable is out
         left.link(up=True)
         right.blackhole(left)              # one way: what right sends to left is dropped
+    right.routes(False)                # it has no way to anybody
         right.lose(0.01)                   # 1% of the packets that come to right
 
 A host has a network of its own: its loopback, its ``eth0`` with an IPv4 and an IPv6 address, its
@@ -31,7 +32,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -77,6 +78,13 @@ class Host:
         """IPv4 address of ``eth0``; the network is 10.88.0.0/24 in every ``Network``."""
         self.address6 = f"fd88::{index + 1:x}"
         """IPv6 address of ``eth0``, in fd88::/64."""
+
+    @functools.cached_property
+    def link_local(self) -> str:
+        """The IPv6 address of ``eth0`` that the kernel gave it, in fe80::/64."""
+        shown = _run(["ip", "-n", self.namespace, "-6", "-j", "addr", "show", "dev", INTERFACE])
+        addresses = json.loads(shown.stdout)[0]["addr_info"]
+        return next(str(each["local"]) for each in addresses if each["scope"] == "link")
 
     @property
     def port(self) -> str:
@@ -134,10 +142,22 @@ class Host:
         """Drop what this host sends to ``other`` (one way only), silently; or stop that."""
         verb = "replace" if on else "delete"
         # A blackhole route of the kernel would give senders an error; an unused neighbour swallows.
-        for address, kind in ((other.address, "-4"), (other.address6, "-6")):
+        local = (other.link_local, "-6")
+        for address, kind in ((other.address, "-4"), (other.address6, "-6"), local):
             arguments = ("neigh", verb, address, "dev", INTERFACE)
             hole = ("lladdr", "02:00:00:00:00:00", "nud", "permanent") if on else ()
             self._ip(kind, *arguments, *hole)
+
+    def routes(self, on: bool) -> None:
+        """Give this host blackhole routes to everybody in its network instead of its own, or give
+        it those back. What it has to send is lost; connects fail at once."""
+        # Two halves are more specific than the one that the kernel made for the interface.
+        for half in ("10.88.0.0/25", "10.88.0.128/25", "fd88::/65", "fe80::/65", "224.0.0.0/4"):
+            kind = "-6" if ":" in half else "-4"
+            if on:
+                self._ip(kind, "route", "delete", "blackhole", half)
+            else:
+                self._ip(kind, "route", "replace", "blackhole", half)
 
     def refuse(self, other: Host, *, on: bool = True) -> None:
         """Let this host have no route to ``other``: senders get an error at once; or stop that."""
@@ -218,6 +238,25 @@ class Network(Sequence[Host]):
     def ip(self, *arguments: str) -> None:
         """``ip ARGUMENTS`` in the bridge's namespace; its interface ``portI`` is host I's."""
         _run(["ip", "-n", self.bridge, *arguments])
+
+    def partition(self, *sides: Sequence[Host]) -> None:
+        """Let hosts hear only those of their own side, from one moment to the next."""
+        orders = []
+        for number, side in enumerate(sides[1:], start=1):
+            with contextlib.suppress(HostError):  # it is there from the last time
+                self.ip("link", "add", f"br{number}", "type", "bridge", "mcast_snooping", "0")
+                self.ip("link", "set", f"br{number}", "up")
+            orders += [f"link set {host.port} master br{number}" for host in side]
+        self._batch(orders)
+
+    def heal(self) -> None:
+        """Join all sides again; returns when packets pass."""
+        self._batch(f"link set {host.port} master br0" for host in self)
+        for host in self:
+            host.wait_until_up()
+
+    def _batch(self, orders: Iterable[str]) -> None:
+        _run(["ip", "-n", self.bridge, "-batch", "-"], input="\n".join(orders))
 
     def close(self) -> None:
         """Kill what still runs in the hosts and remove them. Idempotent."""

@@ -2,9 +2,10 @@
 
 Hints are cheap to forge, so the book is bounded, and an address that has led to a peer is never
 given up for one that has not. Each address is called at most every ``_FIRST_PAUSE_S``, then more
-and more seldom while nobody answers there. Of one advertised instance at most ``_MAX_PLACES``
-addresses are kept: who replays a member's advert from many addresses crowds out only that one, and
-the first address heard of it, which is called at once, stays.
+and more seldom while nobody answers there; where a peer was lately, or is heard again, every
+``_PEER_PAUSE_S``, so that a cut that heals is noticed. Of one advertised instance at most
+``_MAX_PLACES`` addresses are kept: who replays a member's advert from many addresses crowds out
+only that one, and the first address heard of it, which is called at once, stays.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ MAX_HINTS = 256
 _MAX_PLACES = 8
 _FIRST_PAUSE_S = 0.25
 _MAX_PAUSE_S = 5.0
+_PEER_PAUSE_S = 1.0
 _FORGET_S = 60.0
 
 Place = tuple[str, int]
@@ -29,6 +31,8 @@ class _Entry:
     heard: float
     due: float
     pause_s: float = _FIRST_PAUSE_S
+    failed: float = float("-inf")
+    lost: float = float("-inf")
     node: str = ""
     tried: bool = False
     calling: bool = False
@@ -53,6 +57,8 @@ class HintBook:
             if hint.instance and entry.hint.instance not in ("", hint.instance):
                 # Another process at a known address: what was learnt of the old one is void.
                 self._entries[place] = _Entry(hint, now, max(now, entry.due))
+            elif entry.node:
+                entry.due = min(entry.due, max(now, entry.failed + _PEER_PAUSE_S))
             return
         if self._make_room(hint, now):
             self._entries[place] = _Entry(hint, now, now)
@@ -90,8 +96,10 @@ class HintBook:
         entry = self._entries.get((hint.host, hint.port))
         if entry is not None:
             entry.calling = False
-            entry.due = now + entry.pause_s
-            entry.pause_s = min(2 * entry.pause_s, _MAX_PAUSE_S)
+            entry.failed, entry.due = now, now + entry.pause_s
+            was_lately = bool(entry.node) and now - entry.lost < _FORGET_S
+            limit = _PEER_PAUSE_S if was_lately else _MAX_PAUSE_S
+            entry.pause_s = min(2 * entry.pause_s, limit)
 
     def linked(self, node: str) -> None:
         """There is a link to ``node``: its addresses need no call."""
@@ -103,7 +111,7 @@ class HintBook:
         for entry in self._entries.values():
             if entry.node == node and not entry.calling:
                 entry.pause_s = _FIRST_PAUSE_S
-                entry.due = now
+                entry.due = entry.lost = now
 
     def places_of(self, node: str) -> list[Hint]:
         """Where ``node`` was reached."""

@@ -49,6 +49,34 @@ def test_a_linked_node_is_not_called_wherever_it_was_seen_until_its_link_ends() 
     assert [each.host for each in book.places_of("node")] == ["wifi", "cable"]
 
 
+def test_where_a_peer_was_lately_or_is_heard_again_is_called_every_second() -> None:
+    book = HintBook()
+
+    def calls_until(end: float, now: float, *, is_heard: bool) -> list[float]:
+        calls = []
+        while now < end:
+            if is_heard:
+                book.heard(hint("a"), now)
+            for each in book.due(now):
+                book.calling(each)
+                book.failed(each, now)
+                calls.append(now)
+            now += 0.25
+        return calls
+
+    book.heard(hint("a"), 0.0)
+    book.calling(hint("a"))
+    book.reached(hint("a"), "node", 0.0)
+    book.linked("node")
+    book.unlinked("node", 10.0)
+    lately = calls_until(60.0, 10.0, is_heard=False)
+    assert max(after - before for before, after in itertools.pairwise(lately)) == 1.0
+    for_long = calls_until(200.0, 100.0, is_heard=False)
+    assert for_long[-1] - for_long[-2] == 5.0
+    again = calls_until(230.0, 200.0, is_heard=True)
+    assert max(after - before for before, after in itertools.pairwise(again)) == 1.0
+
+
 def test_where_a_peer_was_comes_before_what_was_never_tried() -> None:
     book = HintBook()
     book.heard(hint("old"), 0.0)
