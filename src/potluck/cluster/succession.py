@@ -153,22 +153,30 @@ class Succession:
         newest = max(past, key=lambda proposal: proposal.ballot, default=None)
         view = None
         if newest is not None and self._may_be_decided(newest, attempt.reports, dead):
-            electors = self._electors(newest.view, dead)
-            if all(
-                node == newest.ballot[1] or reports.get(node) == newest for node in electors
-            ) and has_majority(self.view.seats, electors, dead):
+            told = {n for n in self.view.nodes if reports.get(n) == newest} | {newest.ballot[1]}
+            if self._was_decided(newest.view, told, set(dead) - told):
                 self.round = None
                 return Outcome(decided=newest.view)
+            electors = self._electors(newest.view, dead)
             if not electors <= attempt.asked:
                 self.round = None
                 missing = ", ".join(sorted(electors - attempt.asked))
                 return Outcome(failed=f"only {missing} knows whether a view was agreed on")
+            if not has_majority(self.view.seats, electors, dead):
+                self.round = None  # offered again by a newer ballot, it could never be recognised
+                missing = ", ".join(sorted(self._electors(newest.view, ()) - electors))
+                return Outcome(failed=f"only {missing} knew whether a view was agreed on")
             view = newest.view
         if view is None:
             view = attempt.build(attempt.ballot[0])
         ended = tuple(sorted(attempt.ended & set(self.view.nodes)))
         attempt.value = Proposal(attempt.ballot, self.view.epoch, view, ended)
         return Outcome(accept=attempt.value)
+
+    def _was_decided(self, view: View, accepted: Collection[str], dead: Collection[str]) -> bool:
+        """Whether ``accepted`` suffice for ``view`` if ``dead`` are subtracted."""
+        electors = self._electors(view, dead)
+        return electors <= set(accepted) and has_majority(self.view.seats, electors, dead)
 
     def _may_be_decided(
         self, past: Proposal, promises: dict[str, Proposal | None], dead: Collection[str]

@@ -182,16 +182,30 @@ def offered(member: Succession, past: Proposal, asked: str) -> View | None:
     return None if outcome.accept is None else outcome.accept.view
 
 
-def test_a_view_that_the_ended_may_have_decided_is_offered_again() -> None:
+def test_nobody_guesses_what_only_the_ended_knew() -> None:
     member = four("a")
     past = Proposal(
         (6, "a"), 5, View("L", 6, tuple(s for s in member.view.seats if s.node in "ac"))
     )
     assert member.accept(past)
-    assert offered(member, past, "abd") == past.view
+    assert offered(member, past, "abd") is None
 
 
-def test_not_once_it_has_testified_that_it_had_not_accepted() -> None:
+def test_what_the_ended_accepted_and_testified_is_decided() -> None:
+    """Without c's vote a alone would be no majority."""
+    member = four("a")
+    past = Proposal(
+        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.seats if s.node in "ac"))
+    )
+    assert member.accept(past)
+    member.testimony["c"] = past
+    keep = View("L", 9, tuple(seat for seat in member.view.seats if seat.node in "abd"))
+    member.propose("abd", lambda epoch: keep, floor=8, dead="c", ended="c", ends_at=1.0)
+    member.promised_by("b", Promise((9, "a"), None), "c")
+    assert member.promised_by("d", Promise((9, "a"), None), "c").decided == past.view
+
+
+def test_a_view_is_void_once_the_ended_testified_that_it_had_not_accepted() -> None:
     """a alone is no majority: that view would be offered for ever."""
     member = four("a")
     past = Proposal(
