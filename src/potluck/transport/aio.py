@@ -141,7 +141,7 @@ class Server:
 
     def _arrived(self, sock: socket.socket, peer: str) -> None:
         if len(self._strangers) >= self._max_pending:
-            next(iter(self._strangers)).cancel()
+            self._drop_oldest()
             self._complain.warning(
                 f"more than {self._max_pending} connections have not said HELLO: "
                 "dropping the oldest"
@@ -149,6 +149,16 @@ class Server:
         task = asyncio.create_task(self._greet(sock, peer))
         self._strangers[task] = sock
         task.add_done_callback(self._forget)
+
+    def _drop_oldest(self) -> None:
+        """End who has been silent longest. It leaves the count now, not when its task has ended: of
+        a crowd that arrives in one turn of the loop each makes another one go."""
+        task = next(iter(self._strangers))
+        sock = self._strangers.pop(task)
+        if sock is not None:
+            sock.close()
+        self._known.add(task)
+        task.cancel()
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         sock = self._strangers.pop(task, None)
@@ -165,6 +175,7 @@ class Server:
             async with asyncio.timeout(self._hello_timeout_s):
                 tune(sock)
                 await _readable(sock)  # who says nothing costs no TLS state (300 KiB)
+                self._strangers[task] = self._strangers.pop(task)  # not among the silent any more
                 reader, writer = await _secure(sock, self._credentials, self._hello_timeout_s)
                 node = peer_node(writer)
                 hello = await read_greeting(reader)

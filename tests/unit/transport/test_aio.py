@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -158,6 +159,23 @@ def test_a_crowd_of_idle_connections_does_not_keep_a_peer_out() -> None:
             await assert_a_good_peer_gets_through(host)
             for _, writer in idle:
                 await aio.end(writer)
+
+    asyncio.run(story())
+
+
+def test_of_a_crowd_that_arrives_at_once_no_more_are_kept_than_may_wait() -> None:
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        async with hosting(max_pending=8, hello_timeout_s=60) as host, asyncio.timeout(30):
+            crowd = [socket.create_connection(("127.0.0.1", host.server.port)) for _ in range(60)]
+            for sock in crowd:
+                sock.setblocking(False)
+            for sock in crowd[:-8]:
+                with contextlib.suppress(ConnectionError):
+                    assert await loop.sock_recv(sock, 1) == b""
+            await assert_a_good_peer_gets_through(host)
+            for sock in crowd:
+                sock.close()
 
     asyncio.run(story())
 
