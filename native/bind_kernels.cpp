@@ -128,6 +128,7 @@ void kernels(nb::module_& m) {
     m.def("decode_accumulate", decode_buffer<decode_accumulate>, "codec"_a, "target"_a,
           "encoded"_a);
     m.def("crc32c", checksum_buffer<crc32c>, "data"_a, "before"_a = 0);
+    m.def("crc32c_lanes", checksum_buffer<crc32c_lanes>, "data"_a, "before"_a = 0);
     m.def("crc32c_portable", checksum_buffer<crc32c_portable>, "data"_a, "before"_a = 0);
     m.def("kernel_sets", kernel_sets, "The instruction sets that kernels exist for and run here.");
     m.def("kernel_set", [] { return std::string(potluck::kernels().name); });

@@ -19,6 +19,7 @@ Cpu detect() {
     found.avx512 = found.avx2 && __builtin_cpu_supports("avx512f") &&
                    __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512vl");
+    found.vpclmul = found.avx512 && __builtin_cpu_supports("vpclmulqdq");
 #elif defined(__aarch64__)
     found.neon = true;
 #if defined(__linux__)
@@ -44,6 +45,7 @@ std::vector<std::string> cpu_features() {
     if (found.pclmul) names.emplace_back("pclmul");
     if (found.avx2) names.emplace_back("avx2");
     if (found.avx512) names.emplace_back("avx512");
+    if (found.vpclmul) names.emplace_back("vpclmul");
     if (found.neon) names.emplace_back("neon");
     if (found.arm_crc32) names.emplace_back("crc32");
     return names;

@@ -11,6 +11,7 @@ struct Cpu {
     bool avx512 = false;      // F, BW, DQ and VL, and the operating system keeps their registers
     bool sse42 = false;       // with the crc32 instruction
     bool pclmul = false;      // carry-less multiply
+    bool vpclmul = false;     // the same on AVX-512 registers
     bool neon = false;        // always there on aarch64
     bool arm_crc32 = false;
 };

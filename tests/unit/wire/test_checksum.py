@@ -25,10 +25,11 @@ def test_known_values(data: bytes, checksum: int) -> None:
     assert crc32c(data) == checksum
     if native.available:
         assert native.core.crc32c(data) == checksum
+        assert native.core.crc32c_lanes(data) == checksum
         assert native.core.crc32c_portable(data) == checksum
 
 
-@given(st.integers(0, 20_000), st.integers(0, 9), st.integers(0, 2**32 - 1), st.data())
+@given(st.integers(0, 60_000), st.integers(0, 9), st.integers(0, 2**32 - 1), st.data())
 def test_pieces_and_twins_agree(size: int, offset: int, seed: int, draw: st.DataObject) -> None:
     data = memoryview(np.random.default_rng(seed).bytes(size + offset))[offset:]
     cut = draw.draw(st.integers(0, size))
@@ -37,6 +38,7 @@ def test_pieces_and_twins_agree(size: int, offset: int, seed: int, draw: st.Data
     if native.available:
         assert native.core.crc32c(data) == whole
         assert native.core.crc32c(data[cut:], native.core.crc32c(data[:cut])) == whole
+        assert native.core.crc32c_lanes(data) == whole
         assert native.core.crc32c_portable(data) == whole
 
 
