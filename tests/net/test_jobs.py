@@ -110,7 +110,7 @@ def test_a_host_that_is_cut_off_pauses_and_comes_back_into_the_job(tmp_path: Pat
     with ClusterOfHosts(3, tmp_path / "homes") as cluster:
         machines = cluster.up()
         leader = cluster.leader(*machines)
-        starter, other = (each for each in machines if each is not leader)
+        starter = next(each for each in machines if each is not leader)
         with starter.run(TRAINING, tmp_path / "stop") as run:
             run.wait_for("step 5 of 3")
             leader.cut()
