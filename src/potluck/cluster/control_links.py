@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -253,7 +254,7 @@ class ControlLinks:
 
     def _take(self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Link:
         old = self._links.get(node)
-        host = writer.get_extra_info("peername")[0].removeprefix("::ffff:")
+        host = _host_of(writer.get_extra_info("peername"))
         link = _Link(node, reader, writer, host, _now())
         self._links[node] = link
         self._book.linked(node)
@@ -314,6 +315,15 @@ class ControlLinks:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _host_of(peer: tuple[Any, ...]) -> str:
+    """The host of a socket's address, as it can be called: a link-local one (IPv6, fe80::) leads
+    nowhere without its interface."""
+    host = str(peer[0]).removeprefix("::ffff:")
+    if "%" in host or len(peer) < 4 or not peer[3]:
+        return host
+    return f"{host}%{socket.if_indextoname(peer[3])}"
 
 
 async def _receive(reader: asyncio.StreamReader) -> peers.PeerMessage:

@@ -30,7 +30,8 @@ Build = Callable[[int], View]
 @dataclass(slots=True)
 class Round:
     """An attempt of mine. ``asked`` is who has to answer, and stays; ``ended`` who is known to have
-    ended; ``value`` the view on offer once all have promised."""
+    ended; ``since`` to whom each has promised since it accepted; ``value`` the view on offer once
+    all have promised."""
 
     ballot: Ballot
     asked: frozenset[str]
@@ -38,6 +39,7 @@ class Round:
     build: Build
     ends_at: float
     reports: dict[str, Proposal | None] = field(default_factory=dict)
+    since: dict[str, frozenset[str]] = field(default_factory=dict)
     value: Proposal | None = None
     accepted: set[str] = field(default_factory=set)
 
@@ -64,6 +66,7 @@ class Succession:
         self.view = view
         self.accepted = accepted
         self.promised: Ballot = accepted.ballot if accepted is not None else (view.epoch, "")
+        self.pledged: frozenset[str] = frozenset()
         self.highest = view.epoch
         self.round: Round | None = None
         self.testimony: dict[str, Proposal | None] = {}
@@ -90,7 +93,8 @@ class Succession:
         self.round = Round(ballot, frozenset(asked), frozenset(ended), build, ends_at)
         prepare = Prepare(self.view.lineage, self.view.epoch, ballot)
         self.promised = ballot
-        self.round.reports[self.me] = self.accepted
+        self.pledged |= {self.me}
+        self.round.reports[self.me], self.round.since[self.me] = self.accepted, self.pledged
         sends = tuple(Send(node, prepare) for node in sorted(asked) if node != self.me)
         following = self._offer(dead)
         return Outcome(sends, following.accept, following.decided, following.failed)
@@ -101,6 +105,7 @@ class Succession:
         if attempt is None or message.ballot != attempt.ballot or node not in attempt.asked:
             return NOTHING
         attempt.reports[node] = message.accepted
+        attempt.since[node] = frozenset(message.since)
         return self._offer(dead)
 
     def accepted_by(self, node: str, ballot: Ballot, dead: Collection[str]) -> Outcome:
@@ -151,8 +156,12 @@ class Succession:
         reports = self.testimony | attempt.reports
         past = [proposal for proposal in reports.values() if proposal is not None]
         newest = max(past, key=lambda proposal: proposal.ballot, default=None)
-        view = None
-        if newest is not None and self._may_be_decided(newest, attempt.reports, dead):
+        view, is_fresh = None, False
+        if (
+            newest is not None
+            and not self._is_void(newest, attempt)
+            and self._may_be_decided(newest, attempt.reports, dead)
+        ):
             told = {n for n in self.view.nodes if reports.get(n) == newest} | {newest.ballot[1]}
             if self._was_decided(newest.view, told, set(dead) - told):
                 self.round = None
@@ -168,10 +177,25 @@ class Succession:
                 return Outcome(failed=f"only {missing} knew whether a view was agreed on")
             view = newest.view
         if view is None:
-            view = attempt.build(attempt.ballot[0])
+            view, is_fresh = attempt.build(attempt.ballot[0]), True
         ended = tuple(sorted(attempt.ended & set(self.view.nodes)))
-        attempt.value = Proposal(attempt.ballot, self.view.epoch, view, ended)
+        attempt.value = Proposal(attempt.ballot, self.view.epoch, view, ended, is_fresh)
         return Outcome(accept=attempt.value)
+
+    def _is_void(self, past: Proposal, attempt: Round) -> bool:
+        """Not decided, and never will be, whoever else accepted it. Its proposer, who made it up,
+        is here and did not come to it. Who else finds that all had accepted has a newer promise of
+        each: there is one of them that has promised only to those who are here, and they did not.
+        """
+        here = attempt.since.keys()
+        return (
+            past.fresh
+            and past.ballot[1] in here
+            and any(
+                node != past.ballot[1] and attempt.reports[node] == past and since <= here
+                for node, since in attempt.since.items()
+            )
+        )
 
     def _was_decided(self, view: View, accepted: Collection[str], dead: Collection[str]) -> bool:
         """Whether ``accepted`` suffice for ``view`` if ``dead`` are subtracted."""
@@ -213,7 +237,9 @@ class Succession:
             return Outcome((Send(node, refusal),))
         self.promised = message.ballot
         self.round = None
-        return Outcome((Send(node, Promise(message.ballot, self.accepted)),))
+        self.pledged |= {node}
+        promise = Promise(message.ballot, self.accepted, tuple(sorted(self.pledged)))
+        return Outcome((Send(node, promise),))
 
     def proposed(self, node: str, proposal: Proposal, objection: str) -> Outcome:
         """``node`` proposes; ``objection`` is why I would rather not, empty if I agree."""
@@ -231,6 +257,7 @@ class Succession:
         if proposal.ballot < self.promised:
             return False
         self.accepted = proposal
+        self.pledged = frozenset()
         return True
 
     def saved(self, proposal: Proposal, dead: Collection[str]) -> Outcome:

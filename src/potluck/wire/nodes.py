@@ -93,12 +93,14 @@ class View(msgspec.Struct, frozen=True):
 
 class Proposal(msgspec.Struct, frozen=True):
     """``view`` as successor of the view of epoch ``parent``; ``dead`` are the seats of that view
-    that the proposer knows to have ended."""
+    that the proposer knows to have ended. ``fresh``: it is the proposer's own, not one that others
+    had accepted before."""
 
     ballot: Ballot
     parent: int
     view: View
     dead: Names = ()
+    fresh: bool = False
 
 
 class Past(msgspec.Struct, frozen=True):
@@ -185,10 +187,12 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Promise(msgspec.Struct, frozen=True, tag=True):
-    """Promised; ``accepted`` is the newest proposal I have accepted."""
+    """Promised; ``accepted`` is the newest proposal I have accepted, ``since`` to whom I have
+    promised since then."""
 
     ballot: Ballot
     accepted: Proposal | None = None
+    since: Names = ()
 
 
 class Propose(msgspec.Struct, frozen=True, tag=True):

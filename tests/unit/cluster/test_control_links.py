@@ -16,7 +16,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.cluster import control_links
-from potluck.cluster.control_links import KIND, ControlLinks
+from potluck.cluster.control_links import KIND, ControlLinks, _host_of
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.trust import TrustStore
 from potluck.cluster.versions import own_versions
@@ -396,3 +396,10 @@ def test_messages_are_bounded_both_ways() -> None:
         peers.decode(oversized)
     secret = peers.NewSecret("r", b"k" * 32)
     assert "kkkk" not in repr(secret)
+
+
+def test_a_link_local_address_is_called_by_its_interface() -> None:
+    loopback = socket.if_nametoindex("lo")
+    assert _host_of(("fe80::1", 7, 0, loopback)) == "fe80::1%lo"
+    assert _host_of(("fd88::1", 7, 0, 0)) == "fd88::1"
+    assert _host_of(("::ffff:10.0.0.7", 7, 0, 0)) == _host_of(("10.0.0.7", 7)) == "10.0.0.7"

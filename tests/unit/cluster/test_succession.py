@@ -250,3 +250,30 @@ def test_answers_to_older_attempts_do_not_count() -> None:
     table.gone.clear()
     table.propose("a", "ab", dead="c")
     assert table.decided["a"].epoch == 41, "but the numbers are remembered"
+
+
+def test_a_view_that_its_proposer_could_not_finish_holds_nobody_up() -> None:
+    """c may have accepted it, and is gone: who offered it is here, and it came to nothing."""
+    table = Table()
+    table.mute_accepts = {"a"}
+    table.propose("a", "abc", joining="d")
+    table.mute_accepts = set()
+    assert not table.decided
+    table.gone.add("c")
+    table.propose("a", "ab")
+    assert table.decided["a"].nodes == ("a", "b")
+
+
+def test_but_it_does_when_somebody_else_may_have_come_to_it() -> None:
+    """c was promised something by b meanwhile: it may have found that all had accepted."""
+    table = Table()
+    table.mute_accepts = {"a"}
+    table.propose("a", "abc", joining="d")
+    table.mute_accepts = set()
+    ballot = (99, "c")
+    table.members["b"].prepare("c", Prepare("L", 5, ballot))
+    table.gone.add("c")
+    table.members["a"].highest = 100
+    table.propose("a", "ab")
+    assert not table.decided
+    assert "only c knows" in table.failed["a"]
