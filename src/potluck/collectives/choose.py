@@ -51,6 +51,18 @@ def choose(
     Cost: about a microsecond when asked before; the first time some tens of milliseconds for 64
     ranks, and more beyond. Raises ``ValueError`` for negative ``nbytes`` and bad worlds.
     """
+    return fastest(operation, nbytes, world_size, nodes=nodes, links=links)[0]
+
+
+def fastest(
+    operation: Operation,
+    nbytes: int,
+    world_size: int,
+    *,
+    nodes: tuple[int, ...] | None = None,
+    links: LinkModel | None = None,
+) -> tuple[Algorithm, float]:
+    """What :func:`choose` picks, and the seconds that the model gives it."""
     if nbytes < 0:
         raise ValueError(f"nbytes must not be negative: {nbytes}")
     bucket = 0 if operation is Operation.BARRIER or nbytes == 0 else (nbytes - 1).bit_length() + 1
@@ -64,7 +76,7 @@ def _choose(
     world_size: int,
     nodes: tuple[int, ...] | None,
     links: LinkModel | None,
-) -> Algorithm:
+) -> tuple[Algorithm, float]:
     nbytes = 1 << bucket - 1 if bucket else 0
     links = replace(links or DEFAULT_LINKS, nodes=nodes)
     # On a single node, or on nodes of one rank, hierarchical is direct, or ring, by another name.
@@ -78,14 +90,14 @@ def _choose(
         )
     ]
     candidates.sort(key=lambda candidate: candidate[0])
-    best, fastest = candidates[0][1].algorithm, float("inf")
+    best, lowest = candidates[0][1].algorithm, float("inf")
     for least, plan in candidates:
-        if least >= fastest:
+        if least >= lowest:
             break
         seconds = estimate(plan, nbytes, links)
-        if seconds < fastest:
-            best, fastest = plan.algorithm, seconds
-    return best
+        if seconds < lowest:
+            best, lowest = plan.algorithm, seconds
+    return best, lowest
 
 
 def least_seconds(plan: Plan, nbytes: int, links: LinkModel) -> float:

@@ -46,6 +46,8 @@ class Algorithm(StrEnum):
     HIERARCHICAL = "hierarchical"
     WINDOW = "window"
     """Through memory that the ranks of one node share; it has no plan (see ``window.py``)."""
+    TWO_LEVEL = "two-level"
+    """Windows inside the nodes, plans between them (see ``two_level.py``)."""
 
 
 class Action(IntEnum):

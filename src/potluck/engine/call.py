@@ -31,10 +31,14 @@ class Call:
     codec: str = ""
     on_behalf_of: str = ""
     """The engine's own call, before one of the user's: that is what errors name. Not counted."""
+    whole: Call | None = None
+    """The user's call of which this is a part: that is what errors name. Not counted."""
 
     def __str__(self) -> str:
         if self.on_behalf_of:
             return self.on_behalf_of
+        if self.whole is not None:
+            return str(self.whole)
         parts = [self.dtype, f"shape {self.shape}"]
         if self.op is not None:
             parts.append(f"op {self.op}")
@@ -49,7 +53,10 @@ class Call:
     def fingerprint(self) -> int:
         if self.on_behalf_of:  # not the same on all ranks
             return _fingerprint(f"engine {self.operation} {self.shape} {self.ranks}")
-        return _fingerprint(f"{self} {self.root} {self.segment_bytes} {self.ranks}")
+        text = f"{self} {self.root} {self.segment_bytes} {self.ranks}"
+        if self.whole is not None:
+            text += f" {self.whole.fingerprint} {self.operation} {self.shape} {self.algorithm}"
+        return _fingerprint(text)
 
 
 _ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Operation.GATHER})

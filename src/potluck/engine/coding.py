@@ -97,7 +97,10 @@ def check(
         raise ValueError(
             f"codec={codec.name!r} adds what it decodes: op must be sum or mean, not {op}"
         )
-    if algorithm not in (None, Algorithm.DIRECT):
+    known = {None, Algorithm.DIRECT}
+    if operation is Operation.ALL_REDUCE:
+        known.add(Algorithm.TWO_LEVEL)
+    if algorithm not in known:
         raise ValueError(
             f"codec={codec.name!r} is lossy, and the direct plan encodes a value only twice; "
             f"leave algorithm={algorithm!r} out, or the codec"

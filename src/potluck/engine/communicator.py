@@ -7,12 +7,7 @@ pair of ranks; ``channel`` keeps their frames apart.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -20,18 +15,19 @@ import numpy as np
 from potluck.collectives.choose import choose
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import make_plan
+from potluck.collectives.two_level import has_levels
 from potluck.engine import coding
 from potluck.engine.call import Call
 from potluck.engine.coding import Encoding
 from potluck.engine.connector import Connector
+from potluck.engine.family import Family, open_family
 from potluck.engine.layout import Array, lay_out
 from potluck.engine.mailbox import ANY_SOURCE, Receiving, sending
-from potluck.engine.native_loop import NativeLoop, is_available
-from potluck.engine.progress import ProgressLoop
 from potluck.engine.reduction import check
 from potluck.engine.running import RunningPlan, as_bytes
+from potluck.engine.two_level import TwoLevel, summed
 from potluck.engine.window_setup import NO_WINDOW, ChannelWindow, Request
-from potluck.engine.windows import Windows, WindowWork
+from potluck.engine.windows import WindowWork
 from potluck.engine.work import Work, deadline_after, finished
 from potluck.errors import PotluckError
 from potluck.metrics import Metrics
@@ -41,26 +37,12 @@ from potluck.wire.dtypes import code_of
 SEGMENT_BYTES = 1024 * 1024
 MAX_EARLY_BYTES = 64 * 1024 * 1024
 
-Loop = ProgressLoop | NativeLoop
-"""What runs a group's operations: the reference in Python, or its native twin."""
-
 _EMPTY = np.empty(0, dtype=np.uint8)
 
-_KEYED = 1 << 31
-"""Channels with this bit come from a key, the others from counting."""
-
-
-@dataclass(slots=True)
-class _Family:
-    """What a communicator and its sub-groups share."""
-
-    loop: Loop
-    metrics: Metrics
-    nodes: tuple[int, ...]
-    windows: Windows | None = None
-    lock: contextlib.AbstractContextManager[Any] = field(default_factory=threading.RLock)
-    channels: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    keyed: dict[int, tuple[str, Communicator]] = field(default_factory=dict)
+NO_LEVELS = (
+    "algorithm='two-level' needs several nodes, one of them with several workers, and windows "
+    "switched on"
+)
 
 
 class Communicator:
@@ -87,7 +69,15 @@ class Communicator:
     """The same for those who give the methods below arrays of one dimension only: ``source`` and
     ``result`` count as that, whatever their shape."""
 
-    def __init__(self, group: Group, family: _Family, channel: int, ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        family: Family,
+        channel: int,
+        ranks: tuple[int, ...],
+        *,
+        is_level: bool = False,
+    ) -> None:
         self.group = group
         self._family = family
         self._channel = channel
@@ -106,6 +96,12 @@ class Communicator:
                 self._exchange,
                 self._over_links_instead,
                 self._set_quick,
+                is_counted=not is_level,
+            )
+        self._levels: TwoLevel | None = None
+        if family.windows is not None and has_levels(Operation.ALL_REDUCE, self._nodes):
+            self._levels = TwoLevel(
+                self.rank, self._nodes, self._level, self._compare, family.lock, family.on_end
             )
 
     @classmethod
@@ -123,32 +119,9 @@ class Communicator:
 
         ``use_windows``, the same on all ranks: those of one node share memory where they can.
         """
-        meter = metrics or Metrics()
-
-        def on_operation(running: RunningPlan, seconds: float, error: BaseException | None) -> None:
-            call = running.call
-            if call.on_behalf_of:
-                return
-            if error is None:
-                meter.observe(call.operation, call.algorithm, running.nbytes, seconds)
-            else:
-                meter.failed(call.operation, type(error).__name__)
-
-        run = NativeLoop if connector.is_native and is_available() else ProgressLoop
-        loop: Loop = run(
-            group,
-            connector,
-            segment_bytes=segment_bytes,
-            max_early_bytes=max_early_bytes,
-            on_operation=on_operation,
-            meter=meter.link,
+        family = open_family(
+            group, connector, metrics or Metrics(), segment_bytes, max_early_bytes, use_windows
         )
-        meter.group(group.epoch, group.world_size)
-        order: dict[str, int] = {}
-        nodes = tuple(order.setdefault(member.node, len(order)) for member in group.members)
-        is_known = all(member.node for member in group.members)
-        windows = Windows(group, loop, meter) if use_windows and is_known else None
-        family = _Family(loop, meter, nodes, windows)
         return cls(group, family, 0, tuple(range(group.world_size)))
 
     # -- collectives; `count` below is the length of one rank's part
@@ -312,16 +285,14 @@ class Communicator:
             return None
         return Communicator(self.group, self._family, channel, members)
 
-    def _keyed(self, members: tuple[int, ...], key: str) -> Communicator:
-        name = f"{key} of {members}"
-        digest = blake2b(name.encode(), digest_size=4).digest()
-        channel = int.from_bytes(digest, "little") | _KEYED
-        with self._family.lock:
-            made = Communicator(self.group, self._family, channel, members)
-            before, communicator = self._family.keyed.setdefault(channel, (name, made))
-        if before != name:
-            raise ValueError(f"the group {name} can't be told from {before}; choose another key")
-        return communicator
+    def _keyed(self, members: tuple[int, ...], key: str, *, is_level: bool = False) -> Communicator:
+        return self._family.named(
+            members,
+            key,
+            lambda channel: Communicator(
+                self.group, self._family, channel, members, is_level=is_level
+            ),
+        )
 
     # -- life
 
@@ -367,6 +338,7 @@ class Communicator:
         root: int = 0,
         *,
         encoding: Encoding | None = None,
+        whole: Call | None = None,
     ) -> Work:
         dtype = described.dtype
         code_of(dtype)
@@ -375,60 +347,49 @@ class Communicator:
         if encoding is not None:
             assert source is not None
             coding.check(encoding, operation, source, op, algorithm)
-            algorithm = Algorithm.DIRECT
         if not 0 <= root < self.world_size:
             raise ValueError(f"root {root} is outside a world of {self.world_size}")
         chosen = None if algorithm is None else Algorithm(algorithm)
+        request = Request(
+            operation, source, result, described, op, root, timeout_s, chosen, encoding, whole
+        )
+        if self._levels is not None and self._levels.takes(request):
+            call = self._call(request, Algorithm.TWO_LEVEL)
+            return self._levels.start(call, request, _flat(source), _flat(result))
+        if chosen is Algorithm.TWO_LEVEL:
+            raise ValueError(NO_LEVELS)
+        if encoding is not None:
+            request.algorithm = chosen = Algorithm.DIRECT
         if chosen not in (None, Algorithm.WINDOW):  # ValueError if there is no such plan
             make_plan(operation, chosen, self.world_size, self.rank, root=root, nodes=self._nodes)
         if self._window is not None:
-            asked = (operation, source, result, described, op, root, timeout_s, chosen, encoding)
-            work = self._window.run(Request(*asked))
+            work = self._window.run(request)
             if work is not None:
                 return work
         elif chosen is Algorithm.WINDOW:
             raise ValueError(NO_WINDOW)
-        return self._run_over_links(
-            operation, source, result, described, op, chosen, timeout_s, root, encoding
-        )
+        return self._run_over_links(request)
 
     def _run_over_links(
         self,
-        operation: Operation,
-        source: Array | None,
-        result: Array | None,
-        described: Array,
-        op: ReduceOp | None,
-        chosen: Algorithm | None,
-        timeout_s: float,
-        root: int = 0,
-        encoding: Encoding | None = None,
+        request: Request,
         *,
         on_behalf_of: str = "",
         number: int = -1,
         work: Work | None = None,
     ) -> Work:
         """``number``: the call's, if it has one already; ``work``: likewise."""
-        dtype = described.dtype
-        if chosen is None:
-            chosen = choose(operation, described.nbytes, self.world_size, nodes=self._nodes)
+        operation, described, root = request.operation, request.described, request.root
+        result, encoding = request.result, request.encoding
+        chosen = request.algorithm or choose(
+            operation, described.nbytes, self.world_size, nodes=self._nodes
+        )
         plan = make_plan(
             operation, chosen, self.world_size, self.rank, root=root, nodes=self._nodes
         )
-        call = Call(
-            operation,
-            chosen,
-            dtype.name,
-            described.shape,
-            op,
-            root,
-            self._family.loop.segment_bytes,
-            self._ranks if self._channel else (),
-            encoding.codec.name if encoding is not None else "",
-            on_behalf_of,
-        )
+        call = self._call(request, chosen, on_behalf_of)
         work = work or Work(str(call), result)
-        chunks = lay_out(plan, _flat(source), _flat(result))
+        chunks = lay_out(plan, _flat(request.source), _flat(result))
         if not plan.steps and self.error is None:
             return finished(str(call), result)
         with self._family.lock:  # to the loop in the order of the numbers
@@ -440,17 +401,32 @@ class Communicator:
                 chunks=chunks,
                 channel=self._channel,
                 sequence=number,
-                deadline=deadline_after(timeout_s),
+                deadline=deadline_after(request.timeout_s),
                 work=work,
                 peers=self._ranks,
                 nbytes=described.nbytes,
-                conclude=_flat(result) if op is ReduceOp.MEAN else None,
+                conclude=_flat(result) if request.op is ReduceOp.MEAN else None,
                 coding=coding.Coding(encoding.codec, plan, _flat(encoding.residual))
                 if encoding is not None
                 else None,
             )
             self._family.loop.start(running)
         return work
+
+    def _call(self, request: Request, algorithm: Algorithm, on_behalf_of: str = "") -> Call:
+        return Call(
+            request.operation,
+            algorithm,
+            request.described.dtype.name,
+            request.described.shape,
+            request.op,
+            request.root,
+            self._family.loop.segment_bytes,
+            self._ranks if self._channel else (),
+            request.encoding.codec.name if request.encoding is not None else "",
+            on_behalf_of,
+            request.whole,
+        )
 
     def _take_number(self, call: Call) -> int:
         """The number of the next call of this channel, one that goes over links."""
@@ -461,36 +437,59 @@ class Communicator:
         self._sequence += 1
         return self._sequence - 1
 
+    # -- levels
+
+    def part(
+        self,
+        whole: Call,
+        operation: Operation,
+        array: Array,
+        *,
+        root: int = 0,
+        is_result: bool = True,
+        encoding: Encoding | None = None,
+        timeout_s: float,
+    ) -> Work:
+        """A part of ``whole``, a call of the communicator of which this is a level. In place."""
+        op = None if operation is Operation.BROADCAST else summed(whole.op)
+        result = array if is_result else None
+        return self._run(
+            operation,
+            array,
+            result,
+            array,
+            op,
+            None,
+            timeout_s,
+            root,
+            encoding=encoding,
+            whole=whole,
+        )
+
+    def _level(self, ranks: Sequence[int], name: str) -> Communicator:
+        members = tuple(self._ranks[rank] for rank in ranks)
+        return self._keyed(members, f"{name} of channel {self._channel}", is_level=True)
+
+    def _compare(self, whole: Call, timeout_s: float) -> Work:
+        """A barrier over links that ends once all ranks have called ``whole``."""
+        nothing = (_EMPTY, _EMPTY, _EMPTY, None, 0)
+        how = Algorithm.HIERARCHICAL
+        return self._run_over_links(
+            Request(Operation.BARRIER, *nothing, timeout_s, how, whole=whole)
+        )
+
     # -- windows
 
     def _over_links_instead(self, request: Request, work: WindowWork) -> None:
         """A call that waited for a window goes over links."""
-        self._run_over_links(
-            request.operation,
-            request.source,
-            request.result,
-            request.described,
-            request.op,
-            request.algorithm,
-            request.timeout_s,
-            request.root,
-            request.encoding,
-            number=request.number,
-            work=work,
-        )
+        self._run_over_links(request, number=request.number, work=work)
 
     def _exchange(
         self, output: Array, mine: Array, call: str, number: int, timeout_s: float
     ) -> Work:
         """An all_gather over links, for setting up a window before ``call``."""
         return self._run_over_links(
-            Operation.ALL_GATHER,
-            mine,
-            output,
-            mine,
-            None,
-            Algorithm.DIRECT,
-            timeout_s,
+            Request(Operation.ALL_GATHER, mine, output, mine, None, 0, timeout_s, Algorithm.DIRECT),
             on_behalf_of=call,
             number=number,
         )

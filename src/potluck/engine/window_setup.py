@@ -77,6 +77,7 @@ class Request:
         "root",
         "source",
         "timeout_s",
+        "whole",
     )
 
     def __init__(
@@ -90,8 +91,9 @@ class Request:
         timeout_s: float,
         algorithm: Algorithm | None = None,
         encoding: Encoding | None = None,
+        whole: Call | None = None,
     ) -> None:
-        """``algorithm``: what the caller wants, None for the best."""
+        """``algorithm``: what the caller wants, None for the best. ``whole``: see ``Call``."""
         self.operation = operation
         self.source = source
         self.result = result
@@ -101,7 +103,12 @@ class Request:
         self.timeout_s = timeout_s
         self.algorithm = algorithm
         self.encoding = encoding
+        self.whole = whole
         self.number = 0
+
+    def label(self) -> str:
+        """The call, as errors name it."""
+        return _label(self.operation, self.algorithm, self.described, self.op, self.root)
 
 
 Fallback = Callable[[Request, WindowWork], None]
@@ -120,8 +127,13 @@ class ChannelWindow:
         exchange: Exchange,
         fallback: Fallback,
         changed: Callable[[Any], None],
+        *,
+        is_counted: bool = True,
     ) -> None:
-        """``changed(window)`` is told of the native window, and of None when it is gone."""
+        """``changed(window)`` is told of the native window, and of None when it is gone.
+
+        ``is_counted``: whether its calls are the user's own, for the metrics.
+        """
         self.state = State.NEW
         self.number = 0
         """How many calls this channel has begun, while there is no native window to count them."""
@@ -132,6 +144,7 @@ class ChannelWindow:
         self._exchange = exchange
         self._fallback = fallback
         self._changed = changed
+        self._is_counted = is_counted
         self._window: Any = None
         self._waiting: deque[tuple[Request, WindowWork]] = deque()
         self._fd = -1
@@ -147,9 +160,7 @@ class ChannelWindow:
         ValueError if the caller wants the window and nothing else.
         """
         if self.state is State.ASKING or self.takes(request):
-            call = _label(
-                request.operation, request.algorithm, request.described, request.op, request.root
-            )
+            call = str(request.whole) if request.whole is not None else request.label()
             with self._lock:
                 if self.state is State.ASKING or self.takes(request):
                     return self._begin(request, call)
@@ -284,6 +295,7 @@ class ChannelWindow:
             window = self._windows.open(
                 self._memory,
                 self._on_close,
+                self._is_counted,
                 rank=self._rank,
                 world=world,
                 num_slots=NUM_SLOTS,
@@ -356,7 +368,7 @@ class ChannelWindow:
                 list(described.shape),
                 _address(request.source),
                 _address(request.result),
-                request.number,
+                _stamp(request),
                 request.timeout_s,
                 number,
             ),
@@ -365,6 +377,13 @@ class ChannelWindow:
 
     def _bytes(self, slot_bytes: int) -> int:
         return int(native.core.window_bytes(len(self._ranks), NUM_SLOTS, slot_bytes))
+
+
+def _stamp(request: Request) -> int:
+    """The number by which ranks tell calls apart: a part of different calls differs, too."""
+    if request.whole is None:
+        return request.number
+    return request.number | (request.whole.fingerprint & 0xFFFFFFFF) << 32
 
 
 def _label(

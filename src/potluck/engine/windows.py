@@ -101,7 +101,7 @@ class Windows:
         self._is_closed = False
         self._engine: Any = None
         self._thread: threading.Thread | None = None
-        self._open: list[tuple[Any, Callable[[], None], WindowCounts]] = []
+        self._open: list[tuple[Any, Callable[[], None], WindowCounts | None]] = []
         self._left_bytes = MAX_BYTES
         self._inflight: dict[int, WindowWork] = {}
         self._ids = 0
@@ -121,7 +121,9 @@ class Windows:
         """What is left of this worker's share."""
         return self._left_bytes
 
-    def open(self, memory: Any, on_close: Callable[[], None], **shape: Any) -> Any:
+    def open(
+        self, memory: Any, on_close: Callable[[], None], is_counted: bool, **shape: Any
+    ) -> Any:
         """A native window over ``memory``; ``on_close()`` is called when it must not be used."""
         with self._lock:
             if self._engine is None:
@@ -135,8 +137,9 @@ class Windows:
                 self._thread.start()
             window = native.core.Window(memory=memory, engine=self._engine, **shape)
             counts = WindowCounts(Algorithm.WINDOW, OPERATIONS, window.stats, window.waited_s)
-            self._open.append((window, on_close, counts))
-            self._metrics.count(counts)
+            self._open.append((window, on_close, counts if is_counted else None))
+            if is_counted:
+                self._metrics.count(counts)
             is_over = self._over.is_set() or self._is_closed
         if is_over:
             window.stop(for_all=False)
@@ -213,7 +216,8 @@ class Windows:
             engine.close()
         for window, _, counts in windows:
             window.drain()
-            self._metrics.keep(counts)
+            if counts is not None:
+                self._metrics.keep(counts)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         inflight, self._inflight = self._inflight, {}

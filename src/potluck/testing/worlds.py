@@ -126,12 +126,13 @@ def open_world(
     segment_bytes: int = 1 << 20,
     max_early_bytes: int = 64 << 20,
     num_nodes: int = 2,
+    nodes: Sequence[int] | None = None,
     timeout_s: float = 30.0,
 ) -> Iterator[World]:
     """A world of ``world_size`` ranks on links of one of ``WORLD_KINDS`` or ``PLAIN_KINDS``.
 
-    Over TCP the ranks spread over ``num_nodes`` identities (in process there is one node). The
-    early bound holds over TCP only.
+    Over TCP the ranks spread over ``num_nodes`` identities, or as ``nodes`` says, the number of
+    every rank's node (in process there is one node). The early bound holds over TCP only.
     """
     with contextlib.ExitStack() as stack:
         backends: Sequence[Any]
@@ -152,6 +153,7 @@ def open_world(
                     wire="plain" if kind.endswith("plain") else "sealed",
                 ),
                 kind=kind,
+                nodes=nodes,
             )
         for backend in backends:
             stack.callback(backend.close)
@@ -161,16 +163,22 @@ def open_world(
 
 
 def tcp_backends(
-    world_size: int, num_nodes: int, settings: Settings, *, kind: str = "native"
+    world_size: int,
+    num_nodes: int,
+    settings: Settings,
+    *,
+    kind: str = "native",
+    nodes: Sequence[int] | None = None,
 ) -> list[TcpBackend]:
     """Backends that know each other's addresses, neighbours on one node. See ``WORLD_KINDS``."""
-    keys = [Ed25519PrivateKey.generate() for _ in range(min(num_nodes, world_size))]
+    if nodes is None:
+        most = min(num_nodes, world_size)
+        nodes = [rank * most // world_size for rank in range(world_size)]
+    keys = {node: Ed25519PrivateKey.generate() for node in nodes}
     backends = []
     for rank in range(world_size):
         is_native = kind.startswith("native") or (kind.startswith("mixed") and rank % 2 == 0)
-        credentials = make_credentials(
-            psk(), keys[rank * len(keys) // world_size], use_native=is_native
-        )
+        credentials = make_credentials(psk(), keys[nodes[rank]], use_native=is_native)
         backends.append(TcpBackend(settings, credentials))
     members = tuple(backend.member(str(rank)) for rank, backend in enumerate(backends))
     for rank, backend in enumerate(backends):

@@ -1,0 +1,96 @@
+"""What a communicator and its sub-groups share."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from potluck.engine.call import Call
+from potluck.engine.connector import Connector
+from potluck.engine.native_loop import NativeLoop, is_available
+from potluck.engine.progress import ProgressLoop
+from potluck.engine.running import RunningPlan
+from potluck.engine.windows import Windows
+from potluck.metrics import Metrics
+from potluck.types import Group
+
+if TYPE_CHECKING:
+    from potluck.engine.communicator import Communicator
+
+Loop = ProgressLoop | NativeLoop
+"""What runs a group's operations: the reference in Python, or its native twin."""
+
+
+_KEYED = 1 << 31
+"""Channels with this bit come from a key, the others from counting."""
+
+
+@dataclass(slots=True)
+class Family:
+    """One group's: its loop, its windows (None: it has none), and its channels so far."""
+
+    loop: Loop
+    metrics: Metrics
+    nodes: tuple[int, ...]
+    windows: Windows | None = None
+    lock: contextlib.AbstractContextManager[Any] = field(default_factory=threading.RLock)
+    channels: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    keyed: dict[int, tuple[str, Communicator]] = field(default_factory=dict)
+
+    def named(
+        self, members: tuple[int, ...], key: str, make: Callable[[int], Communicator]
+    ) -> Communicator:
+        """The communicator of ``members`` that ``key`` names; ``make(channel)`` makes it."""
+        name = f"{key} of {members}"
+        digest = blake2b(name.encode(), digest_size=4).digest()
+        channel = int.from_bytes(digest, "little") | _KEYED
+        with self.lock:
+            before, communicator = self.keyed.setdefault(channel, (name, make(channel)))
+        if before != name:
+            raise ValueError(f"the group {name} can't be told from {before}; choose another key")
+        return communicator
+
+    def on_end(self, call: Call, nbytes: int, seconds: float, error: BaseException | None) -> None:
+        """Count a call that has ended."""
+        if call.on_behalf_of or call.whole is not None:
+            return
+        if error is None:
+            self.metrics.observe(call.operation, call.algorithm, nbytes, seconds)
+        else:
+            self.metrics.failed(call.operation, type(error).__name__)
+
+
+def open_family(
+    group: Group,
+    connector: Connector,
+    metrics: Metrics,
+    segment_bytes: int,
+    max_early_bytes: int,
+    use_windows: bool,
+) -> Family:
+    """Begin a group's loop. ``nodes`` counts the nodes in the order of the ranks."""
+
+    def on_operation(running: RunningPlan, seconds: float, error: BaseException | None) -> None:
+        family.on_end(running.call, running.nbytes, seconds, error)
+
+    order: dict[str, int] = {}
+    nodes = tuple(order.setdefault(member.node, len(order)) for member in group.members)
+    run = NativeLoop if connector.is_native and is_available() else ProgressLoop
+    loop: Loop = run(
+        group,
+        connector,
+        segment_bytes=segment_bytes,
+        max_early_bytes=max_early_bytes,
+        on_operation=on_operation,
+        meter=metrics.link,
+    )
+    metrics.group(group.epoch, group.world_size)
+    is_known = all(member.node for member in group.members)
+    windows = Windows(group, loop, metrics) if use_windows and is_known else None
+    family = Family(loop, metrics, nodes, windows)
+    return family

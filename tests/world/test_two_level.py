@@ -1,0 +1,209 @@
+"""Collectives on two levels: several nodes with several workers, each a window, links between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.collectives import two_level
+from potluck.context import DistributedContext
+from potluck.errors import Desync, OperationTimeout, PeerLost
+from potluck.testing.world import WorldError
+from potluck.testing.worlds import NATIVE_KINDS, open_world
+
+KINDS = ("tls+window", *(("native+window", "mixed+window") if NATIVE_KINDS else ()))
+"""Every rank's loop in Python, natively, and every second rank's."""
+
+TWO_LEVEL = "two-level"
+
+Act = Callable[[DistributedContext], object]
+
+
+def check_all(ctx: DistributedContext, count: int, seed: int) -> None:
+    """Every operation on whole numbers, which add exactly in any order, against NumPy."""
+    size, rank = ctx.world_size, ctx.rank
+    rng = np.random.default_rng(seed)
+    everyones = rng.integers(-50, 50, (size, size, count)).astype(np.float32)
+    mine = everyones[rank]
+    root = seed % size
+    total = everyones.sum(0)
+
+    for op, wanted in (
+        ("sum", total),
+        ("mean", total / np.float32(size)),
+        ("max", everyones.max(0)),
+    ):
+        result = ctx.all_reduce(mine.copy(), op, algorithm=TWO_LEVEL)
+        np.testing.assert_array_equal(result, wanted)
+    kept = mine.copy()
+    result = ctx.reduce(kept, root, algorithm=TWO_LEVEL)
+    np.testing.assert_array_equal(result, total if rank == root else mine)
+    result = ctx.broadcast(mine.copy(), root, algorithm=TWO_LEVEL)
+    np.testing.assert_array_equal(result, everyones[root])
+    kept = mine.copy()
+    result = ctx.reduce_scatter(kept, "mean", algorithm=TWO_LEVEL)
+    np.testing.assert_array_equal(result, (total / np.float32(size))[rank])
+    np.testing.assert_array_equal(kept, mine)
+    result = ctx.all_gather(mine[0], algorithm=TWO_LEVEL)
+    np.testing.assert_array_equal(result, everyones[:, 0])
+
+
+@pytest.fixture
+def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small data in many blocks, as large data would be."""
+    monkeypatch.setattr(two_level, "_block_s", lambda num_nodes, links: 3e-8)
+
+
+@pytest.mark.usefixtures("many_blocks")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 0, 1), (0, 0, 1, 2)])
+def test_every_operation_over_every_kind_of_link(kind: str, nodes: tuple[int, ...]) -> None:
+    with open_world(kind, len(nodes), nodes=nodes, segment_bytes=4096) as world:
+        for count in (0, 1, 5, 3001):
+            world.run(lambda ctx, count=count: check_all(ctx, count, count + 1))
+
+
+@settings(max_examples=12, deadline=None)
+@given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3), data=st.data())
+def test_any_number_of_workers_on_each_node(sizes: list[int], data: st.DataObject) -> None:
+    """One to three nodes of one to three workers, in any order of ranks."""
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    nodes = data.draw(st.permutations(nodes))
+    count = data.draw(st.integers(0, 20_000))
+    seed = data.draw(st.integers(0, 100))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        open_world(KINDS[-1], len(nodes), nodes=nodes, segment_bytes=8192) as world,
+    ):
+        patch.setattr(two_level, "_block_s", lambda num_nodes, links: 3e-7)
+        if 1 < len(sizes) < len(nodes):
+            world.run(lambda ctx: check_all(ctx, count, seed))
+        else:  # one level only: there is nothing to choose
+            with pytest.raises(WorldError, match="'two-level' needs several nodes"):
+                world.run(lambda ctx: ctx.all_reduce(np.ones(count), algorithm=TWO_LEVEL))
+
+
+@pytest.mark.usefixtures("many_blocks")
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 0, 1, 2)])
+def test_a_codec_works_between_the_nodes_only(codec: str, nodes: tuple[int, ...]) -> None:
+    """All ranks end with the same bits, no further from the sum than one rank per node would."""
+
+    def act(ctx: DistributedContext) -> tuple[bytes, float]:
+        everyones = np.random.default_rng(5).standard_normal((len(nodes), 5000), np.float32)
+        mine, residual = everyones[ctx.rank].copy(), np.zeros(5000, np.float32)
+        ctx.all_reduce(mine, algorithm=TWO_LEVEL, codec=codec, residual=residual)
+        total = everyones.sum(0)
+        return mine.tobytes(), float(np.abs(mine - total).max() / np.abs(total).max())
+
+    with open_world(KINDS[-1], len(nodes), nodes=nodes) as world:
+        results = world.run(act)
+        with pytest.raises(WorldError, match="leave algorithm='two-level' out"):
+            world.run(
+                lambda ctx: ctx.all_gather(np.ones(9, "f4"), algorithm=TWO_LEVEL, codec=codec)
+            )
+    assert len({bits for bits, _ in results}) == 1
+    assert 0 < results[0][1] < 0.03
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_that_overlap_give_what_each_should(kind: str, many_blocks: None) -> None:
+    """Many calls under way, of several kinds and algorithms, waited for in another order."""
+
+    def act(ctx: DistributedContext) -> None:
+        works = []
+        for number in range(30):
+            array = np.full(number * 37, float(ctx.rank + number))
+            algorithm = (TWO_LEVEL, None, "direct")[number % 3]
+            if number % 4 == 1:
+                work = ctx.broadcast(array, number % 5, algorithm=algorithm, async_op=True)
+                wanted = float(number % 5 + number)
+            else:
+                work = ctx.all_reduce(array, algorithm=algorithm, async_op=True)
+                wanted = float(5 * number + 10)
+            works.append((work, wanted))
+        for work, wanted in works[::-1] if ctx.rank % 2 else works:
+            assert (work.wait() == wanted).all()
+
+    with open_world(kind, 5, nodes=(0, 0, 1, 1, 1)) as world:
+        world.run(act)
+
+
+x = np.ones
+
+
+def begin(ctx: DistributedContext) -> None:
+    """Once through all levels, so that links and windows are there."""
+    ctx.all_reduce(x(10), algorithm=TWO_LEVEL)
+
+
+DISAGREEMENTS: dict[str, tuple[Act, Act]] = {
+    "shape": (
+        lambda ctx: ctx.all_reduce(x(1000), algorithm=TWO_LEVEL),
+        lambda ctx: ctx.all_reduce(x(1001), algorithm=TWO_LEVEL),
+    ),
+    "op": (
+        lambda ctx: ctx.all_reduce(x(1000), "sum", algorithm=TWO_LEVEL),
+        lambda ctx: ctx.all_reduce(x(1000), "mean", algorithm=TWO_LEVEL),
+    ),
+    "dtype": (
+        lambda ctx: ctx.all_reduce(x(1000, "f4"), algorithm=TWO_LEVEL),
+        lambda ctx: ctx.all_reduce(x(1000, "i4"), algorithm=TWO_LEVEL),
+    ),
+    "operation": (
+        lambda ctx: ctx.all_reduce(x(1000), algorithm=TWO_LEVEL),
+        lambda ctx: ctx.broadcast(x(1000), algorithm=TWO_LEVEL),
+    ),
+    "algorithm": (
+        lambda ctx: ctx.all_reduce(x(1000), algorithm=TWO_LEVEL),
+        lambda ctx: ctx.all_reduce(x(1000), algorithm="ring"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+@pytest.mark.parametrize("odd", [0, 2, 3])
+def test_ranks_that_disagree_all_hear_of_it(what: str, odd: int) -> None:
+    usual, other = DISAGREEMENTS[what]
+
+    def act(ctx: DistributedContext) -> None:
+        with pytest.raises(Desync, match="ranks disagree in epoch 1"):
+            (other if ctx.rank == odd else usual)(ctx)
+
+    with open_world(KINDS[odd % len(KINDS)], 4, nodes=(0, 0, 1, 1), timeout_s=20) as world:
+        world.run(begin)
+        world.run(act)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("silent", [0, 3])
+def test_a_rank_that_does_not_call_is_named_on_all(kind: str, silent: int) -> None:
+    def act(ctx: DistributedContext) -> None:
+        if ctx.rank != silent:
+            with pytest.raises(OperationTimeout, match="all_reduce") as caught:
+                ctx.all_reduce(x(100_000), algorithm=TWO_LEVEL, timeout=0.5)
+            assert caught.value.rank == silent, caught.value
+            assert "two-level" in caught.value.operation
+
+    with open_world(kind, 4, nodes=(0, 0, 1, 1)) as world:
+        world.run(begin)
+        world.run(act)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_leaves_is_lost_to_every_rank_of_every_node(kind: str) -> None:
+    def act(ctx: DistributedContext) -> None:
+        if ctx.rank == 3:
+            ctx.close()
+        else:
+            with pytest.raises(PeerLost) as caught:
+                ctx.all_reduce(x(100_000), algorithm=TWO_LEVEL)
+            assert caught.value.rank == 3
+
+    with open_world(kind, 5, nodes=(0, 0, 1, 1, 2)) as world:
+        world.run(begin)
+        world.run(act)
