@@ -189,7 +189,7 @@ class Crew:
 
     def _environment(self) -> dict[str, str]:
         place, world = self._place, range(self.world_size)
-        is_local = place.local_rank(self.world_size - 1) > 0
+        most_local = max(place.local_rank(rank) for rank in world) + 1
         mine = self._ports.enter_context(reserved_ports(len(self._ranks)))
         ports = [port for each in place.exchange({"ports": mine}) for port in each["ports"]]
         hosts = self._folder / "mlx-hosts.json"
@@ -209,7 +209,7 @@ class Crew:
             "MASTER_ADDR": place.address(0),
             "MASTER_PORT": str(ports[0]),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size if is_local else 1),
+            "LOCAL_WORLD_SIZE": str(most_local),
             **self.peer.environment,
         }
 

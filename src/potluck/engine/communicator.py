@@ -25,7 +25,7 @@ from potluck.engine.layout import Array, lay_out
 from potluck.engine.mailbox import ANY_SOURCE, Receiving, sending
 from potluck.engine.reduction import check
 from potluck.engine.running import RunningPlan, as_bytes
-from potluck.engine.two_level import TwoLevel, summed
+from potluck.engine.two_level import NO_LEVELS, TwoLevel, summed
 from potluck.engine.window_setup import NO_WINDOW, ChannelWindow, Request
 from potluck.engine.windows import WindowWork
 from potluck.engine.work import Work, deadline_after, finished
@@ -38,11 +38,6 @@ SEGMENT_BYTES = 1024 * 1024
 MAX_EARLY_BYTES = 64 * 1024 * 1024
 
 _EMPTY = np.empty(0, dtype=np.uint8)
-
-NO_LEVELS = (
-    "algorithm='two-level' needs several nodes, one of them with several workers, and windows "
-    "switched on"
-)
 
 
 class Communicator:
@@ -286,13 +281,10 @@ class Communicator:
         return Communicator(self.group, self._family, channel, members)
 
     def _keyed(self, members: tuple[int, ...], key: str, *, is_level: bool = False) -> Communicator:
-        return self._family.named(
-            members,
-            key,
-            lambda channel: Communicator(
-                self.group, self._family, channel, members, is_level=is_level
-            ),
-        )
+        def make(channel: int) -> Communicator:
+            return Communicator(self.group, self._family, channel, members, is_level=is_level)
+
+        return self._family.named(members, key, make)
 
     # -- life
 
@@ -381,12 +373,9 @@ class Communicator:
         """``number``: the call's, if it has one already; ``work``: likewise."""
         operation, described, root = request.operation, request.described, request.root
         result, encoding = request.result, request.encoding
-        chosen = request.algorithm or choose(
-            operation, described.nbytes, self.world_size, nodes=self._nodes
-        )
-        plan = make_plan(
-            operation, chosen, self.world_size, self.rank, root=root, nodes=self._nodes
-        )
+        nodes, world = self._nodes, self.world_size
+        chosen = request.algorithm or choose(operation, described.nbytes, world, nodes=nodes)
+        plan = make_plan(operation, chosen, world, self.rank, root=root, nodes=nodes)
         call = self._call(request, chosen, on_behalf_of)
         work = work or Work(str(call), result)
         chunks = lay_out(plan, _flat(request.source), _flat(result))
@@ -417,10 +406,8 @@ class Communicator:
         return Call(
             request.operation,
             algorithm,
-            request.described.dtype.name,
-            request.described.shape,
-            request.op,
-            request.root,
+            *(request.described.dtype.name, request.described.shape),
+            *(request.op, request.root),
             self._family.loop.segment_bytes,
             self._ranks if self._channel else (),
             request.encoding.codec.name if request.encoding is not None else "",
@@ -472,11 +459,9 @@ class Communicator:
 
     def _compare(self, whole: Call, timeout_s: float) -> Work:
         """A barrier over links that ends once all ranks have called ``whole``."""
-        nothing = (_EMPTY, _EMPTY, _EMPTY, None, 0)
-        how = Algorithm.HIERARCHICAL
-        return self._run_over_links(
-            Request(Operation.BARRIER, *nothing, timeout_s, how, whole=whole)
-        )
+        how, nothing = Algorithm.HIERARCHICAL, (_EMPTY, _EMPTY, _EMPTY)
+        asked = Request(Operation.BARRIER, *nothing, None, 0, timeout_s, how, whole=whole)
+        return self._run_over_links(asked)
 
     # -- windows
 

@@ -36,6 +36,11 @@ _BETWEEN_S, _OUTWARD_S = 2 * ANSWER_S, 4 * ANSWER_S
 must not be blamed first."""
 
 
+NO_LEVELS = (
+    "algorithm='two-level' needs several nodes, one of them with several workers, and windows "
+    "switched on"
+)
+
 _BY_RANK = frozenset({Operation.ALL_GATHER, Operation.REDUCE_SCATTER})
 """What describes these is one rank's part of the data."""
 

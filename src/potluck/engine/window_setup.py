@@ -108,6 +108,8 @@ class Request:
 
     def label(self) -> str:
         """The call, as errors name it."""
+        if self.whole is not None:
+            return str(self.whole)
         return _label(self.operation, self.algorithm, self.described, self.op, self.root)
 
 
@@ -160,7 +162,7 @@ class ChannelWindow:
         ValueError if the caller wants the window and nothing else.
         """
         if self.state is State.ASKING or self.takes(request):
-            call = str(request.whole) if request.whole is not None else request.label()
+            call = request.label()
             with self._lock:
                 if self.state is State.ASKING or self.takes(request):
                     return self._begin(request, call)

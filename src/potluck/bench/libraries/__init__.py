@@ -64,6 +64,15 @@ PEERS = {
             "plain mode: TCP with checksums, not encrypted; for a cable between trusted machines",
             environment=_NO_WINDOWS | {"POTLUCK_WIRE": "plain"},
         ),
+        *(
+            Peer(
+                f"potluck-{algorithm}",
+                "ours",
+                f"as it comes, but all_reduce always {algorithm}",
+                arguments={"algorithm": algorithm},
+            )
+            for algorithm in ("ring", "hierarchical", "two-level")
+        ),
         Peer(
             "potluck-bf16",
             "ours",
