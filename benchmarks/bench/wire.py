@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.placements import InHosts
-
 from potluck.bench.comparison import crews
 from potluck.testing.hosts import INTERFACE, Host, Network
 
