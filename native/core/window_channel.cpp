@@ -127,9 +127,9 @@ bool Channel::has_not_called(int who, std::uint32_t base) const {
 bool Channel::prepare_sleep(const Need& need, Watch* watch) {
     Seat& me = mine();
     *watch = {&me.bell, me.bell.load(std::memory_order_seq_cst)};
-    me.want.store(wish(need.who, need.tick), std::memory_order_seq_cst);
+    me.want.store(wish(need.who, need.tick + need.ahead), std::memory_order_seq_cst);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    return !has(need) && verdict(need) == Outcome::PENDING;
+    return !has({need.who, need.tick + need.ahead}) && verdict(need) == Outcome::PENDING;
 }
 
 Outcome Channel::wait(const Need& need, std::int64_t until_ns) {

@@ -21,10 +21,12 @@ enum class Outcome : int {
     LEFT = 5,      // `culprit` closed its context
 };
 
-// What a movement must see before it can go on: that `who` (a rank or ALL) has reached `tick`.
+// What a movement must see before it can go on: that `who` (a rank or ALL) has reached `tick`. Once
+// it sleeps it need not be woken before they are `ahead` ticks further: fewer, longer turns.
 struct Need {
     int who = ALL;
     std::uint32_t tick = 0;
+    std::uint32_t ahead = 0;
 };
 
 class Channel {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/window_copy.hpp"
+
 namespace potluck::window {
 
 namespace {
@@ -11,8 +13,9 @@ namespace {
 constexpr std::size_t LINE = 64;
 // So much is combined at a time, so that what is read again right after is still near.
 constexpr std::size_t BITE = 16 * 1024;
-// A slot is written in one round, may hold results in the next, and is read in the one after.
-constexpr std::uint32_t ROUNDS_IN_USE = 3;
+// A slot is written in one round and read in the next; with slices, which are results until then, in
+// the one after. A rank that is in round r of its calls has ended what it did in rounds before.
+constexpr std::uint32_t MOST_ROUNDS_IN_USE = 3;
 
 std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
 
@@ -24,11 +27,9 @@ Outcome Movement::step(Channel& channel) {
         begin(channel);
     }
     for (; iteration_ < num_blocks_ + depth_; ++iteration_) {
-        const std::uint32_t round = base_ + static_cast<std::uint32_t>(iteration_);
         if (stage_ == 0) {
             if (iteration_ < num_blocks_ && gives()) {
-                const auto slots = static_cast<std::uint32_t>(channel.shape.num_slots);
-                need_ = {ALL, round - slots + ROUNDS_IN_USE};
+                need_ = free_slot();
                 if (!channel.has(need_)) return Outcome::PENDING;
                 give(iteration_);
             }
@@ -37,7 +38,6 @@ Outcome Movement::step(Channel& channel) {
         if (stage_ == 1) {
             if (iteration_ > 0 && listens()) {
                 need_ = takes();
-                need_.tick = round;
                 if (!channel.has(need_)) return Outcome::PENDING;
                 if (!has_compared_) {
                     channel.culprit = channel.dissenter(need_.who, call_.fingerprint);
@@ -80,6 +80,8 @@ void Movement::begin(Channel& channel) {
             break;
     }
     most = most / unit * unit;
+    const bool collects = call_.kind == Kind::ALL_GATHER || call_.kind == Kind::ALL_TO_ALL;
+    is_large_ = bytes * world * (collects ? world : 1) > CACHED_BYTES;
     num_blocks_ = static_cast<int>(std::max<std::size_t>(1, (call_.count + most - 1) / most));
     const auto blocks = static_cast<std::size_t>(num_blocks_);
     block_ = std::min(most, round_up((call_.count + blocks - 1) / blocks, unit));
@@ -113,9 +115,28 @@ bool Movement::listens() const {
     }
 }
 
+Need Movement::free_slot() const {
+    const auto index = static_cast<std::uint32_t>(iteration_);
+    const auto slots = static_cast<std::uint32_t>(channel_->shape.num_slots);
+    // This rank's slot may be in use since the call before, which may have been of another kind; but
+    // who is in this call has ended that one.
+    if (index < slots) return {ALL, base_ + std::min(index + MOST_ROUNDS_IN_USE, slots + 1) - slots};
+    if (call_.kind != Kind::BROADCAST) {
+        return {ALL, base_ + index - slots + static_cast<std::uint32_t>(depth_) + 1};
+    }
+    const auto common = static_cast<std::uint32_t>(num_common_slots());
+    // Others' slots, too, until all are in this call.
+    if (index < common) return {ALL, base_ + 1};
+    return {ALL, base_ + index - common + 2, common / 2 - 1};
+}
+
 Need Movement::takes() const {
-    const bool from_root = call_.kind == Kind::BROADCAST || call_.kind == Kind::SCATTER;
-    return {from_root ? call_.root : ALL, 0};
+    const std::uint32_t round = base_ + static_cast<std::uint32_t>(iteration_);
+    if (call_.kind == Kind::SCATTER) return {call_.root, round};
+    if (call_.kind != Kind::BROADCAST) return {ALL, round};
+    // Both sides' `ahead` together are less than the slots: never do they wait for each other.
+    const int ahead = std::min(num_common_slots() / 2 - 1, num_blocks_ - iteration_);
+    return {call_.root, round, static_cast<std::uint32_t>(ahead)};
 }
 
 Movement::Span Movement::block(int index) const {
@@ -136,6 +157,15 @@ char* Movement::slot(int of_rank, int index) const {
     return channel_->slot(of_rank, base_ + static_cast<std::uint32_t>(index));
 }
 
+// Where block `index` of a broadcast lies: in the root's slots, then in those of the ranks after it.
+char* Movement::common_slot(int index) const {
+    return slot((call_.root + index / channel_->shape.num_slots) % channel_->shape.world, index);
+}
+
+int Movement::num_common_slots() const {
+    return channel_->shape.num_slots * channel_->shape.world;
+}
+
 // Combining from several sources would overwrite one of them before it is read.
 bool Movement::is_over_own_part() const {
     const auto me = static_cast<std::size_t>(channel_->rank);
@@ -147,11 +177,16 @@ void Movement::copy_slice(char* to, const char* from, std::size_t length) const 
     if (length != 0 && to != from) std::memcpy(to, from, length * call_.itemsize);
 }
 
+void Movement::copy_out(char* to, const char* from, std::size_t length) const {
+    if (!is_large_) return copy_slice(to, from, length);
+    if (length != 0 && to != from) stream(to, from, length * call_.itemsize);
+}
+
 void Movement::give(int index) {
     const int rank = channel_->rank, world = channel_->shape.world;
     const std::size_t size = call_.itemsize;
     const Span span = block(index);
-    char* mine = slot(rank, index);
+    char* mine = call_.kind == Kind::BROADCAST ? common_slot(index) : slot(rank, index);
     switch (call_.kind) {
         case Kind::BARRIER:
             break;
@@ -239,10 +274,10 @@ void Movement::take(int index) {
             for (int i = 0; i < world; ++i) {
                 const int other = (rank + i) % world;
                 const auto part = static_cast<std::size_t>(other) * call_.count + span.at;
-                copy_slice(call_.result + part * size,
-                           other == rank ? call_.source + part * size
-                                         : slot(other, index) + me * block_ * size,
-                           span.length);
+                copy_out(call_.result + part * size,
+                         other == rank ? call_.source + part * size
+                                       : slot(other, index) + me * block_ * size,
+                         span.length);
             }
             break;
         case Kind::ALL_GATHER:
@@ -250,17 +285,17 @@ void Movement::take(int index) {
             for (int i = 0; i < world; ++i) {
                 const int other = (rank + i) % world;
                 const auto part = static_cast<std::size_t>(other) * call_.count + span.at;
-                copy_slice(call_.result + part * size,
-                           other == rank ? call_.source + span.at * size : slot(other, index),
-                           span.length);
+                copy_out(call_.result + part * size,
+                         other == rank ? call_.source + span.at * size : slot(other, index),
+                         span.length);
             }
             break;
         case Kind::BROADCAST:
-            copy_slice(call_.result + span.at * size, slot(call_.root, index), span.length);
+            copy_out(call_.result + span.at * size, common_slot(index), span.length);
             break;
         case Kind::SCATTER:
-            copy_slice(call_.result + span.at * size,
-                       slot(call_.root, index) + me * block_ * size, span.length);
+            copy_out(call_.result + span.at * size,
+                     slot(call_.root, index) + me * block_ * size, span.length);
             break;
     }
 }

@@ -9,7 +9,9 @@
 //      and a third stage copies the others' slices of block i - 2 out]
 //     and counts one tick.
 //
-// So there is one synchronisation per block, not two or three. Contributions are always combined
+// So there is one synchronisation per block, not two or three. The root of a broadcast, whose slots
+// alone would be in use, goes on into all others': it may be far ahead, and ranks that share a core
+// take few, long turns. Contributions are always combined
 // in the order of the ranks, by whoever combines them: results are the same bits on every rank
 // and for both ways of reducing.
 #pragma once
@@ -70,6 +72,7 @@ private:
 
     void begin(Channel& channel);
     bool gives() const;     // writes into its slot
+    Need free_slot() const;  // what must be before it writes block `iteration_`
     Need takes() const;     // whom it must have heard of before it reads
     bool listens() const;   // reads at all
     Span block(int index) const;
@@ -79,7 +82,10 @@ private:
     void bring_home(int index);
     bool is_over_own_part() const;
     void copy_slice(char* to, const char* from, std::size_t length) const;
+    void copy_out(char* to, const char* from, std::size_t length) const;
     char* slot(int of_rank, int index) const;
+    char* common_slot(int index) const;
+    int num_common_slots() const;
 
     Call call_;
     Channel* channel_ = nullptr;
@@ -87,6 +93,7 @@ private:
     std::uint32_t base_ = 0;
     std::size_t block_ = 0;  // elements
     int num_blocks_ = 0;
+    bool is_large_ = false;  // results together are more than caches hold
     int depth_ = 1;          // 2: slices are combined by their owners and copied out by the others
     int iteration_ = 0;
     int stage_ = 0;

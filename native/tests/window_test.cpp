@@ -194,6 +194,18 @@ void check_kinds(int world) {
     });
 }
 
+// Results beyond the caches, and more blocks of a broadcast than all ranks have slots.
+void check_large(int world) {
+    const Memory memory(shape_of(world, 64 * 1024));
+    in_processes(world, [&](int rank) {
+        Rank me(memory, rank, 2'000);
+        for (const auto kind : {Kind::BROADCAST, Kind::ALL_GATHER, Kind::GATHER, Kind::ALL_TO_ALL,
+                                Kind::SCATTER, Kind::BARRIER, Kind::BROADCAST}) {
+            check_call(me, kind, kind == Kind::BROADCAST ? 4'500'003 : 1'500'001, world - 1, false);
+        }
+    });
+}
+
 // Random programs: equal on all ranks, with pauses of their own.
 void check_programs(int world, unsigned seed) {
     const Memory memory(shape_of(world, 4096));
@@ -349,6 +361,7 @@ int main(int argc, char** argv) {
         return bench(std::atoi(argv[2]), std::strtoull(argv[3], nullptr, 10), slot, small);
     }
     for (const int world : {2, 3, 5}) check_kinds(world);
+    check_large(3);
     for (unsigned seed = 0; seed < 3; ++seed) check_programs(2 + static_cast<int>(seed), seed);
     check_disagreement();
     check_absence();
