@@ -219,8 +219,8 @@ void loop(nb::module_& m) {
         .value("DISTRUSTED", TlsStatus::distrusted);
 
     nb::class_<TlsContext>(m, "TlsContext")
-        .def(nb::init<const std::string&, const std::string&, bool>(), nb::arg("ca"),
-             nb::arg("chain"), nb::arg("is_server"));
+        .def(nb::init<const std::string&, const std::string&, bool, uint64_t>(), nb::arg("ca"),
+             nb::arg("chain"), nb::arg("is_server"), nb::arg("records_per_key"));
 
     nb::class_<Stream>(m, "Stream");
 
@@ -256,6 +256,7 @@ void loop(nb::module_& m) {
                  const std::string der = stream.peer_certificate();
                  return nb::bytes(der.data(), der.size());
              })
+        .def_prop_ro("num_keys", &TlsStream::num_keys)
         .def_prop_ro("error", &TlsStream::error)
         .def_prop_ro("reason", &TlsStream::reason);
 

@@ -12,22 +12,15 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
-#include <cstring>
+#include <string_view>
 
 namespace potluck {
 
 namespace {
 
-constexpr size_t record_bytes = 16 * 1024;
-// What waits for the kernel, and what one call asks it for.
-constexpr size_t out_bytes = 256 * 1024;
-constexpr size_t in_bytes = 256 * 1024;
-
-#ifdef MSG_NOSIGNAL
-constexpr int send_flags = MSG_NOSIGNAL;
-#else
-constexpr int send_flags = 0;
-#endif
+// The fastest first, where the processor has AES instructions; OpenSSL's order is 256 bits first.
+constexpr char ciphers[] =
+    "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256";
 
 std::string reason_of(unsigned long code) {
     const char* text = ERR_reason_error_string(code);
@@ -68,44 +61,6 @@ bool trust(X509_STORE* store, const std::string& pem) {
 
 }  // namespace
 
-// -- the context
-
-TlsContext::TlsContext(const std::string& ca, const std::string& chain, bool is_server)
-    : context_(SSL_CTX_new(is_server ? TLS_server_method() : TLS_client_method())),
-      is_server_(is_server) {
-    ERR_clear_error();
-    bool is_made = context_ != nullptr &&
-                   SSL_CTX_set_min_proto_version(context_, TLS1_3_VERSION) == 1 &&
-                   SSL_CTX_set_max_proto_version(context_, TLS1_3_VERSION) == 1;
-    if (is_made) {
-        // No resumption: every connection proves its key anew, and no ticket waits to be read.
-        SSL_CTX_set_options(context_, SSL_OP_NO_TICKET | SSL_OP_NO_COMPRESSION);
-        SSL_CTX_set_num_tickets(context_, 0);
-        SSL_CTX_set_session_cache_mode(context_, SSL_SESS_CACHE_OFF);
-        SSL_CTX_set_mode(context_, SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER | SSL_MODE_AUTO_RETRY);
-        SSL_CTX_set_verify(context_, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
-        is_made = trust(SSL_CTX_get_cert_store(context_), ca);
-    }
-    if (is_made) {
-        const BioPtr mine = bytes_of(chain);
-        const X509Ptr certificate(PEM_read_bio_X509(mine.get(), nullptr, nullptr, nullptr));
-        const BioPtr again = bytes_of(chain);
-        EVP_PKEY* key = PEM_read_bio_PrivateKey(again.get(), nullptr, nullptr, nullptr);
-        is_made = certificate && key != nullptr &&
-                  SSL_CTX_use_certificate(context_, certificate.get()) == 1 &&
-                  SSL_CTX_use_PrivateKey(context_, key) == 1 &&
-                  SSL_CTX_check_private_key(context_) == 1;
-        EVP_PKEY_free(key);
-    }
-    if (!is_made) {
-        const std::string why = reason_of(ERR_get_error());
-        SSL_CTX_free(context_);
-        throw std::runtime_error("OpenSSL does not take these credentials: " + why);
-    }
-}
-
-TlsContext::~TlsContext() { SSL_CTX_free(context_); }
-
 // -- OpenSSL's view of the socket
 
 struct TlsMemory {
@@ -113,27 +68,15 @@ struct TlsMemory {
         auto& stream = *static_cast<TlsStream*>(BIO_get_data(bio));
         BIO_clear_retry_flags(bio);
         if (count <= 0) return 0;
-        auto wanted = static_cast<size_t>(count);
-        if (stream.in_at_ < stream.in_end_) {
-            wanted = std::min(wanted, stream.in_end_ - stream.in_at_);
-            std::memcpy(buffer, stream.in_.data() + stream.in_at_, wanted);
-            stream.in_at_ += wanted;
-            return static_cast<int>(wanted);
-        }
-        if (!stream.reads_ahead_) return receive(bio, stream, buffer, wanted);
-        const int came = receive(bio, stream, stream.in_.data(), stream.in_.size());
-        if (came <= 0) return came;
-        wanted = std::min(wanted, static_cast<size_t>(came));
-        std::memcpy(buffer, stream.in_.data(), wanted);
-        stream.in_at_ = wanted;
-        stream.in_end_ = static_cast<size_t>(came);
-        return static_cast<int>(wanted);
+        return receive(bio, stream, buffer, static_cast<size_t>(count));
     }
 
     static int write(BIO* bio, const char* data, int count) {
         auto& stream = *static_cast<TlsStream*>(BIO_get_data(bio));
         BIO_clear_retry_flags(bio);
+        stream.out_.resize(stream.out_end_);
         stream.out_.insert(stream.out_.end(), data, data + count);
+        stream.out_end_ = stream.out_.size();
         return count;
     }
 
@@ -157,6 +100,23 @@ struct TlsMemory {
         return made;
     }
 
+    // A line for a key log, of which this process keeps the secrets of its own records.
+    static void on_secret(const SSL* ssl, const char* line) {
+        static_cast<TlsStream*>(BIO_get_data(SSL_get_rbio(ssl)))->learn(line);
+    }
+
+    // Every record and every message of a handshake, either way.
+    static void on_message(int is_sent, int, int type, const void* data, size_t count, SSL* ssl,
+                           void*) {
+        auto& stream = *static_cast<TlsStream*>(BIO_get_data(SSL_get_rbio(ssl)));
+        if (type == SSL3_RT_HEADER) {
+            ++(is_sent ? stream.sends_ : stream.receives_).num_records;
+        } else if (type == SSL3_RT_HANDSHAKE && count > 0 &&
+                   *static_cast<const uint8_t*>(data) == SSL3_MT_KEY_UPDATE) {
+            stream.has_changed_keys_ = true;
+        }
+    }
+
 private:
     static int receive(BIO* bio, TlsStream& stream, void* buffer, size_t count) {
         while (true) {
@@ -176,6 +136,49 @@ private:
         }
     }
 };
+
+// -- the context
+
+TlsContext::TlsContext(const std::string& ca, const std::string& chain, bool is_server,
+                       uint64_t records_per_key)
+    : context_(SSL_CTX_new(is_server ? TLS_server_method() : TLS_client_method())),
+      is_server_(is_server),
+      records_per_key_(records_per_key) {
+    ERR_clear_error();
+    bool is_made = context_ != nullptr &&
+                   SSL_CTX_set_min_proto_version(context_, TLS1_3_VERSION) == 1 &&
+                   SSL_CTX_set_max_proto_version(context_, TLS1_3_VERSION) == 1 &&
+                   SSL_CTX_set_ciphersuites(context_, ciphers) == 1;
+    if (is_made) {
+        // No resumption: every connection proves its key anew, and no ticket waits to be read.
+        SSL_CTX_set_options(context_, SSL_OP_NO_TICKET | SSL_OP_NO_COMPRESSION);
+        SSL_CTX_set_num_tickets(context_, 0);
+        SSL_CTX_set_session_cache_mode(context_, SSL_SESS_CACHE_OFF);
+        SSL_CTX_set_mode(context_, SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER | SSL_MODE_AUTO_RETRY);
+        SSL_CTX_set_verify(context_, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
+        SSL_CTX_set_keylog_callback(context_, TlsMemory::on_secret);
+        SSL_CTX_set_msg_callback(context_, TlsMemory::on_message);
+        is_made = trust(SSL_CTX_get_cert_store(context_), ca);
+    }
+    if (is_made) {
+        const BioPtr mine = bytes_of(chain);
+        const X509Ptr certificate(PEM_read_bio_X509(mine.get(), nullptr, nullptr, nullptr));
+        const BioPtr again = bytes_of(chain);
+        EVP_PKEY* key = PEM_read_bio_PrivateKey(again.get(), nullptr, nullptr, nullptr);
+        is_made = certificate && key != nullptr &&
+                  SSL_CTX_use_certificate(context_, certificate.get()) == 1 &&
+                  SSL_CTX_use_PrivateKey(context_, key) == 1 &&
+                  SSL_CTX_check_private_key(context_) == 1;
+        EVP_PKEY_free(key);
+    }
+    if (!is_made) {
+        const std::string why = reason_of(ERR_get_error());
+        SSL_CTX_free(context_);
+        throw std::runtime_error("OpenSSL does not take these credentials: " + why);
+    }
+}
+
+TlsContext::~TlsContext() { SSL_CTX_free(context_); }
 
 // -- one connection
 
@@ -197,7 +200,26 @@ TlsStream::TlsStream(std::shared_ptr<TlsContext> context, int fd, std::string pe
     }
 }
 
-TlsStream::~TlsStream() { SSL_free(ssl_); }
+TlsStream::~TlsStream() {
+    SSL_free(ssl_);
+    OPENSSL_cleanse(sends_.secret.data(), sends_.secret.size());
+    OPENSSL_cleanse(receives_.secret.data(), receives_.secret.size());
+}
+
+// What protects application data from now on, in one direction.
+void TlsStream::learn(const char* line) {
+    const std::string_view text(line);
+    const size_t space = text.find(' ');
+    const bool is_clients = text.substr(0, space) == "CLIENT_TRAFFIC_SECRET_0";
+    if (!is_clients && text.substr(0, space) != "SERVER_TRAFFIC_SECRET_0") return;
+    Keys& keys = is_clients == context_->is_server() ? receives_ : sends_;
+    long count = 0;
+    uint8_t* secret = OPENSSL_hexstr2buf(line + text.rfind(' ') + 1, &count);
+    if (secret == nullptr) return;
+    keys.secret.assign(secret, secret + count);
+    keys.num_records = 0;
+    OPENSSL_clear_free(secret, static_cast<size_t>(count));
+}
 
 TlsStatus TlsStream::handshake() {
     ERR_clear_error();
@@ -242,14 +264,7 @@ std::string TlsStream::peer_certificate() const {
 size_t TlsStream::pending() const { return static_cast<size_t>(SSL_pending(ssl_)); }
 
 bool TlsStream::is_clean() const {
-    return in_at_ == in_end_ && SSL_has_pending(ssl_) == 0 && unsent() == 0 && !is_owing_;
-}
-
-void TlsStream::take_over(std::string peer) {
-    peer_ = std::move(peer);
-    reads_ahead_ = true;
-    in_.resize(in_bytes);
-    out_.reserve(out_bytes + 2 * record_bytes);
+    return SSL_has_pending(ssl_) == 0 && unsent() == 0 && !is_owing_;
 }
 
 // What became of a call on `ssl_` that returned `result`.
@@ -274,89 +289,6 @@ TlsStatus TlsStream::judge(int result) {
         return TlsStatus::refused;
     }
     return TlsStatus::ended;
-}
-
-// Hand what OpenSSL wrote to the kernel.
-TlsStatus TlsStream::push() {
-    while (out_at_ < out_.size()) {
-        const ssize_t left =
-            ::send(fd_, out_.data() + out_at_, out_.size() - out_at_, send_flags);
-        if (left >= 0) {
-            out_at_ += static_cast<size_t>(left);
-        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            return TlsStatus::wants_write;
-        } else if (errno != EINTR) {
-            error_ = errno;
-            return TlsStatus::failed;
-        }
-    }
-    out_.clear();
-    out_at_ = 0;
-    return TlsStatus::done;
-}
-
-void TlsStream::end(TlsStatus status, const char* doing) {
-    if (status == TlsStatus::ended) {
-        end_ = peer_ + " closed the connection while " + doing;
-    } else if (status == TlsStatus::failed) {
-        end_ = "connection to " + peer_ + " failed while " + doing + ": " + std::strerror(error_);
-    } else {
-        end_ = "link to " + peer_ + " broke while " + doing + ": " + reason_;
-    }
-    throw LinkError(end_);
-}
-
-size_t TlsStream::send(const uint8_t* data, size_t count) {
-    if (!end_.empty()) throw LinkError(end_);
-    size_t total = 0;
-    while (total < count) {
-        if (unsent() >= out_bytes) {
-            flush();
-            if (unsent() >= out_bytes) break;
-        }
-        size_t taken = 0;
-        ERR_clear_error();
-        const size_t size = std::min(count - total, record_bytes);
-        const TlsStatus status = judge(SSL_write_ex(ssl_, data + total, size, &taken));
-        if (status == TlsStatus::wants_read || status == TlsStatus::wants_write) break;
-        if (status != TlsStatus::done) end(status, "sending");
-        total += taken;
-    }
-    return total;
-}
-
-void TlsStream::flush() {
-    if (!end_.empty()) throw LinkError(end_);
-    if (push() == TlsStatus::failed) end(TlsStatus::failed, "sending");
-    if (out_at_ > out_bytes / 2) {
-        out_.erase(out_.begin(), out_.begin() + static_cast<std::ptrdiff_t>(out_at_));
-        out_at_ = 0;
-    }
-}
-
-size_t TlsStream::recv(uint8_t* buffer, size_t count) {
-    if (!end_.empty()) throw LinkError(end_);
-    size_t total = 0;
-    while (total < count) {
-        size_t taken = 0;
-        ERR_clear_error();
-        const TlsStatus status = judge(SSL_read_ex(ssl_, buffer + total, count - total, &taken));
-        if (status == TlsStatus::wants_read || status == TlsStatus::wants_write) break;
-        if (status != TlsStatus::done) {
-            try {
-                end(status, "receiving");
-            } catch (const LinkError&) {
-                if (total == 0) throw;
-                break;
-            }
-        }
-        total += taken;
-    }
-    return total;
-}
-
-bool TlsStream::is_readable() const {
-    return !end_.empty() || in_at_ < in_end_ || SSL_pending(ssl_) > 0;
 }
 
 }  // namespace potluck

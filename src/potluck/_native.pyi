@@ -37,7 +37,7 @@ class TlsStatus(Enum):
     DISTRUSTED = 6
 
 class TlsContext:
-    def __init__(self, ca: str, chain: str, is_server: bool) -> None: ...
+    def __init__(self, ca: str, chain: str, is_server: bool, records_per_key: int) -> None: ...
 
 class Stream: ...
 
@@ -46,6 +46,7 @@ class PlainStream(Stream):
 
 class TlsStream(Stream):
     error: int
+    num_keys: int
     reason: str
     def __init__(self, context: TlsContext, fd: int, peer: str) -> None: ...
     def handshake(self) -> TlsStatus: ...

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from potluck._native import TlsContext, TlsStatus
 
 
+RECORDS_PER_KEY = 1 << 24
+"""AES-GCM is good for 2^24.5 full records of one key (RFC 8446, section 5.5)."""
+
+
 def is_available() -> bool:
     """Whether the native core is here and was built with OpenSSL."""
     return native.available and hasattr(native.core, "TlsContext")
@@ -28,9 +32,21 @@ def is_available() -> bool:
 class NativeContext:
     """What one side of connections shows and trusts: the twin of an ``ssl.SSLContext``."""
 
-    def __init__(self, authorities: bytes, chain: bytes, *, server_side: bool) -> None:
-        """``authorities``: certificates; ``chain``: the node's certificate and key. Both PEM."""
-        self._context = native.core.TlsContext(authorities.decode(), chain.decode(), server_side)
+    def __init__(
+        self,
+        authorities: bytes,
+        chain: bytes,
+        *,
+        server_side: bool,
+        records_per_key: int = RECORDS_PER_KEY,
+    ) -> None:
+        """``authorities``: certificates; ``chain``: the node's certificate and key. Both PEM.
+
+        ``records_per_key``: after so many records the native loop changes the key it sends with.
+        """
+        self._context = native.core.TlsContext(
+            authorities.decode(), chain.decode(), server_side, records_per_key
+        )
 
     def wrap(self, sock: socket.socket) -> NativeTlsSocket:
         """``sock`` under TLS, its handshake still to be made. Takes ``sock`` over."""
