@@ -42,6 +42,6 @@ def test_a_flood_a_scan_and_a_crowd_cost_little_and_keep_nobody_out(
     fault += "4 GiB, 500 idle connections"
     figures.take(fault, "a real peer is in one view after", found, asked=3.0, page=PAGE)
     figures.take(fault, "the agent grows by", grown, asked=64, unit="MiB", page=PAGE)
-    rate = len(lines) / seconds
+    rate = (len(lines) - 1) / seconds  # the first is due at once
     figures.take(fault, "log lines:", round(rate, 2), asked=1, unit="a second", page=PAGE)
     assert lines, "it is told to the person at the machine"

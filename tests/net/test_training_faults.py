@@ -1,0 +1,158 @@
+"""What training on three hosts makes of faults, with figures: minutes, so only with --long. That a
+job gets through each of these is tested in ``test_jobs.py``, too."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from potluck.cluster.keyring import replace_secret
+from potluck.testing.clusters import PSK, ClusterOfHosts, Machine
+from potluck.testing.commands import Command
+from potluck.testing.figures import Figures
+from potluck.training.sampler import Schedule
+
+pytestmark = [pytest.mark.needs_root_netns, pytest.mark.long, pytest.mark.timeout(400)]
+
+TRAINING = Path(__file__).parent / "scripts" / "training" / "sums.py"
+SCHEDULE = Schedule(num_samples=64, batch_size=8, epochs=1_000_000, seed=3)
+COMMITS_S, LEADER_COMMITS_S, CUT_COMMITS_S = 2.0, 5.0, 5.0
+
+
+class Story:
+    """A job on all hosts of a cluster that are up, from the machine ``starter``."""
+
+    def __init__(self, run: Command, stop: Path) -> None:
+        self.run = run
+        self._stop = stop
+
+    def commits(self, num_hosts: int, *, since: int) -> float:
+        """When the first step of a group of so many was committed, of lines after ``since``."""
+        return self.run.when(f"of {num_hosts}", since=since)
+
+    def goes_on(self, num_hosts: int, num_steps: int = 5) -> None:
+        """So many steps more, in a group of so many."""
+        for _ in range(num_steps):
+            self.commits(num_hosts, since=self.run.mark)
+
+    def ends(self, num_finished: int) -> None:
+        """All who are in end after the same step, with every sample of every step counted once."""
+        self._stop.touch()
+        assert self.run.finish() == 0, self.run.text
+        found = re.findall(r"counted (\d+) in (\d+) steps, (\w+)", self.run.text)
+        assert len(found) == num_finished, self.run.text
+        assert len(set(found)) == 1, "the hashes of all are equal"
+        assert int(found[0][0]) == right_sum(int(found[0][1]))
+
+
+def right_sum(num_steps: int) -> int:
+    total = committed = 0
+    for _ in range(num_steps):
+        batch = SCHEDULE.batch(committed)
+        total += int(SCHEDULE.share(batch, 0, 1).indices.sum())
+        committed += batch.size
+    return total
+
+
+@contextmanager
+def training(starter: Machine, folder: Path, num_hosts: int) -> Iterator[Story]:
+    stop = folder / "stop"
+    with starter.run(TRAINING, stop) as run:
+        run.wait_for(f"step 5 of {num_hosts}")
+        yield Story(run, stop)
+
+
+def test_agents_with_their_workers_are_killed_and_a_host_is_cut_off(
+    figures: Figures, tmp_path: Path
+) -> None:
+    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
+        machines = cluster.up()
+        leader = cluster.leader(*machines)
+        starter, other = (each for each in machines if each is not leader)
+        with training(starter, tmp_path, 3) as story:
+            fault = "SIGKILL of a node's agent and workers, while training"
+            since, began = story.run.mark, time.monotonic()
+            other.kill_agent()
+            seconds = story.commits(2, since=since) - began
+            figures.take(fault, "the others commit again after", seconds, asked=COMMITS_S)
+            since, began = story.run.mark, time.monotonic()
+            cluster.join(other)
+            seconds = story.commits(3, since=since) - began
+            figures.take(fault, "in again, from the start of its agent, after", seconds)
+            story.goes_on(3)
+
+            fault = "a host is cut off (link down), while training"
+            since, began = story.run.mark, time.monotonic()
+            other.cut()
+            seconds = story.commits(2, since=since) - began
+            figures.take(fault, "the others commit again after", seconds, asked=CUT_COMMITS_S)
+            since, began = story.run.mark, time.monotonic()
+            other.heal()
+            seconds = story.commits(3, since=since) - began
+            figures.take(fault, "all three commit after the heal", seconds)
+            story.goes_on(3)
+
+            fault = "SIGKILL of the leader's agent and workers, while training"
+            since, began = story.run.mark, time.monotonic()
+            leader.kill_agent()
+            seconds = story.commits(2, since=since) - began
+            figures.take(fault, "the others commit again after", seconds, asked=LEADER_COMMITS_S)
+            story.goes_on(2)
+            story.ends(2)
+            figures.take(fault, "samples lost or counted twice:", 0, asked=0, unit="")
+
+
+def test_a_new_secret_and_a_ban_while_training(figures: Figures, tmp_path: Path) -> None:
+    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
+        for each in cluster.machines:
+            del each.environment["POTLUCK_PSK"]
+            replace_secret(each.home, bytes.fromhex(PSK))
+        machines = cluster.up()
+        leader = cluster.leader(*machines)
+        starter, other = (each for each in machines if each is not leader)
+        with training(starter, tmp_path, 3) as story:
+            views = [each.command.text.count("epoch ") for each in machines]
+            rotated = starter.runs("rotate")
+            assert rotated.returncode == 0, rotated.stderr
+            assert "3 nodes have the new secret" in rotated.stdout
+            story.goes_on(3, 20)
+            assert [each.command.text.count("epoch ") for each in machines] == views
+            figures.take("`potluck rotate` while training", "steps lost:", 0, asked=0, unit="")
+            since, began = story.run.mark, time.monotonic()
+            assert starter.runs("ban", other.node).returncode == 0
+            seconds = story.commits(2, since=since) - began
+            fault = "`potluck ban` of a node while training"
+            figures.take(fault, "the others commit again after", seconds)
+            story.goes_on(2, 10)
+            story.ends(2)
+            figures.take(fault, "steps lost:", 0, asked=0, unit="")
+
+
+def test_twenty_joins_and_leaves_in_a_row(figures: Figures, tmp_path: Path) -> None:
+    """Ten times a host leaves (its agent is killed) and comes in again, leaders too."""
+    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
+        machines = cluster.up()
+        starter = machines[1]
+        took = []
+        with training(starter, tmp_path, 3) as story:
+            for number in range(10):
+                guest = (machines[0], machines[2])[number % 2]
+                since = story.run.mark
+                guest.kill_agent()
+                story.commits(2, since=since)
+                since, began = story.run.mark, time.monotonic()
+                cluster.join(guest)
+                took.append(story.commits(3, since=since) - began)
+                story.goes_on(3)
+            story.ends(3)
+        fault = "20 joins and leaves in a row, while training"
+        figures.take(fault, "samples lost or counted twice:", 0, asked=0, unit="")
+        figures.take(fault, "in again, from the start of its agent, after at most", max(took))
+        for each in machines:
+            left = [pid for pid in each.host.pids() if pid != each.command.process.pid]
+            assert not left, "only the agents are left"
