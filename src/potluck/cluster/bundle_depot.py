@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from potluck.cluster.bundle import BundleStore, encode_manifest, read_part, scan
@@ -24,12 +23,12 @@ KEPT_BYTES = 1 << 30
 
 
 class BundleDepot:
-    """``send`` and ``allows`` as in ``BundleServer``."""
+    """``send`` as in ``BundleServer``; whoever has a link may have every bundle."""
 
-    def __init__(self, root: Path, send: Send, allows: Callable[[str], bool]) -> None:
+    def __init__(self, root: Path, send: Send) -> None:
         self._root = root
         self._store = BundleStore(root)
-        self._server = BundleServer(send, allows)
+        self._server = BundleServer(send)
         self._fetcher = BundleFetcher(self._store, send)
         self._here: dict[bytes, Path] = {}
         self._in_use: set[str] = set()

@@ -104,9 +104,8 @@ class NodeAgent:
             self.port = server.port
             self._links = links = ControlLinks(self.credentials, self._introduction, self)
             if self._shop is not None:
-                self._depot = BundleDepot(
-                    self._settings.home / "bundles", links.send, lambda node: self._is_in(node)
-                )
+                # To whoever has a link: who is let in asks before all others know that it is in.
+                self._depot = BundleDepot(self._settings.home / "bundles", links.send)
                 self._jobs = Jobs(self, self._depot)
             self._state.listening(self.port)
             tasks += [asyncio.create_task(self._save()), asyncio.create_task(self._watch_trust())]
@@ -402,9 +401,6 @@ class NodeAgent:
 
     def note(self, text: str) -> None:
         self._note(text)
-
-    def _is_in(self, node: str) -> bool:
-        return self.view is not None and self.view.seat(node) is not None
 
     def status(self) -> local.NodesReply:
         """The cluster as it is seen here now."""
