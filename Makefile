@@ -43,6 +43,12 @@ soak: ## 10,000 seeds of the cluster simulator; names those that fail (ARGS="--c
 	@tools/environment dev
 	@$(BIN)/python -m potluck.testing.cluster_sim $(ARGS)
 
+.PHONY: faults
+faults: ## The table of faults, on hosts (root); into docs/reliability.md and docs/security.md
+	@tools/environment dev
+	@tools/system-packages
+	@$(BIN)/python tests/net/run.py $(ARGS)
+
 .PHONY: torch-suite
 torch-suite: ## torch's own backend tests on Gloo and potluck; writes docs/torch-backend-tests.md
 	@tools/environment dev

@@ -15,6 +15,7 @@ import pytest
 
 from potluck.cluster.identity import load_or_create_identity
 from potluck.cluster.trust import TrustStore
+from potluck.testing.figures import Figures
 from potluck.testing.hosts import Host, Network
 from potluck.transport.credentials import node_id_of
 
@@ -123,7 +124,9 @@ def running(*scripts: Script) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("ways", ["mdns", "beacon", "static"])
-def test_three_hosts_find_each_other_by_one_way_alone(ways: str, tmp_path: Path) -> None:
+def test_three_hosts_find_each_other_by_one_way_alone(
+    ways: str, figures: Figures, tmp_path: Path
+) -> None:
     with Network(3) as network:
         more = {"POTLUCK_PEERS": ",".join(host.address for host in network)}
         scripts = [
@@ -135,12 +138,11 @@ def test_three_hosts_find_each_other_by_one_way_alone(ways: str, tmp_path: Path)
     assert sorted(each["rank"] for each in said) == [0, 1, 2]
     assert all(each["equal"] and each["nodes"] == said[0]["nodes"] for each in said)
     seconds = max(each["seconds"] for each in said)
-    print(f"{ways}: all three in one group after {seconds:.2f} s")
-    assert seconds <= FORM_S
+    figures.take(f"three hosts, {ways} alone", "in one group after", seconds, asked=FORM_S)
 
 
 def test_another_secret_no_secret_and_a_banned_node_stay_out_while_two_work(
-    tmp_path: Path,
+    figures: Figures, tmp_path: Path
 ) -> None:
     with Network(5) as network:
         homes = [tmp_path / str(host.index) for host in network]
@@ -172,6 +174,6 @@ def test_another_secret_no_secret_and_a_banned_node_stay_out_while_two_work(
     assert [each["said"] for each in outside] == ["out"] * 3, outside
     assert [each["found"] for each in outside[:2]] == [0, 0]
     num_bytes, num_seen = map(int, counted.split())
-    print(f"sniffed {num_bytes} bytes of the members' traffic, the marker {num_seen} times")
     assert num_bytes > 800_000, "the tensor itself must have been on the wire"
-    assert num_seen == 0
+    fault = f"a marker tensor of 800,000 bytes, sniffed ({num_bytes:,} bytes) at a member's cable"
+    figures.take(fault, "marker seen:", num_seen, asked=0, unit="times", page="security")

@@ -1,0 +1,81 @@
+"""Networks that are slow or lose packets, and clocks that are wrong: slower only, nobody is
+evicted. Agents only, no job."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from potluck.testing.delay import Delay
+from potluck.testing.figures import Figures
+from potluck.testing.hosts import Network
+from potluck.testing.machines import Machine, form, machines, marks
+
+pytestmark = pytest.mark.needs_root_netns
+
+DAY_S = 86_400
+CLOCK = """
+import os, time
+shift, real, real_ns = int(os.environ["CLOCK_SHIFT_S"]), time.time, time.time_ns
+time.time, time.time_ns = lambda: real() + shift, lambda: real_ns() + shift * 10**9
+"""
+
+
+def test_loss_delay_and_a_narrow_link_evict_nobody(
+    figures: Figures, tmp_path: Path, request: pytest.FixtureRequest, seed: int
+) -> None:
+    """20 s of each with --long, else 4."""
+    seconds = 20.0 if request.config.getoption("--long") else 4.0
+    with Network(3) as network, machines(network, tmp_path) as (ada, bob, carl):
+        trio = (ada, bob, carl)
+        form(*trio)
+
+        def nothing_changes(fault: str) -> None:
+            since = marks(trio)
+            ada.changes_nothing(seconds, since=since[ada])
+            changes = sum(len(each.views_since(since[each])) for each in trio)
+            what = f"views changed in {seconds:g} s:"
+            figures.take(fault, what, changes, asked=0, unit="")
+
+        for each in trio:
+            each.host.lose(0.01)
+        nothing_changes("1% of all packets lost")
+        for each in trio:
+            each.host.lose(0)
+        with Delay(carl.host, 0.050, jitter_s=0.020, seed=seed):
+            nothing_changes("one host 50 +- 20 ms away")
+            shown = {each["node"]: each["latency_ms"] for each in ada.status()["nodes"]}
+            took = shown[carl.node] / 1000
+            fault = "one host 50 +- 20 ms away"
+            figures.take(fault, "one-way latency that `potluck status` shows:", took)
+            assert 0.030 <= took <= 0.200
+            assert shown[bob.node] < shown[carl.node]
+        carl.host.shape("10mbit")
+        nothing_changes("one link at 10 Mbit/s")
+
+
+def test_wall_clocks_that_are_days_apart_have_no_effect(figures: Figures, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(CLOCK)
+    with ExitStack() as stack:
+        network = stack.enter_context(Network(3))
+        trio = []
+        for host, shift in zip(network, (-DAY_S, 0, DAY_S), strict=True):
+            clock = {"PYTHONPATH": str(site), "CLOCK_SHIFT_S": str(shift)}
+            trio.append(stack.enter_context(Machine(host, tmp_path, **clock)))
+        took = form(*trio)
+        fault = "wall clocks one day behind, right, and one day ahead"
+        figures.take(fault, "in one view after", took, asked=5.0)
+        # That the clocks are wrong shows in what they write down for people.
+        met = [json.loads((each.home / "trust.json").read_text())["nodes"] for each in trio]
+        early, right, late = (min(node["since"] for node in nodes) for nodes in met)
+        assert late - right == pytest.approx(DAY_S, abs=600)
+        assert right - early == pytest.approx(DAY_S, abs=600)
+        since = marks(trio)
+        trio[0].changes_nothing(3.5, since=since[trio[0]])
+        changes = sum(len(each.views_since(since[each])) for each in trio)
+        figures.take(fault, "views changed:", changes, asked=0, unit="")
