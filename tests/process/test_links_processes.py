@@ -15,25 +15,35 @@ from pathlib import Path
 
 import pytest
 
+from potluck import native
+
+needs_native = pytest.mark.skipif(not native.available, reason="windows need the native core")
+
 WORKER = """
 import json, os, sys, time
 import numpy as np
 from potluck.backends.ring import RingBackend
-from potluck.context import DistributedContext
+from potluck.context import DistributedContext, init
 from potluck.errors import GroupError
 
 rank, peers, algorithm = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3]
+patience_s = float(sys.argv[4])
 
 def say(**facts):
     print(json.dumps({"rank": rank, **facts}), flush=True)
 
-ctx = DistributedContext(RingBackend(peers, rank), timeout_s=30)
+if algorithm == "window":  # a list of addresses does not say who shares a node
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(peers)))
+    os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = peers[0].rpartition(":")
+    ctx = init("env", timeout_s=30)
+else:
+    ctx = DistributedContext(RingBackend(peers, rank), timeout_s=30)
 ctx.barrier(algorithm="direct")
 array = np.full(2_000_000, rank + 1.0)
 say(step="ready", total=float(ctx.all_reduce(array.copy(), algorithm=algorithm)[0]))
 try:
     while True:
-        result = ctx.all_reduce(array.copy(), algorithm=algorithm)
+        result = ctx.all_reduce(array.copy(), algorithm=algorithm, timeout=patience_s)
         assert (result == result[0]).all() and result[0] == sum(range(1, len(peers) + 1))
         say(step="reduced")
 except GroupError as error:
@@ -65,7 +75,7 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
 @contextmanager
 def workers(
-    size: int, algorithm: str, tmp_path: Path, **variables: str
+    size: int, algorithm: str, tmp_path: Path, patience_s: float = 30.0, **variables: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
@@ -81,7 +91,7 @@ def workers(
         children = []
         for rank in range(size):
             child = subprocess.Popen(
-                [sys.executable, str(script), str(rank), peers, algorithm],
+                [sys.executable, str(script), str(rank), peers, algorithm, str(patience_s)],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -110,8 +120,16 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
-@pytest.mark.parametrize("windows", ["true", "false"], ids=["windows", "tls"])
-@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+@pytest.mark.parametrize(
+    ("algorithm", "windows"),
+    [
+        ("ring", "true"),
+        ("ring", "false"),
+        ("direct", "true"),
+        ("direct", "false"),
+        pytest.param("window", "true", marks=needs_native),
+    ],
+)
 def test_a_killed_process_is_named_by_every_survivor_at_once(
     algorithm: str, windows: str, tmp_path: Path
 ) -> None:
@@ -138,25 +156,27 @@ def test_a_killed_process_is_named_by_every_survivor_at_once(
     assert shared_memory() <= before
 
 
-def test_a_stopped_process_is_named_when_the_deadline_passes(tmp_path: Path) -> None:
-    """SIGSTOP: no link ends, nothing is said; and its late frames harm nobody."""
-    script = WORKER.replace("timeout_s=30", "timeout_s=1.0")
+@pytest.mark.parametrize("algorithm", ["ring", pytest.param("window", marks=needs_native)])
+def test_a_stopped_process_is_named_when_the_deadline_passes(
+    algorithm: str, tmp_path: Path
+) -> None:
+    """SIGSTOP: no link ends, nothing is said; and what it does later harms nobody."""
     size, victim = 4, 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "WORKER", script)
-        with workers(size, "ring", tmp_path) as children:
-            for child in children:
-                wait_for(child, "ready")
-            children[victim].send_signal(signal.SIGSTOP)
-            try:
-                for rank, child in enumerate(children):
-                    if rank == victim:
-                        continue
-                    said = wait_for(child, "lost")
-                    assert (said["error"], said["lost"]) == ("OperationTimeout", victim), said
-                    wait_for(child, "closed")
-            finally:
-                children[victim].send_signal(signal.SIGCONT)
-            said = wait_for(children[victim], "lost")
-            assert said["error"] in ("OperationTimeout", "PeerLost")
-            wait_for(children[victim], "closed")
+    before = shared_memory()
+    with workers(size, algorithm, tmp_path, patience_s=1.0) as children:
+        for child in children:
+            wait_for(child, "reduced")
+        children[victim].send_signal(signal.SIGSTOP)
+        try:
+            for rank, child in enumerate(children):
+                if rank == victim:
+                    continue
+                said = wait_for(child, "lost")
+                assert (said["error"], said["lost"]) == ("OperationTimeout", victim), said
+                wait_for(child, "closed")
+        finally:
+            children[victim].send_signal(signal.SIGCONT)
+        said = wait_for(children[victim], "lost")
+        assert said["error"] in ("OperationTimeout", "PeerLost")
+        wait_for(children[victim], "closed")
+    assert shared_memory() <= before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from potluck import native
 from potluck.collectives.plan import Operation
@@ -194,6 +197,47 @@ def test_parts_may_lie_in_the_whole(world: World) -> None:
         assert (whole.view(3, -1) == torch.arange(3.0)[:, None]).all()
         assert quickly(NUMBERS[Operation.REDUCE_SCATTER], whole, mine, "sum", 0, 10.0) == 0
         assert (mine == 3 * ctx.rank).all()
+
+    world.run(act)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_arrays_of_any_length_at_any_address(world: World, data: st.DataObject) -> None:
+    """Also at addresses that are no multiple of their item's size; all ranks at different ones."""
+    operation = data.draw(
+        st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+    )
+    dtype = np.dtype(data.draw(st.sampled_from(["f4", "f8", "f2", "i1", "i8", "u2", "?"])))
+    op = data.draw(st.sampled_from(["sum", "max", "product"] if dtype != "?" else ["max"]))
+    count = data.draw(st.integers(0, 40) | st.integers(0, 150_000))
+    root = data.draw(st.integers(0, WORLD_SIZE - 1))
+    offsets = data.draw(st.lists(st.integers(0, 17), min_size=WORLD_SIZE, max_size=WORLD_SIZE))
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    shape = (WORLD_SIZE, count) if operation == "reduce_scatter" else (count,)
+    inputs = [
+        np.random.default_rng([seed, rank]).integers(0, 4, shape).astype(dtype)
+        for rank in range(WORLD_SIZE)
+    ]
+    combine = {"sum": np.add, "max": np.maximum, "product": np.multiply}[op]
+    total = functools.reduce(combine, inputs)
+
+    def act(ctx: DistributedContext) -> None:
+        mine = inputs[ctx.rank]
+        memory = np.zeros(offsets[ctx.rank] + mine.nbytes + 1, np.uint8)
+        begin = offsets[ctx.rank]
+        array = memory[begin : begin + mine.nbytes].view(dtype).reshape(shape)
+        array[...] = mine
+        if operation == "all_reduce":
+            assert np.array_equal(ctx.all_reduce(array, op), total)
+        elif operation == "broadcast":
+            assert np.array_equal(ctx.broadcast(array, root), inputs[root])
+        elif operation == "all_gather":
+            assert np.array_equal(ctx.all_gather(array), np.stack(inputs))
+        else:
+            assert np.array_equal(ctx.reduce_scatter(array, op), total[ctx.rank])
+        assert not memory[:begin].any()
+        assert memory[-1] == 0
 
     world.run(act)
 

@@ -1,0 +1,95 @@
+"""The windows of a group: which calls are kept, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from potluck.engine.windows import Outcome, Windows, WindowWork
+from potluck.engine.work import Work
+from potluck.errors import PotluckError
+from potluck.metrics import Metrics
+from potluck.types import Group, Member
+
+GROUP = Group(1, 0, (Member("a", node="n"), Member("b", node="n")))
+
+
+class Loop:
+    """A group that lives on."""
+
+    error: BaseException | None = None
+
+    def abort(self, error: PotluckError) -> None:
+        raise AssertionError(error)
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        pass
+
+
+class NativeCall:
+    """What the native core gives for a call that it runs."""
+
+    outcome = Outcome.DONE
+    culprit = -1
+    has_begun = True
+
+    def __init__(self) -> None:
+        self.done = False
+        self.is_watched = False
+
+    def watch(self) -> bool:
+        self.is_watched = not self.done
+        return self.is_watched
+
+
+class Engine:
+    """Tells once of each number, then ends."""
+
+    def __init__(self, *numbers: int) -> None:
+        self._numbers = [*numbers, 0]
+
+    def next_ended(self) -> int:
+        return self._numbers.pop(0)
+
+
+def start(windows: Windows, call: NativeCall, *callbacks: Callable[[Work], None]) -> int:
+    """Start ``call``; its number."""
+    work = WindowWork("barrier()", None, windows, (0, 1))
+    for callback in callbacks:
+        work.add_done_callback(callback)
+    numbers: list[int] = []
+
+    def begin(number: int) -> NativeCall:
+        numbers.append(number)
+        return call
+
+    windows.start(work, begin)
+    return numbers[0]
+
+
+def test_a_call_that_has_ended_is_kept_until_its_callbacks_were_told() -> None:
+    windows = Windows(GROUP, Loop(), Metrics())
+    told: list[Work] = []
+    awaited = NativeCall()
+    number = start(windows, awaited, told.append)
+    assert awaited.is_watched
+    awaited.done = True  # the notice is on its way, and meanwhile many others come and go
+    for _ in range(100):
+        call = NativeCall()
+        start(windows, call)
+        call.done = True
+    assert told == []
+    windows._tell(Engine(number))
+    assert len(told) == 1
+    assert told[0].done()
+
+
+def test_calls_that_have_ended_and_that_nobody_awaits_are_forgotten() -> None:
+    windows = Windows(GROUP, Loop(), Metrics())
+    running = NativeCall()
+    kept = start(windows, running)
+    for _ in range(1000):
+        call = NativeCall()
+        start(windows, call)
+        call.done = True
+        assert len(windows._inflight) < 40
+    assert kept in windows._inflight
