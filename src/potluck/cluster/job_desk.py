@@ -88,7 +88,7 @@ class JobDesk:
             self.received(node, message)
         group = view.group(self.spec.job)
         if group is not None and (self._group is None or group.epoch > self._group.epoch):
-            self._agreed(group, view.reason)
+            self._agreed(group, self._host.readable(view.reason))
         self._group = group or self._group
         lost = self._nodes - set(view.nodes)
         for node in sorted(lost):
@@ -277,7 +277,7 @@ class JobDesk:
         """The nodes don't agree on what was announced last."""
         if self._announced:
             announced = self._announced.pop()
-            self.lead.handle(events.NotAgreed(announced.epoch, floor, reason))
+            self.lead.handle(events.NotAgreed(announced.epoch, floor, self._host.readable(reason)))
 
     # What was decided (Hands).
 

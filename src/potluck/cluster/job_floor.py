@@ -18,7 +18,7 @@ from typing import Any
 from potluck.cluster.bundle_depot import BundleDepot
 from potluck.cluster.crew import Crew
 from potluck.cluster.job_host import JobHost
-from potluck.errors import PotluckError
+from potluck.errors import LinkError, PotluckError
 from potluck.transport import aio
 from potluck.types import Member
 from potluck.wire import control, jobs
@@ -27,6 +27,8 @@ from potluck.wire.nodes import JobGroup, View
 
 _MAX_UNSENT = 1 << 20
 _MAX_KEPT_LINES = 1000
+_BRING_S = 10.0
+_BRING_AGAIN_S = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -93,17 +95,18 @@ class JobFloor:
             self._spawn(self._prepare(post))
             return
         post.seats = order.places
-        if post.crew is not None or post.error:
+        if post.crew is not None:
             self.report(post)
+        elif post.error:
+            post.error = ""
+            self._spawn(self._prepare(post))
 
     async def _prepare(self, post: Post) -> None:
         """Have the folder here, then be ready to start workers."""
         spec, job = post.spec, post.spec.job
         try:
-            view = self._host.view
-            if not self._depot.has(spec.bundle) and view is not None:
-                source = spec.starter if spec.starter in view.nodes else view.leader
-                await self._depot.fetch(source, spec.bundle)
+            if not self._depot.has(spec.bundle):
+                await self._bring(spec)
             folder = await asyncio.to_thread(self._depot.open, spec.bundle, job)
         except (PotluckError, OSError) as error:
             post.error = str(error)[:4000]
@@ -119,6 +122,25 @@ class JobFloor:
             )
             post.crew = Crew(job, launcher, _PostBoss(self, post))
         self.report(post)
+
+    async def _bring(self, spec: jobs.JobSpec) -> None:
+        """Get the bundle from the starter, or the leader. Either may still have to hear that this
+        node is in the view, or have the bundle itself: they are asked again for a while."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _BRING_S
+        while True:
+            view = self._host.view
+            nodes = set() if view is None else {spec.starter, view.leader} - {self._host.me}
+            for node in sorted(nodes, key=lambda node: node != spec.starter):
+                try:
+                    await self._depot.fetch(node, spec.bundle)
+                    return
+                except LinkError:
+                    if loop.time() > deadline:
+                        raise
+            if not nodes and loop.time() > deadline:
+                raise LinkError("no node that is left has the script's folder")
+            await asyncio.sleep(_BRING_AGAIN_S)
 
     def _start(self, post: Post, crew: Crew, worker: str, attempt: int) -> None:
         if worker in crew.alive or attempt <= post.attempts.get(worker, -1):

@@ -81,6 +81,9 @@ class JobHost(Protocol):
     def called(self, node: str) -> str:
         """What people call ``node``, with the beginning of its id."""
 
+    def readable(self, text: str) -> str:
+        """``text`` with names in the place of ids."""
+
     def label(self, node: str) -> str:
         """A short name, different from those of other nodes."""
 

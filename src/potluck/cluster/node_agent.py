@@ -274,7 +274,7 @@ class NodeAgent:
             self._crash.set_exception(error)
 
     def _note(self, text: str) -> None:
-        line = _ID.sub(lambda found: self._called(found[0]), text)[:4096]
+        line = self.readable(text)[:4096]
         self._notes.append(line)
         self._on_note(line)
 
@@ -378,6 +378,9 @@ class NodeAgent:
 
     def called(self, node: str) -> str:
         return self._called(node)
+
+    def readable(self, text: str) -> str:
+        return _ID.sub(lambda found: self._called(found[0]), text)
 
     def label(self, node: str) -> str:
         names = self._names | {self.me: self._name}

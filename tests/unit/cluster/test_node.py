@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 
 from potluck.cluster import membership, views
-from potluck.cluster.events import Agreed, Announce, Installed, NotAgreed, Ready
+from potluck.cluster.events import (
+    Agreed,
+    Announce,
+    Away,
+    EndGroup,
+    Exited,
+    Finished,
+    Installed,
+    NotAgreed,
+    Placed,
+    Ready,
+    Start,
+)
 from potluck.cluster.node import Node, checksum
 from potluck.cluster.roster import Phase, Policy
 from potluck.cluster.views import (
@@ -403,3 +415,59 @@ def test_the_next_leader_takes_the_job_over_in_the_same_order() -> None:
     (announce,) = actions
     assert isinstance(announce, Announce)
     assert (announce.epoch, [m.worker for m in announce.members]) == (7, ["2", "0", "1"])
+
+
+def test_a_group_that_does_not_work_is_renewed_with_the_same_members() -> None:
+    story = Story()
+    story.tell(views.Found())
+    members = (Member("a0", "a"), Member("a1", "a"))
+    story.tell(WantGroup("job", members, (), "begins"))
+    assert story.node.view is not None
+    (first,) = story.node.view.groups
+    story.tell(WantGroup("job", members, ("a0", "a1"), "its links failed", renew=True))
+    (renewed,) = story.node.view.groups
+    assert (renewed.members, renewed.origin) == (members, first.origin)
+    assert renewed.epoch == first.epoch + 1
+
+
+# ---------------------------------------------------------------- nodes that go and come
+
+
+def test_workers_of_a_lost_node_are_away_and_started_when_it_is_back_without_them() -> None:
+    job = Job()
+    did = job.tell(Away(("1",), "node1 left"))
+    assert [type(action) for action in did] == [EndGroup, Announce]
+    assert job.state.worker("1").phase is Phase.AWAY
+    (start,) = job.tell(Placed("1"))
+    assert start == Start("1", 1, "its node is back")
+    assert job.state.worker("1").restarts == 0, "its code did nothing wrong"
+
+
+def test_a_newcomers_worker_is_started_and_comes_in() -> None:
+    job = Job()
+    (start,) = job.tell(Placed("3"))
+    assert start == Start("3", 0, "its node came in")
+    (announce,) = job.tell(Ready("3", Member("3", "node3", port=1)))
+    assert isinstance(announce, Announce)
+    assert [member.worker for member in announce.members] == ["0", "1", "2", "3"]
+
+
+def test_a_job_that_ends_waits_for_no_node_that_is_away() -> None:
+    job = Job()
+    job.tell(Away(("1",), "node1 left"))
+    job.tell(Exited("0", 0), Exited("2", 0))
+    assert job.state.over
+    assert job.state.exit_code == 0
+
+
+def test_nor_does_one_that_never_used_potluck() -> None:
+    state, _ = membership.begin("01", Policy())
+    for event in (Exited("0", 0), Away(("1",), "node1 left")):
+        state, _ = membership.handle(state, event, 0.0)
+    assert state.over
+
+
+def test_nobody_is_placed_in_a_job_that_winds_up() -> None:
+    job = Job()
+    job.tell(Finished("0"))
+    assert job.tell(Placed("3")) == []
