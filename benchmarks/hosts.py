@@ -110,10 +110,13 @@ def what_follows(result: dict[str, Any], rate: str, num_hosts: int) -> list[Clai
             per_link = mine["memory_bytes"] / MIB / (num_hosts - 1)
             what = f"{where}, {size}: memory above the buffers, per link"
             found.append(claims.at_most(what, "<= 4 MiB", 4.0, [("", per_link)], " MiB"))
-        frugal = mine["cpu_s_per_gb"], gloo["cpu_s_per_gb"]
-        what = f"{where}, {size}: CPU seconds per GB, TLS and Gloo's clear text"
-        shown = f"{frugal[0]:.3g} s and {frugal[1]:.3g} s"
-        found.append(Claim(what, "not above Gloo", shown, frugal[0] <= frugal[1]))
+        for name, mode in (("potluck-tls", "TLS"), ("potluck-plain", "plain mode")):
+            if name not in cells:
+                continue
+            frugal = cells[name]["cpu_s_per_gb"], gloo["cpu_s_per_gb"]
+            what = f"{where}, {size}: CPU seconds per GB, {mode} and Gloo's clear text"
+            shown = f"{frugal[0]:.3g} s and {frugal[1]:.3g} s"
+            found.append(Claim(what, "not above Gloo", shown, frugal[0] <= frugal[1]))
     return found
 
 

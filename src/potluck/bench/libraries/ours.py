@@ -10,6 +10,7 @@ import numpy as np
 import potluck
 from potluck.bench.libraries.base import Case, Floats
 from potluck.engine import native_loop
+from potluck.settings import load_settings
 
 
 class Ours:
@@ -48,7 +49,8 @@ class Ours:
             for algorithm in each.get("algorithms", {})
         }
         engine = "native" if native_loop.is_available() else "Python"
-        return ", ".join([potluck.__version__, f"links: {engine}", *sorted(used)])
+        wire = load_settings().wire
+        return ", ".join([potluck.__version__, f"links: {engine} and {wire}", *sorted(used)])
 
     def close(self) -> None:
         self.ctx.close()
