@@ -16,6 +16,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -161,11 +162,10 @@ class ChannelWindow:
         While the window is being set up every call waits, so that numbers are used in order.
         ValueError if the caller wants the window and nothing else.
         """
-        if self.state is State.ASKING or self.takes(request):
-            call = request.label()
+        if self.state is not State.NONE:
             with self._lock:
                 if self.state is State.ASKING or self.takes(request):
-                    return self._begin(request, call)
+                    return self._begin(request, request.label())
         if request.algorithm is Algorithm.WINDOW:
             raise ValueError(NO_WINDOW)
         return None
@@ -195,7 +195,9 @@ class ChannelWindow:
         return can
 
     def _begin(self, request: Request, call: str) -> WindowWork:
-        work = WindowWork(call, request.result, self._windows, self._ranks)
+        work = WindowWork(
+            call, request.result, self._windows, self._ranks, is_waiting=self._window is None
+        )
         is_first = self.state is State.NEW
         numbers = (self.take_number(), self.take_number()) if is_first else (-1, -1)
         request.number = self.take_number()
@@ -360,6 +362,8 @@ class ChannelWindow:
 
     def _start(self, request: Request, work: WindowWork) -> None:
         described = request.described
+        source = _address(request.source)
+        result = source if request.result is request.source else _address(request.result)
         self._windows.start(
             work,
             lambda number: self._window.start(
@@ -368,8 +372,8 @@ class ChannelWindow:
                 0 if request.op is None else OPS[request.op],
                 request.root,
                 list(described.shape),
-                _address(request.source),
-                _address(request.result),
+                source,
+                result,
                 _stamp(request),
                 request.timeout_s,
                 number,
@@ -396,9 +400,21 @@ def _label(
     root: int,
 ) -> str:
     """A call on ``array`` (NumPy's or a torch tensor), as errors name it."""
-    dtype = str(array.dtype).removeprefix("torch.")
-    return str(Call(operation, algorithm or Algorithm.WINDOW, dtype, tuple(array.shape), op, root))
+    return _spelled(operation, algorithm, array.dtype, tuple(array.shape), op, root)
+
+
+@lru_cache(maxsize=1024)  # a training makes the same calls over and over
+def _spelled(
+    operation: Operation,
+    algorithm: Algorithm | None,
+    dtype: Any,
+    shape: tuple[int, ...],
+    op: ReduceOp | None,
+    root: int,
+) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return str(Call(operation, algorithm or Algorithm.WINDOW, name, shape, op, root))
 
 
 def _address(array: Array | None) -> int:
-    return 0 if array is None else int(array.ctypes.data)
+    return 0 if array is None else int(array.__array_interface__["data"][0])

@@ -245,14 +245,22 @@ class WindowWork(Work):
 
     __slots__ = ("_begun", "_kept", "_native", "_peers", "_windows")
 
-    def __init__(self, call: str, result: Any, windows: Windows, peers: tuple[int, ...]) -> None:
-        """``peers`` maps the window's ranks to the group's."""
+    def __init__(
+        self,
+        call: str,
+        result: Any,
+        windows: Windows,
+        peers: tuple[int, ...],
+        *,
+        is_waiting: bool,
+    ) -> None:
+        """``peers`` maps the window's ranks to the group's; ``is_waiting``: for the window."""
         super().__init__(call, result)
         self._windows = windows
         self._peers = peers
         self._native: Any = None
         self._kept: Any = None
-        self._begun: threading.Event | None = threading.Event()
+        self._begun = threading.Event() if is_waiting else None
 
     @property
     def is_told(self) -> bool:

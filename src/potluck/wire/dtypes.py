@@ -29,11 +29,17 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     for name, code in _CODES.items()
 }
 
+_CODES_OF = {dtype: code for code, dtype in _DTYPES.items()}
+"""By dtype: a dtype's name takes NumPy some microseconds to spell."""
+
 NAMES = tuple(_CODES)
 
 
 def code_of(dtype: np.dtype[Any]) -> int:
     """The wire code of ``dtype``; TypeError naming the supported ones if it has none."""
+    code = _CODES_OF.get(dtype)
+    if code is not None:
+        return code
     try:
         return _CODES[dtype.name]
     except KeyError:

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from potluck.collectives.plan import Operation
 from potluck.engine.layout import Array
 from potluck.engine.work import Work
 from potluck.torch.process_group import buffers, staging
@@ -16,6 +18,7 @@ from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.staging import Crossing, Flat, cross, in_columns, in_pieces
 from potluck.torch.process_group.work import GroupWork
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _EXCHANGE = 1
 """The tag of all_to_all's messages."""
 
@@ -32,6 +35,8 @@ def broadcast(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     is_root = root == seat.rank
     if staging.is_staged(seat, tensor):
         return in_pieces(seat, tensor, post, reads=is_root, writes=not is_root)
+    if seat.at_once(Operation.BROADCAST, opts, tensor, tensor, tensor, root=root):
+        return GroupWork((), [tensor], seat.completions)
     array, is_shared = buffers.on_host(tensor)
     work = post(array)
     is_done = is_shared or is_root
@@ -57,6 +62,8 @@ def all_gather_single(seat: Seat, output: Tensor, source: Tensor, opts: Any) -> 
         whole = Flat(output)
         rows = list(whole.row.view(seat.world_size, -1))
         return _gather_staged(seat, source, rows, [output], opts, [whole])
+    if seat.at_once(Operation.ALL_GATHER, opts, source, output, source):
+        return GroupWork((), [output], seat.completions)
     mine, _ = buffers.on_host(source)
     array, is_shared = buffers.on_host(output)
     work = seat.communicator.all_gather(array, mine, timeout_s=seconds(opts, seat.timeout_s))
@@ -199,6 +206,8 @@ def all_to_all_single(
 
 
 def barrier(seat: Seat, opts: Any) -> GroupWork:
+    if seat.at_once(Operation.BARRIER, opts, None, None, _NOTHING):
+        return GroupWork((), [], seat.completions)
     work = seat.communicator.barrier(timeout_s=seconds(opts, seat.timeout_s))
     return GroupWork((work,), [], seat.completions)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from potluck.collectives.plan import Operation
 from potluck.engine.layout import Array
 from potluck.engine.work import Work
 from potluck.torch.process_group import buffers
@@ -33,6 +34,10 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
 
     if is_staged(seat, tensor):
         return in_pieces(seat, tensor, post)
+    if _can_be_quick(op, factor, tensor) and seat.at_once(
+        Operation.ALL_REDUCE, opts, tensor, tensor, tensor, op
+    ):
+        return GroupWork((), [tensor], seat.completions)
     array, is_shared = buffers.on_host(tensor)
     work = post(array)
     settle = _settle(work, op, array, tensor, is_shared)
@@ -96,6 +101,11 @@ def reduce_scatter_single(seat: Seat, output: Tensor, source: Tensor, opts: Any)
     if is_staged(seat, output, seat.world_size):
         parts = source.detach().reshape(seat.world_size, -1)
         return _scatter_staged(seat, output, list(parts), opts)
+    op, factor = reduction(opts)
+    if _can_be_quick(op, factor, output) and seat.at_once(
+        Operation.REDUCE_SCATTER, opts, source, output, output, op
+    ):
+        return GroupWork((), [output], seat.completions)
     return _scatter_parts(seat, output, buffers.on_host(source)[0], opts)
 
 
@@ -144,6 +154,11 @@ def _scattering(
         return _averaged(work, op, array, seat.world_size)
 
     return post, op
+
+
+def _can_be_quick(op: ReduceOp, factor: float | Tensor | None, tensor: Tensor) -> bool:
+    """Whether the engine's call is all that is to be done."""
+    return factor is None and (op is not ReduceOp.MEAN or tensor.is_floating_point())
 
 
 def _is_rounded(op: ReduceOp, array: Array) -> bool:

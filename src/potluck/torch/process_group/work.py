@@ -129,7 +129,8 @@ class GroupWork(dist.Work):
         if torch._C._current_graph_task_id() != -1:
             # C++ code that waits for a future (torch's DDP) turns any error into its own. So the
             # backward that we are in ends with the error as it is, just before that code looks.
-            torch.autograd.Variable._execution_engine.queue_callback(self._raise_in_backward)
+            # It completes the future too, if nobody was faster: that spares a change of threads.
+            torch.autograd.Variable._execution_engine.queue_callback(future.end_backward)
         self.when_done(lambda: self._completions.submit(future.complete))
         return future
 
@@ -158,9 +159,6 @@ class GroupWork(dist.Work):
         self._record = record
         self.when_done(lambda: self._completions.submit(record.end))
 
-    def _raise_in_backward(self) -> None:
-        self.wait()
-
     def _bring_home(self) -> None:
         with self._lock:
             if self._settle is not None:
@@ -188,6 +186,11 @@ class GroupFuture(torch.futures.Future[Any]):
             self.set_exception(error)
         else:
             self.set_result(self._work._tensors)
+
+    def end_backward(self) -> None:
+        """Wait for the work in the thread that ran the backward, and raise what it raised."""
+        self._work.wait()
+        self.complete()
 
     def wait(self) -> Any:
         with contextlib.suppress(Exception):  # raised again, from the future, below

@@ -1,0 +1,80 @@
+"""Collectives that their callers wait for: the short way through shared memory, and back."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from harness import check
+
+from potluck import native
+
+
+@contextlib.contextmanager
+def short_ways(expected: int):
+    """So many of the calls inside go the short way, where there is one."""
+    communicator = dist.group.WORLD.communicator
+    quick, outcomes = communicator.quick_flat, []
+    if quick is not None:
+        communicator.quick_flat = lambda *call: outcomes.append(quick(*call)) or outcomes[-1]
+    yield
+    communicator.quick_flat = quick
+    assert native.available == (quick is not None)
+    assert quick is None or outcomes.count(0) == expected, outcomes
+
+
+@check(2)
+def waiting_calls_take_the_short_way_and_give_the_same(run):
+    size, rank = run.world_size, run.rank
+    dist.all_reduce(torch.ones(1))  # the ranks come to their window
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
+        # Windows do not combine complex numbers; torch makes them real for all_reduce.
+        with short_ways(4 if dtype.is_complex else 5):
+            total = torch.full((2, 3), rank + 1).to(dtype)
+            dist.all_reduce(total)
+            assert torch.equal(total, torch.full((2, 3), 3).to(dtype)), total
+            every = torch.zeros(size, 3, dtype=dtype)
+            dist.all_gather_into_tensor(every, total[rank] * (rank + 1))
+            assert torch.equal(every, total * torch.tensor([[1], [2]]).to(dtype)), every
+            part = torch.zeros(3, dtype=dtype)
+            dist.reduce_scatter_tensor(part, every)
+            assert torch.equal(part, every[rank] * 2), part
+            dist.broadcast(part, 1)
+            assert torch.equal(part, every[1] * 2), part
+            dist.barrier()
+
+
+@check(2)
+def a_rank_that_can_not_take_the_short_way_meets_those_that_do(run):
+    dist.all_reduce(torch.ones(1))
+    # In pieces on one rank, whole on the other.
+    shape = (3, 2) if run.rank else (2, 3)
+    mine = torch.ones(shape).t() if run.rank else torch.ones(shape)
+    assert mine.is_contiguous() == (run.rank == 0)
+    with short_ways(1 - run.rank):
+        dist.all_reduce(mine)
+    assert mine.tolist() == [[2.0] * 3] * 2
+    # Waited for later on one rank, at once on the other.
+    mine = torch.ones(2, 3)
+    with short_ways(run.rank):
+        work = dist.all_reduce(mine, async_op=not run.rank)
+        if work is not None:
+            work.wait()
+    assert mine.tolist() == [[2.0] * 3] * 2
+    # A call under way goes first; the one after it finds its way.
+    first, second = torch.ones(1 << 20), torch.ones(2)
+    work = dist.all_reduce(first, async_op=True)
+    dist.all_reduce(second)
+    work.wait()
+    assert first.eq(2).all()
+    assert second.tolist() == [2.0, 2.0]
+    # Not the engine's own: a mean that is cut.
+    whole = torch.tensor([3, -4]) if run.rank else torch.tensor([2, -3])
+    with short_ways(0):
+        dist.all_reduce(whole, dist.ReduceOp.AVG)
+    assert whole.tolist() == [2, -3]
+    # In a profile, too, it is an event that ends.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(second)
+    assert "potluck:all_reduce" in {event.name for event in profile.events()}
