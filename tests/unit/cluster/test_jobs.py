@@ -92,7 +92,7 @@ def view(*nodes: str, epoch: int = 3) -> View:
 def play(tmp_path: Path, story: Callable[[Machine, Jobs, BundleDepot], object]) -> Machine:
     async def run() -> Machine:
         machine = Machine()
-        depot = BundleDepot(tmp_path / "bundles", machine.send, lambda node: True)
+        depot = BundleDepot(tmp_path / "bundles", machine.send)
         all_jobs = Jobs(machine, depot)  # type: ignore[arg-type]
         try:
             await story(machine, all_jobs, depot)  # type: ignore[misc]
