@@ -40,18 +40,31 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredPath:
+    """One direction between two nodes as it was measured: latency one way in seconds, bandwidth in
+    bytes per second."""
+
+    source: str
+    target: str
+    latency_s: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """An immutable membership: who takes part in epoch ``epoch``, and which of them I am.
 
     Members are in rank order, the most senior first, so rank 0 is the leader. A change of
     membership is a new group with a higher epoch, never a change of this one. ``job`` keeps
-    two jobs of one cluster apart.
+    two jobs of one cluster apart. ``paths`` are what was known of the links between the members'
+    nodes when the group was formed, the same on all ranks; empty where nothing was measured.
     """
 
     epoch: int
     rank: int
     members: tuple[Member, ...]
     job: str = ""
+    paths: tuple[MeasuredPath, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.members):

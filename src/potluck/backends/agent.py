@@ -114,7 +114,7 @@ class AgentBackend:
                     epoch=after_epoch,
                 ) from cause
             names = [member.worker for member in view.members]
-            group = Group(view.epoch, names.index(self.worker), view.members, job=self.job)
+            group = Group(view.epoch, names.index(self.worker), view.members, self.job, view.paths)
             communicator = self._base.open(group)
             self._communicator = communicator
             self._chaos_steps = frozenset(view.chaos_steps)

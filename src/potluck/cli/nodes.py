@@ -9,6 +9,8 @@ from potluck.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import Console
+
     from potluck.settings import Settings
     from potluck.wire.control import StatusReply
     from potluck.wire.local import NodesReply
@@ -63,7 +65,7 @@ def show_jobs(jobs: Sequence[StatusReply]) -> None:
 
 
 def show_nodes(cluster: NodesReply) -> None:
-    """As a table, with the last events below it."""
+    """The nodes and the links between them as tables, with the last events below."""
     from rich.console import Console
     from rich.table import Table
 
@@ -75,20 +77,92 @@ def show_nodes(cluster: NodesReply) -> None:
         title_justify="left",
         caption_justify="left",
     )
-    for title in ("node", "name", "role", "link", "address", "latency", "python", "torch"):
-        table.add_column(title, justify="right" if title == "latency" else "left")
+    numbers = ("cores", "memory", "samples/s")
+    for title in ("node", "role", "link", "address", "cores", "memory", "devices", "samples/s"):
+        table.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
+    names = {each.node: label(each.node, cluster) for each in cluster.nodes}
     for each in cluster.nodes:
-        latency = f"{each.latency_ms:.1f} ms" if each.latency_ms else "-"
+        rate = each.samples_per_s
         table.add_row(
-            each.node[:8],
-            each.name or "-",
+            names[each.node],
             each.role or "-",
             each.link,
             each.host or "-",
-            latency,
-            each.python or "-",
-            each.torch or "-",
+            str(each.cores) if each.memory_bytes else "-",
+            f"{each.memory_bytes / 2**30:.0f} GiB" if each.memory_bytes else "-",
+            devices(each.accelerators) if each.memory_bytes else "-",
+            f"{rate:,.0f}" if rate else "-",
         )
     console.print(table)
+    _show_links(cluster, names, console)
+    versions = {(each.python, each.torch, each.potluck) for each in cluster.nodes if each.potluck}
+    for python, torch, potluck in sorted(versions) if len(versions) > 1 else ():
+        who = [
+            names[each.node]
+            for each in cluster.nodes
+            if (each.python, each.torch, each.potluck) == (python, torch, potluck)
+        ]
+        text = f"Python {python}, potluck {potluck}, torch {torch or 'none'}"
+        console.print(f"  {', '.join(who)}: {text}", markup=False, highlight=False)
     for event in cluster.events[-5:]:
         console.print(f"  {event}", markup=False, highlight=False)
+
+
+def _show_links(cluster: NodesReply, names: dict[str, str], console: Console) -> None:
+    """One row for each pair, both directions in it."""
+    from rich.table import Table
+
+    links = {(each.source, each.target): each for each in cluster.links}
+    pairs = [(a, b) for a, b in links if a < b or (b, a) not in links]
+    if not pairs:
+        return
+    table = Table(title="links", title_justify="left")
+    for title in ("between", "latency", "there", "back", "interfaces"):
+        table.add_column(title, justify="left" if title in ("between", "interfaces") else "right")
+    for a, b in sorted(pairs, key=lambda pair: (names[pair[0]], names[pair[1]])):
+        there, back = links[a, b], links.get((b, a))
+        ends = [there.interface or "?", (back.interface if back else "") or "?"]
+        table.add_row(
+            f"{names[a]} \u2192 {names[b]}",
+            milliseconds(there.latency_s, there.deviation_s),
+            rate_of(there.bandwidth),
+            rate_of(back.bandwidth if back else 0.0),
+            ends[0] if ends[0] == ends[1] else " / ".join(ends),
+        )
+    console.print(table)
+
+
+def label(node: str, cluster: NodesReply) -> str:
+    """A node's name, with the beginning of its id where two have the same or it has none."""
+    names = {each.node: each.name for each in cluster.nodes}
+    name = names.get(node, "")
+    is_taken = sum(other == name for other in names.values()) > 1
+    return f"{name} {node[:8]}".strip() if is_taken or not name else name
+
+
+def devices(accelerators: tuple[str, ...]) -> str:
+    """``cpu``, ``NVIDIA H100``, ``2 x NVIDIA H100``."""
+    counts = {name: accelerators.count(name) for name in accelerators}
+    texts = [name if number == 1 else f"{number} x {name}" for name, number in counts.items()]
+    return ", ".join(texts) or "cpu"
+
+
+def milliseconds(seconds: float, deviation_s: float = 0.0) -> str:
+    """``0.3 ms``, or ``50 ± 12 ms`` where it varies by more than a tenth of a millisecond."""
+    if not seconds:
+        return "-"
+    value = f"{1000 * seconds:.1f}" if seconds < 0.01 else f"{1000 * seconds:.0f}"
+    spread = f" \u00b1 {1000 * deviation_s:.1f}" if deviation_s > 1e-4 else ""
+    return f"{value}{spread} ms"
+
+
+def rate_of(bytes_per_s: float) -> str:
+    """``940 Mbit/s``, ``2.3 Gbit/s``; ``-`` if it was not measured."""
+    if not bytes_per_s:
+        return "-"
+    bits = 8 * bytes_per_s
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= size:
+            value = bits / size
+            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+    return f"{bits:.0f} bit/s"

@@ -32,7 +32,11 @@ def status(
     With --json: {"version": 1, "cluster": {...}, "jobs": [...]}. The cluster (null unless `potluck
     up` runs here) has node, pid, port, namespace, epoch (0: no view), paused (why, or empty),
     nodes, banned, events; each node has node, name, role (leader, member or empty), link (self,
-    new, up, suspect, cut, silent, dead, none), host, latency_ms, python, torch, potluck. Each job
+    new, up, suspect, cut, silent, dead, none), host, latency_ms, python, torch, potluck, cores,
+    memory_bytes (0: not told yet), accelerators, samples_per_s (of the job here, all workers;
+    null: none). Its links are one entry per direction: source, target, latency_s (one way),
+    deviation_s, bandwidth (bytes per second; 0: not measured), interface, address (of the
+    source). Each job
     has job, node, pid, script, started (Unix time), epoch, step, loss, events, wire (sealed or
     plain), and workers with worker, rank (-1: not in the group now), phase, pid, restarts, device,
     step, samples_per_s, node (its name, empty for a job of this machine alone). In a job of the

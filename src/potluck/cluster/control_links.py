@@ -109,6 +109,22 @@ class ControlLinks:
         link = self._links.get(node)
         return "" if link is None else link.host
 
+    def local(self, node: str) -> str:
+        """This machine's address on the link to ``node``; empty without a link."""
+        link = self._links.get(node)
+        name = None if link is None else link.writer.get_extra_info("sockname")
+        with contextlib.suppress(OSError):  # its interface has gone
+            return "" if name is None else _host_of(name)
+        return ""
+
+    def move(self, node: str, host: str, port: int) -> None:
+        """Have the link to ``node`` lead to this address from now on, if it answers there."""
+        hint = Hint(host, port, "measured")
+        self._book.heard(hint, _now())
+        self._book.prefer(node, hint)
+        self._num_calls += 1
+        self._spawn(self._call(hint, replaces=node))
+
     def unsent(self, node: str) -> int:
         """Bytes that wait to be sent to ``node``; 0 without a link."""
         link = self._links.get(node)
@@ -191,15 +207,18 @@ class ControlLinks:
                 async with asyncio.timeout(None if at is None else max(0.01, at - now)):
                     await self._changed.wait()
 
-    async def _call(self, hint: Hint) -> None:
-        """Call one address. Whoever answers is known after TLS, before anything is said."""
+    async def _call(self, hint: Hint, replaces: str = "") -> None:
+        """Call one address. Whoever answers is known after TLS, before anything is said. The link
+        to ``replaces`` is to be replaced by a better one."""
         hello = Hello(KIND, self._credentials.namespace)
         reached = ""
 
         def wanted(node: str) -> bool:
             nonlocal reached
             reached = node
-            if node == self._credentials.node_id or node in self._links or node in self._calling:
+            if node == self._credentials.node_id or node in self._calling:
+                return False
+            if node != replaces if replaces else node in self._links:
                 return False
             task = asyncio.current_task()
             assert task is not None
@@ -212,7 +231,7 @@ class ControlLinks:
             reader, writer, _ = await aio.connect(
                 hint.host, hint.port, hello, self._credentials, timeout_s=_CALL_S, wanted=wanted
             )
-            if reached in self._links:  # it called meanwhile, and was let in
+            if reached in self._links and reached != replaces:  # it called, and was let in
                 await aio.end(writer)
             else:
                 link = self._take(reached, reader, writer)

@@ -162,6 +162,7 @@ class JobDesk:
     def _heard(self, worker: str, node: str, told: control.FromWorker) -> None:
         if isinstance(told, control.Ready):
             self._pids[worker] = told.pid
+            self.lead.follow(self._host.ring())
         self.lead.heard(worker, told, Member(worker, node))
         group = self._group
         if group is None:
@@ -296,7 +297,13 @@ class JobDesk:
         )
         self._host.handle(
             views.WantGroup(
-                self.spec.job, announced.members, kept, announced.reason, fresh, renew=True
+                self.spec.job,
+                announced.members,
+                kept,
+                announced.reason,
+                fresh,
+                renew=True,
+                paths=self._host.paths({member.node for member in announced.members}),
             )
         )
 

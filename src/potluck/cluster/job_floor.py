@@ -220,7 +220,8 @@ class JobFloor:
             chaos = self._host.shop.chaos(post.spec.chaos)
             members = tuple(self._seen_from_here(member) for member in group.members)
             for rank, name in enumerate(names):
-                told = control.View(job, group.epoch, members, chaos.steps_of(rank))
+                steps = chaos.steps_of(rank)
+                told = control.View(job, group.epoch, members, steps, group.paths)
                 post.crew.tell((name,), told)
 
     def hold(self, reason: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from potluck.cluster import views
 from potluck.cluster.job import Chaos, Launcher
 from potluck.cluster.lead import Lead
+from potluck.types import MeasuredPath
 from potluck.wire import jobs
 from potluck.wire.names import Versions
 from potluck.wire.nodes import View
@@ -89,6 +90,12 @@ class JobHost(Protocol):
 
     def address(self, node: str) -> str:
         """The host at which ``node`` is reached from here."""
+
+    def ring(self) -> tuple[str, ...]:
+        """The nodes of the view in the order of the ring that avoids slow links."""
+
+    def paths(self, nodes: Collection[str]) -> tuple[MeasuredPath, ...]:
+        """What was measured of the links between ``nodes``."""
 
     def versions(self, node: str) -> Versions | None:
         """With what its workers would run; None without a link."""

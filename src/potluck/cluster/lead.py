@@ -12,6 +12,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from potluck.cluster import events, membership
@@ -103,6 +104,10 @@ class Lead:
         self._set_wakeup()
         if self.state.over:
             self.over.set()
+
+    def follow(self, ring: tuple[str, ...]) -> None:
+        """From the next group on, ranks follow this ring of nodes (see ``topology.in_ring``)."""
+        self.state = replace(self.state, ring=ring)
 
     def status(self, *, node: str, pid: int, started: float) -> control.StatusReply:
         """The job as it is now, as the agent of ``node`` tells it."""

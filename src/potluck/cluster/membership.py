@@ -3,9 +3,9 @@
 ``handle(state, event, now) -> (state, actions)`` sees no socket, process, clock or disk. ``now``
 is any monotonic clock in seconds. Rules:
 
-- The epoch only rises. The first view waits for all workers that are expected.
+- The epoch only rises. The first view waits for all expected workers.
 - A view's members are in order of seniority (the view they joined in, then their name), so
-  survivors keep their order, newcomers come last, and rank 0 is the leader.
+  rank 0 is the leader; where links were measured the others follow the ring that avoids slow ones.
 - An exit is certain death: at once a view of the others. Silence is not: a report of it starts an
   inquiry. Members that do not answer a probe are evicted; if all answer, those who are blamed and
   are not blocked themselves (in a ring, everybody blames a neighbour); if nobody is to blame, the
@@ -63,6 +63,7 @@ from potluck.cluster.roster import (
     Worker,
     name_exit,
 )
+from potluck.cluster.topology import in_ring
 from potluck.types import Member
 
 
@@ -423,13 +424,12 @@ class _Turn:
             self.update(worker.name, phase=Phase.MEMBER, joined=epoch, installed=0)
         members = [self.state.worker(worker.name) for worker in workers]
         members.sort(key=lambda worker: worker.seniority)
-        places = tuple(worker.member for worker in members if worker.member is not None)
-        assert len(places) == len(members), "a worker became ready without saying where it is"
-        group = LiveGroup(epoch, tuple(worker.name for worker in members))
+        places = in_ring([w.member for w in members if w.member is not None], self.state.ring)
+        assert len(places) == len(members), "a worker is ready and did not say where"
+        group = LiveGroup(epoch, tuple(member.worker for member in places))
         groups = self.state.groups[-1:] if self.all_entered() else self.state.groups
         self.change(epoch=epoch, groups=(*groups, group), broken="")
-        joined = tuple(worker.name for worker in joining)
-        self.actions.append(Announce(epoch, places, joined, reason))
+        self.actions.append(Announce(epoch, places, tuple(w.name for w in joining), reason))
 
     def all_entered(self) -> bool:
         """Whether every member of the newest view said that it is in it."""

@@ -15,9 +15,9 @@ import secrets
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from potluck.cluster import keyring, rotation, views
+from potluck.cluster import keyring, measure, rotation, views
 from potluck.cluster.bundle_depot import BundleDepot
 from potluck.cluster.control_links import KIND, ControlLinks
 from potluck.cluster.credentials import load_credentials
@@ -31,12 +31,15 @@ from potluck.cluster.jobs import Jobs
 from potluck.cluster.local_link import CLIENT, Waiting, read_request
 from potluck.cluster.node import Node
 from potluck.cluster.node_state import NodeState
+from potluck.cluster.surveyor import Surveyor
 from potluck.cluster.trust import TrustStore
 from potluck.cluster.versions import own_versions
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.settings import Settings
 from potluck.transport import aio
+from potluck.types import MeasuredPath
 from potluck.wire import local, peers
+from potluck.wire.facts import Facts, Measured, NodeFacts
 from potluck.wire.jobs import JobMessage, ToLeader
 from potluck.wire.messages import Hello, Refusal, Welcome
 from potluck.wire.names import Versions
@@ -94,7 +97,7 @@ class NodeAgent:
         """
         loop = asyncio.get_running_loop()
         self._state = NodeState(self._settings.home)
-        server = links = None
+        server = links = surveyor = None
         tasks: list[asyncio.Task[None]] = []
         try:
             now = loop.time()
@@ -103,6 +106,9 @@ class NodeAgent:
             server = await self._serve()
             self.port = server.port
             self._links = links = ControlLinks(self.credentials, self._introduction, self)
+            self._surveyor = surveyor = Surveyor(
+                self.credentials, links, self.node.health, self._busy, self._rate
+            )
             if self._shop is not None:
                 # To whoever has a link: who is let in asks before all others know that it is in.
                 self._depot = BundleDepot(self._settings.home / "bundles", links.send)
@@ -122,6 +128,8 @@ class NodeAgent:
                 await finder.close()
             if self._jobs is not None:
                 await self._jobs.close()
+            if surveyor is not None:
+                await surveyor.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -158,6 +166,7 @@ class NodeAgent:
         self._trust.meet(node, introduction.name)
         self._handle(views.Linked(node, introduction.life))
         self._rotate(self._rotation.linked(node, namespace))
+        self._surveyor.linked(node, introduction.port)
         if self._jobs is not None:
             self._jobs.linked(node)
 
@@ -170,6 +179,8 @@ class NodeAgent:
         elif isinstance(message, peers.BundleMessage):
             if self._jobs is not None:
                 self._depot.received(node, message)
+        elif isinstance(message, Facts | Measured):
+            self._surveyor.received(node, message)
         else:
             now = asyncio.get_running_loop().time()
             self._rotate(self._rotation.received(node, message, now))
@@ -177,6 +188,7 @@ class NodeAgent:
     def ended(self, node: str, life: int, reason: str) -> None:
         _log.info("the link to %s ended: %s", self._called(node), reason)
         self._rotate(self._rotation.lost(node))
+        self._surveyor.lost(node)
         if self._jobs is not None:
             self._depot.lost(node)
 
@@ -291,6 +303,8 @@ class NodeAgent:
     ) -> None:
         if hello.kind == KIND:
             await self._links.greeted(reader, writer, hello, node)
+        elif hello.kind == measure.KIND:
+            await self._surveyor.greeted(reader, writer, node)
         elif hello.kind == CLIENT and node == self.credentials.node_id:
             await aio.write_greeting(writer, Welcome())
             await self._serve_client(reader, writer)
@@ -391,6 +405,25 @@ class NodeAgent:
     def address(self, node: str) -> str:
         return self._links.address(node) or self._addresses.get(node, "")
 
+    def ring(self) -> tuple[str, ...]:
+        nodes = () if self.view is None else self.view.nodes
+        topology = self._surveyor.topology(nodes)
+        return topology.ring() if topology.slowest_first() else ()
+
+    def paths(self, nodes: Collection[str]) -> tuple[MeasuredPath, ...]:
+        return self._surveyor.topology(nodes).paths(nodes)
+
+    def _busy(self) -> set[str]:
+        groups = () if self.view is None else self.view.groups
+        return {member.node for group in groups for member in group.members}
+
+    def _rate(self) -> float:
+        """Samples per second of the workers here."""
+        name = self.label(self.me)
+        jobs = () if self._jobs is None else self._jobs.status()
+        workers = [each for job in jobs for each in job.workers if each.node == name]
+        return sum(each.samples_per_s or 0.0 for each in workers if each.rank >= 0)
+
     def versions(self, node: str) -> Versions | None:
         said = self._introduction() if node == self.me else self._links.introduction(node)
         return None if said is None else said.versions
@@ -414,6 +447,7 @@ class NodeAgent:
         for node in sorted({me, *seats, *self._links.nodes}, key=lambda n: (n not in seats, n)):
             peer = self.node.health.peers.get(node)
             said = self._introduction() if node == me else self._links.introduction(node)
+            facts = self._surveyor.facts(node) or NodeFacts(node)
             role = "" if view is None or node not in seats else "member"
             nodes.append(
                 local.NodeInfo(
@@ -426,6 +460,10 @@ class NodeAgent:
                     python=said.versions.python if said else "",
                     torch=said.versions.torch if said else "",
                     potluck=said.versions.potluck if said else "",
+                    cores=facts.cores,
+                    memory_bytes=facts.memory_bytes,
+                    accelerators=facts.accelerators,
+                    samples_per_s=facts.samples_per_s,
                 )
             )
         return local.NodesReply(
@@ -436,6 +474,7 @@ class NodeAgent:
             epoch=0 if view is None else view.epoch,
             paused=self.node.paused,
             nodes=tuple(nodes),
+            links=self._surveyor.links({each.node for each in nodes}),
             banned=tuple(sorted(self._trust.banned())),
             events=tuple(self._notes),
         )

@@ -153,7 +153,8 @@ class State:
 
     ``groups`` are live, oldest first; the last is the newest view. ``broken`` says why the newest
     view has to be replaced, ``not_before`` when at the earliest (0: at once). ``casualty`` is the
-    last worker that was killed and not replaced.
+    last worker that was killed and not replaced. ``ring`` are nodes in the order of the ring that
+    avoids slow links.
     """
 
     policy: Policy
@@ -168,6 +169,7 @@ class State:
     interrupted: int = 0
     failure: Failure | None = None
     casualty: Failure | None = None
+    ring: tuple[str, ...] = ()
 
     def worker(self, name: str) -> Worker:
         for worker in self.workers:

@@ -1,42 +1,23 @@
-"""The graph of nodes and links as measured, and what follows from it: ring order, the node to put
-in the middle, rank order and link model for plans, the address to call a node by. Pure."""
+"""The graph of nodes and links as measured, and what follows from it: the ring that avoids slow
+links, what a group is told of its paths, the addresses to call a node by. Pure."""
 
 from __future__ import annotations
 
 import ipaddress
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
 import networkx as nx
 
-from potluck.collectives.links import DEFAULT_LINKS, LinkModel, Wire
-from potluck.types import Member
+from potluck.collectives.links import DEFAULT_LINKS
+from potluck.types import MeasuredPath, Member
+from potluck.wire.facts import Address, LinkFacts, NodeFacts
+
+MAX_PATHS = 240
+"""All of 16 nodes."""
 
 _EXACT_RING = 8
 """Up to so many nodes all rings are compared: 2,520 of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """What a node is. ``samples_per_s`` is None until it has trained."""
-
-    node: str
-    cores: int = 1
-    memory_bytes: int = 0
-    accelerators: tuple[str, ...] = ()
-    samples_per_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LinkFacts:
-    """One direction between two nodes: latency one way, bandwidth in bytes per second."""
-
-    source: str
-    target: str
-    latency_s: float
-    bandwidth: float
-    interface: str = ""
 
 
 class Topology:
@@ -91,43 +72,21 @@ class Topology:
             return self._faster_way(best)
         return self._faster_way(self._improve(self._nearest_neighbours()))
 
-    def center(self) -> str:
-        """The node whose slowest link to any other is the fastest: the one to put in the middle
-        of a centralized plan. ValueError without nodes."""
-        if not self.graph:
-            raise ValueError("a topology without nodes has no center")
-
-        def cost(node: str) -> tuple[float, float, str]:
-            others = [other for other in self.nodes if other != node]
-            worst = min((self._bandwidth(node, other) for other in others), default=0.0)
-            return (-worst, sum(self._latency(node, other) for other in others), node)
-
-        return min(self.nodes, key=cost)
-
-    def rank_order(self, members: Iterable[Member]) -> tuple[Member, ...]:
-        """Members with those of one node together and the nodes in the ring's order, so that a ring
-        over ranks crosses each of its links once. Nodes that are not here come last, by name."""
-        place = {node: index for index, node in enumerate(self.ring())}
-        last = len(place)
-        return tuple(
-            sorted(
-                members,
-                key=lambda m: (place.get(m.node, last), m.node, m.local_rank, m.worker),
+    def paths(self, nodes: Iterable[str]) -> tuple[MeasuredPath, ...]:
+        """The measured paths between ``nodes``, for the plans of a group on them, with figures of
+        two digits. Of more than ``MAX_PATHS`` the slowest: the others count as the default."""
+        wanted = set(nodes)
+        found = [
+            MeasuredPath(
+                link.source,
+                link.target,
+                float(f"{link.latency_s:.1e}"),
+                float(f"{link.bandwidth:.1e}"),
             )
-        )
-
-    def link_model(self, members: Sequence[Member]) -> LinkModel:
-        """What the plans' simulation needs to know of these members, in rank order: who shares a
-        node (for ``collectives.hierarchical``), and each measured wire."""
-        numbers: dict[str, int] = {}
-        nodes = tuple(numbers.setdefault(member.node, len(numbers)) for member in members)
-        pairs = []
-        for i, source in enumerate(members):
-            for j, target in enumerate(members):
-                if source.node != target.node and self.graph.has_edge(source.node, target.node):
-                    link = self.link(source.node, target.node)
-                    pairs.append((i, j, Wire(link.latency_s, 1 / link.bandwidth)))
-        return replace(DEFAULT_LINKS, nodes=nodes, pairs=tuple(pairs))
+            for link in self.slowest_first()
+            if link.source in wanted and link.target in wanted
+        ]
+        return tuple(found[:MAX_PATHS])
 
     # Rings.
 
@@ -180,21 +139,26 @@ class Topology:
         return ring
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """One of a node's addresses, as that node knows it: ``network`` in prefix notation, such as
-    ``192.168.1.0/24``. ``bandwidth`` (bytes per second) where it is known of the interface."""
+def in_ring(members: Iterable[Member], ring: Sequence[str]) -> tuple[Member, ...]:
+    """Members, given the most senior first, in the order of a ring of nodes.
 
-    host: str
-    network: str
-    interface: str = ""
-    bandwidth: float = 0.0
+    The most senior stays the first, so rank 0 leads. Those of one node stand together, so that a
+    ring over ranks crosses each link between nodes once. Nodes that are not in ``ring`` come last.
+    """
+    given = tuple(members)
+    if not ring or not given:
+        return given
+    first = given[0].node
+    start = ring.index(first) if first in ring else 0
+    turned = dict.fromkeys([first, *ring[start:], *ring[:start], *(m.node for m in given)])
+    place = {node: index for index, node in enumerate(turned)}
+    return tuple(sorted(given, key=lambda member: place[member.node]))
 
 
-def choose_address(
+def rank_addresses(
     theirs: Iterable[Address], mine: Iterable[Address], heard_from: str = ""
-) -> Address | None:
-    """The address to call another machine by; None if none of ``theirs`` can be of use.
+) -> list[Address]:
+    """The addresses to call another machine by, the likeliest first.
 
     Never the loopback (127.0.1.1 out of a hosts file, ``lo`` aliases, ::1), which every machine
     has. First those in a network that I am in too, the faster interface (of the slower end) before
@@ -208,16 +172,19 @@ def choose_address(
             continue
         shared = [each for each in own if each.network == address.network]
         ip = ipaddress.ip_address(address.host)
-        if ip.is_link_local and not shared:
+        if any(each.host == address.host for each in own) or (ip.is_link_local and not shared):
             continue
         speed = max((min(each.bandwidth, address.bandwidth) for each in shared), default=0.0)
         is_known = address.host == heard_from
         key = (not shared, ip.is_link_local, -speed, not is_known, ip.version, address.host)
         ranked.append((key, address))
-    return min(ranked, key=lambda each: each[0])[1] if ranked else None
+    return [address for _, address in sorted(ranked, key=lambda each: each[0])]
 
 
 def _is_loopback(host: str) -> bool:
-    ip = ipaddress.ip_address(host)
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return True  # no address at all
     mapped = getattr(ip, "ipv4_mapped", None)
     return ip.is_loopback or ip.is_unspecified or (mapped is not None and mapped.is_loopback)

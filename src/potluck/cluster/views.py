@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from potluck.cluster.election import by_seniority
-from potluck.types import Member
+from potluck.types import MeasuredPath, Member
 from potluck.wire.nodes import JobGroup, NodeMessage, Record, Seat, View
 
 # What can happen.
@@ -56,7 +56,8 @@ class WantGroup:
 
     ``kept`` are the workers that stay from the group before and hold its state. ``fresh``: there
     are none, and every one that did is known to have ended. ``renew``: the group is a new one also
-    if its members are those of the group before, which does not work any more.
+    if its members are those of the group before, which does not work any more. ``paths``: what was
+    measured of the links between their nodes.
     """
 
     job: str
@@ -65,6 +66,7 @@ class WantGroup:
     reason: str
     fresh: bool = False
     renew: bool = False
+    paths: tuple[MeasuredPath, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +232,11 @@ def _wanted(want: WantGroup, before: JobGroup | None, epoch: int) -> JobGroup:
     to be renewed: a group whose members all hold the state by now stays the group it is."""
     entering = tuple(m.worker for m in want.members if m.worker not in want.kept)
     if before is None or want.fresh:
-        return JobGroup(want.job, epoch, want.members, epoch, entering)
+        return JobGroup(want.job, epoch, want.members, epoch, entering, want.paths)
     is_the_same = want.members == before.members and not want.renew
-    group_epoch = before.epoch if is_the_same else epoch
-    return JobGroup(want.job, group_epoch, want.members, before.origin, entering)
+    if is_the_same:
+        return msgspec.structs.replace(before, entering=entering)
+    return JobGroup(want.job, epoch, want.members, before.origin, entering, want.paths)
 
 
 def _without(group: JobGroup, nodes: set[str], epoch: int) -> JobGroup:

@@ -6,13 +6,20 @@ answer. Answers are kept, one for every power of two of bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from potluck.collectives.links import DEFAULT_LINKS, SEGMENT_BYTES, LinkModel
+from potluck.collectives.links import (
+    DEFAULT_LINKS,
+    SEGMENT_BYTES,
+    LinkModel,
+    measured_links,
+)
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.collectives.registry import algorithms_for, build_plan
 from potluck.collectives.simulate import chunk_sizes, simulate, simulate_rotated
+from potluck.types import Group
 
 ROTATED = frozenset(
     {
@@ -67,6 +74,17 @@ def fastest(
         raise ValueError(f"nbytes must not be negative: {nbytes}")
     bucket = 0 if operation is Operation.BARRIER or nbytes == 0 else (nbytes - 1).bit_length() + 1
     return _choose(operation, bucket, world_size, nodes, links)
+
+
+def chooser(
+    group: Group, ranks: Sequence[int], nodes: tuple[int, ...]
+) -> Callable[[Operation, int, int], Algorithm]:
+    """``choose`` for these ``ranks`` of ``group``, with what the group knows of its links.
+
+    All ranks hold the same figures, so all choose alike.
+    """
+    links = measured_links([group.members[rank].node for rank in ranks], group.paths)
+    return partial(choose, nodes=nodes, links=links)
 
 
 @lru_cache(maxsize=4096)

@@ -6,9 +6,11 @@ has measured its own links passes a :class:`LinkModel` of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from potluck.types import MeasuredPath
 
 
 class Wire(NamedTuple):
@@ -76,3 +78,16 @@ DEFAULT_LINKS = LinkModel(
     gamma_s_per_byte=1 / 8e9,
 )
 """For clusters that have not measured their links. Measured on a 2-core Linux machine."""
+
+
+def measured_links(nodes: Sequence[str], paths: Iterable[MeasuredPath]) -> LinkModel | None:
+    """The model of a group whose rank ``r`` is on ``nodes[r]``, from measured ``paths`` between
+    nodes; None if none of them is between two of these."""
+    found = {(path.source, path.target): path for path in paths if path.bandwidth > 0}
+    pairs = tuple(
+        (i, j, Wire(found[source, target].latency_s, 1 / found[source, target].bandwidth))
+        for i, source in enumerate(nodes)
+        for j, target in enumerate(nodes)
+        if (source, target) in found
+    )
+    return replace(DEFAULT_LINKS, pairs=pairs) if pairs else None

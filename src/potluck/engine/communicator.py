@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from potluck.collectives.choose import choose
+from potluck.collectives.choose import chooser
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import make_plan
 from potluck.collectives.two_level import has_levels
@@ -78,6 +78,7 @@ class Communicator:
         self._channel = channel
         self._ranks = ranks
         self._nodes = tuple(family.nodes[rank] for rank in ranks)
+        self._choose = chooser(group, ranks, self._nodes)
         self._sequence = 0
         self.rank = ranks.index(group.rank)
         self.world_size = len(ranks)
@@ -374,7 +375,7 @@ class Communicator:
         operation, described, root = request.operation, request.described, request.root
         result, encoding = request.result, request.encoding
         nodes, world = self._nodes, self.world_size
-        chosen = request.algorithm or choose(operation, described.nbytes, world, nodes=nodes)
+        chosen = request.algorithm or self._choose(operation, described.nbytes, world)
         plan = make_plan(operation, chosen, world, self.rank, root=root, nodes=nodes)
         call = self._call(request, chosen, on_behalf_of)
         work = work or Work(str(call), result)

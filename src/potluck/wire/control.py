@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from potluck.errors import ProtocolError
-from potluck.types import Member
+from potluck.types import MeasuredPath, Member
 from potluck.wire.messages import SEALED
 from potluck.wire.prefix import announced_length, prefixed
 
@@ -117,13 +117,15 @@ class ProbeReply(msgspec.Struct, frozen=True, tag=True):
 class View(msgspec.Struct, frozen=True, tag=True):
     """The members of ``epoch`` in rank order; the first is the leader.
 
-    ``chaos_steps`` are the steps before which this worker has to ask with ChaosDue.
+    ``chaos_steps`` are the steps before which this worker has to ask with ChaosDue. ``paths`` are
+    the links between their nodes as measured, the same for all members.
     """
 
     job: Name
     epoch: int
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     chaos_steps: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
+    paths: Annotated[tuple[MeasuredPath, ...], msgspec.Meta(max_length=256)] = ()
 
 
 class GroupOver(msgspec.Struct, frozen=True, tag=True):

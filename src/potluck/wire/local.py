@@ -8,6 +8,7 @@ import msgspec
 
 from potluck.errors import ProtocolError
 from potluck.wire.control import StatusReply
+from potluck.wire.facts import MAX_LINKS, LinkFacts
 from potluck.wire.jobs import (
     MAX_ARGUMENTS,
     MAX_JOBS,
@@ -87,6 +88,10 @@ class NodeInfo(msgspec.Struct, frozen=True):
     python: Name
     torch: Name
     potluck: Name
+    cores: int = 0
+    memory_bytes: int = 0
+    accelerators: tuple[Name, ...] = ()
+    samples_per_s: float | None = None
 
 
 class NodesReply(msgspec.Struct, frozen=True, tag=True):
@@ -101,6 +106,7 @@ class NodesReply(msgspec.Struct, frozen=True, tag=True):
     nodes: Annotated[tuple[NodeInfo, ...], msgspec.Meta(max_length=MAX_NODES)]
     banned: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
     events: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
+    links: Annotated[tuple[LinkFacts, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
 
 
 class Outcome(msgspec.Struct, frozen=True, tag=True):

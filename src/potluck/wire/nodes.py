@@ -10,11 +10,12 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.types import Member
+from potluck.types import MeasuredPath, Member
 
 MAX_NODES = 1024
 MAX_GROUPS = 64
 MAX_WORKERS = 4096
+MAX_PATHS = 256
 
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -42,7 +43,8 @@ class JobGroup(msgspec.Struct, frozen=True):
 
     ``origin`` is the epoch since which a worker has stayed from each group to the next. A newer one
     means that all who knew the last steps have ended: those may be done again. ``entering`` are
-    members not known to hold the job's state: at first all of them.
+    members not known to hold the job's state: at first all of them. ``paths`` are the links between
+    their nodes as the leader knew them.
     """
 
     job: Name
@@ -50,6 +52,7 @@ class JobGroup(msgspec.Struct, frozen=True):
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_WORKERS)]
     origin: int = 0
     entering: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
+    paths: Annotated[tuple[MeasuredPath, ...], msgspec.Meta(max_length=MAX_PATHS)] = ()
 
 
 class View(msgspec.Struct, frozen=True):

@@ -2,7 +2,8 @@
 
 Each message is a tagged msgpack struct behind a little-endian u32 length of at most
 ``MAX_MESSAGE`` (1 MiB), checked before anything is allocated. What they decide together is in
-``nodes.py``, what they say about jobs in ``jobs.py``; here is what else they exchange: who they
+``nodes.py``, what they say about jobs in ``jobs.py``, about machines and links
+in ``facts.py``; here is what else they exchange: who they
 are, new secrets, and a script's folder.
 """
 
@@ -13,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from potluck.errors import ProtocolError
+from potluck.wire.facts import Facts, Measured
 from potluck.wire.jobs import JobMessage
 from potluck.wire.names import Digest, Name, Text, Versions
 from potluck.wire.nodes import NodeMessage
@@ -107,6 +109,8 @@ PeerMessage = (
     | DropSecret
     | BundleMessage
     | JobMessage
+    | Facts
+    | Measured
 )
 
 _encoder = msgspec.msgpack.Encoder()

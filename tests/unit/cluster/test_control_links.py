@@ -403,3 +403,30 @@ def test_a_link_local_address_is_called_by_its_interface() -> None:
     assert _host_of(("fe80::1", 7, 0, loopback)) == "fe80::1%lo"
     assert _host_of(("fd88::1", 7, 0, 0)) == "fd88::1"
     assert _host_of(("::ffff:10.0.0.7", 7, 0, 0)) == _host_of(("10.0.0.7", 7)) == "10.0.0.7"
+
+
+def test_a_link_is_made_anew_by_order_and_nobody_is_without_one_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_links, "_YOUNG_S", 0.0)
+
+    async def story(stack: contextlib.AsyncExitStack) -> None:
+        one, other = await opened(stack, Agent(), Agent())
+        one.knows(other)
+        await one.sees("linked", other.id)
+        await other.sees("linked", one.id)
+        before = len(other.events)
+        one.links.move(other.id, "127.0.0.1", other.server.port)
+        await one.sees("ended", other.id, 1, "the peer made a new link")
+        async with asyncio.timeout(WAIT_S):
+            while ("linked", one.id, 1) not in other.events[before:]:
+                other._changed.clear()
+                await other._changed.wait()
+        assert one.links.address(other.id) == "127.0.0.1"
+        assert one.links.local(other.id).startswith("127.")
+        assert other.links.nodes == (one.id,)
+        one.links.move(other.id, "127.0.0.1", 9)  # nobody there: all stays as it is
+        assert one.links.send(other.id, nodes.Probe("x"))
+        await other.sees("received", one.id, 1, nodes.Probe("x"))
+
+    run(story)

@@ -118,6 +118,14 @@ def test_ranks_follow_numbers_not_letters() -> None:
     assert story.view == (1, "0 1 2 3 4 5 6 7 8 9 10")
 
 
+def test_ranks_follow_the_ring_of_nodes_and_the_most_senior_stays_the_first() -> None:
+    story = Story(4)
+    story.state = replace(story.state, ring=("a", "c", "b", "d"))
+    for name, node in zip("0123", "bacd", strict=True):
+        story.tell(Ready(name, Member(name, node)))
+    assert story.view == (1, "0 3 1 2"), "b, d, a, c"
+
+
 def test_the_epoch_goes_on_from_the_highest_one_ever_used() -> None:
     state, _ = membership.begin(["0"], Policy(), epoch=41)
     _, actions = membership.handle(state, ready("0"), 0.0)

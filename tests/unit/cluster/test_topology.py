@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from potluck.cluster.topology import Address, LinkFacts, NodeFacts, Topology, choose_address
-from potluck.collectives.links import DEFAULT_LINKS
+from potluck.cluster.topology import Topology, in_ring, rank_addresses
+from potluck.collectives.links import DEFAULT_LINKS, measured_links
 from potluck.types import Member
+from potluck.wire.facts import Address, LinkFacts, NodeFacts
 
 GIGABIT = 125e6
 SLOW = 1.25e6
@@ -70,12 +71,6 @@ def test_small_worlds_have_rings_too() -> None:
     assert topology("ab").ring() == ("a", "b")
 
 
-def test_the_center_is_the_node_without_a_slow_link() -> None:
-    assert topology("abc", {"ac": SLOW, "ca": SLOW}).center() == "b"
-    with pytest.raises(ValueError, match="no center"):
-        topology("").center()
-
-
 def test_the_slowest_link_is_named_first() -> None:
     slowest = topology("abc", {"cb": SLOW}).slowest_first()[0]
     assert (slowest.source, slowest.target, slowest.bandwidth) == ("c", "b", SLOW)
@@ -88,23 +83,50 @@ def test_an_unmeasured_link_is_the_default() -> None:
         Topology([NodeFacts("a")], [LinkFacts("a", "b", 0, 1)])
 
 
-def test_workers_of_a_node_stay_together_in_the_rings_order() -> None:
-    members = [
-        Member("0", "a", local_rank=0),
-        Member("1", "b", local_rank=0),
-        Member("2", "a", local_rank=1),
-        Member("3", "c", local_rank=0),
-        Member("4", "b", local_rank=1),
+MEMBERS = (
+    Member("0", "b", local_rank=0),
+    Member("1", "a", local_rank=0),
+    Member("2", "b", local_rank=1),
+    Member("3", "d", local_rank=0),
+    Member("4", "c", local_rank=0),
+)
+
+
+def test_ranks_follow_the_ring_from_the_most_senior_on() -> None:
+    graph = topology("abcd", {"ab": SLOW, "ba": SLOW})
+    ranks = in_ring(MEMBERS, graph.ring())
+    assert ranks[0] == MEMBERS[0], "rank 0 still leads"
+    nodes = tuple(dict.fromkeys(member.node for member in ranks))
+    assert not {"ab", "ba"} & links_of(nodes)
+    assert [m.worker for m in ranks if m.node == "b"] == ["0", "2"], "one node stands together"
+    assert ranks[1].worker == "2"
+
+
+def test_without_a_ring_seniority_is_the_order_and_strangers_come_last() -> None:
+    assert in_ring(MEMBERS, ()) == MEMBERS
+    assert in_ring((), ("a",)) == ()
+    assert [m.worker for m in in_ring(MEMBERS, ("a", "b"))] == ["0", "2", "1", "3", "4"]
+    assert [m.worker for m in in_ring(MEMBERS, ("c", "d"))] == ["0", "2", "4", "3", "1"]
+
+
+def test_a_group_is_told_of_measured_paths_only_and_its_plans_use_them() -> None:
+    graph = Topology(
+        [NodeFacts(name) for name in "abc"],
+        [LinkFacts("a", "b", 0.00123, SLOW), LinkFacts("b", "a", 0.001, GIGABIT)],
+    )
+    paths = graph.paths("abc")
+    assert [(p.source, p.target, p.latency_s, p.bandwidth) for p in paths] == [
+        ("a", "b", 0.0012, 1.2e6),
+        ("b", "a", 0.001, 1.2e8),
     ]
-    graph = topology("abc", {"ab": SLOW})
-    ranks = graph.rank_order(members)
-    assert [m.worker for m in ranks] == ["0", "2", "3", "1", "4"]
-    model = graph.link_model(ranks)
-    assert model.nodes == (0, 0, 1, 2, 2)
+    assert graph.paths("ac") == ()
+    model = measured_links(("a", "a", "b", "c"), paths)
+    assert model is not None
     wire = model.wires()
-    assert wire(0, 3).beta_s_per_byte == pytest.approx(1 / SLOW)
-    assert wire(3, 0).beta_s_per_byte == pytest.approx(1 / GIGABIT)
-    assert wire(0, 1) == DEFAULT_LINKS.local
+    assert wire(1, 2).beta_s_per_byte == pytest.approx(1 / 1.2e6)
+    assert wire(2, 0).beta_s_per_byte == pytest.approx(1 / 1.2e8)
+    assert wire(0, 3) == DEFAULT_LINKS.remote
+    assert measured_links(("a", "c"), paths) is None
 
 
 LAN = Address("192.168.1.7", "192.168.1.0/24", "eth0", GIGABIT)
@@ -113,6 +135,7 @@ DOCKER = Address("172.17.0.1", "172.17.0.0/16", "docker0")
 HOSTS_FILE = Address("127.0.1.1", "127.0.0.0/8", "lo")
 ALIAS = Address("127.0.0.2", "127.0.0.0/8", "lo")
 SIX = Address("fd00::7", "fd00::/64", "eth0", GIGABIT)
+VPN = Address("10.8.0.6", "10.8.0.0/24", "tun0", GIGABIT)
 LINK_LOCAL = Address("169.254.3.7", "169.254.0.0/16", "eth1")
 MY_LAN = Address("192.168.1.2", "192.168.1.0/24", "eth0", GIGABIT)
 MY_WIFI = Address("192.168.2.2", "192.168.2.0/24", "wlan0", GIGABIT / 4)
@@ -136,6 +159,9 @@ CHOICES = [
         LINK_LOCAL,
     ),
     ("no address at all", [], [MY_LAN], "", None),
+    ("an address that is my own, too, leads to me", [DOCKER], [DOCKER, MY_LAN], "", None),
+    ("a VPN that only they are in comes last", [VPN, LAN], [MY_LAN], "", LAN),
+    ("what is no address is none", [Address("attic.local", "10.0.0.0/8")], [MY_LAN], "", None),
 ]
 
 
@@ -147,5 +173,6 @@ CHOICES = [
 def test_the_right_interface_is_chosen_without_being_named(
     theirs: list[Address], mine: list[Address], heard_from: str, wanted: Address | None
 ) -> None:
-    assert choose_address(theirs, mine, heard_from) == wanted
-    assert choose_address(theirs[::-1], mine[::-1], heard_from) == wanted
+    first = [] if wanted is None else [wanted]
+    assert rank_addresses(theirs, mine, heard_from)[:1] == first
+    assert rank_addresses(theirs[::-1], mine[::-1], heard_from)[:1] == first

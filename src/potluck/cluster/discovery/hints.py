@@ -18,6 +18,7 @@ MAX_HINTS = 256
 
 _MAX_PLACES = 8
 _FIRST_PAUSE_S = 0.25
+_HEAD_START_S = 0.2
 _MAX_PAUSE_S = 5.0
 _PEER_PAUSE_S = 1.0
 _FORGET_S = 60.0
@@ -44,6 +45,7 @@ class HintBook:
     def __init__(self) -> None:
         self._entries: dict[Place, _Entry] = {}
         self._linked: set[str] = set()
+        self._preferred: dict[str, Place] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -108,10 +110,17 @@ class HintBook:
     def unlinked(self, node: str, now: float) -> None:
         """The link to ``node`` ended: call where it was, at once."""
         self._linked.discard(node)
-        for entry in self._entries.values():
+        best = self._preferred.get(node)
+        for place, entry in self._entries.items():
             if entry.node == node and not entry.calling:
                 entry.pause_s = _FIRST_PAUSE_S
                 entry.due = entry.lost = now
+                if best in self._entries and place != best:
+                    entry.due += _HEAD_START_S
+
+    def prefer(self, node: str, hint: Hint) -> None:
+        """Of the places of ``node`` call this one first, when its link was lost."""
+        self._preferred[node] = (hint.host, hint.port)
 
     def places_of(self, node: str) -> list[Hint]:
         """Where ``node`` was reached."""

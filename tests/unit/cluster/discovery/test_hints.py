@@ -140,3 +140,17 @@ def test_another_process_at_a_known_address_is_called_afresh() -> None:
     assert hosts(book, 10.0) == [], "an address somebody wrote down tells of no other process"
     book.heard(hint("a", "z"), 10.0)
     assert hosts(book, 10.0) == ["a"]
+
+
+def test_the_best_place_of_a_node_has_a_head_start_when_its_link_is_lost() -> None:
+    book = HintBook()
+    for host in ("wifi", "cable"):
+        book.heard(hint(host, "x"), 0.0)
+        for each in book.due(0.0):
+            book.calling(each)
+            book.reached(each, "node", 0.0)
+    book.linked("node")
+    book.prefer("node", hint("cable"))
+    book.unlinked("node", 10.0)
+    assert hosts(book, 10.0) == ["cable"]
+    assert sorted(hosts(book, 10.3)) == ["cable", "wifi"], "but it may be what is broken"
