@@ -19,6 +19,11 @@ demo: ## Train on four workers, lose one on the way, get the right answer
 	@tools/environment demo
 	@$(BIN)/potluck run --workers 4 --chaos "kill rank 2 at step 60" examples/digits.py
 
+.PHONY: demo-cluster
+demo-cluster: ## Three hosts on this machine train one model, one is cut off and returns (Linux, root)
+	@tools/environment demo
+	@$(BIN)/python -m potluck.testing.demo_cluster
+
 .PHONY: check
 check: ## Lint, types and floors: ruff, mypy --strict, import-linter
 	@tools/environment dev

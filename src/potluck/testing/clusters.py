@@ -60,6 +60,11 @@ class Machine:
         """The beginning of the node's id, as lines for people have it."""
         return self.node[:8]
 
+    @property
+    def full_environment(self) -> dict[str, str]:
+        """All variables of this machine's commands."""
+        return os.environ | self.environment
+
     def up(self) -> Command:
         """Start the agent (again); a context manager that ends it."""
         arguments = self.host.command([*potluck_command(), "up"])
@@ -75,7 +80,7 @@ class Machine:
         """A command of potluck on this machine, to its end."""
         return subprocess.run(
             self.host.command([*potluck_command(), *arguments]),
-            env=os.environ | self.environment,
+            env=self.full_environment,
             capture_output=True,
             text=True,
             timeout=_WAIT_S,
