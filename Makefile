@@ -9,7 +9,7 @@ export PYTHON
 help: ## Show this list
 	@echo 'potluck: train on the machines you already own'
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo 'Start with: make demo. Python 3.11 or newer is all it asks for;'
 	@echo 'another interpreter: make PYTHON=/path/to/python3 demo'
