@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bench import claims, script
+from bench import claims, script, wire
 from bench.claims import Claim
 from bench.placements import InHosts
 
@@ -25,6 +25,7 @@ from potluck.testing import hosts
 
 SMALL, LARGE = 4 << 10, 100 << 20
 MIB = 1 << 20
+TWO_LEVEL, TWO_LEVEL_OF_ONE = "potluck-two-level", "potluck-tls"
 CODECS = {"potluck-bf16": 0.52, "potluck-int8": 0.28}
 
 
@@ -45,6 +46,7 @@ def measure(quick: bool, say: script.Say) -> script.Measured:
         result = between(rate, num_hosts, peers, sizes, quick, say)
         measured[f"{num_hosts} hosts, {rate}"] = result
         found += what_follows(result, rate, num_hosts)
+    found += of_several_workers(quick, say)
     first = next(iter(measured.values()))
     return {"machine": first["machine"], "networks": measured}, found
 
@@ -67,6 +69,34 @@ def between(
     with hosts.Network(num_hosts, rate=rate) as network:
         title = f"{num_hosts} hosts at {rate}"
         return script.compared(plan, say, title=title, placement=InHosts(network))
+
+
+def of_several_workers(quick: bool, say: script.Say) -> list[Claim]:
+    """Two hosts of two workers: the wire of a host carries what it does for one worker."""
+    nbytes, rounds = (1 << 20, 1) if quick else (LARGE, 5)
+    peers = (TWO_LEVEL, "potluck-ring", "potluck-hierarchical", "gloo")
+    with hosts.Network(2, rate="1gbit") as network:
+        say(f"2 hosts of 2 workers at 1 Gbit/s, {show(nbytes)}")
+        one = wire.all_reduces(network, (TWO_LEVEL_OF_ONE,), 1, nbytes, rounds)[TWO_LEVEL_OF_ONE]
+        two = wire.all_reduces(network, peers, 2, nbytes, rounds)
+    for peer, figures in two.items():
+        say(f"{peer}: {figures['seconds']:.3f} s, CPU {figures['cpu_s']:.3f} s")
+    where = f"2 hosts of 2 workers at 1 Gbit/s, {show(nbytes)}, two levels"
+    ours = two[TWO_LEVEL]
+    bytes_over = ours["wire_bytes"] / one["wire_bytes"]
+    shown = f"{ours['wire_bytes'] / MIB:.1f} MiB of {one['wire_bytes'] / MIB:.1f} MiB:"
+    found = [
+        claims.at_most(
+            f"{where}: bytes that a host sends, over those with one worker per host",
+            "<= 1.03x",
+            1.03,
+            [(shown, bytes_over)],
+        )
+    ]
+    for peer, name in (("potluck-ring", "the ring over all"), ("gloo", "Gloo")):
+        ratio = [("", ours["seconds"] / two[peer]["seconds"])] if peer in two else []
+        found.append(claims.at_most(f"{where}: time over that of {name}", "<= 1x", 1.0, ratio))
+    return found
 
 
 def what_follows(result: dict[str, Any], rate: str, num_hosts: int) -> list[Claim]:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,6 +18,9 @@ import pytest
 from potluck import native
 
 needs_native = pytest.mark.skipif(not native.available, reason="windows need the native core")
+
+NODES = (0, 0, 1, 1)
+"""On two levels: the lost one's mate waits in a window, the others for their speakers."""
 
 WORKER = """
 import json, os, sys, time
@@ -32,7 +35,7 @@ patience_s = float(sys.argv[4])
 def say(**facts):
     print(json.dumps({"rank": rank, **facts}), flush=True)
 
-if algorithm == "window":  # a list of addresses does not say who shares a node
+if algorithm in ("window", "two-level"):  # a list of addresses does not say who shares a node
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(peers)))
     os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = peers[0].rpartition(":")
     ctx = init("env", timeout_s=30)
@@ -75,8 +78,14 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
 
 @contextmanager
 def workers(
-    size: int, algorithm: str, tmp_path: Path, patience_s: float = 30.0, **variables: str
+    size: int,
+    algorithm: str,
+    tmp_path: Path,
+    patience_s: float = 30.0,
+    nodes: Sequence[int] = (),
+    **variables: str,
 ) -> Iterator[list[subprocess.Popen[str]]]:
+    """``nodes``: which node each is on; without it they share one."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     environment = {
@@ -90,9 +99,10 @@ def workers(
         peers = ",".join(f"127.0.0.1:{port}" for port in ports)
         children = []
         for rank in range(size):
+            home = {"POTLUCK_HOME": str(tmp_path / f"node-{nodes[rank]}")} if nodes else {}
             child = subprocess.Popen(
                 [sys.executable, str(script), str(rank), peers, algorithm, str(patience_s)],
-                env=environment,
+                env=environment | home,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -128,6 +138,7 @@ def shared_memory() -> set[str]:
         ("direct", "true"),
         ("direct", "false"),
         pytest.param("window", "true", marks=needs_native),
+        ("two-level", "true"),
     ],
 )
 def test_a_killed_process_is_named_by_every_survivor_at_once(
@@ -135,7 +146,9 @@ def test_a_killed_process_is_named_by_every_survivor_at_once(
 ) -> None:
     size, victim = 4, 2
     before = shared_memory()
-    with workers(size, algorithm, tmp_path, POTLUCK_USE_WINDOWS=windows) as children:
+    nodes = NODES if algorithm == "two-level" else ()
+    switch = {"POTLUCK_USE_WINDOWS": windows}
+    with workers(size, algorithm, tmp_path, nodes=nodes, **switch) as children:
         for child in children:
             assert wait_for(child, "ready")["total"] == 10
         wait_for(children[victim], "reduced")
@@ -156,14 +169,17 @@ def test_a_killed_process_is_named_by_every_survivor_at_once(
     assert shared_memory() <= before
 
 
-@pytest.mark.parametrize("algorithm", ["ring", pytest.param("window", marks=needs_native)])
+@pytest.mark.parametrize(
+    "algorithm", ["ring", pytest.param("window", marks=needs_native), "two-level"]
+)
 def test_a_stopped_process_is_named_when_the_deadline_passes(
     algorithm: str, tmp_path: Path
 ) -> None:
     """SIGSTOP: no link ends, nothing is said; and what it does later harms nobody."""
     size, victim = 4, 1
     before = shared_memory()
-    with workers(size, algorithm, tmp_path, patience_s=1.0) as children:
+    nodes = NODES if algorithm == "two-level" else ()
+    with workers(size, algorithm, tmp_path, patience_s=1.0, nodes=nodes) as children:
         for child in children:
             wait_for(child, "reduced")
         children[victim].send_signal(signal.SIGSTOP)

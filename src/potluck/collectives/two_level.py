@@ -162,8 +162,12 @@ def _seconds(operation: Operation, bucket: int, nodes: tuple[int, ...], links: L
     # reduce_scatter and all_gather are as many reduces and broadcasts, each of its own part.
     _, between = fastest(_LIKE[operation], nbytes, num_nodes, links=links)
     block_s = _block_s(num_nodes, links)
-    latency = 2 * links.local.alpha_s
-    return latency + max(between, inside) + min(between, inside) / num_blocks + num_blocks * block_s
+    # Blocks are begun while others are under way: only the first one's cost is waited for, unless
+    # beginning them is what takes longest.
+    longest = max(between, inside, num_blocks * block_s)
+    # The barrier that compares calls goes beside them, but for small data it is as much work.
+    _, compared = fastest(Operation.BARRIER, 0, len(nodes), nodes=nodes, links=links)
+    return compared + 2 * links.local.alpha_s + block_s + inside / num_blocks + longest
 
 
 _LIKE = {

@@ -196,7 +196,12 @@ class ChannelWindow:
 
     def _begin(self, request: Request, call: str) -> WindowWork:
         work = WindowWork(
-            call, request.result, self._windows, self._ranks, is_waiting=self._window is None
+            call,
+            request.result,
+            self._windows,
+            self._ranks,
+            is_waiting=self._window is None,
+            is_counted=self._is_counted,
         )
         is_first = self.state is State.NEW
         numbers = (self.take_number(), self.take_number()) if is_first else (-1, -1)
@@ -333,7 +338,8 @@ class ChannelWindow:
         for _, work in waiting:
             if error is not None:
                 work.posted()
-                self._windows.failed(work.call, error)
+                if self._is_counted:
+                    self._windows.failed(work.call, error)
                 work.finish(error)
 
     def _fall_back(self, request: Request, work: WindowWork) -> None:

@@ -156,8 +156,13 @@ class Windows:
             self._inflight[number] = work
         work.began(begin(number))
 
-    def failure(self, outcome: int, peer: int, has_begun: bool, call: str) -> BaseException:
-        """The error of a call that ended so, and the end of the group. ``peer`` is to blame."""
+    def failure(
+        self, outcome: int, peer: int, has_begun: bool, call: str, *, is_counted: bool = True
+    ) -> BaseException:
+        """The error of a call that ended so, and the end of the group. ``peer`` is to blame.
+
+        ``is_counted``: whether it is a call of the user's own, for the metrics.
+        """
         if outcome != Outcome.STOPPED:
             self._loop.abort(self._verdict(outcome, peer, has_begun, call))
         if not self._over.wait(_PATIENCE_S):
@@ -181,7 +186,8 @@ class Windows:
             )
             told.__cause__ = error.__cause__
             error = told
-        self.failed(call, error)
+        if is_counted:
+            self.failed(call, error)
         return again(error)
 
     def failed(self, call: str, error: BaseException) -> None:
@@ -243,7 +249,7 @@ class Windows:
 class WindowWork(Work):
     """A call on a window, or one that waits for the window to be there."""
 
-    __slots__ = ("_begun", "_kept", "_native", "_peers", "_windows")
+    __slots__ = ("_begun", "_is_counted", "_kept", "_native", "_peers", "_windows")
 
     def __init__(
         self,
@@ -253,11 +259,16 @@ class WindowWork(Work):
         peers: tuple[int, ...],
         *,
         is_waiting: bool,
+        is_counted: bool = True,
     ) -> None:
-        """``peers`` maps the window's ranks to the group's; ``is_waiting``: for the window."""
+        """``peers`` maps the window's ranks to the group's; ``is_waiting``: for the window.
+
+        ``is_counted`` as in ``Windows.failure``.
+        """
         super().__init__(call, result)
         self._windows = windows
         self._peers = peers
+        self._is_counted = is_counted
         self._native: Any = None
         self._kept: Any = None
         self._begun = threading.Event() if is_waiting else None
@@ -326,5 +337,7 @@ class WindowWork(Work):
         call, error = self._native, None
         if call.outcome != Outcome.DONE:
             peer = self._peers[call.culprit] if call.culprit >= 0 else -1
-            error = self._windows.failure(call.outcome, peer, call.has_begun, self.call)
+            error = self._windows.failure(
+                call.outcome, peer, call.has_begun, self.call, is_counted=self._is_counted
+            )
         self.finish(error)

@@ -13,6 +13,7 @@ from potluck.collectives.links import LinkModel, Wire
 from potluck.collectives.plan import Action, Algorithm, Operation
 from potluck.collectives.registry import algorithms_for, make_plan
 from potluck.collectives.simulate import chunk_sizes, simulate
+from potluck.collectives.two_level import pays
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- computed: {} -->", "<!-- end of {} -->"
@@ -72,7 +73,21 @@ def choices() -> str:
     return "\n".join(rows)
 
 
-TABLES = {"costs": costs, "choices": choices}
+def levels() -> str:
+    rows = ["| workers | " + " | ".join(SIZES) + " |", "|---|" + "---|" * len(SIZES)]
+    for counts in ((2, 2), (3, 1), (4, 4), (2, 2, 2), (4, 2, 1)):
+        nodes = tuple(node for node, count in enumerate(counts) for _ in range(count))
+        chosen = [
+            Algorithm.TWO_LEVEL
+            if pays(Operation.ALL_REDUCE, size, nodes)
+            else choose(Operation.ALL_REDUCE, size, len(nodes), nodes=nodes)
+            for size in SIZES.values()
+        ]
+        rows.append(f"| {' + '.join(map(str, counts))} | " + " | ".join(chosen) + " |")
+    return "\n".join(rows)
+
+
+TABLES = {"costs": costs, "choices": choices, "levels": levels}
 
 
 def table_span(page: str, name: str) -> tuple[int, int]:
