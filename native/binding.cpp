@@ -9,6 +9,9 @@
 namespace nb = nanobind;
 
 NB_MODULE(_native, m) {
+    // A process may end without close(): what its daemon threads hold then lives to the last moment,
+    // and is no leak that anybody should read of.
+    nb::set_leak_warnings(false);
     m.doc() = "potluck's native core; src/potluck/native.py is the only file that imports it";
     m.attr("version") = POTLUCK_VERSION;
 #ifdef POTLUCK_OPENSSL

@@ -84,7 +84,7 @@ class Settings:
     segment_bytes: Annotated[Bytes, About("bytes of the largest piece sent as one frame")] = 1 << 20
     max_early_bytes: Annotated[
         Bytes, About("bytes kept per link for operations this rank has not begun yet")
-    ] = 64 << 20
+    ] = 4 << 20
     use_windows: Annotated[
         bool, About("whether workers of one node exchange payloads through shared memory")
     ] = True
