@@ -256,7 +256,7 @@ class NodeAgent:
                 self._note(action.reason)
                 self.view = None
             case views.Pause(reason):
-                self._note(f"paused: {reason}")
+                self._note(reason)
             case views.Resume(reason) | views.Note(reason):
                 self._note(reason)
             case views.GroupRefused(job, _, reason):

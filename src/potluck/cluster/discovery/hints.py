@@ -21,6 +21,7 @@ _FIRST_PAUSE_S = 0.25
 _HEAD_START_S = 0.2
 _MAX_PAUSE_S = 5.0
 _PEER_PAUSE_S = 1.0
+_MAX_PAST = 8
 _FORGET_S = 60.0
 
 Place = tuple[str, int]
@@ -34,6 +35,7 @@ class _Entry:
     pause_s: float = _FIRST_PAUSE_S
     failed: float = float("-inf")
     lost: float = float("-inf")
+    past: tuple[str, ...] = ()
     node: str = ""
     tried: bool = False
     calling: bool = False
@@ -55,10 +57,13 @@ class HintBook:
         place = (hint.host, hint.port)
         entry = self._entries.get(place)
         if entry is not None:
+            if hint.instance in entry.past:
+                return  # mDNS tells of an agent that was killed for two minutes more
             entry.heard = now
             if hint.instance and entry.hint.instance not in ("", hint.instance):
                 # Another process at a known address: what was learnt of the old one is void.
-                self._entries[place] = _Entry(hint, now, max(now, entry.due))
+                past = (*entry.past, entry.hint.instance)[-_MAX_PAST:]
+                self._entries[place] = _Entry(hint, now, max(now, entry.due), past=past)
             elif entry.node:
                 entry.due = min(entry.due, max(now, entry.failed + _PEER_PAUSE_S))
             return

@@ -49,6 +49,21 @@ def test_a_linked_node_is_not_called_wherever_it_was_seen_until_its_link_ends() 
     assert [each.host for each in book.places_of("node")] == ["wifi", "cable"]
 
 
+def test_stale_adverts_of_an_address_lead_to_no_calls() -> None:
+    book = HintBook()
+    book.heard(hint("a", "killed"), 0.0)
+    book.heard(hint("a", "alive"), 1.0)
+    for each in book.due(1.0):
+        book.calling(each)
+        book.reached(each, "node", 1.0)
+    book.linked("node")
+    for number in range(10):
+        book.heard(hint("a", ("killed", "alive")[number % 2]), 2.0 + number)
+        assert hosts(book, 2.0 + number) == []
+    book.unlinked("node", 20.0)
+    assert hosts(book, 20.0) == ["a"]
+
+
 def test_where_a_peer_was_lately_or_is_heard_again_is_called_every_second() -> None:
     book = HintBook()
 
