@@ -12,7 +12,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
 from potluck.bench.machine import heading, machine
@@ -31,21 +30,22 @@ def main(arguments: list[str]) -> int:
         code = subprocess.run([*command, *arguments], cwd=ROOT).returncode
         figures = read_figures(file)
     if not arguments:
+        where = heading(machine())
         for page in ("reliability", "security"):
-            into_page(page, [each for each in figures if each.page == page])
+            into_page(page, where, [each for each in figures if each.page == page])
     missed = [each for each in figures if not each.is_reached]
     for each in missed:
         print(f"missed: {each.fault}: {each.text}, asked {each.asked:g}")
     return code or bool(missed)
 
 
-def into_page(name: str, figures: list[Figure]) -> None:
+def into_page(name: str, where: str, figures: list[Figure]) -> None:
     """Replace what stands between the marks of a page."""
     path = ROOT / "docs" / f"{name}.md"
     page = path.read_text()
     start, end = page.index(MARK) + len(MARK), page.index(END_MARK)
-    where = "\n".join(f"    {line}" for line in heading(machine()).splitlines())
-    table = f"\n\n{date.today()}, `make faults`, on:\n\n{where}\n\n{markdown(figures)}\n\n"
+    block = "\n".join(f"    {line}" for line in where.splitlines())
+    table = f"\n\n{block}\n\n{markdown(figures)}\n\n"
     path.write_text(page[:start] + table + page[end:])
     print(f"written into {path.relative_to(ROOT)}")
 
