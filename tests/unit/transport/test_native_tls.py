@@ -1,21 +1,26 @@
-"""The native core's TLS, where it does more than Python's: keys that change under way."""
+"""The native core's own TLS records: keys that change under way, bytes that were changed."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from potluck.testing.worlds import open_world
+from potluck.context import DistributedContext
+from potluck.errors import PeerLost
+from potluck.settings import Settings
+from potluck.testing.links import psk
+from potluck.testing.proxy import RecordingProxy
+from potluck.testing.world import WorldError
+from potluck.testing.worlds import World, open_world, tcp_backends
 from potluck.transport import credentials, native_tls
 from potluck.transport.native_tls import NativeContext, NativeTlsSocket
-
-if TYPE_CHECKING:
-    from potluck import DistributedContext
+from potluck.types import Group
 
 pytestmark = pytest.mark.skipif(not native_tls.is_available(), reason="needs the native core's TLS")
 
@@ -55,3 +60,42 @@ def test_a_link_changes_its_keys_under_way_and_its_peer_whoever_makes_its_tls_fo
     least = calls * count * 4 // (16 * 1024) // RECORDS_PER_KEY
     # Connections that the ranks made and did not use have changed nothing.
     assert sum(each >= least for each in keys) == (2 if kind == "native" else 1), keys
+
+
+class Flip:
+    """Changes one bit that goes to a server, once, far behind the greeting."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def __call__(self, to_server: bool, offset: int, data: bytes) -> bytes:
+        at = 50_000 - offset
+        if not to_server or self.is_done or not 0 <= at < len(data):
+            return data
+        self.is_done = True
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_a_flipped_bit_of_a_record_ends_the_group_and_is_never_part_of_a_sum() -> None:
+    settings = Settings(psk=psk().hex(), use_windows=False, peer_timeout_s=20)
+    flips = Flip(), Flip()
+    with contextlib.ExitStack() as stack:
+        backends = tcp_backends(2, 2, settings, kind="native")
+        for rank, backend in enumerate(backends):
+            stack.callback(backend.close)
+            other = backends[1 - rank]
+            proxy = stack.enter_context(
+                RecordingProxy("127.0.0.1", other.base.port, alter=flips[rank])
+            )
+            assert backend.group is not None
+            members = list(backend.group.members)
+            members[1 - rank] = replace(members[1 - rank], port=proxy.port)
+            backend.group = Group(1, rank, tuple(members))
+        world = World([DistributedContext(each, timeout_s=20) for each in backends], 60.0)
+        stack.callback(world.close)
+        with pytest.raises(WorldError) as caught:
+            world.run(lambda ctx: ctx.all_reduce(np.ones(100_000, np.float32)))
+    assert [flip.is_done for flip in flips].count(True) == 1
+    errors = [caught.value.errors[rank] for rank in range(2)]
+    assert all(isinstance(error, PeerLost) for error in errors), errors
+    assert any("DECRYPTION_FAILED_OR_BAD_RECORD_MAC" in str(error) for error in errors), errors
