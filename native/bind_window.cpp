@@ -13,6 +13,7 @@
 #include "bind.hpp"
 #include "bind_array.hpp"
 #include "bind_buffer.hpp"
+#include "core/window_costs.hpp"
 #include "core/window_engine.hpp"
 #include "core/window_queue.hpp"
 
@@ -412,7 +413,11 @@ void windows(nb::module_& m) {
         .def("waited_s", &PyWindow::waited_s)
         .def("stats", &PyWindow::stats);
     m.def("window_bytes", window_bytes, "world"_a, "num_slots"_a, "slot_bytes"_a);
-    m.def("usable_cores", window::usable_cores);
+    m.def("window_costs", [] {
+        nb::gil_scoped_release released;
+        const window::Costs costs = window::measure_costs();
+        return std::make_tuple(costs.wait_s, costs.switch_s, costs.byte_s);
+    });
 }
 
 }  // namespace potluck::bind

@@ -5,45 +5,78 @@ comes near it. What is left to choose is between its two ways of reducing. With 
 ``n`` bytes, every rank
 
 - *at once*: copies ``n`` in, waits once, and combines ``w * n``;
-- *in slices*: copies ``n (w - 1) / w`` in, waits, combines ``n`` (its slice of all ranks), waits
-  again, and copies ``n (w - 1) / w`` out.
+- *in slices*: copies ``n (w - 1) / w`` in, waits, combines ``n`` (its slice of all ranks), keeps
+  ``n / w`` of it, waits again, and copies ``n (w - 1) / w`` out.
 
-So slices cost one more wait and save ``(w - 1 - 2 (w - 1) / w + 1 / w) n`` bytes of work, which
-is ``n (w * w - 3 w + 3) / w``. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective
-communication operations in MPICH", 2005, who weigh latency against bandwidth in the same way.
+So slices cost one more wait and save ``n (w - 1) (w - 1) / w`` bytes of work. Source: Thakur,
+Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, who
+weigh latency against bandwidth in the same way.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 NUM_SLOTS = 4
 """Blocks that rotate: one is written, one combined, one copied out, and one is ahead."""
 
-_WAIT_S = 0.4e-6
-"""To learn that another rank has come, while each has a core of its own."""
+_CREDIBLE = 10.0
+"""A measured cost may differ from the model's by this factor."""
 
-_SWITCH_S = 3e-6
-"""The same when it must be woken, on a core that others run on."""
-
-_BYTE_S = 1 / 8e9
-"""To read one byte that another core has written, and combine or copy it."""
+_SPIN_SWITCHES = 6
+_MOST_SPIN_S = 50e-6
 
 
-def small_bytes(world_size: int, cores: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that the parts of a call take on one node."""
+
+    wait_s: float
+    """To learn that another rank has come, while each has a core of its own."""
+    switch_s: float
+    """The same when it must be woken, on a core that others run on."""
+    byte_s: float
+    """To read one byte that another core has written, and combine or copy it."""
+
+
+MODEL = Costs(wait_s=0.4e-6, switch_s=3e-6, byte_s=1 / 16e9)
+"""What is taken where nothing could be measured."""
+
+
+def credible(measured: Costs) -> Costs:
+    """``measured``, with the model's figure for each that is far from it (or 0: not measured).
+
+    A machine that is busy at that moment measures how busy it is.
+    """
+
+    def chosen(value: float, model: float) -> float:
+        return value if model / _CREDIBLE <= value <= model * _CREDIBLE else model
+
+    return Costs(
+        wait_s=chosen(measured.wait_s, MODEL.wait_s),
+        switch_s=chosen(measured.switch_s, MODEL.switch_s),
+        byte_s=chosen(measured.byte_s, MODEL.byte_s),
+    )
+
+
+def small_bytes(world_size: int, cores: int, costs: Costs = MODEL) -> int:
     """Up to so many bytes every rank combines everything: the point where both ways cost the same.
 
     ``cores`` is how many processors the ranks share.
     """
     switches = -(-world_size // cores)
-    wait_s = _WAIT_S * world_size if switches == 1 else _SWITCH_S * switches
+    wait_s = costs.wait_s * world_size if switches == 1 else costs.switch_s * switches
     w = world_size
-    per_byte = (w * w - 3 * w + 3) / w * _BYTE_S * switches
+    per_byte = (w - 1) * (w - 1) / w * costs.byte_s * switches
     return int(wait_s / per_byte)
 
 
-def spin_s(world_size: int, cores: int) -> float:
+def spin_s(world_size: int, cores: int, costs: Costs = MODEL) -> float:
     """How long a waiting rank may keep its core before it sleeps.
 
-    About what sleeping and being woken costs, several times over; with more ranks than cores the
-    core is what the others wait for.
+    What sleeping and being woken costs, several times over; with more ranks than cores the core is
+    what the others wait for.
     """
-    return 20e-6 if world_size <= cores else 0.0
+    if world_size > cores:
+        return 0.0
+    return min(_SPIN_SWITCHES * costs.switch_s, _MOST_SPIN_S)

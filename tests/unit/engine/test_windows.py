@@ -53,7 +53,7 @@ class Engine:
 
 def start(windows: Windows, call: NativeCall, *callbacks: Callable[[Work], None]) -> int:
     """Start ``call``; its number."""
-    work = WindowWork("barrier()", None, windows, (0, 1))
+    work = WindowWork("barrier()", None, windows, (0, 1), is_waiting=False)
     for callback in callbacks:
         work.add_done_callback(callback)
     numbers: list[int] = []
