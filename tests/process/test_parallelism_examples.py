@@ -38,6 +38,8 @@ def test_torchrun_starts_every_example(tmp_path: Path) -> None:
         ["pipeline.py", *steps],
         ["zero_digits.py", *steps],
         *[["checkpoint_reshard.py", "--folder", str(tmp_path / "saved"), *steps]] * 2,
+        ["comm_hooks.py", *steps],
+        ["compiled.py", *steps],  # the last: it changes the default dtype
     ]
     assert {run[0] for run in runs} == {path.name for path in EXAMPLES.glob("*.py")}
     words: list[str] = []
@@ -48,11 +50,15 @@ def test_torchrun_starts_every_example(tmp_path: Path) -> None:
     with Command([*launcher, "--nproc-per-node", "2", script, *words]) as run:
         assert run.finish(200) == 0, run.text
     reached = accuracies(run.text)
-    assert len(reached) == 7, run.text
+    assert len(reached) == 9, run.text
     assert min(reached) > 0.5, run.text
     kept = re.findall(r"this worker holds (\d+) of (\d+) parameters", run.text)
     assert [whole == here for here, whole in kept] == [False, False, True], run.text
     losses = re.findall(r"steps (\d+) to (\d+) on 2 workers: loss ([\d.]+)", run.text)
     assert [pair[:2] for pair in losses] == [("0", "30"), ("30", "60")]
     assert float(losses[1][2]) < float(losses[0][2])
+    hook, compiled = re.findall(r"parameters differ .*?by (\S+)", run.text)
+    assert 0 < float(hook) < 0.02, run.text
+    assert float(compiled) < 1e-10, run.text
+    assert re.search(r"[1-9]\d* graphs compiled", run.text)
     assert re.search(r"worker 0, speed 1\.00, has layers 0", run.text)

@@ -9,6 +9,7 @@ from potluck.checkpoint import CheckpointStore  # noqa: E402
 from potluck.torch.amp import GradScaler  # noqa: E402
 from potluck.torch.clip import clip_grad_norm_  # noqa: E402
 from potluck.torch.ddp import DDP, DistributedDataParallel  # noqa: E402
+from potluck.torch.hooks import CodecState, codec_hook  # noqa: E402
 from potluck.torch.intercept import GradientInterceptor  # noqa: E402
 from potluck.torch.loop import ElasticLoop  # noqa: E402
 from potluck.torch.sampler import DistributedSampler  # noqa: E402
@@ -20,6 +21,7 @@ from potluck.training.tensorboard import TensorBoardLogger  # noqa: E402
 __all__ = [
     "DDP",
     "CheckpointStore",
+    "CodecState",
     "DistributedDataParallel",
     "DistributedSampler",
     "ElasticLoop",
@@ -32,6 +34,7 @@ __all__ = [
     "ProportionalShares",
     "TensorBoardLogger",
     "clip_grad_norm_",
+    "codec_hook",
 ]
 
 _register()

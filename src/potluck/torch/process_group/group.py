@@ -154,6 +154,17 @@ class PotluckProcessGroup(dist.ProcessGroup):
         calls = ((tensor,) for tensor in tensors)
         return self._all("all_reduce", reducing.all_reduce, calls, opts)
 
+    def all_reduce_encoded(
+        self, tensor: Tensor, codec: str, residual: Tensor | None = None
+    ) -> GroupWork:
+        """The mean over all ranks, in place, with a lossy codec on the wire; float32 only.
+
+        ``residual`` (float32, on the CPU, as long as ``tensor``) keeps what the codec lost, and is
+        added to ``tensor`` before it is encoded.
+        """
+        operation = reducing.all_reduce_encoded
+        return self._run("all_reduce_encoded", operation, tensor, codec, residual)
+
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> GroupWork:
         tensor = single(tensors, "broadcast")
         opts = _rooted(opts, timeout)

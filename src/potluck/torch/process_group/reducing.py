@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
+from potluck.engine.coding import Encoding
 from potluck.engine.layout import Array
 from potluck.engine.work import Work
 from potluck.torch.process_group import buffers
@@ -41,6 +43,23 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     array, is_shared = buffers.on_host(tensor)
     work = post(array)
     settle = _settle(work, op, array, tensor, is_shared)
+    return GroupWork((work,), [tensor], seat.completions, settle)
+
+
+def all_reduce_encoded(
+    seat: Seat, tensor: Tensor, codec: str, residual: Tensor | None
+) -> GroupWork:
+    """The mean, in place on every rank, with ``codec`` on the wire."""
+    buffers.check(tensor, "all_reduce_encoded")
+    array, is_shared = buffers.on_host(tensor)
+    kept = None if residual is None else buffers.as_array(residual)
+    work = seat.communicator.all_reduce(
+        array,
+        ReduceOp.MEAN,
+        encoding=Encoding(codec_of(codec), kept),
+        timeout_s=seat.timeout_s,
+    )
+    settle = _settle(work, ReduceOp.MEAN, array, tensor, is_shared)
     return GroupWork((work,), [tensor], seat.completions, settle)
 
 

@@ -13,7 +13,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from potluck.torch import GradientInterceptor, GradScaler, LossScale, clip_grad_norm_
+from potluck.torch import (
+    CodecState,
+    GradientInterceptor,
+    GradScaler,
+    LossScale,
+    clip_grad_norm_,
+    codec_hook,
+)
 
 
 def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -81,3 +88,44 @@ def gradients_of_torchs_ddp_are_intercepted_before_and_after_the_reduction(run):
                 close(found.local, own.get_parameter(name).grad)
                 close(found.reduced, parameter.grad)
     dist.barrier()
+
+
+@check(2, 4)
+def what_the_codec_hook_loses_is_sent_with_later_gradients(run):
+    torch.set_default_dtype(torch.float32)
+    x, y = batches(1)[0]
+    model = mlp()
+    backward(model, x, y)
+    wanted = [p.grad for p in model.parameters()]
+    errors = {}
+    for feedback in (False, True):
+        parallel = DistributedDataParallel(mlp(), bucket_cap_mb=2e-3)
+        parallel.register_comm_hook(CodecState("int8", error_feedback=feedback), codec_hook)
+        sums = [torch.zeros_like(p) for p in parallel.parameters()]
+        for _ in range(32):  # the same gradient again and again: what is lost adds up, or not
+            parallel.zero_grad()
+            backward(parallel, *mine(run, x, y))
+            for total, parameter in zip(sums, parallel.parameters(), strict=True):
+                same_bits(parameter.grad)
+                total += parameter.grad / 32
+        pairs = zip(sums, wanted, strict=True)
+        errors[feedback] = max((a - b).abs().max().item() for a, b in pairs)
+    assert 0 < errors[True] < 0.3 * errors[False], errors
+
+
+@check(2)
+def the_codec_hook_says_what_it_can_not_do(run):
+    def reason(make):
+        try:
+            make()
+        except (TypeError, ValueError) as error:
+            return str(error)
+        raise AssertionError("nothing was raised")
+
+    assert "int4" in reason(lambda: CodecState("int4"))
+    gloo = dist.new_group(backend="gloo")
+    state = CodecState("bf16", process_group=gloo)
+    assert "init_process_group('potluck')" in reason(state.group)
+    doubles = DistributedDataParallel(mlp())
+    doubles.register_comm_hook(CodecState("bf16"), codec_hook)
+    assert "float32" in reason(lambda: backward(doubles, *mine(run, *batches(1)[0])))
