@@ -193,13 +193,7 @@ class Host:
                 with contextlib.suppress(HostError):  # there was none
                     _run(["tc", "-n", namespace, "qdisc", "del", "dev", interface, "root"])
                 continue
-            bucket = burst or f"{max(256 << 10, round(_bits_per_s(rate) / 8 * 0.0005))}"
-            _run(
-                [
-                    *("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root"),
-                    *("tbf", "rate", rate, "burst", bucket, "latency", "50ms"),
-                ]
-            )
+            _shape(namespace, interface, rate, burst)
 
     def pids(self) -> list[int]:
         """The processes that run in this host."""
@@ -254,6 +248,24 @@ class Network(Sequence[Host]):
         self._batch(f"link set {host.port} master br0" for host in self)
         for host in self:
             host.wait_until_up()
+
+    def second(self, *, rate: str | None = None, interface: str = "wlan0") -> None:
+        """Give every host a second interface, to a second network: 10.89.0.0/24 (the same last
+        number as in the first), fd89::/64. ``rate`` is what each may send and be sent."""
+        self.ip("link", "add", "second", "type", "bridge", "mcast_snooping", "0")
+        self.ip("link", "set", "second", "up")
+        for host in self._hosts:
+            port = f"second{host.index}"
+            peer = ("peer", "name", interface, "netns", host.namespace)
+            self.ip("link", "add", port, "type", "veth", *peer)
+            self.ip("link", "set", port, "master", "second", "up")
+            number = host.index + 1
+            host._ip("addr", "add", f"10.89.0.{number}/24", "brd", "+", "dev", interface)
+            host._ip("addr", "add", f"fd89::{number:x}/64", "dev", interface, "nodad")
+            host._ip("link", "set", interface, "up")
+            for namespace, device in ((host.namespace, interface), (self.bridge, port)):
+                if rate is not None:
+                    _shape(namespace, device, rate)
 
     def _batch(self, orders: Iterable[str]) -> None:
         _run(["ip", "-n", self.bridge, "-batch", "-"], input="\n".join(orders))
@@ -352,6 +364,16 @@ def _started(pid: int) -> str:
         return ""
     state, *fields = stat.rpartition(")")[2].split()
     return "" if state in "ZX" else fields[18]
+
+
+def _shape(namespace: str, interface: str, rate: str, burst: str | None = None) -> None:
+    bucket = burst or f"{max(256 << 10, round(_bits_per_s(rate) / 8 * 0.0005))}"
+    _run(
+        [
+            *("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root"),
+            *("tbf", "rate", rate, "burst", bucket, "latency", "50ms"),
+        ]
+    )
 
 
 def _bits_per_s(rate: str) -> float:

@@ -1,0 +1,80 @@
+"""Hosts with several interfaces, aliases and one kind of IP: the right way is found unasked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.testing.hosts import Network
+from potluck.testing.machines import Machine, form, machines
+
+pytestmark = pytest.mark.needs_root_netns
+
+TRIES = 60
+
+
+def shows(machine: Machine, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """What the machine's agent tells, once that is right; each question takes a second or so."""
+    for _ in range(TRIES):
+        cluster = machine.status()
+        if is_it(cluster):
+            return cluster
+    raise AssertionError(f"{machine.id} still shows {cluster}")
+
+
+def measured(cluster: dict[str, Any]) -> bool:
+    """Whether both directions of the pair's link have a figure."""
+    links = cluster["links"]
+    return len(links) == 2 and all(link["bandwidth"] for link in links)
+
+
+def test_of_a_slow_and_a_fast_network_the_fast_one_is_used_and_dead_ends_are_none(
+    tmp_path: Path,
+) -> None:
+    with Network(2, rate="20mbit") as network:
+        network.second(rate="500mbit", interface="eth7")
+        for host in network:
+            # A bridge of containers, the same on each machine, which leads nowhere; a VPN that no
+            # other is in; an alias of the loopback; the own name as 127.0.1.1 is one of these.
+            for name, address in (
+                ("docker0", "172.17.0.1/16"),
+                ("tun0", f"10.8.{host.index}.6/24"),
+            ):
+                host.run(["ip", "link", "add", name, "type", "bridge"])
+                host.run(["ip", "addr", "add", address, "dev", name])
+                host.run(["ip", "link", "set", name, "up"])
+            host.run(["ip", "addr", "add", "127.0.1.1/8", "dev", "lo"])
+        with machines(network, tmp_path) as (ada, bob):
+            form(ada, bob)
+
+            def by_the_fast_one(cluster: dict[str, Any]) -> bool:
+                return measured(cluster) and all(
+                    link["interface"] == "eth7" for link in cluster["links"]
+                )
+
+            shown = shows(ada, by_the_fast_one)
+            [peer] = [each for each in shown["nodes"] if each["link"] != "self"]
+            assert peer["host"].startswith(("10.89.0.", "fd89:", "fe80:")), peer
+            figures = [8 * link["bandwidth"] / 1e6 for link in shown["links"]]
+            print(f"Mbit/s: {figures[0]:.0f} and {figures[1]:.0f}")
+            assert all(40 < figure < 700 for figure in figures), figures
+            assert all(each["cores"] and each["memory_bytes"] for each in shown["nodes"])
+
+
+@pytest.mark.parametrize("family", ["-4", "-6"])
+def test_hosts_with_one_kind_of_ip_only(family: str, tmp_path: Path) -> None:
+    with Network(2, rate="100mbit") as network:
+        for host in network:
+            if family == "-6":
+                host.run(["ip", "-4", "addr", "flush", "dev", "eth0"])
+            else:
+                host.run(["sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1"])
+        with machines(network, tmp_path) as (ada, bob):
+            form(ada, bob)
+            shown = shows(ada, measured)
+            [peer] = [each for each in shown["nodes"] if each["link"] != "self"]
+            assert (":" in peer["host"]) == (family == "-6")
+            assert {link["interface"] for link in shown["links"]} == {"eth0"}
