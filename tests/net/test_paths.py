@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from potluck.cluster.topology import Topology
+from potluck.testing.clusters import ClusterOfHosts
 from potluck.testing.hosts import Network
 from potluck.testing.machines import Machine, form, machines
+from potluck.wire.facts import LinkFacts, NodeFacts
 
 pytestmark = pytest.mark.needs_root_netns
 
@@ -78,3 +83,37 @@ def test_hosts_with_one_kind_of_ip_only(family: str, tmp_path: Path) -> None:
             [peer] = [each for each in shown["nodes"] if each["link"] != "self"]
             assert (":" in peer["host"]) == (family == "-6")
             assert {link["interface"] for link in shown["links"]} == {"eth0"}
+
+
+RANKS = """
+import potluck
+
+ctx = potluck.init()
+paths = sorted((path.source, path.target, path.bandwidth) for path in ctx.group.paths)
+print("rank", ctx.rank, "of", ctx.group.me.node, "knows", paths)
+ctx.barrier()
+ctx.close()
+"""
+
+
+def test_the_ranks_of_a_job_follow_the_ring_that_was_measured(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
+        ada, bob, _ = cluster.up()
+        for _ in range(TRIES):
+            shown = ada.status()["cluster"]["links"]
+            if len(shown) == 6 and all(link["bandwidth"] for link in shown):
+                break
+        links = msgspec.convert(shown, list[LinkFacts])
+        assert all(link.bandwidth for link in links), links
+        with bob.run(script) as run:
+            assert run.finish() == 0, run.text
+        told = dict(re.findall(r"rank (\d) of (\w{64})", run.text))
+        order = [told[str(rank)] for rank in range(3)]
+        ring = Topology([NodeFacts(each.node) for each in cluster.machines], links).ring()
+        turned = ring.index(order[0])
+        assert order == [*ring[turned:], *ring[:turned]]
+        knowledge = set(re.findall(r"knows (.*)", run.text))
+        assert len(knowledge) == 1, "all ranks hold the same figures"
+        assert knowledge.pop().count("(") == 6
