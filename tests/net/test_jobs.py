@@ -149,3 +149,31 @@ def test_a_node_with_another_torch_is_named_and_nothing_is_run(tmp_path: Path) -
         mine = importlib.metadata.version("torch").partition("+")[0]
         assert f"bob ({bob.id}) has torch 1.2.3, this node {mine}" in run.text
         assert not list((bob.home / "bundles" / "bundles").iterdir()), "no code was sent"
+
+
+@pytest.mark.long
+def test_the_cut_off_half_goes_on_alone_when_it_is_told_to(tmp_path: Path) -> None:
+    """Also a cluster that a passphrase and addresses make, without any multicast."""
+    with ClusterOfHosts(
+        2,
+        tmp_path / "homes",
+        POTLUCK_PSK="",
+        POTLUCK_PASSPHRASE="four words of ours",
+        POTLUCK_DISCOVERY="static",
+        POTLUCK_PEERS="10.88.0.1,10.88.0.2",
+    ) as cluster:
+        machines = cluster.up()
+        leader = cluster.leader(*machines)
+        other = next(each for each in machines if each is not leader)
+        with leader.run(TRAINING, tmp_path / "stop") as run:
+            run.wait_for("step 5 of 2")
+            other.cut()
+            other.command.wait_for("paused: ")
+            run.wait_for("of 1")
+            told = other.runs("continue", "--alone")
+            assert told.returncode == 0, told.stderr
+            other.command.wait_for("leads the job from now on")
+            (tmp_path / "stop").touch()
+            assert run.finish() == 0, run.text
+            assert check_sums(run).keys() == {leader.name}
+            other.command.wait_for("is over: exit code 0")

@@ -235,6 +235,11 @@ class JobFloor:
                 post.crew.tell(post.alive, over)
             post.crew.tell(post.alive, control.Hold(control.clip(reason)))
 
+    def give_up(self) -> None:
+        """End all workers here: their jobs go on without this node for good."""
+        for job in list(self.posts):
+            self._drop(job)
+
     def resync(self) -> None:
         """The state of the workers here must not go on: they are started anew, by and by."""
         for post in self.posts.values():
@@ -308,8 +313,7 @@ class JobFloor:
 
     async def close(self) -> None:
         """End all workers here."""
-        for job in list(self.posts):
-            self._drop(job)
+        self.give_up()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

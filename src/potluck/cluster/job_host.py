@@ -67,6 +67,10 @@ class JobHost(Protocol):
     def stands_still(self) -> str:
         """Why no group may commit here now; empty if it may."""
 
+    @property
+    def is_banned(self) -> bool:
+        """Whether this node was banned from the cluster."""
+
     def send(self, node: str, message: jobs.JobMessage) -> bool:
         """Have ``message`` sent, to this node itself, too; False without a link."""
 

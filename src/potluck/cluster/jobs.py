@@ -252,7 +252,9 @@ class Jobs:
                 self._has_view.clear()
                 self._stop_leading()
                 self.floor.hold(reason)
-                if resync:
+                if self._host.is_banned:
+                    self.floor.give_up()
+                elif resync:
                     self.floor.resync()
             case views.GroupRefused(job, floor, reason) if job in self._desks:
                 self._desks[job].group_refused(floor, reason)

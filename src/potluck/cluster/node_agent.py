@@ -255,9 +255,7 @@ class NodeAgent:
             case views.Leave():
                 self._note(action.reason)
                 self.view = None
-            case views.Pause(reason):
-                self._note(reason)
-            case views.Resume(reason) | views.Note(reason):
+            case views.Pause(reason) | views.Resume(reason) | views.Note(reason):
                 self._note(reason)
             case views.GroupRefused(job, _, reason):
                 self._note(f"job {job}: {reason}")
@@ -373,6 +371,10 @@ class NodeAgent:
     @property
     def stands_still(self) -> str:
         return self.node.paused or ("in no cluster's view" if self.view is None else "")
+
+    @property
+    def is_banned(self) -> bool:
+        return self.me in self.node.banned
 
     def send(self, node: str, message: JobMessage) -> bool:
         if node != self.me:

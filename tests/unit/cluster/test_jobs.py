@@ -22,7 +22,7 @@ ME, LEADER, EVE = "me", "leader", "eve"
 class Machine:
     """What an agent is to its jobs (``JobHost`` and ``Shop``): what it would do is written down."""
 
-    me, port, bind, stands_still = ME, 1, "127.0.0.1", ""
+    me, port, bind, stands_still, is_banned = ME, 1, "127.0.0.1", "", False
 
     def __init__(self) -> None:
         self.view: View | None = None
@@ -134,6 +134,20 @@ def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
     machine = play(tmp_path, story)
     assert machine.launched == ["job"]
     assert reports(machine) == [LEADER]
+
+
+def test_a_banned_node_ends_its_workers(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: Jobs, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        install(machine, all_jobs, view(LEADER, ME))
+        all_jobs.received(LEADER, jobs.Order(spec(bundle, LEADER), ()))
+        all_jobs.act(views.Leave("a cut"))
+        assert all_jobs.floor.posts, "it may come back"
+        machine.is_banned = True
+        all_jobs.act(views.Leave("banned"))
+        assert not all_jobs.floor.posts
+
+    play(tmp_path, story)
 
 
 def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
