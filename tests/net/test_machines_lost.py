@@ -96,7 +96,9 @@ def test_a_killed_agent_is_out_at_once(members_of: Members, figures: Figures, wh
     figures.take(f"SIGKILL of {who}", "in again after its start", took, asked=HEALED_S)
 
 
-@pytest.mark.parametrize("way", ["link down", "blackhole routes"])
+@pytest.mark.parametrize(
+    "way", ["link down", pytest.param("blackhole routes", marks=pytest.mark.long)]
+)
 def test_a_host_that_is_cut_off_is_evicted_pauses_and_comes_back(
     members_of: Members, figures: Figures, way: str
 ) -> None:
@@ -183,7 +185,10 @@ def holes(
     one_history(ada, bob, carl, after=before)
 
 
-@pytest.mark.parametrize("num_minority", [1, 2], ids=["2/1", "3/2"])
+@pytest.mark.parametrize(
+    "num_minority",
+    [pytest.param(1, id="2/1"), pytest.param(2, id="3/2", marks=pytest.mark.long)],
+)
 def test_the_minority_of_a_partition_pauses_and_one_history_is_left(
     members_of: Members, figures: Figures, num_minority: int
 ) -> None:

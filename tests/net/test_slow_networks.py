@@ -27,8 +27,8 @@ time.time, time.time_ns = lambda: real() + shift, lambda: real_ns() + shift * 10
 def test_loss_delay_and_a_narrow_link_evict_nobody(
     figures: Figures, tmp_path: Path, request: pytest.FixtureRequest, seed: int
 ) -> None:
-    """20 s of each with --long, else 4."""
-    seconds = 20.0 if request.config.getoption("--long") else 4.0
+    """20 s of each with --long, else 3."""
+    seconds = 20.0 if request.config.getoption("--long") else 3.0
     with Network(3) as network, machines(network, tmp_path) as (ada, bob, carl):
         trio = (ada, bob, carl)
         form(*trio)
