@@ -50,13 +50,19 @@ def up(
         raise typer.Exit(2) from None
 
 
+def _say(line: str) -> None:
+    """Nobody may be left to read it: the agent goes on."""
+    with contextlib.suppress(OSError):
+        typer.echo(f"potluck: {line}")
+
+
 async def _run(settings: Settings) -> None:
     from potluck.cluster.node_agent import NodeAgent
     from potluck.launch.shop import ClusterShop
 
     agent = NodeAgent(
         settings,
-        on_note=lambda line: typer.echo(f"potluck: {line}"),
+        on_note=_say,
         shop=ClusterShop(settings),
     )
     running = asyncio.create_task(agent.run())

@@ -4,6 +4,7 @@ cluster's nodes vote on.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -27,9 +28,17 @@ class JobDesk:
     """One job, on the node that leads the cluster."""
 
     def __init__(
-        self, host: JobHost, spec: jobs.JobSpec, places: jobs.Places, view: View, *, is_new: bool
+        self,
+        host: JobHost,
+        spec: jobs.JobSpec,
+        places: jobs.Places,
+        view: View,
+        *,
+        is_new: bool,
+        before: JobGroup | None = None,
     ) -> None:
-        """A new job, of which nothing runs; or one that another leader had begun."""
+        """A new job, of which nothing runs; or one that another leader had begun, whose group was
+        ``before`` in the view before this one."""
         self.spec = spec
         self.places = places
         self.has_begun = not is_new
@@ -57,7 +66,18 @@ class JobDesk:
         chaos = host.shop.chaos(spec.chaos)
         self.lead = Lead(job, state, hands=self, chaos=chaos, on_note=self._noted)
         if not is_new:
-            self.lead.note(f"{host.called(host.me)} leads the job from now on")
+            self._tell_of_take_over(view, before)
+
+    def _tell_of_take_over(self, view: View, before: JobGroup | None) -> None:
+        reason, me = self._host.readable(view.reason), self._host.called(self._host.me)
+        self.lead.note(f"{reason}; {me} leads the job from now on")
+        journal, now = self.lead.journal, time.monotonic()
+        for member in () if before is None else before.members:
+            if member.node not in view.nodes:
+                journal.lost(member.worker, f"worker {member.worker} lost ({reason})", now)
+        if self._group is not None:
+            names = tuple(member.worker for member in self._group.members)
+            journal.announced(self._group.epoch, names, ())
 
     @property
     def node_of(self) -> dict[str, str]:

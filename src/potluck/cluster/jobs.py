@@ -269,7 +269,10 @@ class Jobs:
                 desk.installed(view)
             for job, post in self.floor.posts.items():
                 if job not in self._desks:
-                    self._lead(JobDesk(self._host, post.spec, post.seats, view, is_new=False), view)
+                    desk = JobDesk(
+                        self._host, post.spec, post.seats, view, is_new=False, before=post.group
+                    )
+                    self._lead(desk, view)
             self._tell_all(self._list())
         else:
             self._stop_leading()
