@@ -15,14 +15,11 @@ import copy
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from bench import training
 
 
-def make(
-    rank: int, world_size: int
-) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], bytes]]:
+def make(rank: int, world_size: int) -> training.Trained:
     import torch
     from torch import nn
     from torch.distributed.fsdp import fully_shard
@@ -62,7 +59,7 @@ def make(
         data: bytes = torch.cat(full).numpy().tobytes()
         return data
 
-    return trainer(model), trainer(alone), parameters
+    return training.Trained(trainer(model), trainer(alone), parameters)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench import results
 from bench.script import Page, Say
@@ -27,12 +27,33 @@ from potluck.bench.crew import Crew
 from potluck.bench.libraries import PEERS as ALL_PEERS
 from potluck.bench.machine import heading, load, machine
 
+NO_PEERS = ("hollow", "alone", "single")
 PEERS = ("potluck", "gloo", "potluck-tls", "potluck-python")
 
 Step = Callable[[], Any]
-Make = Callable[[int, int], tuple[Step, Step, Callable[[], bytes]]]
-"""``make(rank, world_size)``: one function trains a step, one trains a step of the same model
-without any communication, one gives all parameters of the first."""
+
+
+class Trained(NamedTuple):
+    """What a benchmark makes of its model on one rank.
+
+    ``step`` trains a step, ``alone`` one of the same model by itself, and ``hollow``, if there is
+    one, a step with all that PyTorch does around communication, but nothing communicated.
+    ``parameters`` gives those that ``step`` trains.
+    """
+
+    step: Step
+    alone: Step
+    parameters: Callable[[], bytes]
+    hollow: Step | None = None
+
+
+Make = Callable[[int, int], Trained]
+"""``make(rank, world_size)``."""
+
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""For glibc in all workers, whatever the backend. Gradients are freed after each step; whether they
+then go back to the system depends on what lies beside them, and costs 8,000 page faults (12 ms) in
+each step of whoever has bad luck."""
 
 
 def main(script: str, name: str, description: str, worlds: Sequence[int], reach: float) -> int:
@@ -68,20 +89,22 @@ def measure(
 ) -> dict[str, Any]:
     """The figures, ready for JSON; the table is said row by row."""
     facts = machine()
-    say("\n" + head(peers))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for world_size in worlds:
         with crews(peers, world_size, Path(script)) as started:
             row = compare(started, rounds, steps)
+        if not rows:
+            say("\n" + head(row))
         rows.append(row)
         say(line(row))
     facts["load_after"] = load()
     say(
         "\nMedian milliseconds per training step of the slowest rank. X/gloo: X's time over "
-        f"Gloo's;\nbelow 1, X is faster; the reach is {reach}. alone: the same step without "
-        "communication,\non as many processes at once: no backend can be faster. single: on one "
-        "process while the\nothers sleep. efficiency: single over potluck's; its bound is single "
-        f"over alone.\nload after: {facts['load_after']}"
+        f"Gloo's;\nbelow 1, X is faster; the reach is {reach}. hollow: with all that torch does "
+        "around communication,\nbut nothing communicated: no backend can be faster. alone: the "
+        "same step without that.\nsingle: on one process while the others sleep. efficiency: "
+        "single over potluck's; its bound is\nsingle over hollow (or alone where there is none)."
+        f"\nload after: {facts['load_after']}"
     )
     return {"reach": reach, "machine": facts, "rows": rows}
 
@@ -89,6 +112,8 @@ def measure(
 @contextlib.contextmanager
 def crews(peers: Sequence[str], world_size: int, script: Path) -> Iterator[list[Crew]]:
     """A crew per peer, each process running ``script PEER``."""
+    for name, value in _MALLOC.items():
+        os.environ.setdefault(name, value)
     with (
         tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder,
         contextlib.ExitStack() as s,
@@ -106,7 +131,9 @@ def crews(peers: Sequence[str], world_size: int, script: Path) -> Iterator[list[
 def compare(started: Sequence[Crew], rounds: int, steps: int) -> dict[str, Any]:
     """Time the crews in turns; they start equal, and take the same steps."""
     row: dict[str, Any] = {"world_size": started[0].world_size}
-    names = [*(crew.peer.name for crew in started), "alone", "single"]
+    has_hollow = all("seconds" in each for each in started[0].ask("hollow", steps=3))
+    others = ["hollow"] if has_hollow else []
+    names = [*(crew.peer.name for crew in started), *others, "alone", "single"]
     samples: dict[str, list[float]] = {name: [] for name in names}
     for crew in started:
         crew.ask("alone", steps=3)
@@ -116,7 +143,8 @@ def compare(started: Sequence[Crew], rounds: int, steps: int) -> dict[str, Any]:
         first = number % len(started)
         for crew in [*started[first:], *started[:first]]:
             samples[crew.peer.name].append(slowest(crew.ask("time", steps=steps)) / steps)
-        samples["alone"].append(slowest(started[0].ask("alone", steps=steps)) / steps)
+        for name in (*others, "alone"):
+            samples[name].append(slowest(started[0].ask(name, steps=steps)) / steps)
         samples["single"].append(slowest([started[0].ask_one(0, "single", steps=steps)]) / steps)
     ends = [answer for crew in started for answer in crew.ask("digest")]
     digests = {end["digest"] for end in ends}
@@ -127,7 +155,8 @@ def compare(started: Sequence[Crew], rounds: int, steps: int) -> dict[str, Any]:
         row[name] = {"samples_s": found, "median_s": statistics.median(found)}
     if "potluck" in row:
         row["efficiency"] = row["single"]["median_s"] / row["potluck"]["median_s"]
-        row["efficiency_bound"] = row["single"]["median_s"] / row["alone"]["median_s"]
+        least = row.get("hollow", row["alone"])
+        row["efficiency_bound"] = row["single"]["median_s"] / least["median_s"]
     return row
 
 
@@ -135,9 +164,10 @@ def slowest(answers: Sequence[dict[str, Any]]) -> float:
     return max(float(answer["seconds"]) for answer in answers)
 
 
-def head(peers: Sequence[str]) -> str:
+def head(row: dict[str, Any]) -> str:
+    columns = [name for name, cell in row.items() if isinstance(cell, dict)]
+    peers = [name for name in columns if name not in NO_PEERS]
     ratios = "".join(f"{peer + '/gloo':>18}" for peer in peers if peer != "gloo")
-    columns = [*peers, "alone", "single"]
     titles = "".join(f"{peer + ' ms':>16}" for peer in columns)
     return f"{'processes':>9}{titles}{ratios}{'efficiency':>12}{'bound':>7}"
 
@@ -148,7 +178,7 @@ def line(row: dict[str, Any]) -> str:
     text += "".join(f"{row[peer]['median_s'] * 1e3:>16.1f}" for peer in peers)
     if "gloo" in peers:
         gloo = row["gloo"]["median_s"]
-        others = [peer for peer in peers if peer not in ("gloo", "alone", "single")]
+        others = [peer for peer in peers if peer not in ("gloo", *NO_PEERS)]
         text += "".join(f"{row[peer]['median_s'] / gloo:>18.2f}" for peer in others)
     if "efficiency" in row:
         text += f"{row['efficiency']:>12.0%}{row['efficiency_bound']:>7.0%}"
@@ -164,7 +194,7 @@ def worker(peer: str, make: Make) -> int:
     dist.init_process_group("gloo" if peer == "gloo" else "potluck")
     torch.manual_seed(0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    step, alone, parameters = make(rank, world_size)
+    trained = make(rank, world_size)
     channel = Channel.connect(
         os.environ["BENCH_ADDRESS"],
         token=os.environ["BENCH_TOKEN"],
@@ -173,15 +203,18 @@ def worker(peer: str, make: Make) -> int:
     )
     while True:
         match channel.receive():
-            case {"do": ("time" | "alone" | "single") as what, "steps": int(count)}:
+            case {"do": "hollow"} if trained.hollow is None:
+                channel.send()
+            case {"do": ("time" | "hollow" | "alone" | "single") as what, "steps": int(count)}:
                 if what != "single":
                     dist.barrier()
+                step = {"time": trained.step, "hollow": trained.hollow}.get(what) or trained.alone
                 start = time.perf_counter()
                 for _ in range(count):
-                    (step if what == "time" else alone)()
+                    step()
                 channel.send(seconds=time.perf_counter() - start)
             case {"do": "digest"}:
-                data = parameters()
+                data = trained.parameters()
                 values = torch.frombuffer(bytearray(data), dtype=torch.float32).double()
                 norm = values.norm().item()
                 channel.send(digest=hashlib.sha256(data).hexdigest(), norm=norm)
