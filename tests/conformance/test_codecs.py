@@ -122,9 +122,10 @@ def test_fewer_bytes_cross_the_links(kind: str) -> None:
 
     with open_world(kind, 2, segment_bytes=64 * 1024) as opened:
         for plain, fp16, bf16, int8 in opened.run(traffic):
-            assert 0.5 <= fp16 / plain <= 0.51
-            assert 0.5 <= bf16 / plain <= 0.51
-            assert 0.25 <= int8 / plain <= 0.26
+            # Besides payloads there are headers, and acknowledgements as the clock has them.
+            assert fp16 / plain == pytest.approx(0.5, abs=0.01)
+            assert bf16 / plain == pytest.approx(0.5, abs=0.01)
+            assert int8 / plain == pytest.approx(0.25, abs=0.01)
 
 
 def test_what_is_not_finite_reaches_every_rank(world: World) -> None:

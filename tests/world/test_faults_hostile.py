@@ -169,7 +169,8 @@ def test_nonsense_costs_its_sender_the_membership(
     with at_war(kind) as enemy:
         work = reduce_with_the_enemy(enemy.communicator)
         mine, _ = enemy.hear()
-        ATTACKS[attack](enemy, mine)
+        with contextlib.suppress(LinkError):  # of two messages the first may have been enough
+            ATTACKS[attack](enemy, mine)
         error = lost(work)
         with pytest.raises(type(error)):
             enemy.communicator.barrier(timeout_s=1).wait(10)

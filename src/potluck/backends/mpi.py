@@ -43,6 +43,7 @@ _MAX_WORD = 16 * 1024
 _APT = ", and an MPI library (Debian, Ubuntu: apt-get install openmpi-bin)"
 
 _GRACE_S = 5.0
+_TURN_S = 0.3
 """How long a rank whose group has failed waits for the others to come to their ends too."""
 
 _SPIN_S = 0.001
@@ -160,6 +161,8 @@ def _finalize(mpi: Any) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     _lock.acquire()  # for good: threads that still wait for an operation stay out of MPI
+    # One rank's word is enough, and mpirun can hang if several come at once.
+    time.sleep(min(mpi.COMM_WORLD.Get_rank() * _TURN_S, _GRACE_S))
     mpi.COMM_WORLD.Abort(1)
 
 

@@ -130,6 +130,8 @@ def _show_links(cluster: NodesReply, names: dict[str, str], console: Console) ->
             ends[0] if ends[0] == ends[1] else " / ".join(ends),
         )
     console.print(table)
+    for straggler in cluster.stragglers:
+        console.print(f"  straggler: {straggler}", markup=False, highlight=False)
 
 
 def label(node: str, cluster: NodesReply) -> str:

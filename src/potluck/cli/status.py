@@ -36,11 +36,11 @@ def status(
     memory_bytes (0: not told yet), accelerators, samples_per_s (of the job here, all workers;
     null: none). Its links are one entry per direction: source, target, latency_s (one way),
     deviation_s, bandwidth (bytes per second; 0: not measured), interface, address (of the
-    source). Each job
-    has job, node, pid, script, started (Unix time), epoch, step, loss, events, wire (sealed or
-    plain), and workers with worker, rank (-1: not in the group now), phase, pid, restarts, device,
-    step, samples_per_s, node (its name, empty for a job of this machine alone). In a job of the
-    cluster `node` leads it. Fields may be added, none will change.
+    source). Its stragglers are sentences, one for each node or link that is far behind the best
+    link. Each job has job, node, pid, script, started (Unix time), epoch, step, loss, events,
+    wire (sealed or plain), and workers with worker, rank (-1: not in the group now), phase, pid,
+    restarts, device, step, samples_per_s, node (its name, empty for a job of this machine alone).
+    In a job of the cluster `node` leads it. Fields may be added, none will change.
     """
     from potluck.settings import load_settings
 

@@ -1,10 +1,10 @@
 """Measuring one path to a node: its latency, and its bandwidth each way.
 
 On a connection of its own, greeted and encrypted like any other, so that heartbeats never wait
-behind it. Trains of bytes grow until one takes long enough to be timed; then one more, when the
-buckets of whoever shapes the link are empty, gives the figure. A train stops after ``TRAIN_S``
-however slow the link is, and is at most 2 MiB: 5 MiB each way on a fast link. No figure is above
-what TLS in Python can do, some Gbit/s.
+behind it. Trains of bytes grow until one takes long enough to be timed; then comes one more, when
+the buckets of whoever shapes the link are empty, and the slower of the two is the figure. A train
+stops after ``TRAIN_S`` however slow the link is, and is at most 2 MiB: 5 MiB each way on a fast
+link. No figure is above what TLS in Python can do, some Gbit/s.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ async def _bandwidth(train: Callable[[int], Awaitable[Arrived]]) -> float:
     while longer := next_train(nbytes, arrived):
         nbytes = longer
         arrived = await train(nbytes)
-    arrived = await train(nbytes)
-    return arrived.half_bytes / max(arrived.seconds, 1e-6)
+    again = await train(nbytes)
+    # A side that was kept from its core finds all bytes there at once, and takes them for fast.
+    return min(each.half_bytes / max(each.seconds, 1e-6) for each in (arrived, again))
 
 
 class _Talk:

@@ -31,6 +31,7 @@ from potluck.cluster.jobs import Jobs
 from potluck.cluster.local_link import CLIENT, Waiting, read_request
 from potluck.cluster.node import Node
 from potluck.cluster.node_state import NodeState
+from potluck.cluster.stragglers import stragglers
 from potluck.cluster.surveyor import Surveyor
 from potluck.cluster.trust import TrustStore
 from potluck.cluster.versions import own_versions
@@ -468,6 +469,7 @@ class NodeAgent:
                     samples_per_s=facts.samples_per_s,
                 )
             )
+        links = self._surveyor.links({each.node for each in nodes})
         return local.NodesReply(
             node=me,
             pid=os.getpid(),
@@ -476,7 +478,8 @@ class NodeAgent:
             epoch=0 if view is None else view.epoch,
             paused=self.node.paused,
             nodes=tuple(nodes),
-            links=self._surveyor.links({each.node for each in nodes}),
+            links=links,
+            stragglers=stragglers(links, self.label),
             banned=tuple(sorted(self._trust.banned())),
             events=tuple(self._notes),
         )

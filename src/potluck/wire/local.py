@@ -95,7 +95,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
 
 
 class NodesReply(msgspec.Struct, frozen=True, tag=True):
-    """The cluster as this node's agent sees it. ``epoch`` is 0 without a view."""
+    """The cluster as this node's agent sees it. ``epoch`` is 0 without a view; ``stragglers`` is
+    one sentence for each node or link that is far behind the best link."""
 
     node: Name
     pid: int
@@ -107,6 +108,7 @@ class NodesReply(msgspec.Struct, frozen=True, tag=True):
     banned: Annotated[tuple[Name, ...], msgspec.Meta(max_length=4096)]
     events: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
     links: Annotated[tuple[LinkFacts, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
+    stragglers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
 
 
 class Outcome(msgspec.Struct, frozen=True, tag=True):

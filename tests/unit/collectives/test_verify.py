@@ -78,7 +78,7 @@ def test_any_layout_root_and_schedule_will_do(
     verify(world_of(operation, algorithm, len(nodes), root, nodes), seed=seed)
 
 
-@pytest.mark.parametrize("algorithm", [a for a in Algorithm if a is not Algorithm.WINDOW])
+@pytest.mark.parametrize("algorithm", algorithms_for(Operation.ALL_REDUCE))
 def test_larger_worlds_are_right_too(algorithm: Algorithm) -> None:
     nodes = tuple(rank // 7 for rank in range(65))
     verify(world_of(Operation.ALL_REDUCE, algorithm, 65, nodes=nodes))
