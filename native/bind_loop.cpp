@@ -219,16 +219,22 @@ void loop(nb::module_& m) {
         .value("DISTRUSTED", TlsStatus::distrusted);
 
     nb::class_<TlsContext>(m, "TlsContext")
-        .def(nb::init<const std::string&, const std::string&, bool, uint64_t>(), nb::arg("ca"),
-             nb::arg("chain"), nb::arg("is_server"), nb::arg("records_per_key"));
+        .def(nb::new_([](const std::string& ca, const std::string& chain, bool is_server,
+                         uint64_t records_per_key) {
+                 return std::make_shared<TlsContext>(ca, chain, is_server, records_per_key);
+             }),
+             nb::arg("ca"), nb::arg("chain"), nb::arg("is_server"), nb::arg("records_per_key"));
 
     nb::class_<Stream>(m, "Stream");
 
-    nb::class_<PlainStream, Stream>(m, "PlainStream").def(nb::init<int>(), nb::arg("fd"));
+    nb::class_<PlainStream, Stream>(m, "PlainStream")
+        .def(nb::new_([](int fd) { return std::make_shared<PlainStream>(fd); }), nb::arg("fd"));
 
     nb::class_<TlsStream, Stream>(m, "TlsStream")
-        .def(nb::init<std::shared_ptr<TlsContext>, int, std::string>(), nb::arg("context"),
-             nb::arg("fd"), nb::arg("peer"))
+        .def(nb::new_([](std::shared_ptr<TlsContext> context, int fd, std::string peer) {
+                 return std::make_shared<TlsStream>(std::move(context), fd, std::move(peer));
+             }),
+             nb::arg("context"), nb::arg("fd"), nb::arg("peer"))
         .def("handshake", &TlsStream::handshake, nb::call_guard<nb::gil_scoped_release>())
         .def(
             "read_into",

@@ -30,8 +30,9 @@ public:
     virtual void ended(uint64_t id) = 0;
 };
 
-// How one operation ends, for whoever waits.
-class Ticket {
+// How one operation ends, for whoever waits. What Python passes in is this very pointer, so that the
+// loop lets it go without the interpreter lock (a pointer to the Python object would need it).
+class Ticket : public std::enable_shared_from_this<Ticket> {
 public:
     enum class State { running, done, refused, failed };
 

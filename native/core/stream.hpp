@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -20,7 +21,8 @@ struct Piece {
     size_t count = 0;
 };
 
-class Stream {
+// Shared from itself: see Ticket.
+class Stream : public std::enable_shared_from_this<Stream> {
 public:
     virtual ~Stream() = default;
 

@@ -20,8 +20,8 @@
 
 namespace potluck {
 
-// What one end shows and trusts.
-class TlsContext {
+// What one end shows and trusts. Shared from itself: see Ticket.
+class TlsContext : public std::enable_shared_from_this<TlsContext> {
 public:
     // `ca`: the certificates that peers may be signed by; `chain`: this node's certificate and key
     // (both PEM). std::runtime_error if OpenSSL does not take them. `records_per_key`: when a link

@@ -1,0 +1,58 @@
+"""The native loop's thread and Python's lock."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from potluck import native
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(native.core, "Loop") or sys.platform == "win32", reason="needs the native loop"
+)
+
+COUNT, NBYTES = 8, 1000
+
+
+def test_operations_end_while_another_thread_keeps_the_interpreter_lock() -> None:
+    ends = socket.socketpair()
+    loops = [native.core.Loop(1, rank, 2, 1 << 16, 1 << 20) for rank in range(2)]
+    arrays = np.arange(COUNT * NBYTES, dtype=np.uint8).reshape(COUNT, NBYTES)
+    arrived = np.zeros_like(arrays)
+    tickets = [[loop.ticket(number) for number in range(COUNT)] for loop in loops]
+    deadline = time.monotonic() + 20.0
+    # Unlike ctypes.CDLL and time.sleep, this keeps the lock; nobody may ask for it back either.
+    stay = ctypes.PyDLL(None).usleep
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(3600)
+    try:
+        for rank, end in enumerate(ends):
+            end.setblocking(False)
+            stream = native.core.PlainStream(end.fileno())
+            loops[rank].adopt(rank, 1 - rank, stream, "the other", 0, (), ())
+        for number in range(COUNT):
+            source, target = arrays[number].ctypes.data, arrived[number].ctypes.data
+            loops[0].send(tickets[0][number], "send", 1, 0, 0, 0, source, NBYTES, deadline + 20)
+            loops[1].receive(
+                tickets[1][number], "recv", 0, 0, [0, 1], 0, 0, target, NBYTES, deadline + 20
+            )
+        while time.monotonic() < deadline and any(
+            ticket.state == "running" for each in tickets for ticket in each
+        ):
+            stay(1000)
+        states = [[ticket.state for ticket in each] for each in tickets]
+    finally:
+        sys.setswitchinterval(interval)
+        for loop in loops:
+            loop.close()
+        for loop in loops:
+            loop.join()
+        for end in ends:
+            end.close()
+    assert states == [["done"] * COUNT] * 2
+    assert np.array_equal(arrived, arrays)
