@@ -129,11 +129,12 @@ struct PyEngine {
     }
 };
 
-// A call under way.
+// A call under way. Who waits for it moves it, so it keeps the window's memory.
 class PyCall {
 public:
-    PyCall(std::shared_ptr<Queue> queue, std::shared_ptr<Ticket> ticket)
-        : queue_(std::move(queue)), ticket_(std::move(ticket)) {}
+    PyCall(std::shared_ptr<Mapping> memory, std::shared_ptr<Queue> queue,
+           std::shared_ptr<Ticket> ticket)
+        : memory_(std::move(memory)), queue_(std::move(queue)), ticket_(std::move(ticket)) {}
 
     bool done() const { return ticket_->is_done(); }
     int outcome() const { return static_cast<int>(ticket_->outcome); }
@@ -156,6 +157,7 @@ public:
     }
 
 private:
+    std::shared_ptr<Mapping> memory_;
     std::shared_ptr<Queue> queue_;
     std::shared_ptr<Ticket> ticket_;
 };
@@ -165,14 +167,15 @@ public:
     PyWindow(nb::handle memory, int rank, int world, int num_slots, std::size_t slot_bytes,
              std::size_t small_bytes, double spin_s, std::uint64_t salt, std::uint64_t number,
              const PyEngine& engine)
-        : memory_(memory), engine_(engine.engine), salt_(salt), number_(number) {
+        : memory_(std::make_shared<Mapping>(memory)),
+          engine_(engine.engine), salt_(salt), number_(number) {
         const Shape shape{world, num_slots, slot_bytes, std::min(small_bytes, slot_bytes)};
         if (world < 2 || world > window::MAX_WORLD || rank < 0 || rank >= world ||
-            num_slots < 4 || slot_bytes < 4096 || memory_.size() < shape.total_bytes()) {
+            num_slots < 4 || slot_bytes < 4096 || memory_->size() < shape.total_bytes()) {
             throw nb::value_error("this memory is no window for so many ranks");
         }
         const auto spin_ns = static_cast<std::int64_t>(spin_s * 1e9);
-        queue_ = std::make_shared<Queue>(memory_.data(), shape, rank, spin_ns, engine.engine,
+        queue_ = std::make_shared<Queue>(memory_->data(), shape, rank, spin_ns, engine.engine,
                                          engine.notifier);
         engine_->serve(queue_);
     }
@@ -208,7 +211,7 @@ public:
         const std::size_t nbytes = call.count * call.itemsize * static_cast<std::size_t>(parts);
         auto ticket = std::make_shared<Ticket>(call, after(timeout_s), nbytes, id);
         queue_->submit(ticket);
-        return {queue_, std::move(ticket)};
+        return {memory_, queue_, std::move(ticket)};
     }
 
     bool can_combine(int dtype, int op) const {
@@ -361,7 +364,7 @@ private:
         return static_cast<int>(outcome);
     }
 
-    Mapping memory_;
+    std::shared_ptr<Mapping> memory_;
     std::shared_ptr<Engine> engine_;
     std::shared_ptr<Queue> queue_;
     std::uint64_t salt_;

@@ -1,0 +1,60 @@
+"""The memory of a native window stays for as long as somebody may look into it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from potluck import native
+from potluck.collectives.plan import Operation
+from potluck.engine.windows import NUMBERS, OPS, Outcome
+from potluck.transport import memory
+from potluck.types import ReduceOp
+from potluck.wire.dtypes import code_of
+
+pytestmark = pytest.mark.skipif(
+    not native.available or sys.platform != "linux", reason="needs the native core and a memfd"
+)
+
+NUM_SLOTS, SLOT_BYTES = 4, 4096
+
+
+def test_a_call_may_be_waited_for_when_the_window_was_given_back() -> None:
+    fd, shared = memory.create(native.core.window_bytes(2, NUM_SLOTS, SLOT_BYTES))
+    engine = native.core.WindowEngine()
+    window = native.core.Window(
+        memory=shared,
+        rank=0,
+        world=2,
+        num_slots=NUM_SLOTS,
+        slot_bytes=SLOT_BYTES,
+        small_bytes=SLOT_BYTES,
+        spin_s=0.0,
+        salt=0,
+        number=0,
+        engine=engine,
+    )
+    array = np.ones(10, np.float32)
+    call = window.start(
+        NUMBERS[Operation.ALL_REDUCE],
+        code_of(array.dtype),
+        OPS[ReduceOp.SUM],
+        0,
+        [10],
+        array.ctypes.data,
+        array.ctypes.data,
+        window.take_number(),
+        60.0,
+        1,
+    )
+    # As when a context is closed while another thread is about to wait: its engine ends, the call
+    # does not (there is no rank 1), and nobody else has the window.
+    engine.close()
+    del window
+    shared.close()
+    os.close(fd)
+    assert not call.wait(0.05)
+    assert call.outcome == Outcome.PENDING
