@@ -1,8 +1,10 @@
 """``init_process_group("potluck", init_method="potluck://")``: a world without a store server.
 
 The ranks find each other as ``potluck.init()`` would: through the agent under ``potluck run``,
-else by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (``potluck://host:port`` names the last two),
-else this process is alone. What torch wants a store for then travels over potluck's links.
+else by a launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, of which
+``potluck://host:port`` names the last two; mpirun's; Slurm's), else by discovery, if ``world_size``
+or POTLUCK_MIN_PEERS says for how many to look, else this process is alone. What torch wants a store
+for then travels over potluck's links.
 """
 
 from __future__ import annotations
@@ -14,14 +16,20 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from potluck.backends.agent import AgentBackend
+from potluck.backends.discovery import AutoDiscoveryBackend
 from potluck.backends.environment import EnvironmentBackend
+from potluck.backends.launchers import detect
 from potluck.backends.local import LocalBackend
+from potluck.errors import ConfigurationError
 from potluck.settings import load_settings
 from potluck.torch.process_group.shelf import Keeper, LinkStore, Visitor
 from potluck.torch.process_group.world import World
 
 WORLD_NAME = "0"
 """torch's name for the default group, for which alone rendezvous is called."""
+
+
+Backend = AgentBackend | EnvironmentBackend | AutoDiscoveryBackend | LocalBackend
 
 
 class FormedStore(LinkStore):
@@ -47,19 +55,20 @@ def rendezvous(
 ) -> Iterator[tuple[FormedStore, int, int]]:
     """What torch calls for ``potluck://``; gives (store, rank, world size) once.
 
-    ConfigurationError names what is missing; see ``EnvironmentBackend`` and ``AgentBackend``.
+    ConfigurationError names what is missing, OperationTimeout who did not come; see
+    ``AgentBackend``, ``EnvironmentBackend`` and ``AutoDiscoveryBackend``.
     """
-    backend: AgentBackend | EnvironmentBackend | LocalBackend
-    environment = _environment(url)
-    if os.environ.get("POTLUCK_AGENT"):
-        backend = AgentBackend(settings=load_settings())
-    elif "RANK" in environment or "WORLD_SIZE" in environment:
-        backend = EnvironmentBackend(settings=load_settings(), environment=environment)
-    else:
-        backend = LocalBackend()
+    backend = choose(url)
     try:
         communicator = backend.form(0, None, timeout.total_seconds())
         group = communicator.group
+        asked = _given(url, "world_size")
+        if asked not in (-1, group.world_size):
+            communicator.close()
+            raise ConfigurationError(
+                f"init_process_group was given world_size={asked}, but {group.world_size} "
+                "processes were started; leave world_size away, or start as many"
+            )
         switchboard = None if isinstance(backend, LocalBackend) else backend._base.switchboard
         asker: Keeper | Visitor
         if group.rank == 0 or switchboard is None:
@@ -82,15 +91,32 @@ def rendezvous(
     raise RuntimeError("a potluck:// world can't be formed twice; call init_process_group again")
 
 
-def _environment(url: str) -> dict[str, str]:
-    environment = dict(os.environ)
+def choose(url: str) -> Backend:
+    """What forms the world that ``url`` and the environment describe; the caller closes it."""
+    settings = load_settings()
+    if os.environ.get("POTLUCK_AGENT"):
+        return AgentBackend(settings=settings)
     parts = urlsplit(url)
+    rank, world_size = _given(url, "rank"), _given(url, "world_size")
+    environment = dict(os.environ)
     if parts.hostname:
         environment["MASTER_ADDR"] = parts.hostname
     if parts.port:
         environment["MASTER_PORT"] = str(parts.port)
-    query = parse_qs(parts.query)
-    for name, variable in (("rank", "RANK"), ("world_size", "WORLD_SIZE")):
-        if name in query and int(query[name][0]) >= 0:
-            environment[variable] = query[name][0]
-    return environment
+    if rank >= 0:
+        environment["RANK"] = str(rank)
+    if world_size >= 0 and environment.get("RANK"):
+        environment["WORLD_SIZE"] = str(world_size)
+    seat = detect(environment)
+    named = environment.get("RANK") or environment.get("WORLD_SIZE") or parts.hostname
+    if seat is None and not named:
+        num_processes = settings.min_peers if world_size < 0 else world_size
+        if num_processes == 1:
+            return LocalBackend()
+        return AutoDiscoveryBackend(num_processes, settings=settings)
+    return EnvironmentBackend(settings=settings, environment=environment)
+
+
+def _given(url: str, name: str) -> int:
+    """The rank or world_size that ``init_process_group`` was given; torch puts it into the URL."""
+    return int(parse_qs(urlsplit(url).query).get(name, ["-1"])[0])

@@ -1,0 +1,85 @@
+"""``potluck://``: who forms the world, from the URL and what launchers have set."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+
+pytest.importorskip("torch")
+
+from potluck.backends.discovery import AutoDiscoveryBackend
+from potluck.backends.environment import EnvironmentBackend
+from potluck.backends.local import LocalBackend
+from potluck.errors import ConfigurationError
+from potluck.torch.process_group.storeless import choose, rendezvous
+
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+RANKS = {"RANK": "1", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "kind"),
+    [
+        ("potluck://", {}, LocalBackend),
+        ("potluck://?world_size=1", {}, LocalBackend),
+        ("potluck://", RANKS, EnvironmentBackend),
+        ("potluck://", MPIRUN, EnvironmentBackend),
+        ("potluck://?world_size=2", MPIRUN, EnvironmentBackend),
+        ("potluck://10.0.0.1:7000?rank=1&world_size=2", {}, EnvironmentBackend),
+        ("potluck://?world_size=3", {}, AutoDiscoveryBackend),
+        ("potluck://", {"POTLUCK_MIN_PEERS": "3"}, AutoDiscoveryBackend),
+        ("potluck://", {"POTLUCK_MIN_PEERS": "3"} | RANKS, EnvironmentBackend),
+        ("potluck://?world_size=1", {"POTLUCK_MIN_PEERS": "3"}, LocalBackend),
+    ],
+)
+def test_a_launcher_goes_before_discovery_and_that_before_being_alone(
+    url: str, variables: dict[str, str], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ({"POTLUCK_DISCOVERY": "static"} | variables).items():
+        monkeypatch.setenv(name, value)
+    backend = choose(url)
+    try:
+        assert type(backend) is kind
+        if isinstance(backend, AutoDiscoveryBackend):
+            assert backend.world_size == 3
+        if isinstance(backend, EnvironmentBackend):
+            assert (backend._rank, backend._world_size) == (1, 2)
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "words"),
+    [
+        ("potluck://10.0.0.1:7000", {}, "RANK is not set"),
+        ("potluck://?rank=1", {}, "WORLD_SIZE is not set"),
+        ("potluck://", {"WORLD_SIZE": "2"}, "RANK is not set"),
+        ("potluck://?rank=2&world_size=2", {}, "RANK=2 is not below WORLD_SIZE=2"),
+        ("potluck://?world_size=0", {}, "at least one process"),
+    ],
+)
+def test_half_of_a_description_is_refused_and_what_is_missing_named(
+    url: str, variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=words):
+        choose(url)
+
+
+def test_a_world_of_another_size_than_was_started_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        alone |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_PORT": str(probe.getsockname()[1])}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="world_size=3, but 1 processes were started"):
+        next(rendezvous("potluck://?world_size=3", timedelta(seconds=20)))
