@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +88,33 @@ def test_torch_finds_the_backend_by_itself_and_a_world_needs_no_store_server(
     assert run.stdout.strip() == "potluck 1 [1.0, 1.0] b'value' 2"
 
 
+BOUND = """
+import torch, torch.distributed as dist
+device = torch.device("cuda", 0)  # which this machine only seems to have
+torch.accelerator.is_available = lambda: True
+torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+torch.accelerator.device_count = lambda: 1
+dist.init_process_group("potluck", init_method="potluck://", device_id=device)
+part = dist.split_group(split_ranks=[[0]])
+mine = torch.ones(2)
+dist.all_reduce(mine, group=part)
+print(dist.group.WORLD.bound_device_id, type(part).__name__, mine.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_a_device_may_be_named_at_the_start_and_then_torch_splits_groups(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BOUND],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(tmp_path),
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "cuda:0 PotluckProcessGroup [1.0, 1.0]"
+
+
 PAIR = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("potluck", init_method="potluck://")
@@ -114,6 +143,56 @@ def test_one_script_runs_under_potluck_run_and_torchrun(tmp_path: Path, launcher
     assert run.returncode == 0, run.stdout + run.stderr
     assert "rank 0 b'1' 2.0" in run.stdout
     assert "rank 1 b'0' 2.0" in run.stdout
+
+
+EVERY_WAY = """
+import sys, torch, torch.distributed as dist
+rank, file, port, own = int(sys.argv[1]), *sys.argv[2:]
+here = {"rank": rank, "world_size": 2}
+ways = {
+    f"file://{file}": here,
+    f"tcp://127.0.0.1:{port}": here,
+    f"potluck://127.0.0.1:{own}": here,
+    "potluck://": {"world_size": 2},  # no rank: they find each other
+}
+for url, options in ways.items():
+    dist.init_process_group("potluck", init_method=url, **options)
+    mine = torch.tensor([dist.get_rank() + 1.0])
+    part = dist.new_group([0, 1])
+    dist.all_reduce(mine, group=part)
+    assert mine.item() == 3 and dist.get_world_size() == 2
+    print(url.partition(":")[0], dist.get_rank())
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_ranks_meet_by_file_by_tcp_by_an_address_and_by_discovery(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as probes:
+        ports = [
+            str(probes.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
+            for _ in range(3)
+        ]
+    found = environment(
+        tmp_path,
+        POTLUCK_DISCOVERY="static",
+        POTLUCK_PEERS="127.0.0.1",
+        POTLUCK_GRADIENT_PORT=ports[2],
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", EVERY_WAY, str(rank), str(tmp_path / "file"), *ports[:2]],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=found,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=100)[0].splitlines() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    for rank, lines in enumerate(said):
+        assert lines[:3] == [f"file {rank}", f"tcp {rank}", f"potluck {rank}"]
+    assert {lines[3] for lines in said} == {"potluck 0", "potluck 1"}
 
 
 DISAGREE = """

@@ -410,6 +410,10 @@ BAD_CALLS: list[tuple[str, type[Exception], str, Callable[[PotluckProcessGroup],
         [torch.ones(2)], dist.ReduceOp.BAND)),
     ("mean of bools", TypeError, "convert it to a float", lambda g: g.allreduce(
         [torch.ones(2, dtype=torch.bool)], dist.ReduceOp.AVG)),
+    ("order of complex", TypeError, "no order", lambda g: g.reduce(
+        [torch.ones(2, dtype=torch.complex64)], reducing(dist.ReduceOp.MAX))),
+    ("factor of integers", TypeError, "cut its factor", lambda g: g.allreduce(
+        [torch.ones(2, dtype=torch.int64)], dist._make_nccl_premul_sum(0.5))),
     ("two tensors", ValueError, "one tensor per rank", lambda g: g.allreduce(
         [torch.ones(1), torch.ones(1)])),
     ("short output", ValueError, "times the input's", lambda g: g.all_gather_single(

@@ -24,9 +24,6 @@ _PLAIN = frozenset(
     }
 )  # fmt: skip
 
-SERVED = ("cpu", "cuda", "mps")
-"""The devices whose tensors the group takes."""
-
 
 def check(tensor: Tensor, operation: str) -> None:
     """TypeError or ValueError if ``tensor`` can't take part, saying what to do."""

@@ -312,6 +312,16 @@ class PotluckProcessGroup(dist.ProcessGroup):
     def comm_split_count(self) -> int:
         return self._num_splits
 
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """What torch calls for ``init_process_group(device_id=...)``; the links are there already.
+
+        ``dist.split_group`` asks for the device that is kept here.
+        """
+        self.bound_device_id = device
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """What torch calls, with ``device_id``, on ranks that a new group leaves out: nothing."""
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._seat.timeout_s = timeout.total_seconds()

@@ -53,7 +53,7 @@ def seconds(opts: Any, default: float) -> float:
     return timeout.total_seconds() or default
 
 
-def check_reduction(op: ReduceOp, dtype: torch.dtype) -> None:
+def check_reduction(op: ReduceOp, factor: float | Tensor | None, dtype: torch.dtype) -> None:
     """TypeError, in torch's words, for what has no meaning in ``dtype``."""
     if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR) and (
         dtype.is_floating_point or dtype.is_complex
@@ -61,5 +61,15 @@ def check_reduction(op: ReduceOp, dtype: torch.dtype) -> None:
         raise TypeError(
             f"Cannot use ReduceOp.{op.name} with non-integral dtype {dtype}; it combines bits"
         )
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
+        raise TypeError(
+            f"ReduceOp.{op.name} of {dtype} has no meaning, complex numbers have no order; "
+            "use it on tensor.abs() or on torch.view_as_real(tensor)"
+        )
     if op is ReduceOp.MEAN and dtype is torch.bool:
         raise TypeError("ReduceOp.AVG of torch.bool has no meaning; convert it to a float tensor")
+    if factor is not None and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(
+            f"ReduceOp.PREMUL_SUM of {dtype} would cut its factor to an integer; convert the "
+            "tensor to floats, or sum it and multiply afterwards"
+        )

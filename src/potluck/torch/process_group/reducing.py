@@ -25,7 +25,7 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     """In place on every rank."""
     buffers.check(tensor, "all_reduce")
     op, factor = reduction(opts)
-    check_reduction(op, tensor.dtype)
+    check_reduction(op, factor, tensor.dtype)
     timeout_s = seconds(opts, seat.timeout_s)
 
     def post(array: Array) -> Work:
@@ -67,7 +67,7 @@ def reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     """In place on rank ``opts.rootRank``; the others' tensors stay as they are."""
     buffers.check(tensor, "reduce")
     op, factor = reduction(opts)
-    check_reduction(op, tensor.dtype)
+    check_reduction(op, factor, tensor.dtype)
     root = opts.rootRank
     timeout_s = seconds(opts, seat.timeout_s)
 
@@ -121,6 +121,7 @@ def reduce_scatter_single(seat: Seat, output: Tensor, source: Tensor, opts: Any)
         parts = source.detach().reshape(seat.world_size, -1)
         return _scatter_staged(seat, output, list(parts), opts)
     op, factor = reduction(opts)
+    check_reduction(op, factor, output.dtype)
     if _can_be_quick(op, factor, output) and seat.at_once(
         Operation.REDUCE_SCATTER, opts, source, output, output, op
     ):
@@ -162,7 +163,7 @@ def _scattering(
 ) -> tuple[Callable[[Array, Array], Work], ReduceOp]:
     """How one reduce_scatter of (all parts, result) is posted."""
     op, factor = reduction(opts)
-    check_reduction(op, output.dtype)
+    check_reduction(op, factor, output.dtype)
     timeout_s = seconds(opts, seat.timeout_s)
 
     def post(source: Array, array: Array) -> Work:
