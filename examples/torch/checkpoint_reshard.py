@@ -5,16 +5,21 @@ potluck run --workers 2 examples/torch/checkpoint_reshard.py --folder /tmp/digit
 """
 
 import argparse
+import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
+try:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.functional import cross_entropy
+except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0]
+    sys.exit(f"this needs {package}: pip install 'potluck[torch,sklearn]'")
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", type=Path, required=True)

@@ -9,15 +9,20 @@ with one, say ``--compiler inductor``.
 
 import argparse
 import copy
+import sys
 
-import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-from sklearn.datasets import load_digits
-from torch import nn
-from torch._dynamo.utils import counters
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
+try:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch._dynamo.utils import counters
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0]
+    sys.exit(f"this needs {package}: pip install 'potluck[torch,sklearn]'")
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)

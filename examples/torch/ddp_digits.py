@@ -5,18 +5,23 @@ torchrun --nproc-per-node 2 examples/torch/ddp_digits.py
 """
 
 import argparse
+import sys
 
-import torch
-import torch.distributed as dist
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+try:
+    import torch
+    import torch.distributed as dist
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0]
+    sys.exit(f"this needs {package}: pip install 'potluck[torch,sklearn]'")
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=20)
-parser.add_argument("--backend", default="potluck", help="or gloo, nccl: the one word to change")
+parser.add_argument("--backend", default="potluck", help="or gloo: the one word to change")
 args = parser.parse_args()
 
 dist.init_process_group(args.backend)

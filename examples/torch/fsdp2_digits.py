@@ -6,14 +6,19 @@ torchrun --nproc-per-node 4 examples/torch/fsdp2_digits.py --replicas 2    (HSDP
 """
 
 import argparse
+import sys
 
-import torch
-import torch.distributed as dist
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import cross_entropy
+try:
+    import torch
+    import torch.distributed as dist
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.functional import cross_entropy
+except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0]
+    sys.exit(f"this needs {package}: pip install 'potluck[torch,sklearn]'")
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)

@@ -5,13 +5,18 @@ torchrun --nproc-per-node 2 examples/torch/pipeline.py
 """
 
 import argparse
+import sys
 
-import torch
-import torch.distributed as dist
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.nn.functional import cross_entropy
+try:
+    import torch
+    import torch.distributed as dist
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.nn.functional import cross_entropy
+except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0]
+    sys.exit(f"this needs {package}: pip install 'potluck[torch,sklearn]'")
 
 from potluck.torch.pipeline import split_sequential, survey
 

@@ -5,14 +5,23 @@ torchrun --nproc-per-node 2 examples/torch/tensor_parallel.py
 """
 
 import argparse
+import sys
 
-import torch
-import torch.distributed as dist
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import cross_entropy
+try:
+    import torch
+    import torch.distributed as dist
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    from torch.nn.functional import cross_entropy
+except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0]
+    sys.exit(f"this needs {package}: pip install 'potluck[torch,sklearn]'")
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)

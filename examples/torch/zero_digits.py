@@ -5,14 +5,19 @@ torchrun --nproc-per-node 2 examples/torch/zero_digits.py
 """
 
 import argparse
+import sys
 
-import torch
-import torch.distributed as dist
-from sklearn.datasets import load_digits
-from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
+try:
+    import torch
+    import torch.distributed as dist
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+except ModuleNotFoundError as error:
+    package = error.name.partition(".")[0]
+    sys.exit(f"this needs {package}: pip install 'potluck[torch,sklearn]'")
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)

@@ -62,3 +62,21 @@ def test_torchrun_starts_every_example(tmp_path: Path) -> None:
     assert float(compiled) < 1e-10, run.text
     assert re.search(r"[1-9]\d* graphs compiled", run.text)
     assert re.search(r"worker 0, speed 1\.00, has layers 0", run.text)
+
+
+def test_without_a_package_every_example_says_how_to_get_it() -> None:
+    script = """
+import runpy, sys
+sys.modules["sklearn"] = None
+for example in sys.argv[1:]:
+    try:
+        runpy.run_path(example)
+    except SystemExit as error:
+        print(error)
+"""
+    examples = sorted(map(str, EXAMPLES.glob("*.py")))
+    with Command([sys.executable, "-c", script, *examples]) as run:
+        assert run.finish(60) == 0, run.text
+    assert run.text.splitlines() == [
+        "this needs sklearn: pip install 'potluck[torch,sklearn]'"
+    ] * len(examples)
