@@ -90,6 +90,8 @@ def test_torch_finds_the_backend_by_itself_and_a_world_needs_no_store_server(
 
 BOUND = """
 import torch, torch.distributed as dist
+assert "POTLUCK" not in dist.Backend._plugins
+import potluck.torch
 device = torch.device("cuda", 0)  # which this machine only seems to have
 torch.accelerator.is_available = lambda: True
 torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
@@ -104,12 +106,13 @@ dist.destroy_process_group()
 
 
 def test_a_device_may_be_named_at_the_start_and_then_torch_splits_groups(tmp_path: Path) -> None:
+    """In a torch that loads no extensions by itself: there potluck.torch is imported."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", BOUND],
         capture_output=True,
         text=True,
         timeout=60,
-        env=environment(tmp_path),
+        env=environment(tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0"),
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "cuda:0 PotluckProcessGroup [1.0, 1.0]"

@@ -113,7 +113,8 @@ class AutoDiscoveryBackend(StaticBackend):
         """The communicator of all ``world_size`` processes, once they have found each other.
 
         Rank 0 is the process with the lowest id; the others follow in the order of theirs. Blocks
-        at most ``timeout`` seconds (POTLUCK_PEER_TIMEOUT_S); OperationTimeout if not all came.
+        at most ``timeout`` seconds (POTLUCK_PEER_TIMEOUT_S); OperationTimeout if not all came,
+        ConfigurationError if rank 0 gathers a world of another size.
         """
         return self.form(0, None, self._settings.peer_timeout_s if timeout is None else timeout)
 
@@ -167,6 +168,8 @@ class AutoDiscoveryBackend(StaticBackend):
                 return _ranked(self._ask(first, deadline), first.host)
             except LinkError as error:
                 failure = str(error)
+                if isinstance(error, Refused) and error.code == "world":
+                    raise ConfigurationError(failure) from error
                 if not isinstance(error, Refused):
                     with self._changed:
                         self._peers.pop(first.instance, None)

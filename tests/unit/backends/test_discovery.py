@@ -125,6 +125,21 @@ def test_a_world_that_is_not_complete_says_how_many_were_found() -> None:
         backend.close()
 
 
+def test_who_wants_a_world_of_another_size_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = iter([b"\0" * 16, b"\1" * 16])  # the first becomes rank 0
+    monkeypatch.setattr("potluck.backends.discovery.new_instance", lambda: next(ids))
+    three = AutoDiscoveryBackend(3, finders=[], port=0)
+    two = AutoDiscoveryBackend(2, finders=[StaticPeers([("127.0.0.1", three.port)])], port=0)
+    try:
+        with pytest.raises(ConfigurationError, match=r"world of 3, this one of 2; give all"):
+            two.establish_ring(WAIT_S)
+    finally:
+        for backend in (two, three):
+            backend.close()
+
+
 def test_an_address_of_the_link_only_is_not_called_since_others_could_not_use_it() -> None:
     backend = AutoDiscoveryBackend(2, finders=[], port=0)
     try:
