@@ -207,6 +207,17 @@ def test_old_and_new_names_are_the_same_operations() -> None:
         assert vars(PotluckProcessGroup)[old] is vars(PotluckProcessGroup)[new]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_what_can_not_be_combined_can_be_moved(dtype: torch.dtype) -> None:
+    def body(group: PotluckProcessGroup) -> Tensor:
+        whole = torch.empty(2 * WORLD, dtype=dtype)
+        group.all_gather_single(whole, torch.full((2,), group.rank() + 1.0).to(dtype)).wait()
+        group.broadcast([whole]).wait()
+        return whole.float()
+
+    assert all(each.tolist() == [1, 1, 2, 2, 3, 3] for each in on_groups(body))
+
+
 def test_coalesced_operations() -> None:
     def body(group: PotluckProcessGroup) -> None:
         rank = group.rank()
@@ -410,6 +421,10 @@ BAD_CALLS: list[tuple[str, type[Exception], str, Callable[[PotluckProcessGroup],
         [torch.ones(2)], dist.ReduceOp.BAND)),
     ("mean of bools", TypeError, "convert it to a float", lambda g: g.allreduce(
         [torch.ones(2, dtype=torch.bool)], dist.ReduceOp.AVG)),
+    ("float8", TypeError, "moved but not combined by SUM", lambda g: g.allreduce(
+        [torch.ones(2).to(torch.float8_e4m3fn)])),
+    ("scattered float8", TypeError, "moved but not combined", lambda g: g.reduce_scatter_single(
+        torch.ones(1).to(torch.float8_e5m2), torch.ones(3).to(torch.float8_e5m2))),
     ("order of complex", TypeError, "no order", lambda g: g.reduce(
         [torch.ones(2, dtype=torch.complex64)], reducing(dist.ReduceOp.MAX))),
     ("factor of integers", TypeError, "cut its factor", lambda g: g.allreduce(

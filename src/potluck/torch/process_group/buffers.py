@@ -84,6 +84,7 @@ def as_tensor(array: Array, dtype: torch.dtype) -> Tensor:
 
 
 def can_reduce(dtype: torch.dtype) -> bool:
+    """Whether the engine knows these values; of other dtypes it sees bytes only."""
     return dtype in _PLAIN or dtype in (torch.bfloat16, torch.complex32)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp as TorchOp
 
+from potluck.torch.process_group.buffers import can_reduce
 from potluck.types import ReduceOp
 
 _KINDS = {
@@ -54,7 +55,12 @@ def seconds(opts: Any, default: float) -> float:
 
 
 def check_reduction(op: ReduceOp, factor: float | Tensor | None, dtype: torch.dtype) -> None:
-    """TypeError, in torch's words, for what has no meaning in ``dtype``."""
+    """TypeError, in torch's words, for what can't be done, or has no meaning, in ``dtype``."""
+    if not can_reduce(dtype) or (dtype is torch.complex32 and op is ReduceOp.PRODUCT):
+        raise TypeError(
+            f"Invalid scalar type: {dtype} can be moved but not combined by {op.name}; convert the "
+            "tensor to a wider dtype first, for example tensor.float()"
+        )
     if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR) and (
         dtype.is_floating_point or dtype.is_complex
     ):
