@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.clusters import ClusterOfHosts
 from potluck.testing.commands import Command
+from potluck.testing.hosts import Network
+from potluck.testing.machines import Machine, cluster_of, form, leader_of
 from potluck.training.sampler import Schedule
 
 pytestmark = pytest.mark.needs_root_netns
@@ -43,8 +44,9 @@ def check_sums(run: Command) -> dict[str, str]:
 
 
 def test_a_job_runs_on_all_hosts_and_leaves_nothing(tmp_path: Path) -> None:
-    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
-        _, bob, carl = cluster.up()
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        _, bob, carl = machines
         summary_file = tmp_path / "summary.json"
         with bob.run("--json", summary_file, TRAINING, tmp_path / "stop") as run:
             run.wait_for("step 5 of 3")
@@ -56,48 +58,48 @@ def test_a_job_runs_on_all_hosts_and_leaves_nothing(tmp_path: Path) -> None:
             assert check_sums(run).keys() == {"ada", "bob", "carl"}
         summary = json.loads(summary_file.read_text())
         assert [worker["finished"] for worker in summary["workers"]] == [True] * 3
-        for machine in cluster.machines:
-            assert machine.host.pids() == [machine.command.process.pid], "only the agent is left"
+        for machine in machines:
+            assert machine.others() == [], "only the agent is left"
         assert carl.status()["jobs"] == []
 
 
 def test_a_job_outlives_any_agent_and_takes_newcomers_in(tmp_path: Path) -> None:
     """A node that is neither leader nor starter; then the leader; then one comes in."""
-    with ClusterOfHosts(4, tmp_path / "homes") as cluster:
-        machines = cluster.up(cluster.machines[:3])
-        leader = cluster.leader(*machines)
+    with cluster_of(4, tmp_path / "homes") as (*machines, dora):
+        form(*machines)
+        leader = leader_of(machines)
         starter, other = (each for each in machines if each is not leader)
         with starter.run(TRAINING, tmp_path / "stop") as run:
             run.wait_for("step 5 of 3")
-            other.kill_agent()
+            other.kill()
             run.wait_for("of 2")
-            cluster.join(other)
+            other.start()
             again = len(run.lines)
             run.wait_for(lambda line: "of 3" in line and line in run.lines[again:])
-            leader.kill_agent()
+            leader.kill()
             again = len(run.lines)
             run.wait_for(lambda line: "of 2" in line and line in run.lines[again:])
-            cluster.join(cluster.machines[3])
+            dora.start()
             again = len(run.lines)
             run.wait_for(lambda line: "of 3" in line and line in run.lines[again:])
             (tmp_path / "stop").touch()
             assert run.finish() == 0, run.text
-            assert check_sums(run).keys() == {starter.name, other.name, "dora"}
+            assert check_sums(run).keys() == {starter.name, other.name, dora.name}
 
 
 def test_a_job_goes_on_when_the_agent_that_it_was_started_from_is_killed(tmp_path: Path) -> None:
-    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
-        machines = cluster.up()
-        starter = cluster.leader(*machines)  # the worst case: it leads, too
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        starter = leader_of(machines)  # the worst case: it leads, too
         left = [each for each in machines if each is not starter]
         with starter.run(TRAINING, tmp_path / "stop") as run:
             run.wait_for("step 5 of 3")
-            starter.kill_agent()
+            starter.kill()
             assert run.finish() == 2
             assert "go on with the job" in run.text
         for machine in left:
             machine.sees(*left)
-        leader = cluster.leader(*left)
+        leader = leader_of(left)
         [job] = leader.status()["jobs"]
         assert job["node"] == leader.node
         (tmp_path / "stop").touch()
@@ -107,9 +109,9 @@ def test_a_job_goes_on_when_the_agent_that_it_was_started_from_is_killed(tmp_pat
 
 
 def test_a_host_that_is_cut_off_pauses_and_comes_back_into_the_job(tmp_path: Path) -> None:
-    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
-        machines = cluster.up()
-        leader = cluster.leader(*machines)
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
         starter = next(each for each in machines if each is not leader)
         with starter.run(TRAINING, tmp_path / "stop") as run:
             run.wait_for("step 5 of 3")
@@ -125,25 +127,29 @@ def test_a_host_that_is_cut_off_pauses_and_comes_back_into_the_job(tmp_path: Pat
 
 
 def test_ctrl_c_ends_the_job_everywhere(tmp_path: Path) -> None:
-    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
-        _, bob, carl = cluster.up()
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        _, bob, carl = machines
         with carl.run(TRAINING, tmp_path / "stop") as run:
             run.wait_for("step 5 of 3")
             run.signal(signal.SIGINT)
             assert run.finish() == 130, run.text
-        for machine in cluster.machines:
-            assert machine.host.pids() == [machine.command.process.pid]
+        for machine in machines:
+            assert machine.others() == []
         assert bob.status()["jobs"] == []
 
 
 def test_a_node_with_another_torch_is_named_and_nothing_is_run(tmp_path: Path) -> None:
-    with ClusterOfHosts(2, tmp_path / "homes") as cluster:
-        ada, bob = cluster.machines
-        other = tmp_path / "site" / "torch-1.2.3.dist-info"
-        other.mkdir(parents=True)
-        (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
-        bob.environment["PYTHONPATH"] = str(other.parent)
-        cluster.up()
+    site, homes = tmp_path / "site", tmp_path / "homes"
+    other = site / "torch-1.2.3.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+    with (
+        Network(2) as network,
+        Machine(network[0], homes) as ada,
+        Machine(network[1], homes, PYTHONPATH=str(site)) as bob,
+    ):
+        form(ada, bob)
         with ada.run(TRAINING, tmp_path / "stop") as run:
             assert run.finish() == 2
         mine = importlib.metadata.version("torch").partition("+")[0]
@@ -154,16 +160,16 @@ def test_a_node_with_another_torch_is_named_and_nothing_is_run(tmp_path: Path) -
 @pytest.mark.long
 def test_the_cut_off_half_goes_on_alone_when_it_is_told_to(tmp_path: Path) -> None:
     """Also a cluster that a passphrase and addresses make, without any multicast."""
-    with ClusterOfHosts(
+    with cluster_of(
         2,
         tmp_path / "homes",
-        POTLUCK_PSK="",
+        psk="",
         POTLUCK_PASSPHRASE="four words of ours",
         POTLUCK_DISCOVERY="static",
         POTLUCK_PEERS="10.88.0.1,10.88.0.2",
-    ) as cluster:
-        machines = cluster.up()
-        leader = cluster.leader(*machines)
+    ) as machines:
+        form(*machines)
+        leader = leader_of(machines)
         other = next(each for each in machines if each is not leader)
         with leader.run(TRAINING, tmp_path / "stop") as run:
             run.wait_for("step 5 of 2")

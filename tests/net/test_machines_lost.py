@@ -199,7 +199,7 @@ def test_the_minority_of_a_partition_pauses_and_one_history_is_left(
     network.partition([each.host for each in majority], [each.host for each in minority])
     evicted = agreed(*majority, since=since) - began
     paused = max(each.says("paused: ", since=since[each]) for each in minority) - began
-    shown = minority[0].status()
+    shown = minority[0].cluster()
     assert shown["paused"]
     assert shown["epoch"] == before, "a minority agrees on nothing"
     since, healing = marks(members), time.monotonic()
@@ -219,7 +219,7 @@ def test_of_two_nodes_the_survivor_of_a_death_goes_on(
     since = marks([other])
     killed = leader.kill()
     noticed = other.sees(other, since=since[other]) - killed
-    assert not other.status()["paused"]
+    assert not other.cluster()["paused"]
     figures.take("two nodes, the leader's agent dies", "goes on alone", noticed, asked=NOTICED_S)
 
 

@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from potluck.cluster.topology import Topology
-from potluck.testing.clusters import ClusterOfHosts
 from potluck.testing.hosts import Network
-from potluck.testing.machines import Machine, form, machines
+from potluck.testing.machines import Machine, cluster_of, form, machines
 from potluck.wire.facts import LinkFacts, NodeFacts
 
 pytestmark = pytest.mark.needs_root_netns
@@ -24,7 +23,7 @@ TRIES = 60
 def shows(machine: Machine, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """What the machine's agent tells, once that is right; each question takes a second or so."""
     for _ in range(TRIES):
-        cluster = machine.status()
+        cluster = machine.cluster()
         if is_it(cluster):
             return cluster
     raise AssertionError(f"{machine.id} still shows {cluster}")
@@ -104,10 +103,11 @@ ctx.close()
 def test_the_ranks_of_a_job_follow_the_ring_that_was_measured(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
-        ada, bob, _ = cluster.up()
+    with cluster_of(3, tmp_path / "homes") as trio:
+        ada, bob, _ = trio
+        form(*trio)
         for _ in range(TRIES):
-            shown = ada.status()["cluster"]["links"]
+            shown = ada.cluster()["links"]
             if len(shown) == 6 and all(link["bandwidth"] for link in shown):
                 break
         links = msgspec.convert(shown, list[LinkFacts])
@@ -116,7 +116,7 @@ def test_the_ranks_of_a_job_follow_the_ring_that_was_measured(tmp_path: Path) ->
             assert run.finish() == 0, run.text
         told = dict(re.findall(r"rank (\d) of (\w{64})", run.text))
         order = [told[str(rank)] for rank in range(3)]
-        ring = Topology([NodeFacts(each.node) for each in cluster.machines], links).ring()
+        ring = Topology([NodeFacts(each.node) for each in trio], links).ring()
         turned = ring.index(order[0])
         assert order == [*ring[turned:], *ring[:turned]]
         knowledge = set(re.findall(r"knows (.*)", run.text))

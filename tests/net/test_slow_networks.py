@@ -29,11 +29,11 @@ def straggler(seer: Machine, slow: Machine, figure: str) -> str:
     """What ``potluck status`` says of a node that holds the others up, once it has that figure."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
-        for sentence in seer.status()["stragglers"]:
+        for sentence in seer.cluster()["stragglers"]:
             name, _, why = str(sentence).partition(": ")
-            if name.endswith(slow.node[:4]) and figure in why:
+            if name.endswith(slow.name) and figure in why:
                 return why
-    raise AssertionError(f"{slow} is not named: {seer.status()['links']}")
+    raise AssertionError(f"{slow} is not named: {seer.cluster()['links']}")
 
 
 def test_loss_delay_and_a_narrow_link_evict_nobody(
@@ -63,7 +63,7 @@ def test_loss_delay_and_a_narrow_link_evict_nobody(
             each.host.lose(0)
         with Delay(carl.host, 0.050, jitter_s=0.020, seed=seed):
             nothing_changes("one host 50 +- 20 ms away")
-            shown = {each["node"]: each["latency_ms"] for each in ada.status()["nodes"]}
+            shown = {each["node"]: each["latency_ms"] for each in ada.cluster()["nodes"]}
             took = shown[carl.node] / 1000
             fault = "one host 50 +- 20 ms away"
             figures.take(fault, "one-way latency that `potluck status` shows:", took)

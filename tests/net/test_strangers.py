@@ -56,7 +56,7 @@ def test_hosts_that_do_not_belong_never_get_in(
         for each in strangers:
             each.sees(each)  # it founds a cluster of its own
         other.changes_nothing(3.0, since=other.mark)
-        shown = [each.status() for each in (inside[0], *strangers)]
+        shown = [each.cluster() for each in (inside[0], *strangers)]
         captures = [sniffer.stop() for sniffer in sniffers]
     for each in strangers:
         each.kill()

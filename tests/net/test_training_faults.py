@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from potluck.cluster.keyring import replace_secret
-from potluck.testing.clusters import PSK, ClusterOfHosts, Machine
 from potluck.testing.commands import Command
 from potluck.testing.figures import Figures
+from potluck.testing.machines import PSK, Machine, cluster_of, form, leader_of
 from potluck.training.sampler import Schedule
 
 pytestmark = [pytest.mark.needs_root_netns, pytest.mark.long, pytest.mark.timeout(400)]
@@ -72,18 +72,18 @@ def training(starter: Machine, folder: Path, num_hosts: int) -> Iterator[Story]:
 def test_agents_with_their_workers_are_killed_and_a_host_is_cut_off(
     figures: Figures, tmp_path: Path
 ) -> None:
-    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
-        machines = cluster.up()
-        leader = cluster.leader(*machines)
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
         starter, other = (each for each in machines if each is not leader)
         with training(starter, tmp_path, 3) as story:
             fault = "SIGKILL of a node's agent and workers, while training"
             since, began = story.run.mark, time.monotonic()
-            other.kill_agent()
+            other.kill()
             seconds = story.commits(2, since=since) - began
             figures.take(fault, "the others commit again after", seconds, asked=COMMITS_S)
             since, began = story.run.mark, time.monotonic()
-            cluster.join(other)
+            other.start()
             seconds = story.commits(3, since=since) - began
             figures.take(fault, "in again, from the start of its agent, after", seconds)
             story.goes_on(3)
@@ -101,7 +101,7 @@ def test_agents_with_their_workers_are_killed_and_a_host_is_cut_off(
 
             fault = "SIGKILL of the leader's agent and workers, while training"
             since, began = story.run.mark, time.monotonic()
-            leader.kill_agent()
+            leader.kill()
             seconds = story.commits(2, since=since) - began
             figures.take(fault, "the others commit again after", seconds, asked=LEADER_COMMITS_S)
             story.goes_on(2)
@@ -109,12 +109,11 @@ def test_agents_with_their_workers_are_killed_and_a_host_is_cut_off(
 
 
 def test_a_new_secret_and_a_ban_while_training(figures: Figures, tmp_path: Path) -> None:
-    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
-        for each in cluster.machines:
-            del each.environment["POTLUCK_PSK"]
+    with cluster_of(3, tmp_path / "homes", psk="") as machines:
+        for each in machines:
             replace_secret(each.home, bytes.fromhex(PSK))
-        machines = cluster.up()
-        leader = cluster.leader(*machines)
+        form(*machines)
+        leader = leader_of(machines)
         starter, other = (each for each in machines if each is not leader)
         with training(starter, tmp_path, 3) as story:
             views = sum(each.command.text.count("epoch ") for each in machines)
@@ -137,18 +136,18 @@ def test_a_new_secret_and_a_ban_while_training(figures: Figures, tmp_path: Path)
 
 def test_twenty_joins_and_leaves_in_a_row(figures: Figures, tmp_path: Path) -> None:
     """Ten times a host leaves (its agent is killed) and comes in again, leaders too."""
-    with ClusterOfHosts(3, tmp_path / "homes") as cluster:
-        machines = cluster.up()
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
         starter = machines[1]
         took = []
         with training(starter, tmp_path, 3) as story:
             for number in range(10):
                 guest = (machines[0], machines[2])[number % 2]
                 since = story.run.mark
-                guest.kill_agent()
+                guest.kill()
                 story.commits(2, since=since)
                 since, began = story.run.mark, time.monotonic()
-                cluster.join(guest)
+                guest.start()
                 took.append(story.commits(3, since=since) - began)
                 story.goes_on(3)
             wrong = story.ends(3)
@@ -156,5 +155,4 @@ def test_twenty_joins_and_leaves_in_a_row(figures: Figures, tmp_path: Path) -> N
         figures.take(fault, WRONG, wrong, asked=0, unit="")
         figures.take(fault, "in again, from the start of its agent, after at most", max(took))
         for each in machines:
-            left = [pid for pid in each.host.pids() if pid != each.command.process.pid]
-            assert not left, "only the agents are left"
+            assert not each.others(), "only the agents are left"

@@ -73,9 +73,7 @@ async def _run(settings: Settings) -> None:
     await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
     ready.cancel()
     if not running.done():
-        typer.echo(
-            f"potluck: node {agent.credentials.node_id[:12]} is up on port {agent.port}; "
-            "Ctrl-C takes it down"
-        )
+        node = agent.credentials.node_id[:12]
+        _say(f"node {node} is up on port {agent.port}; Ctrl-C takes it down")
     with contextlib.suppress(asyncio.CancelledError):
         await running

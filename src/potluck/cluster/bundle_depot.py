@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import secrets
 import shutil
 from pathlib import Path
 
 from potluck.cluster.bundle import BundleStore, encode_manifest, read_part, scan
 from potluck.cluster.bundle_link import BundleFetcher, BundleServer, Send
-from potluck.errors import ProtocolError
+from potluck.errors import ConfigurationError, ProtocolError
 from potluck.wire import peers
 
 KEPT_JOBS = 4
@@ -75,14 +77,29 @@ class BundleDepot:
     def _serve(self, folder: Path, bundle: bytes) -> None:
         if self._server.offer(folder) != bundle:
             raise ProtocolError(f"{folder} was changed; remove it")
+        os.utime(folder)  # the one used last is kept longest
         self._here[bundle] = folder
 
     def open(self, bundle: bytes, job: str) -> Path:
-        """The folder in which the workers of ``job`` run: a copy of ``bundle`` of their own."""
+        """The folder in which the workers of ``job`` run: a copy of ``bundle`` of their own.
+
+        It appears whole or not at all: this process may be killed while it copies, and the job be
+        ordered again. ConfigurationError if the bundle is not here any more.
+        """
         target = self._root / "jobs" / job
-        if not target.is_dir():
-            self._in_use.add(job)
-            shutil.copytree(self._here[bundle], target)
+        self._in_use.add(job)
+        if target.is_dir():
+            return target
+        source = self._here.get(bundle)
+        if source is None:
+            raise ConfigurationError("the script's folder was removed here; start the job again")
+        temporary = target.with_name(f".{secrets.token_hex(8)}")
+        try:
+            shutil.copytree(source, temporary)
+            os.utime(temporary)  # the copy's age counts, not the bundle's
+            temporary.rename(target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
         return target
 
     def close(self, job: str) -> None:

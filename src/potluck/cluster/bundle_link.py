@@ -54,7 +54,7 @@ class BundleServer:
         """``node`` asked for a part."""
         file = wanted.file if isinstance(wanted, peers.FileWanted) else b""
         try:
-            size, data = self._part(node, wanted.bundle, file, max(wanted.offset, 0))
+            size, data = self._part(node, wanted.bundle, file, wanted.offset)
         except (PotluckError, OSError) as error:
             self._send(node, peers.NotHere(wanted.bundle, file, str(error)[:4096]))
             return

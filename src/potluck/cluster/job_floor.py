@@ -39,6 +39,7 @@ class Post:
     spec: jobs.JobSpec
     seats: jobs.Places
     crew: Crew | None = None
+    preparing: asyncio.Task[None] | None = None
     group: JobGroup | None = None
     status: control.StatusReply | None = None
     error: str = ""
@@ -92,14 +93,14 @@ class JobFloor:
         post = self.posts.get(order.spec.job)
         if post is None:
             post = self.posts[order.spec.job] = Post(order.spec, order.places)
-            self._spawn(self._prepare(post))
+            post.preparing = self._spawn(self._prepare(post))
             return
         post.seats = order.places
         if post.crew is not None:
             self.report(post)
         elif post.error:
             post.error = ""
-            self._spawn(self._prepare(post))
+            post.preparing = self._spawn(self._prepare(post))
 
     async def _prepare(self, post: Post) -> None:
         """Have the folder here, then be ready to start workers."""
@@ -195,6 +196,9 @@ class JobFloor:
         self._spawn(self._put_away(post))
 
     async def _put_away(self, post: Post) -> None:
+        if post.preparing is not None:  # the folder may be on its way, over a slow link
+            post.preparing.cancel()
+            await asyncio.gather(post.preparing, return_exceptions=True)
         if post.crew is not None:
             await post.crew.put_away()
         await asyncio.to_thread(self._depot.close, post.spec.job)
@@ -316,10 +320,11 @@ class JobFloor:
         self.give_up()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,7 @@ class Jobs:
         if isinstance(message, jobs.JobStatus):
             watched = self._watched.get(message.status.job)
             if watched is not None:
+                watched.is_taken = True  # its answer may have been lost with the leader before
                 watched.client.send(message)
         elif isinstance(message, jobs.JobList):
             gone = [job for job, each in self._watched.items() if each.is_taken]
@@ -199,15 +200,16 @@ class Jobs:
     async def _see_to_its_end(self, desk: JobDesk) -> None:
         await desk.lead.over.wait()
         job, starter = desk.spec.job, desk.spec.starter
+        if self._desks.get(job) is not desk:
+            return  # another node leads it by now
         try:
             if desk.lead.crash is not None:
                 desk.refuse(f"this is potluck's fault, please report it: {desk.lead.crash!r}")
             elif desk.has_begun:
                 ended = desk.summary()
                 view = self._host.view
-                if view is not None and starter in view.nodes:
-                    self._host.send(starter, ended)
-                else:
+                is_in = view is not None and starter in view.nodes
+                if not is_in or not self._host.send(starter, ended):
                     self._host.log(job, ended.summary.decode())
                     self._host.note(f"job {job} is over: exit code {ended.exit_code}")
         finally:
@@ -298,12 +300,15 @@ class Jobs:
             return
         for desk in self._desks.values():
             desk.order(node)
+        if view.leader == self._host.me:
+            self._host.send(node, self._list())  # a job may have ended meanwhile
         if node == view.leader:
             self.floor.say_again()
 
     def _stop_leading(self) -> None:
         for desk in self._desks.values():
             desk.lead.close()
+            desk.lead.over.set()
         self._desks.clear()
 
     async def close(self) -> None:

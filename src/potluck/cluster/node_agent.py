@@ -35,7 +35,7 @@ from potluck.cluster.stragglers import stragglers
 from potluck.cluster.surveyor import Surveyor
 from potluck.cluster.trust import TrustStore
 from potluck.cluster.versions import own_versions
-from potluck.errors import ConfigurationError, PotluckError
+from potluck.errors import ConfigurationError, PotluckError, ProtocolError
 from potluck.settings import Settings
 from potluck.transport import aio
 from potluck.types import MeasuredPath
@@ -44,11 +44,12 @@ from potluck.wire.facts import Facts, Measured, NodeFacts
 from potluck.wire.jobs import JobMessage, ToLeader
 from potluck.wire.messages import Hello, Refusal, Welcome
 from potluck.wire.names import Versions
-from potluck.wire.nodes import NodeMessage, View
+from potluck.wire.nodes import Bans, NodeMessage, View
 
 _TRUST_S = 0.5
 _MAX_EVENTS = 20
 _ID = re.compile(r"\b[0-9a-f]{64}\b")
+_GIVEN = "its secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE: change it there, on all nodes"
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ class NodeAgent:
         self._log = JobLog(settings.home)
         self._wanted_port = settings.discovery_port if port is None else port
         self._trust = TrustStore(settings.home)
-        self._rotation = rotation.Rotation()
+        is_given = settings.psk is not None or settings.passphrase is not None
+        self._rotation = rotation.Rotation(_GIVEN if is_given else "")
         self._rotated: asyncio.Future[local.Outcome] | None = None
         self._names: dict[str, str] = {}
         self._notes: deque[str] = deque(maxlen=_MAX_EVENTS)
@@ -172,6 +174,8 @@ class NodeAgent:
             self._jobs.linked(node)
 
     def received(self, node: str, life: int, message: peers.PeerMessage) -> None:
+        if isinstance(message, Bans) and not all(map(_ID.fullmatch, message.nodes)):
+            raise ProtocolError("it bans what is no node id")
         if isinstance(message, NodeMessage):
             self._handle(views.Received(node, life, message))
         elif isinstance(message, JobMessage):
@@ -346,12 +350,8 @@ class NodeAgent:
                 self._jobs.abandon(job, signal.SIGHUP)
 
     async def _order_rotation(self) -> local.Outcome:
-        if self._settings.psk is not None or self._settings.passphrase is not None:
-            return local.Outcome(
-                False,
-                "the secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE: change it there, on all "
-                "nodes",
-            )
+        if self._rotated is not None and not self._rotated.done():
+            return local.Outcome(False, "the secret is being changed already")
         loop = asyncio.get_running_loop()
         self._rotated = loop.create_future()
         psk, name = secrets.token_bytes(32), secrets.token_hex(8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ AGENT_FILE = "node_agent.json"
 
 _LOCK_FILE = ".node_agent.lock"
 _WHAT = "the state of this node's agent"
+_LOOKING_S = 0.5
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -48,12 +50,7 @@ class NodeState:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(home / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigurationError(
-                    f"an agent runs on this machine already, with {home}; `potluck status` shows it"
-                ) from None
+            _take(self._lock, home)
             before = self._read()
             self.life = before.life + 1
             self.record = before.record
@@ -94,6 +91,21 @@ class NodeState:
             ) from error
 
 
+def _take(lock: int, home: Path) -> None:
+    """Have the agent's lock; ConfigurationError if another agent has it. A command that looks
+    whether one runs has it too, for a moment."""
+    deadline = time.monotonic() + _LOOKING_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"an agent runs on this machine already, with {home}; `potluck status` shows it"
+                ) from None
+        time.sleep(0.01)
+
+
 def find_agent(home: Path) -> AgentRecord | None:
     """Where the agent of ``home`` listens; None if none runs."""
     try:
@@ -101,7 +113,8 @@ def find_agent(home: Path) -> AgentRecord | None:
     except OSError:
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Shared: two commands that look at the same time are not an agent.
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None  # nobody holds it
     except BlockingIOError:
         pass

@@ -83,9 +83,11 @@ class _Order:
 
 
 class Rotation:
-    """One node's part in changes of the secret, as the one that leads or as one that follows."""
+    """One node's part in changes of the secret, as the one that leads or as one that follows.
+    ``fixed`` says why this node can't change its own, empty if it can."""
 
-    def __init__(self) -> None:
+    def __init__(self, fixed: str = "") -> None:
+        self._fixed = fixed
         self._pending: _Pending | None = None
         self._order: _Order | None = None
 
@@ -100,6 +102,8 @@ class Rotation:
 
     def order(self, rotation: str, psk: bytes, nodes: Iterable[str], now: float) -> list[Action]:
         """The operator wants ``psk`` to be the secret of this node and ``nodes``."""
+        if self._fixed:
+            return [Say(self._fixed, ok=False)]
         if self._order is not None or self._is_pending(now):
             return [Say("the secret is being changed already; try again in a minute", ok=False)]
         waiting = set(nodes)
@@ -146,6 +150,8 @@ class Rotation:
         return self._give_up(f"node {silent} did not store it within {STORE_S:g} s")
 
     def _new_secret(self, node: str, rotation: str, psk: bytes, now: float) -> list[Action]:
+        if self._fixed:
+            return [Tell(node, SecretStored(rotation, self._fixed))]
         if self._order is not None or self._is_pending(now, other_than=rotation):
             error = "another change of the secret is under way"
             return [Tell(node, SecretStored(rotation, error))]

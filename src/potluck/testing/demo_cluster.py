@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from potluck.testing.clusters import ClusterOfHosts, Machine
 from potluck.testing.commands import potluck_command
 from potluck.testing.hosts import missing
+from potluck.testing.machines import Machine, cluster_of, form
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "digits.py"
 CUT_AT = 60
@@ -32,11 +32,12 @@ def main() -> int:
         return 1
     with (
         tempfile.TemporaryDirectory(prefix="potluck-demo-") as folder,
-        ClusterOfHosts(3, Path(folder), POTLUCK_DISCOVERY="mdns,beacon") as cluster,
+        cluster_of(3, Path(folder)) as machines,
     ):
         print("$ potluck up     (on each of three hosts, which know nothing of each other)")
         began = time.monotonic()
-        ada, _, carl = cluster.up()
+        ada, _, carl = machines
+        form(*machines)
         print(f"{ada.command.lines[-1]}\nthey found each other in {time.monotonic() - began:.1f} s")
         print(f"\nada$ potluck run {SCRIPT.name}     (at step {CUT_AT} carl's cable is pulled)")
         sys.stdout.flush()
@@ -47,7 +48,7 @@ def train(starter: Machine, other: Machine) -> int:
     """Run the example from ``starter``, with the terminal its own; pull the cable of ``other``
     meanwhile, until the rest goes on without it."""
     command = starter.host.command([*potluck_command(), "run", str(SCRIPT)])
-    with subprocess.Popen(command, env=starter.full_environment) as run:
+    with subprocess.Popen(command, env=starter.variables) as run:
         if wait(run, starter, lambda job: job["step"] >= CUT_AT):
             other.cut()
             wait(run, starter, lambda job: world(job) == 2)

@@ -1,12 +1,15 @@
-"""Machines of a cluster: a host in a namespace, a home, and its agent (``potluck up``).
+"""Machines of a cluster: a host in a namespace, a name, a home, and its agent (``potluck up``).
 
-    with Network(3) as network, machines(network, tmp_path) as (ada, bob, carl):
+    with cluster_of(3, tmp_path) as (ada, bob, carl):
         form(ada, bob, carl)               # all three up, and in one view
         since = marks([ada, bob])
         seconds = -carl.kill() + agreed(ada, bob, since=since)
+        with bob.run("train.py") as run:   # workers on both
+            assert run.finish() == 0
 
-An agent is started and ended as often as one likes; a shell that lives as long as its machine
-starts it, so that a test which ends with other agents than it began with has left nothing behind.
+Needs what ``hosts`` needs. An agent is started and ended as often as one likes; a shell that lives
+as long as its machine starts it, so that a test which ends with other agents than it began with has
+left nothing behind.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from potluck.transport.credentials import node_id_of
 
 PSK = "ab" * 32
 """The secret of a ``Machine`` that is given none."""
+NAMES = ("ada", "bob", "carl", "dora", "emil", "fay", "gus", "hedy")
+"""What people call the machines, in the order of their hosts."""
 WAIT_S = 60.0
 
 _VIEW = re.compile(r"epoch (\d+): (.*) \(leader (.*?\b[0-9a-f]{8})\b")
@@ -49,9 +54,11 @@ class Machine:
 
     def __init__(self, host: Host, root: Path, *, psk: str = PSK, **environment: str) -> None:
         self.host = host
-        self.home = root / f"machine{host.index}"
+        self.name = NAMES[host.index]
+        self.home = root / self.name
         self.environment = {
             "POTLUCK_HOME": str(self.home),
+            "POTLUCK_NAME": self.name,
             # Hosts in namespaces share one kernel, and could share memory, which machines can't.
             "POTLUCK_USE_WINDOWS": "no",
             "PYTHONUNBUFFERED": "1",
@@ -116,6 +123,14 @@ class Machine:
         self.pid = 0
         return when
 
+    def cut(self) -> None:
+        """Pull its cable."""
+        self.host.link(up=False)
+
+    def heal(self) -> None:
+        """Plug its cable in again."""
+        self.host.link(up=True)
+
     # What it says.
 
     @property
@@ -169,22 +184,43 @@ class Machine:
         """For this long there is no new view; AssertionError if there is."""
         self.command.lacks(lambda line: view_of(line) is not None, seconds, since=since)
 
+    # Commands on it.
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of its commands."""
+        return os.environ | self.environment
+
+    def run(self, *arguments: str | os.PathLike[str]) -> Command:
+        """``potluck run ARGUMENTS`` on this machine, started."""
+        words = [*potluck_command(), "run", *(os.fspath(each) for each in arguments)]
+        return Command(self.host.command(words), env=self.environment)
+
     def status(self) -> dict[str, Any]:
-        """The cluster as ``potluck status --json`` shows it."""
+        """``potluck status --json``."""
         done = self.runs("status", "--json")
         assert done.returncode == 0, done.stderr
-        cluster: dict[str, Any] = json.loads(done.stdout)["cluster"]
+        status: dict[str, Any] = json.loads(done.stdout)
+        return status
+
+    def cluster(self) -> dict[str, Any]:
+        """The cluster, of ``status``."""
+        cluster: dict[str, Any] = self.status()["cluster"]
         return cluster
 
     def runs(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command of potluck on this machine, to its end."""
         return subprocess.run(
             self.host.command([*potluck_command(), *arguments]),
-            env=os.environ | self.environment,
+            env=self.variables,
             capture_output=True,
             text=True,
             timeout=WAIT_S,
         )
+
+    def others(self) -> list[int]:
+        """The processes on its host that are neither its agent nor what starts that."""
+        return [pid for pid in self.host.pids() if pid not in (self.pid, self.command.process.pid)]
 
     def resident_bytes(self) -> int:
         """The memory that the agent holds now."""
@@ -194,7 +230,7 @@ class Machine:
         raise AssertionError(f"process {self.pid} tells no VmRSS")
 
     def __repr__(self) -> str:
-        return f"<machine {self.id} at {self.host.address}>"
+        return f"<machine {self.name} ({self.id}) at {self.host.address}>"
 
 
 def view_of(line: str) -> tuple[int, frozenset[str]] | None:
@@ -208,6 +244,19 @@ def machines(network: Network, root: Path, **environment: str) -> Iterator[list[
     """A machine on each host, none of them up; ``environment`` as for ``Machine``."""
     with ExitStack() as stack:
         yield [stack.enter_context(Machine(host, root, **environment)) for host in network]
+
+
+@contextmanager
+def cluster_of(num_hosts: int, root: Path, **environment: str) -> Iterator[list[Machine]]:
+    """``machines`` on a ``Network`` of their own."""
+    with Network(num_hosts) as network, machines(network, root, **environment) as made:
+        yield made
+
+
+def leader_of(members: Iterable[Machine]) -> Machine:
+    """The one of these that leads, as the first of them sees it."""
+    members = list(members)
+    return next(each for each in members if each.id == members[0].leader)
 
 
 def form(*members: Machine) -> float:

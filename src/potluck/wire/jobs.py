@@ -21,7 +21,8 @@ MAX_PLACES = 4096
 MAX_JOBS = 64
 MAX_SUMMARY = 512 * 1024
 
-Job = Name
+Job = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00-\x1f\x7f]+\Z")]
+"""Also the name of a folder and of a log, so never a path."""
 Workers = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PLACES)]
 Line = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 

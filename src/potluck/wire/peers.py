@@ -25,6 +25,7 @@ MAX_PART = 256 * 1024
 MAX_FILES = 20_000
 
 Psk = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
 class Introduction(msgspec.Struct, frozen=True, tag=True):
@@ -70,7 +71,7 @@ class BundleWanted(msgspec.Struct, frozen=True, tag=True):
     """Send me the manifest of ``bundle``, from ``offset``."""
 
     bundle: Digest
-    offset: int
+    offset: Offset
 
 
 class FileWanted(msgspec.Struct, frozen=True, tag=True):
@@ -78,7 +79,7 @@ class FileWanted(msgspec.Struct, frozen=True, tag=True):
 
     bundle: Digest
     file: Digest
-    offset: int
+    offset: Offset
 
 
 class Part(msgspec.Struct, frozen=True, tag=True):
@@ -86,7 +87,7 @@ class Part(msgspec.Struct, frozen=True, tag=True):
 
     bundle: Digest
     file: Annotated[bytes, msgspec.Meta(max_length=32)]
-    offset: int
+    offset: Offset
     size: int
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_PART)]
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import msgspec
+import pytest
 
 from potluck.cluster import views
 from potluck.cluster.bundle_depot import KEPT_JOBS, BundleDepot
 from potluck.cluster.jobs import Jobs
 from potluck.cluster.lead import Lead
 from potluck.cluster.versions import own_versions
+from potluck.errors import ProtocolError
 from potluck.launch.chaos import ChaosPlan
-from potluck.wire import jobs, peers
+from potluck.wire import control, jobs, local, peers
 from potluck.wire.names import Versions
 from potluck.wire.nodes import Seat, View
 
@@ -30,6 +36,7 @@ class Machine:
         self.events: list[views.Event] = []
         self.notes: list[str] = []
         self.launched: list[str] = []
+        self.unreachable: set[str] = set()
 
     @property
     def shop(self) -> Machine:
@@ -37,7 +44,7 @@ class Machine:
 
     def send(self, node: str, message: peers.PeerMessage) -> bool:
         self.sent.append((node, message))
-        return True
+        return node not in self.unreachable
 
     def to_leader(self, message: jobs.ToLeader) -> bool:
         return self.view is not None and self.send(self.view.leader, message)
@@ -212,3 +219,130 @@ def test_what_jobs_leave_behind_is_bounded(tmp_path: Path) -> None:
 
     play(tmp_path, story)
     assert len(list((tmp_path / "bundles" / "jobs").iterdir())) == KEPT_JOBS
+
+
+def test_a_jobs_folder_is_kept_by_its_own_age_not_by_its_scripts(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: Jobs, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        for number in range(KEPT_JOBS):
+            depot.open(bundle, f"job-{number}")
+            depot.close(f"job-{number}")
+        os.utime(tmp_path / "bundles" / "bundles" / bundle.hex(), (1, 1))
+        depot.open(bundle, "last")
+        depot.close("last")
+
+    play(tmp_path, story)
+    assert (tmp_path / "bundles" / "jobs" / "last").is_dir()
+
+
+def test_a_folder_that_was_not_copied_whole_is_copied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(source: Path, target: Path) -> None:
+        target.mkdir()
+        raise OSError("the disk is full")
+
+    async def story(machine: Machine, all_jobs: Jobs, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "copytree", breaks)
+            with pytest.raises(OSError, match="full"):
+                depot.open(bundle, "job")
+        assert (depot.open(bundle, "job") / "train.py").is_file()
+
+    play(tmp_path, story)
+
+
+def test_an_agent_that_ends_does_not_wait_for_a_folder_on_its_way(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: Jobs, depot: BundleDepot) -> None:
+        install(machine, all_jobs, view(LEADER, ME))
+        all_jobs.received(LEADER, jobs.Order(spec(bytes(32), LEADER), ()))
+        async with asyncio.timeout(5):
+            while not any(isinstance(m, peers.BundleWanted) for _, m in machine.sent):
+                await asyncio.sleep(0)
+            await all_jobs.close()
+
+    play(tmp_path, story)
+
+
+def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
+    tmp_path: Path,
+) -> None:
+    async def story(machine: Machine, all_jobs: Jobs, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER))
+        one = msgspec.structs.replace(spec(bundle, LEADER), max_nodes=1)
+        all_jobs.received(LEADER, jobs.Submit(one))
+        all_jobs.received(LEADER, jobs.Reported("job"))
+        machine.unreachable.add(LEADER)
+        all_jobs.received(LEADER, jobs.WorkerEnded("job", "0", 0))
+        async with asyncio.timeout(20):
+            while all_jobs.status():
+                await asyncio.sleep(0)
+        assert "{}" in machine.notes, "its summary is in the log"
+        machine.unreachable.clear()
+        machine.sent.clear()
+        all_jobs.linked(LEADER)
+        assert (LEADER, jobs.JobList(())) in machine.sent
+
+    play(tmp_path, story)
+
+
+def test_who_leads_no_more_keeps_no_task_for_the_job(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: Jobs, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER))
+        before = len(asyncio.all_tasks())
+        all_jobs.received(LEADER, jobs.Submit(spec(bundle, LEADER)))
+        assert len(asyncio.all_tasks()) == before + 1
+        install(machine, all_jobs, view(LEADER, ME, epoch=4))
+        async with asyncio.timeout(20):
+            while len(asyncio.all_tasks()) > before:
+                await asyncio.sleep(0)
+        assert machine.events == [], "the job is not over"
+
+    play(tmp_path, story)
+
+
+class Terminal:
+    """A command that waits for its job."""
+
+    def __init__(self) -> None:
+        self.heard: list[local.Reply] = []
+
+    def send(self, message: local.Reply) -> None:
+        self.heard.append(message)
+
+
+def test_a_job_that_another_leader_took_over_is_not_submitted_again(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: Jobs, depot: BundleDepot) -> None:
+        (tmp_path / "code").mkdir()
+        (tmp_path / "code" / "train.py").write_text("print('hello')")
+        install(machine, all_jobs, view(LEADER, EVE, ME))
+        terminal, folder = Terminal(), str(tmp_path / "code")
+        request = local.RunRequest(folder, "train.py", (), folder, 1, 0, 3, 30.0, "", "sealed")
+        job = await all_jobs.submit(request, terminal)
+        install(machine, all_jobs, view(EVE, ME, epoch=4))
+        status = control.StatusReply(job, EVE, 0, "train.py", 0.0, 4, 7, None, (), ())
+        all_jobs.received(EVE, jobs.JobStatus(status))
+        machine.sent.clear()
+        install(machine, all_jobs, view(EVE, ME, epoch=5))
+        assert not [m for _, m in machine.sent if isinstance(m, jobs.Submit)]
+        all_jobs.received(EVE, jobs.JobList(()))
+        last = terminal.heard[-1]
+        assert isinstance(last, local.Outcome)
+        assert "ended while this node was away" in last.text
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "..", ".", "a\\b", "", "a\n"])
+def test_a_jobs_name_is_no_path(name: str) -> None:
+    order = jobs.Order(msgspec.structs.replace(spec(bytes(32), EVE), job=name), ())
+    with pytest.raises(ProtocolError, match="job"):
+        peers.decode(peers.encode(order)[4:])
+
+
+def test_a_jobs_name_may_have_what_scripts_names_have() -> None:
+    order = jobs.Order(msgspec.structs.replace(spec(bytes(32), EVE), job="..my train é-1f0c"), ())
+    assert peers.decode(peers.encode(order)[4:]) == order

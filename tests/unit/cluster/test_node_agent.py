@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,11 @@ from potluck.cluster.local_link import ask_agent
 from potluck.cluster.node_agent import NodeAgent
 from potluck.cluster.node_state import NodeState, find_agent
 from potluck.cluster.trust import TrustStore
-from potluck.errors import ConfigurationError, IdentityError
+from potluck.errors import ConfigurationError, IdentityError, ProtocolError
 from potluck.settings import Settings
 from potluck.transport.credentials import namespace_of
 from potluck.wire import local
-from potluck.wire.nodes import Record
+from potluck.wire.nodes import Bans, Record
 
 WAIT_S = 40.0
 OLD = b"o" * 32
@@ -222,3 +224,27 @@ def test_a_node_never_lives_the_same_life_twice_and_keeps_its_record(tmp_path: P
     with pytest.raises(IdentityError, match="damaged"):
         NodeState(tmp_path)
     assert (tmp_path / "node_state").stat().st_mode & 0o777 == 0o600
+
+
+def test_commands_that_look_for_an_agent_are_none_and_keep_none_from_starting(
+    tmp_path: Path,
+) -> None:
+    first = NodeState(tmp_path)
+    first.listening(4711)
+    first.close()
+    (tmp_path / "node_agent.json").write_text('{"pid": 1, "port": 4711}')  # as SIGKILL leaves it
+    (tmp_path / "node_agent.json").chmod(0o600)
+    with (tmp_path / ".node_agent.lock").open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert find_agent(tmp_path) is None
+        soon = threading.Timer(0.05, fcntl.flock, (looking, fcntl.LOCK_UN))
+        soon.start()
+        state = NodeState(tmp_path)
+        state.close()
+        soon.join()
+
+
+def test_a_ban_of_what_is_no_node_id_is_not_taken_over(tmp_path: Path) -> None:
+    agent = NodeAgent(Settings(home=tmp_path), on_note=print, finders=[])
+    with pytest.raises(ProtocolError, match="no node id"):
+        agent.received("ab" * 32, 1, Bans(("../x",)))

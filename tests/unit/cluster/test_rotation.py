@@ -40,6 +40,21 @@ def ended(actions: list[Action]) -> bool | None:
     return said[-1] if said else None
 
 
+def test_who_has_its_secret_from_a_variable_says_so_and_nothing_is_changed() -> None:
+    leader, follower = Rotation(), Rotation("it comes from POTLUCK_PSK")
+    leader.order("r", NEW, ["ada"], 0.0)
+    [tell] = follower.received("bob", NewSecret("r", NEW), 0.0)
+    assert isinstance(tell, Tell)
+    assert tell.node == "bob"
+    actions = leader.received("ada", tell.message, 1.0)
+    assert actions[0] == Drop()
+    assert ended(actions) is False
+    said = actions[-1]
+    assert isinstance(said, Say)
+    assert "could not take it: it comes from POTLUCK_PSK" in said.text
+    assert ended(follower.order("r", NEW, ["bob"], 0.0)) is False
+
+
 def test_nobody_shows_it_before_everybody_accepts_it() -> None:
     leader = Rotation()
     first = leader.order("r", NEW, ["bob", "ada"], 0.0)
