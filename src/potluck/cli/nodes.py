@@ -61,7 +61,7 @@ def show_jobs(jobs: Sequence[StatusReply]) -> None:
         table.add_row(
             job.job, str(job.epoch), str(max(job.step, 0)), str(len(members)), ", ".join(nodes)
         )
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def show_nodes(cluster: NodesReply) -> None:
@@ -69,7 +69,7 @@ def show_nodes(cluster: NodesReply) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(markup=False)  # names are not ours to interpret
     state = f"paused: {cluster.paused}" if cluster.paused else f"epoch {cluster.epoch}"
     table = Table(
         title=f"cluster {cluster.namespace[:8]} · {state}",
@@ -103,9 +103,9 @@ def show_nodes(cluster: NodesReply) -> None:
             if (each.python, each.torch, each.potluck) == (python, torch, potluck)
         ]
         text = f"Python {python}, potluck {potluck}, torch {torch or 'none'}"
-        console.print(f"  {', '.join(who)}: {text}", markup=False, highlight=False)
+        console.print(f"  {', '.join(who)}: {text}", highlight=False)
     for event in cluster.events[-5:]:
-        console.print(f"  {event}", markup=False, highlight=False)
+        console.print(f"  {event}", highlight=False)
 
 
 def _show_links(cluster: NodesReply, names: dict[str, str], console: Console) -> None:
@@ -131,7 +131,7 @@ def _show_links(cluster: NodesReply, names: dict[str, str], console: Console) ->
         )
     console.print(table)
     for straggler in cluster.stragglers:
-        console.print(f"  straggler: {straggler}", markup=False, highlight=False)
+        console.print(f"  straggler: {straggler}", highlight=False)
 
 
 def label(node: str, cluster: NodesReply) -> str:

@@ -129,7 +129,7 @@ def _show(jobs: list[StatusReply]) -> None:
     from potluck.cli.views import duration, number
     from potluck.wire.messages import PLAIN
 
-    console = Console()
+    console = Console(markup=False)
     for job in jobs:
         loss = "-" if job.loss is None or math.isnan(job.loss) else f"{job.loss:.4f}"
         table = Table(
@@ -154,7 +154,7 @@ def _show(jobs: list[StatusReply]) -> None:
             )
         console.print(table)
         for event in job.events[-5:]:
-            console.print(f"  {event}", markup=False, highlight=False)
+            console.print(f"  {event}", highlight=False)
 
 
 def _where(job: StatusReply) -> str:

@@ -35,7 +35,7 @@ def watcher_for(stream: TextIO, *, plain: bool) -> Watcher:
         return PlainView()
     from rich.console import Console as TerminalConsole
 
-    console = TerminalConsole(file=stream)
+    console = TerminalConsole(file=stream, markup=False)
     return PlainView() if console.is_dumb_terminal else LiveView(console)
 
 

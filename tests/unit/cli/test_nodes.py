@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from potluck.cli import nodes
+from potluck.wire.control import StatusReply, WorkerStatus
 from potluck.wire.facts import LinkFacts
 from potluck.wire.local import NodeInfo, NodesReply
 
@@ -49,6 +50,18 @@ def test_what_is_not_known_yet_is_not_made_up(
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
     assert ["vm bbbbbbbb", "member", "up", "10.0.0.7", "-", "-", "-", "-"] in rows
     assert ["vm aaaaaaaa → vm bbbbbbbb", "-", "-", "-", "?"] in rows
+
+
+def test_a_name_with_brackets_is_shown_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    nodes.show_nodes(reply(info(FIRST, "lab [attic]"), info(SECOND, "[/x]")))
+    worker = WorkerStatus("0", 0, "member", 1, 0, "cpu", 7, None, "[/x]")
+    nodes.show_jobs([StatusReply("job", FIRST, 1, "[/y].py", 0.0, 7, 7, None, (worker,), ())])
+    shown = capsys.readouterr().out
+    assert "lab [attic]" in shown
+    assert shown.count("[/x]") == 2
 
 
 def test_figures_have_the_digits_that_mean_something() -> None:
