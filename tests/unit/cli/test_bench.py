@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -30,4 +32,14 @@ def test_unusable_values_are_named(arguments: str, said: str) -> None:
     outcome = runner.invoke(app, ["bench", *arguments.split()])
     assert outcome.exit_code == 2
     assert said in outcome.output
+    assert "Traceback" not in outcome.output
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    outcome = runner.invoke(app, ["bench", "all-reduce", "--plot", "x.svg"])
+    assert outcome.exit_code == 2
+    assert "pip install 'potluck[bench]'" in outcome.output
     assert "Traceback" not in outcome.output

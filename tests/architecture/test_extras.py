@@ -1,0 +1,46 @@
+"""The pip command that a missing package is answered with installs that package."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
+TEXTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+
+
+def required() -> Iterator[tuple[str, str]]:
+    """(package, extra) of every ``require("package.module", "extra")`` in the source."""
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "require":
+                package, extra = (ast.literal_eval(each) for each in node.args[:2])
+                yield package.partition(".")[0], extra
+
+
+REQUIRED = sorted(set(required()))
+
+
+@pytest.mark.parametrize(("package", "extra"), REQUIRED, ids=lambda each: each)
+def test_each_package_that_is_asked_for_is_in_its_extra(package: str, extra: str) -> None:
+    names = [re.split(r"[<>=!~; ]", each)[0] for each in EXTRAS[extra]]
+    assert package in names
+
+
+def test_every_extra_that_a_text_names_exists() -> None:
+    named = {
+        extra.strip()
+        for path in TEXTS
+        for extras in re.findall(r"pip install '?potluck\[([\w, -]+)\]", path.read_text())
+        for extra in extras.split(",")
+    }
+    assert {"torch", "sklearn"} <= named <= set(EXTRAS)
+    assert {"torch", "mpi", "tensorboard", "ecosystem", "bench"} == {e for _, e in REQUIRED}
