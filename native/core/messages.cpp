@@ -135,6 +135,13 @@ void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
                    receiving.get());
         return;
     }
+    const std::pair<int, uint64_t> key(arrived.source, arrived.frame.operation);
+    if (!arrived.payload && mailbox_.receiving.count(key)) {
+        mailbox_.posted.push_back(receiving);
+        ports_.violated(arrived.source, "it announced message #" + std::to_string(key.second) +
+                                            " again before it had sent it");
+        return;
+    }
     ports_.release(arrived.source, arrived.payload ? arrived.nbytes : 0);
     if (arrived.payload) {
         if (arrived.nbytes > 0) {
@@ -143,7 +150,7 @@ void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
         end_receive(receiving);
         return;
     }
-    mailbox_.receiving[{arrived.source, arrived.frame.operation}] = receiving;
+    mailbox_.receiving[key] = receiving;
     Outgoing outgoing;
     outgoing.frame = ports_.frame(Kind::grant, receiving->channel, arrived.frame.operation);
     ports_.tell(arrived.source, std::move(outgoing));

@@ -21,6 +21,7 @@ from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member, ReduceOp
 from potluck.wire import frames
 from potluck.wire.checksum import crc32c
+from potluck.wire.dtypes import code_of
 from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_WINDOW, Frame, Kind
 
 EPOCH = 3
@@ -176,6 +177,28 @@ def test_nonsense_costs_its_sender_the_membership(
             enemy.communicator.barrier(timeout_s=1).wait(10)
     assert "broke" not in str(error)
     assert not caplog.records, "nothing may escape to the progress loop"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("kind", ["inproc", *NATIVE[:1]])
+def test_a_message_that_is_announced_twice_leaves_no_receive_without_an_end(
+    kind: str, is_late: bool
+) -> None:
+    def announce(enemy: Enemy) -> None:
+        request = frames.encode_request(frames.Request(100_000))
+        for _ in range(2):
+            enemy.say(Kind.REQUEST, request, operation=7, dtype=code_of(np.dtype(np.uint8)))
+
+    with at_war(kind) as enemy:
+        if is_late:
+            announce(enemy)
+        receives = [
+            enemy.communicator.recv(np.zeros(100_000, np.uint8), 1, 0, timeout_s=20)
+            for _ in range(2)
+        ]
+        if not is_late:
+            announce(enemy)
+        assert all("again" in str(lost(work)) for work in receives)
 
 
 @pytest.mark.parametrize("kind", ["tls+window", *NATIVE[1:]])

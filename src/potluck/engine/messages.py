@@ -148,12 +148,18 @@ class Messages:
             self._mailbox.posted.append(receiving)
             self._fate.fail(desync(self._group, arrived.source, receiving, reason))
             return
+        key = (arrived.source, arrived.frame.operation)
+        if arrived.payload is None and key in self._mailbox.receiving:
+            self._mailbox.posted.append(receiving)
+            again = ProtocolError(f"it announced message #{key[1]} again before it had sent it")
+            self._ports.violated(arrived.source, again)
+            return
         self._ports.release(arrived.source, len(arrived.payload or b""))
         if arrived.payload is not None:
             receiving.data[:] = arrived.payload
             self._end_receive(receiving)
             return
-        self._mailbox.receiving[arrived.source, arrived.frame.operation] = receiving
+        self._mailbox.receiving[key] = receiving
         self._ports.tell(
             arrived.source,
             Outgoing(
