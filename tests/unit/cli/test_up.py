@@ -1,0 +1,40 @@
+"""``potluck up``: the agent goes on whoever reads what it says."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import typer
+
+from potluck.cli import up
+from potluck.settings import Settings
+
+WAIT_S = 20.0
+
+
+def test_an_agent_whose_output_nobody_can_read_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def broken(line: str) -> None:
+        said.append(line)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(typer, "echo", broken)
+
+    async def story() -> None:
+        settings = Settings(home=tmp_path, discovery_port=0, discovery="static")
+        running = asyncio.create_task(up._run(settings))
+        async with asyncio.timeout(WAIT_S):
+            while not any("is up on port" in line for line in said):
+                await asyncio.sleep(0)
+            while not running.done() and not any("epoch 1" in line for line in said):
+                await asyncio.sleep(0)
+        assert not running.done(), "it ended with the first line that it could not write"
+        running.cancel()
+        await running
+
+    asyncio.run(story())
