@@ -45,6 +45,12 @@ MISTAKES: list[tuple[Callable[[DistributedContext], Any], type[Exception], str]]
     (lambda c: loop(c, dataset=(X[:0],)), ValueError, "the data set is empty"),
     (lambda c: loop(c, dataset=iter([1])), TypeError, "list_iterator is no map-style data set"),
     (lambda c: loop(c, optimizer=[0.1]), TypeError, "optimizer is a float, not a torch Optimizer"),
+    (
+        lambda c: loop(c, optimizer=torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)),
+        ValueError,
+        "the SGD holds no parameter of the model",
+    ),
+    (lambda c: DDP(nn.Linear(2, 1, device="meta"), c), ValueError, "weight is on the meta device"),
     (lambda c: loop(c, also={"s": 3}), TypeError, r"also\['s'\] is a int: it needs state_dict"),
     (lambda c: loop(c, callbacks=ProgressBar()), TypeError, "callbacks is a ProgressBar; pass a"),
     (lambda c: loop(c, callbacks=[ProgressBar]), TypeError, r"pass ProgressBar\(\)"),

@@ -54,6 +54,11 @@ class DistributedDataParallel(nn.Module):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and not parameter.is_floating_point():
                 raise TypeError(f"{name} is {parameter.dtype}; only floats can be averaged")
+            if parameter.is_meta:
+                raise ValueError(
+                    f"{name} is on the meta device and has no data; give it memory first, "
+                    "for example module.to_empty(device='cpu'), and values"
+                )
         if not 0 < bucket_size_mb < math.inf:
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}; it must be positive and finite")
         self.module = module

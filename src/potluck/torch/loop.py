@@ -88,6 +88,7 @@ class ElasticLoop:
         for each in optimizers:
             if not isinstance(each, Optimizer):
                 raise TypeError(f"optimizer is a {type(each).__name__}, not a torch Optimizer")
+        _check_parameters(optimizers, [model, *(also or {}).values()])
         dataset = _with_length(dataset)
         if checkpoint is not None and not isinstance(checkpoint, CheckpointStore):
             checkpoint = CheckpointStore(checkpoint)
@@ -239,6 +240,19 @@ class ElasticLoop:
         if self._scaler is not None and self._scaler.pending:
             raise RuntimeError("gradients are still scaled: call scaler.step(optimizer) instead")
         self.commit()
+
+
+def _check_parameters(optimizers: Sequence[Optimizer], trained: Sequence[Any]) -> None:
+    """ValueError for an optimizer of something else: of a copy of the model, say."""
+    modules = [each for each in trained if isinstance(each, nn.Module)]
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    for optimizer in optimizers:
+        own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if own.isdisjoint(known):
+            raise ValueError(
+                f"the {type(optimizer).__name__} holds no parameter of the model, so it would "
+                "train nothing: make it from model.parameters(), once the model is where it stays"
+            )
 
 
 def _with_length(dataset: Any) -> Any:
