@@ -105,10 +105,13 @@ def test_a_worker_that_dies_costs_one_step_that_is_run_again() -> None:
 def test_a_newcomer_receives_the_state_and_takes_part() -> None:
     schedule = Schedule(num_samples=40, batch_size=8, epochs=8)
     joined = threading.Event()
+    sizes: dict[int, int] = {}
     world: ElasticWorld[Counter]
 
     def work(ctx: MortalContext) -> Counter:
         def on_step(job: ElasticLoop) -> None:
+            if ctx.backend.worker == "0":  # so many steps were committed before this one
+                sizes[job.step_number] = ctx.world_size
             if job.step_number == 5 and ctx.backend.worker == "0" and not joined.is_set():
                 joined.set()
                 world.join()
@@ -121,6 +124,8 @@ def test_a_newcomer_receives_the_state_and_takes_part() -> None:
     assert_complete(results, 8)
     newcomer = results["2"].job
     assert 0 < len(newcomer.losses) < newcomer.step_number == 40
+    first = min(step for step, size in sizes.items() if size == 3)
+    assert len(newcomer.losses) == 40 - first, "it is in from the first step after the transfer"
     assert results["0"].job.num_reruns == 0, "a join is no reason to run a step again"
 
 
