@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,6 +35,12 @@ class Story:
     def commits(self, num_hosts: int, *, since: int) -> float:
         """When the first step of a group of so many was committed, of lines after ``since``."""
         return self.run.when(f"of {num_hosts}", since=since)
+
+    def commits_after(self, event: Callable[[], object], num_hosts: int) -> float:
+        """Seconds from the beginning of ``event`` to the first step of a group of so many."""
+        since, began = self.run.mark, time.monotonic()
+        event()
+        return self.commits(num_hosts, since=since) - began
 
     def goes_on(self, num_hosts: int, num_steps: int = 5) -> None:
         """So many steps more, in a group of so many."""
@@ -78,31 +84,21 @@ def test_agents_with_their_workers_are_killed_and_a_host_is_cut_off(
         starter, other = (each for each in machines if each is not leader)
         with training(starter, tmp_path, 3) as story:
             fault = "SIGKILL of a node's agent and workers, while training"
-            since, began = story.run.mark, time.monotonic()
-            other.kill()
-            seconds = story.commits(2, since=since) - began
+            seconds = story.commits_after(other.kill, 2)
             figures.take(fault, "the others commit again after", seconds, asked=COMMITS_S)
-            since, began = story.run.mark, time.monotonic()
-            other.start()
-            seconds = story.commits(3, since=since) - began
+            seconds = story.commits_after(other.start, 3)
             figures.take(fault, "in again, from the start of its agent, after", seconds)
             story.goes_on(3)
 
             fault = "a host is cut off (link down), while training"
-            since, began = story.run.mark, time.monotonic()
-            other.cut()
-            seconds = story.commits(2, since=since) - began
+            seconds = story.commits_after(other.cut, 2)
             figures.take(fault, "the others commit again after", seconds, asked=CUT_COMMITS_S)
-            since, began = story.run.mark, time.monotonic()
-            other.heal()
-            seconds = story.commits(3, since=since) - began
+            seconds = story.commits_after(other.heal, 3)
             figures.take(fault, "all three commit after the heal", seconds)
             story.goes_on(3)
 
             fault = "SIGKILL of the leader's agent and workers, while training"
-            since, began = story.run.mark, time.monotonic()
-            leader.kill()
-            seconds = story.commits(2, since=since) - began
+            seconds = story.commits_after(leader.kill, 2)
             figures.take(fault, "the others commit again after", seconds, asked=LEADER_COMMITS_S)
             story.goes_on(2)
             figures.take(fault, WRONG, story.ends(2), asked=0, unit="")
@@ -146,9 +142,7 @@ def test_twenty_joins_and_leaves_in_a_row(figures: Figures, tmp_path: Path) -> N
                 since = story.run.mark
                 guest.kill()
                 story.commits(2, since=since)
-                since, began = story.run.mark, time.monotonic()
-                guest.start()
-                took.append(story.commits(3, since=since) - began)
+                took.append(story.commits_after(guest.start, 3))
                 story.goes_on(3)
             wrong = story.ends(3)
         fault = "20 joins and leaves in a row, while training"

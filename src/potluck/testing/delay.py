@@ -8,10 +8,9 @@ Frames of one direction stay in order. Limited by Python: some 10,000 frames a s
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import TracebackType
 
+from potluck.testing.bridge import BridgeProgram
 from potluck.testing.hosts import Host
 
 _SCRIPT = """
@@ -60,14 +59,7 @@ class Delay:
         network.ip("link", "set", self._outer, "master", "br0", "up")
         network.ip("link", "set", host.port, "nomaster")
         arguments = (host.port, self._inner, str(delay_s), str(jitter_s), str(seed))
-        self._process = subprocess.Popen(
-            ["ip", "netns", "exec", network.bridge, sys.executable, "-c", _SCRIPT, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "delaying\n"
+        self._program = BridgeProgram(network, _SCRIPT, *arguments, ready="delaying")
 
     def __enter__(self) -> Delay:
         return self
@@ -78,8 +70,7 @@ class Delay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._program.kill()
         self._host.network.ip("link", "delete", self._inner)
         self._host.network.ip("link", "set", self._host.port, "master", "br0")
         self._host.wait_until_up()

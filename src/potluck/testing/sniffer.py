@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import ipaddress
 import struct
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from potluck.testing.bridge import BridgeProgram
 from potluck.testing.hosts import Host
 
 Stream = tuple[str, int, str, int]
@@ -66,20 +65,12 @@ class Sniffer:
 
     def __init__(self, host: Host, folder: Path) -> None:
         self._file = folder / f"sniffed-{host.index}"
-        bridge = host.network.bridge
-        command = [sys.executable, "-c", _SCRIPT, host.port, str(self._file)]
-        self._process = subprocess.Popen(
-            ["ip", "netns", "exec", bridge, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "listening\n"
+        arguments = (host.port, str(self._file))
+        self._program = BridgeProgram(host.network, _SCRIPT, *arguments, ready="listening")
 
     def stop(self) -> Capture:
         """Stop listening; what was heard."""
-        self._process.communicate("\n", timeout=30)
+        self._program.finish()
         return read_capture(self._file.read_bytes())
 
     def __enter__(self) -> Sniffer:
@@ -91,8 +82,7 @@ class Sniffer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._program.kill()
 
 
 def read_capture(data: bytes) -> Capture:

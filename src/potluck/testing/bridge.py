@@ -1,0 +1,31 @@
+"""A program beside a network's bridge, where the cables of all hosts end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from potluck.testing.hosts import Network
+
+
+class BridgeProgram:
+    """``script`` in an interpreter of its own, once it has printed the line ``ready``."""
+
+    def __init__(self, network: Network, script: str, *arguments: str, ready: str) -> None:
+        self._process = subprocess.Popen(
+            ["ip", "netns", "exec", network.bridge, sys.executable, "-c", script, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == f"{ready}\n"
+
+    def finish(self) -> None:
+        """Tell it to end, by a line, and wait until it did."""
+        self._process.communicate("\n", timeout=30)
+
+    def kill(self) -> None:
+        """End it, if it still runs."""
+        self._process.kill()
+        self._process.communicate()
