@@ -41,6 +41,12 @@ def test_nothing_imports_upwards() -> None:
         ("transport/breach.py", "import potluck.engine", "Nothing imports upwards"),
         ("transport/breach.py", "import potluck.metrics", "Nothing imports upwards"),
         ("engine/breach.py", "import potluck.cluster", "Nothing imports upwards"),
+        (
+            "cluster/views/breach.py",
+            "import potluck.cluster.home",
+            "The folders of the",
+        ),
+        ("cluster/groups/breach.py", "import time", "The control plane, commits"),
         ("engine/breach.py", "import potluck.testing", "imports it"),
         ("training/breach.py", "import torch", "PyTorch is imported only by"),
         ("collectives/breach.py", "import time", "Plans, codecs and messages"),

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from potluck.cluster.identity import load_or_create_identity
-from potluck.cluster.trust import TrustStore
+from potluck.cluster.trust.identity import load_or_create_identity
+from potluck.cluster.trust.store import TrustStore
 from potluck.testing.figures import Figures
 from potluck.testing.hosts import Host, Network
 from potluck.transport.credentials import node_id_of

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from potluck.cluster.topology import Topology
+from potluck.cluster.topology.graph import Topology
 from potluck.testing.hosts import Network
 from potluck.testing.machines import Machine, cluster_of, form, machines
 from potluck.wire.facts import LinkFacts, NodeFacts

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.keyring import replace_secret
-from potluck.cluster.trust import TrustStore
+from potluck.cluster.trust.keyring import replace_secret
+from potluck.cluster.trust.store import TrustStore
 from potluck.testing.figures import Figures
 from potluck.testing.hosts import Network
 from potluck.testing.machines import PSK, Machine, agreed, form, machines, marks

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.keyring import replace_secret
+from potluck.cluster.trust.keyring import replace_secret
 from potluck.testing.commands import Command
 from potluck.testing.figures import Figures
 from potluck.testing.machines import PSK, Machine, cluster_of, form, leader_of

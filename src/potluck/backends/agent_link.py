@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from potluck.cluster.links import ControlLink
+from potluck.cluster.links.control import ControlLink
 from potluck.errors import LinkError, PotluckError
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials

@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import Iterator
 
-from potluck.cluster.credentials import load_credentials
+from potluck.cluster.trust.credentials import load_credentials
 from potluck.engine.communicator import Communicator
 from potluck.engine.mesh import Mesh, Switchboard
 from potluck.errors import ConfigurationError

@@ -9,7 +9,7 @@ import typer
 from potluck.errors import ConfigurationError, PotluckError
 
 if TYPE_CHECKING:
-    from potluck.cluster.trust import TrustStore
+    from potluck.cluster.trust.store import TrustStore
     from potluck.settings import Settings
 
 _Node = Annotated[
@@ -35,7 +35,7 @@ def ban(
     holds the secret can make itself a new id: to be sure, run `potluck rotate` afterwards. To take
     the machine back, remove ~/.potluck/node_keypair there, and let it join again.
     """
-    from potluck.cluster.credentials import load_credentials
+    from potluck.cluster.trust.credentials import load_credentials
 
     try:
         store, settings = _store()
@@ -50,7 +50,7 @@ def ban(
 
 
 def _store() -> tuple[TrustStore, Settings]:
-    from potluck.cluster.trust import TrustStore
+    from potluck.cluster.trust.store import TrustStore
     from potluck.settings import load_settings
 
     settings = load_settings()

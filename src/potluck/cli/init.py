@@ -21,8 +21,8 @@ def init(
     With --json: {"version": 1, "node", "namespace", "home", "made"}; made says whether the secret
     is new. The secret itself is never shown.
     """
-    from potluck.cluster.credentials import load_credentials
-    from potluck.cluster.secret import SECRET_FILE
+    from potluck.cluster.trust.credentials import load_credentials
+    from potluck.cluster.trust.secret import SECRET_FILE
     from potluck.settings import load_settings
 
     try:

@@ -49,9 +49,9 @@ def join(
     With --json: {"version": 1, "node", "name", "namespace", "kept"}: who gave the secret, the
     cluster's public name, and the file that holds the old secret (or null).
     """
-    from potluck.cluster.keyring import replace_secret
-    from potluck.cluster.node_state import find_agent
-    from potluck.cluster.trust import TrustStore
+    from potluck.cluster.home.node_state import find_agent
+    from potluck.cluster.trust.keyring import replace_secret
+    from potluck.cluster.trust.store import TrustStore
     from potluck.settings import load_settings
     from potluck.transport.credentials import namespace_of
 
@@ -89,7 +89,7 @@ def join(
 
 def _check(settings: Settings, replace: bool) -> None:
     """Better before the code is spent than after it."""
-    from potluck.cluster.secret import SECRET_FILE
+    from potluck.cluster.trust.secret import SECRET_FILE
 
     if settings.psk is not None or settings.passphrase is not None:
         raise ConfigurationError(
@@ -107,9 +107,9 @@ def _check(settings: Settings, replace: bool) -> None:
 async def _ask(settings: Settings, text: str, address: str, wait_s: float) -> Handover:
     from potluck.cluster.discovery.everywhere import all_finders
     from potluck.cluster.discovery.static import parse_peers
-    from potluck.cluster.identity import load_or_create_identity
-    from potluck.cluster.pairing import parse_code
-    from potluck.cluster.pairing_link import take_over
+    from potluck.cluster.trust.identity import load_or_create_identity
+    from potluck.cluster.trust.pairing import parse_code
+    from potluck.cluster.trust.pairing_link import take_over
     from potluck.transport.credentials import node_id_of
     from potluck.wire.pairing import Newcomer
 

@@ -21,7 +21,7 @@ _ANSWER_S = 3.0
 async def ask_nodes(settings: Settings) -> NodesReply | None:
     """What this machine's agent knows of the cluster; None if none runs. PotluckError if it does
     not answer."""
-    from potluck.cluster.local_link import ask_agent
+    from potluck.cluster.links.local import ask_agent
     from potluck.wire.local import NodesReply, NodesRequest
 
     try:
@@ -34,7 +34,7 @@ async def ask_nodes(settings: Settings) -> NodesReply | None:
 
 async def ask_jobs(settings: Settings) -> tuple[StatusReply, ...]:
     """What this machine's agent knows of the cluster's jobs; none if none runs."""
-    from potluck.cluster.local_link import ask_agent
+    from potluck.cluster.links.local import ask_agent
     from potluck.wire.local import JobsReply, JobsRequest
 
     try:

@@ -47,7 +47,7 @@ def continue_(
 
 
 def _order(request: Request) -> None:
-    from potluck.cluster.local_link import ask_agent
+    from potluck.cluster.links.local import ask_agent
     from potluck.settings import load_settings
     from potluck.wire.local import Outcome
 

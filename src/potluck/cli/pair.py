@@ -11,7 +11,7 @@ import typer
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
-    from potluck.cluster.pairing import Code
+    from potluck.cluster.trust.pairing import Code
     from potluck.settings import Settings
     from potluck.wire.pairing import Newcomer
 
@@ -36,7 +36,7 @@ def pair(
     With --json, one object per line: {"event": "waiting", "code", "port", "addresses"}, then
     {"event": "joined", "node", "name"}.
     """
-    from potluck.cluster.pairing import new_code
+    from potluck.cluster.trust.pairing import new_code
     from potluck.settings import load_settings
 
     code = new_code()
@@ -55,12 +55,12 @@ def pair(
 
 
 async def _wait(settings: Settings, code: Code, minutes: float, port: int, json: bool) -> Newcomer:
-    from potluck.cluster.credentials import load_credentials
     from potluck.cluster.discovery.everywhere import all_finders
     from potluck.cluster.discovery.interfaces import usable_interfaces
-    from potluck.cluster.pairing_link import hand_over
-    from potluck.cluster.secret import load_secret
-    from potluck.cluster.trust import TrustStore
+    from potluck.cluster.trust.credentials import load_credentials
+    from potluck.cluster.trust.pairing_link import hand_over
+    from potluck.cluster.trust.secret import load_secret
+    from potluck.cluster.trust.store import TrustStore
     from potluck.wire.pairing import Handover
 
     node = load_credentials(settings).node_id

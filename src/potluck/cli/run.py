@@ -87,7 +87,7 @@ def run(
     """
     from potluck.cli.report import print_summary
     from potluck.cli.views import watcher_for
-    from potluck.cluster.node_state import find_agent
+    from potluck.cluster.home.node_state import find_agent
     from potluck.launch.chaos import parse_chaos
     from potluck.launch.cluster_run import run_on_cluster
     from potluck.launch.job import Options, run_job

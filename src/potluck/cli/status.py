@@ -14,7 +14,7 @@ from potluck.cli.nodes import ask_jobs, ask_nodes, show_jobs, show_nodes
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
-    from potluck.cluster.runfile import RunRecord
+    from potluck.cluster.home.runfile import RunRecord
     from potluck.settings import Settings
     from potluck.transport.credentials import Credentials
     from potluck.wire.control import StatusReply
@@ -79,8 +79,8 @@ async def _ask_all(
 
 async def _ask(settings: Settings) -> tuple[list[StatusReply], list[str]]:
     """What each running agent of this home answers, and who did not."""
-    from potluck.cluster.credentials import load_credentials
-    from potluck.cluster.runfile import running_agents
+    from potluck.cluster.home.runfile import running_agents
+    from potluck.cluster.trust.credentials import load_credentials
 
     records = running_agents(settings.home)
     if not records:
@@ -102,7 +102,7 @@ async def _ask(settings: Settings) -> tuple[list[StatusReply], list[str]]:
 
 
 async def _ask_one(record: RunRecord, credentials: Credentials) -> StatusReply:
-    from potluck.cluster.links import ControlLink
+    from potluck.cluster.links.control import ControlLink
     from potluck.errors import ProtocolError
     from potluck.transport import aio
     from potluck.wire import control

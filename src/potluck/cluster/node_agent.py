@@ -1,6 +1,6 @@
 """The agent of one node: finds the others, keeps links to them, and agrees with them who is in.
 
-One asyncio loop that does the I/O which ``node.Node`` and ``rotation.Rotation`` decide on.
+One asyncio loop that does the I/O which ``Node`` (``views``) and ``Rotation`` (``trust``) decide.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ import socket
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from potluck.cluster import keyring, measure, rotation, views
-from potluck.cluster.bundle_depot import BundleDepot
-from potluck.cluster.control_links import KIND, ControlLinks
-from potluck.cluster.credentials import load_credentials
+from potluck.cluster.bundles.depot import BundleDepot
 from potluck.cluster.discovery.advert import Presence, new_instance
 from potluck.cluster.discovery.everywhere import all_finders
 from potluck.cluster.discovery.finder import Finder
-from potluck.cluster.health import Status
-from potluck.cluster.job_host import Shop
-from potluck.cluster.job_log import JobLog
-from potluck.cluster.jobs import Jobs
-from potluck.cluster.local_link import CLIENT, Waiting, read_request
-from potluck.cluster.node import Node
-from potluck.cluster.node_state import NodeState
-from potluck.cluster.stragglers import stragglers
-from potluck.cluster.surveyor import Surveyor
-from potluck.cluster.trust import TrustStore
-from potluck.cluster.versions import own_versions
+from potluck.cluster.home.node_state import NodeState
+from potluck.cluster.jobs.dispatcher import JobDispatcher
+from potluck.cluster.jobs.host import Shop
+from potluck.cluster.jobs.log import JobLog
+from potluck.cluster.jobs.versions import own_versions
+from potluck.cluster.links.local import CLIENT, Waiting, read_request
+from potluck.cluster.links.peers import KIND, ControlLinks
+from potluck.cluster.topology import measure
+from potluck.cluster.topology.stragglers import stragglers
+from potluck.cluster.topology.surveyor import Surveyor
+from potluck.cluster.trust import keyring, rotation
+from potluck.cluster.trust.credentials import load_credentials
+from potluck.cluster.trust.store import TrustStore
+from potluck.cluster.views import events
+from potluck.cluster.views.health import Status
+from potluck.cluster.views.node import Node
 from potluck.errors import ConfigurationError, PotluckError, ProtocolError
 from potluck.settings import Settings
 from potluck.transport import aio
@@ -78,7 +80,7 @@ class NodeAgent:
         self._host = host
         self._name = (settings.name or socket.gethostname())[:256]
         self._shop = shop
-        self._jobs: Jobs | None = None
+        self._jobs: JobDispatcher | None = None
         self._addresses: dict[str, str] = {}
         self._log = JobLog(settings.home)
         self._wanted_port = settings.discovery_port if port is None else port
@@ -88,7 +90,7 @@ class NodeAgent:
         self._rotated: asyncio.Future[local.Outcome] | None = None
         self._names: dict[str, str] = {}
         self._notes: deque[str] = deque(maxlen=_MAX_EVENTS)
-        self._saves: asyncio.Queue[views.Save] = asyncio.Queue()
+        self._saves: asyncio.Queue[events.Save] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
         self._crash: asyncio.Future[None] | None = None
         self.ready = asyncio.Event()
@@ -115,7 +117,7 @@ class NodeAgent:
             if self._shop is not None:
                 # To whoever has a link: who is let in asks before all others know that it is in.
                 self._depot = BundleDepot(self._settings.home / "bundles", links.send)
-                self._jobs = Jobs(self, self._depot)
+                self._jobs = JobDispatcher(self, self._depot)
             self._state.listening(self.port)
             tasks += [asyncio.create_task(self._save()), asyncio.create_task(self._watch_trust())]
             presence = Presence(lambda: self.credentials.advert_keys, self.port, new_instance())
@@ -158,16 +160,16 @@ class NodeAgent:
     def ban(self, node: str) -> None:
         """Have ``node`` banned, here and on all nodes that can be reached."""
         self._trust.ban(node)
-        self._handle(views.Ban(node))
+        self._handle(events.Ban(node))
         self._links.drop(node, "it was banned")
 
-    # What happens on the links (control_links.Owner).
+    # What happens on the links (links.peers.Owner).
 
     def linked(self, node: str, introduction: peers.Introduction, namespace: str) -> None:
         self._names[node] = introduction.name
         self._addresses[node] = self._links.address(node)
         self._trust.meet(node, introduction.name)
-        self._handle(views.Linked(node, introduction.life))
+        self._handle(events.Linked(node, introduction.life))
         self._rotate(self._rotation.linked(node, namespace))
         self._surveyor.linked(node, introduction.port)
         if self._jobs is not None:
@@ -177,7 +179,7 @@ class NodeAgent:
         if isinstance(message, Bans) and not all(map(_ID.fullmatch, message.nodes)):
             raise ProtocolError("it bans what is no node id")
         if isinstance(message, NodeMessage):
-            self._handle(views.Received(node, life, message))
+            self._handle(events.Received(node, life, message))
         elif isinstance(message, JobMessage):
             if self._jobs is not None:
                 self._jobs.received(node, message)
@@ -198,7 +200,7 @@ class NodeAgent:
             self._depot.lost(node)
 
     def nobody_listens(self, node: str, life: int) -> None:
-        self._handle(views.Refused(node, life))
+        self._handle(events.Refused(node, life))
 
     def _introduction(self) -> peers.Introduction:
         return peers.Introduction(self._state.life, self._name, self.port, own_versions())
@@ -206,7 +208,7 @@ class NodeAgent:
     # Time, disk, and the list of bans.
 
     def _tick(self) -> None:
-        self._handle(views.Tick())
+        self._handle(events.Tick())
         loop = asyncio.get_running_loop()
         at = self.node.next_wakeup()
         rotation_at = self._rotation.next_wakeup()
@@ -225,7 +227,7 @@ class NodeAgent:
             for node in set(save.record.banned) - self._trust.banned():
                 self._trust.ban(node, "told by another node")
                 self._links.drop(node, "it was banned")
-            self._handle(views.Saved(save.number))
+            self._handle(events.Saved(save.number))
 
     async def _watch_trust(self) -> None:
         """A ban ordered by ``potluck ban`` arrives by the file."""
@@ -234,35 +236,35 @@ class NodeAgent:
             with contextlib.suppress(PotluckError):  # a damaged list refuses everybody by itself
                 banned = self._trust.banned()
                 for node in sorted(banned - known - set(self.node.record.banned)):
-                    self._handle(views.Ban(node))
+                    self._handle(events.Ban(node))
                     self._links.drop(node, "it was banned")
                 known = banned
             await asyncio.sleep(_TRUST_S)
 
     # Deciding, and doing it.
 
-    def _handle(self, event: views.Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         try:
             for action in self.node.handle(event, asyncio.get_running_loop().time()):
                 self._act(action)
         except Exception as error:
             self._fail(error)
 
-    def _act(self, action: views.Action) -> None:
+    def _act(self, action: events.Action) -> None:
         match action:
-            case views.Send(node, message):
+            case events.Send(node, message):
                 self._links.send(node, message)
-            case views.Save():
+            case events.Save():
                 self._saves.put_nowait(action)
-            case views.Install(view, reason):
+            case events.Install(view, reason):
                 self._note(reason)
                 self.view = view
-            case views.Leave():
+            case events.Leave():
                 self._note(action.reason)
                 self.view = None
-            case views.Pause(reason) | views.Resume(reason) | views.Note(reason):
+            case events.Pause(reason) | events.Resume(reason) | events.Note(reason):
                 self._note(reason)
-            case views.GroupRefused(job, _, reason):
+            case events.GroupRefused(job, _, reason):
                 self._note(f"job {job}: {reason}")
         if self._jobs is not None:
             self._jobs.act(action)
@@ -329,7 +331,7 @@ class NodeAgent:
                     case local.RotateRequest():
                         client.send(await self._order_rotation())
                     case local.ContinueRequest():
-                        self._handle(views.ContinueAlone())
+                        self._handle(events.ContinueAlone())
                         text = "this node goes on alone, if it was paused"
                         client.send(local.Outcome(True, text))
                     case local.JobsRequest():
@@ -390,7 +392,7 @@ class NodeAgent:
     def unsent(self, node: str) -> int:
         return self._links.unsent(node)
 
-    def handle(self, event: views.Event) -> None:
+    def handle(self, event: events.Event) -> None:
         self._handle(event)
 
     def called(self, node: str) -> str:

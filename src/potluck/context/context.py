@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from potluck.backends.base import Backend, Communicator
-from potluck.cluster.commit import Vote, tally
+from potluck.cluster.groups.commit import Vote, tally
 from potluck.context.collectives import Collectives, Waits
 from potluck.errors import ConfigurationError, Diverged, GroupError, PotluckError, RemoteError
 from potluck.types import Group, Member

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from potluck.cluster.local_link import call_agent, read_reply
+from potluck.cluster.links.local import call_agent, read_reply
 from potluck.errors import ConfigurationError, LinkError
 from potluck.launch.job import Options, Watcher, signals
 from potluck.launch.summary import Summary

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from potluck.cluster.agent import Agent
-from potluck.cluster.credentials import load_credentials
-from potluck.cluster.job import Job
-from potluck.cluster.roster import Policy
+from potluck.cluster.groups.roster import Policy
+from potluck.cluster.jobs.job import Job
+from potluck.cluster.jobs.standalone import Agent
+from potluck.cluster.trust.credentials import load_credentials
 from potluck.errors import ConfigurationError
 from potluck.launch.chaos import ChaosPlan, check_ranks
 from potluck.launch.shop import ProcessLauncher, worker_environment

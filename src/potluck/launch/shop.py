@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from potluck.cluster.lead import Lead
+from potluck.cluster.jobs.lead import Lead
 from potluck.launch.chaos import ChaosPlan, parse_chaos
 from potluck.launch.process import WorkerProcess
 from potluck.launch.summary import Summary, summarize
@@ -65,7 +65,7 @@ class ProcessLauncher:
 
 
 class ClusterShop:
-    """What a node's agent needs to run workers of the cluster's jobs (``job_host.Shop``)."""
+    """What a node's agent needs to run workers of the cluster's jobs (``jobs.host.Shop``)."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

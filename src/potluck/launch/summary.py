@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from potluck.cluster.journal import Journal
-from potluck.cluster.roster import State, name_exit
+from potluck.cluster.groups.roster import State, name_exit
+from potluck.cluster.jobs.journal import Journal
 from potluck.wire.control import Fact
 
 HASH = "parameter_hash"

@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from potluck.cluster.identity import load_or_create_identity
+from potluck.cluster.trust.identity import load_or_create_identity
 from potluck.testing.commands import Command, potluck_command
 from potluck.testing.hosts import Host, Network
 from potluck.transport.credentials import node_id_of

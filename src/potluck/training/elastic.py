@@ -11,7 +11,7 @@
 Nothing may be applied before ``commit`` returns. When a peer is lost before that, the block ends
 early, the survivors form the next group, and the same samples are handed out again. When a peer is
 lost *during* the vote, ``commit`` itself forms the next group and asks it for the outcome: it
-returns if the step counts and ends the block if it does not (``cluster/commit.py`` decides).
+returns if the step counts and ends the block if it does not (``cluster/groups/commit.py`` decides).
 Between steps (``agreement.py``) newcomers are let in: every member says where it stands, and
 whoever is behind receives the state of the most senior rank that is up to date. Then ranks may
 change the shares and the batch size together (``pace.py``), and write a checkpoint.

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from potluck.backends.agent import AgentBackend
-from potluck.cluster.credentials import load_credentials
-from potluck.cluster.links import ControlLink
+from potluck.cluster.links.control import ControlLink
+from potluck.cluster.trust.credentials import load_credentials
 from potluck.engine.communicator import Communicator
 from potluck.errors import (
     AgentLost,

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from potluck.cli.report import print_summary
 from potluck.cli.views import LiveView, PlainView, Writer, duration, number, watcher_for
-from potluck.cluster.agent import Agent
-from potluck.cluster.credentials import load_credentials
-from potluck.cluster.job import Job
+from potluck.cluster.jobs.job import Job
+from potluck.cluster.jobs.standalone import Agent
+from potluck.cluster.trust.credentials import load_credentials
 from potluck.launch.chaos import parse_chaos
 from potluck.launch.summary import RecoverySummary, Summary, WorkerSummary
 from potluck.settings import load_settings

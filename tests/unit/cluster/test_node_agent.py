@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from potluck.cluster import keyring
 from potluck.cluster.discovery.static import StaticPeers
-from potluck.cluster.local_link import ask_agent
+from potluck.cluster.home.node_state import NodeState, find_agent
+from potluck.cluster.links.local import ask_agent
 from potluck.cluster.node_agent import NodeAgent
-from potluck.cluster.node_state import NodeState, find_agent
-from potluck.cluster.trust import TrustStore
+from potluck.cluster.trust import keyring
+from potluck.cluster.trust.store import TrustStore
 from potluck.errors import ConfigurationError, IdentityError, ProtocolError
 from potluck.settings import Settings
 from potluck.transport.credentials import namespace_of

@@ -6,10 +6,18 @@ import sys
 
 import pytest
 
-from potluck.cluster import membership
-from potluck.cluster.events import Event, Exited, Failed, Finished, Installed, Interrupted, Ready
-from potluck.cluster.journal import Journal
-from potluck.cluster.roster import Policy, State
+from potluck.cluster.groups import membership
+from potluck.cluster.groups.events import (
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Installed,
+    Interrupted,
+    Ready,
+)
+from potluck.cluster.groups.roster import Policy, State
+from potluck.cluster.jobs.journal import Journal
 from potluck.launch.summary import Summary, explain, summarize
 from potluck.types import Member
 from potluck.wire.control import Fact, Progress

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from potluck.cluster import views
-from potluck.cluster.health import Timing
-from potluck.cluster.node import Node
+from potluck.cluster.views import events
+from potluck.cluster.views.health import Timing
+from potluck.cluster.views.node import Node
 from potluck.testing.cluster_sim.network import Network, Queue
 from potluck.testing.cluster_sim.training import Worker, WorkerMessage
 from potluck.types import Member
@@ -26,7 +26,7 @@ class Judge(Protocol):
 
     def committed(self, host: Host, branch: str, step: int, epoch: int) -> None: ...
 
-    def noted(self, host: Host, action: views.Action) -> None: ...
+    def noted(self, host: Host, action: events.Action) -> None: ...
 
 
 class Host:
@@ -48,7 +48,7 @@ class Host:
         self.frozen_until = 0.0
         self.timing = Timing()
         self.make_node: Callable[..., Node] = Node
-        self._backlog: list[views.Event] = []
+        self._backlog: list[events.Event] = []
         self._generation = 0
         self._ready: dict[str, tuple[float, str, int]] = {}
 
@@ -93,8 +93,8 @@ class Host:
         if self.node is None or self.life != life:
             return
         if other.node is not None and self.network.joined(self.name, other.name):
-            self.handle(views.Linked(other.name, other.life))
-            other.handle(views.Linked(self.name, self.life))
+            self.handle(events.Linked(other.name, other.life))
+            other.handle(events.Linked(self.name, self.life))
         else:
             self.queue.after(0.5, lambda: self._link(life, other))
 
@@ -111,7 +111,7 @@ class Host:
     def _refuse(self, other: Host, life: int) -> None:
         def tell() -> None:
             if self.network.joined(self.name, other.name):
-                other.handle(views.Refused(self.name, life))
+                other.handle(events.Refused(self.name, life))
             elif self.node is None:
                 self.queue.after(0.5, tell)  # the next attempt to connect
 
@@ -127,7 +127,7 @@ class Host:
         if self.life == life and self.queue.now >= self.frozen_until:
             backlog, self._backlog = self._backlog, []
             if self.chance.random() < 0.5:
-                self.handle(views.Tick())
+                self.handle(events.Tick())
             for event in backlog:
                 self.handle(event)
 
@@ -137,7 +137,7 @@ class Host:
         node = self.node
         if node is None or self.life != life:
             return
-        self.handle(views.Tick())
+        self.handle(events.Tick())
         wait = max(node.next_wakeup() - self.now, 0.001) / self.rate
         self.queue.after(wait, lambda: self._tick(life))
 
@@ -158,44 +158,44 @@ class Host:
 
     def receive(self, source: str, life: int, message: object) -> None:
         """A message of another host's agent arrived."""
-        self.handle(views.Received(source, life, message))  # type: ignore[arg-type]
+        self.handle(events.Received(source, life, message))  # type: ignore[arg-type]
 
-    def handle(self, event: views.Event) -> None:
+    def handle(self, event: events.Event) -> None:
         if self.node is None:
             return
         if self.queue.now < self.frozen_until:
-            if not isinstance(event, views.Tick):
+            if not isinstance(event, events.Tick):
                 self._backlog.append(event)
             return
         for action in self.node.handle(event, self.now):
             self._act(action)
 
-    def _act(self, action: views.Action) -> None:
+    def _act(self, action: events.Action) -> None:
         match action:
-            case views.Send(node, message):
+            case events.Send(node, message):
                 other = self.others.get(node)
                 if other is not None:
                     source, life = self.name, self.life
                     self.network.send(source, node, lambda: other.receive(source, life, message))
-            case views.Save(number, record):
+            case events.Save(number, record):
                 self._write(number, record)
-            case views.Install(view):
+            case events.Install(view):
                 self.judge.installed(self, view)
                 self._install(view)
-            case views.Pause():
+            case events.Pause():
                 if self.worker is not None:
                     self.worker.stopped = True
-            case views.Resume():
+            case events.Resume():
                 if self.worker is not None:
                     self.worker.stopped = False
-            case views.Leave(_, resync):
+            case events.Leave(_, resync):
                 if resync:
                     self._new_worker()
                 elif self.worker is not None:
                     self.worker.leave()
-            case views.GroupRefused() | views.Note():
+            case events.GroupRefused() | events.Note():
                 pass
-        if not isinstance(action, views.Send):
+        if not isinstance(action, events.Send):
             self.judge.noted(self, action)
 
     def _write(self, number: int, record: Record) -> None:
@@ -204,7 +204,7 @@ class Host:
         def done() -> None:
             if self.life == life and self.node is not None:
                 self.disk = record
-                self.handle(views.Saved(number))
+                self.handle(events.Saved(number))
 
         slow = self.chance.random() < 0.02
         self._disk_free = max(getattr(self, "_disk_free", 0.0), self.queue.now)
@@ -284,5 +284,5 @@ class Host:
             has_settled = bool(group.entering) and len(names) == len(before)
             if members == before and not is_stuck and not has_settled:
                 return False
-        self.handle(views.WantGroup(JOB, members, names, "workers change", fresh))
+        self.handle(events.WantGroup(JOB, members, names, "workers change", fresh))
         return True

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from potluck.cluster import views
-from potluck.cluster.node import Node
+from potluck.cluster.views import events
+from potluck.cluster.views.node import Node
 from potluck.testing.cluster_sim.faults import FAULTS_S, Fault, make_plan
 from potluck.testing.cluster_sim.hosts import JOB, Host
 from potluck.testing.cluster_sim.network import Network, Queue
@@ -91,8 +91,8 @@ class World:
             self._old_branches.add(self._newest_branch)
         self._newest_branch = branch
 
-    def noted(self, host: Host, action: views.Action) -> None:
-        if isinstance(action, views.Save):
+    def noted(self, host: Host, action: events.Action) -> None:
+        if isinstance(action, events.Save):
             return
         text = getattr(action, "reason", "")
         self.say(f"{host.name}: {type(action).__name__}: {text}")
@@ -136,11 +136,11 @@ class World:
                             wire.delay_s, wire.jitter_s = 0.03, self.chance.choice([0.04, 0.5])
             case "ban":
                 if first.node is not None:
-                    first.handle(views.Ban(fault.hosts[1]))
+                    first.handle(events.Ban(fault.hosts[1]))
             case "continue alone":
                 for host in self.hosts.values():
                     if host.node is not None and host.node.paused:
-                        host.handle(views.ContinueAlone())
+                        host.handle(events.ContinueAlone())
                         break
 
     def _split(self, side: Sequence[str], duration: float) -> None:

@@ -1,0 +1,132 @@
+"""The bundles of this node: taken in from a folder here or brought over, served to others, copied
+into a folder for each job to work in. What is no longer needed is bounded.
+
+Below ``root``: ``objects`` and ``bundles`` (see ``bundle.py``), never changed once there; ``jobs``,
+one folder for each job, in which its workers may write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from potluck.cluster.bundles.bundle import BundleStore, encode_manifest, read_part, scan
+from potluck.cluster.bundles.transfer import BundleFetcher, BundleServer, Send
+from potluck.errors import ConfigurationError, ProtocolError
+from potluck.wire import peers
+
+KEPT_JOBS = 4
+KEPT_BUNDLES = 8
+KEPT_BYTES = 1 << 30
+
+
+class BundleDepot:
+    """``send`` as in ``BundleServer``; whoever has a link may have every bundle."""
+
+    def __init__(self, root: Path, send: Send) -> None:
+        self._root = root
+        self._store = BundleStore(root)
+        self._server = BundleServer(send)
+        self._fetcher = BundleFetcher(self._store, send)
+        self._here: dict[bytes, Path] = {}
+        self._in_use: set[str] = set()
+        (root / "jobs").mkdir(mode=0o700, exist_ok=True)
+
+    def received(self, node: str, message: peers.BundleMessage) -> None:
+        """``node`` asks for a part, or sends one."""
+        if isinstance(message, peers.BundleWanted | peers.FileWanted):
+            self._server.answer(node, message)
+        else:
+            self._fetcher.arrived(node, message)
+
+    def lost(self, node: str) -> None:
+        """The link to ``node`` ended."""
+        self._fetcher.lost(node)
+
+    def has(self, bundle: bytes) -> bool:
+        """Whether it is here, and served."""
+        return bundle in self._here
+
+    async def take_in(self, folder: Path) -> bytes:
+        """Make a bundle of ``folder`` and serve it; its name. Copies every file that is new.
+
+        ConfigurationError as for ``scan``, or if a file is being changed meanwhile.
+        """
+        return await asyncio.to_thread(self._copy, folder)
+
+    def _copy(self, folder: Path) -> bytes:
+        manifest = scan(folder)
+        _, bundle = encode_manifest(manifest)
+        for file in self._store.missing(manifest):
+            data = bytearray()
+            while part := read_part(folder, file, len(data), peers.MAX_PART):
+                data += part
+            self._store.add(bytes(data), file.sha256)
+        self._serve(self._store.unpack(manifest, bundle), bundle)
+        return bundle
+
+    async def fetch(self, node: str, bundle: bytes) -> None:
+        """Bring ``bundle`` over from ``node``, and serve it, too; see ``BundleFetcher.fetch``."""
+        folder = await self._fetcher.fetch(node, bundle)
+        await asyncio.to_thread(self._serve, folder, bundle)
+
+    def _serve(self, folder: Path, bundle: bytes) -> None:
+        if self._server.offer(folder) != bundle:
+            raise ProtocolError(f"{folder} was changed; remove it")
+        os.utime(folder)  # the one used last is kept longest
+        self._here[bundle] = folder
+
+    def open(self, bundle: bytes, job: str) -> Path:
+        """The folder in which the workers of ``job`` run: a copy of ``bundle`` of their own.
+
+        It appears whole or not at all: this process may be killed while it copies, and the job be
+        ordered again. ConfigurationError if the bundle is not here any more.
+        """
+        target = self._root / "jobs" / job
+        self._in_use.add(job)
+        if target.is_dir():
+            return target
+        source = self._here.get(bundle)
+        if source is None:
+            raise ConfigurationError("the script's folder was removed here; start the job again")
+        temporary = target.with_name(f".{secrets.token_hex(8)}")
+        try:
+            shutil.copytree(source, temporary)
+            os.utime(temporary)  # the copy's age counts, not the bundle's
+            temporary.rename(target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return target
+
+    def close(self, job: str) -> None:
+        """``job`` is over. Its folder, with what its workers wrote there, is kept until
+        ``KEPT_JOBS`` others have ended; so are ``KEPT_BUNDLES`` bundles, and ``KEPT_BYTES``."""
+        self._in_use.discard(job)
+        for path in _newest(self._root / "jobs")[KEPT_JOBS:]:
+            if path.name not in self._in_use:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in _newest(self._root / "bundles")[KEPT_BUNDLES:]:
+            bundle = bytes.fromhex(path.name) if len(path.name) == 64 else b""
+            if not self._in_use:
+                self._server.withdraw(bundle)
+                self._here.pop(bundle, None)
+                shutil.rmtree(path, ignore_errors=True)
+        total = 0
+        for path in _newest(self._root / "objects"):
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size
+                if total > KEPT_BYTES and not self._in_use:
+                    path.unlink()
+
+
+def _newest(folder: Path) -> list[Path]:
+    """What is in ``folder``, the newest first."""
+    found = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]

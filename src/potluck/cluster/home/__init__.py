@@ -1,0 +1,1 @@
+"""What agents keep on disk, below ``<home>``: private files, their state, where they listen."""

@@ -1,0 +1,128 @@
+"""What a node's agent keeps on disk: its lives, its record of views, and where it can be asked.
+
+``<home>/node_state`` (mode 0600) is written before a view is used, so that no epoch is used twice.
+``<home>/node_agent.json`` says where the running agent listens. One agent runs per home.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from potluck.cluster.home.keyfile import read_private, replace_private
+from potluck.errors import ConfigurationError, IdentityError
+from potluck.wire.nodes import Record
+
+STATE_FILE = "node_state"
+AGENT_FILE = "node_agent.json"
+
+_LOCK_FILE = ".node_agent.lock"
+_WHAT = "the state of this node's agent"
+_LOOKING_S = 0.5
+
+
+class _State(msgspec.Struct, frozen=True):
+    life: int = 0
+    record: Record = Record()
+
+
+class AgentRecord(msgspec.Struct, frozen=True):
+    """Where the agent of this home listens."""
+
+    pid: int
+    port: int
+
+
+class NodeState:
+    """The state of the agent that runs in this process, from construction to ``close``.
+
+    ConfigurationError if another agent runs with this home; IdentityError if the state is damaged
+    or can't be written. ``life`` is higher than in any run before, and on disk.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(home / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _take(self._lock, home)
+            before = self._read()
+            self.life = before.life + 1
+            self.record = before.record
+            self.write(self.record)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def write(self, record: Record) -> None:
+        """Have ``record`` on disk when this returns. Takes some milliseconds."""
+        data = msgspec.msgpack.encode(_State(self.life, record))
+        replace_private(self._home / STATE_FILE, _WHAT, data)
+        self.record = record
+
+    def listening(self, port: int) -> None:
+        """Tell the commands of this machine where the agent is."""
+        data = msgspec.json.encode(AgentRecord(os.getpid(), port))
+        replace_private(self._home / AGENT_FILE, _WHAT, data)
+
+    def close(self) -> None:
+        """Another agent may start. Idempotent."""
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                (self._home / AGENT_FILE).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = -1
+
+    def _read(self) -> _State:
+        path = self._home / STATE_FILE
+        try:
+            return msgspec.msgpack.decode(read_private(path, _WHAT), type=_State)
+        except FileNotFoundError:
+            return _State()
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise IdentityError(
+                f"{_WHAT} {path} is damaged: {error}. Restore it, or remove it together with "
+                "node_keypair: the node then comes in as a new one"
+            ) from error
+
+
+def _take(lock: int, home: Path) -> None:
+    """Have the agent's lock; ConfigurationError if another agent has it. A command that looks
+    whether one runs has it too, for a moment."""
+    deadline = time.monotonic() + _LOOKING_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"an agent runs on this machine already, with {home}; `potluck status` shows it"
+                ) from None
+        time.sleep(0.01)
+
+
+def find_agent(home: Path) -> AgentRecord | None:
+    """Where the agent of ``home`` listens; None if none runs."""
+    try:
+        lock = os.open(home / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # Shared: two commands that look at the same time are not an agent.
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None  # nobody holds it
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
+    try:
+        return msgspec.json.decode(
+            read_private(home / AGENT_FILE, "the address of this machine's agent"), type=AgentRecord
+        )
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,189 @@
+"""The workers of one job on one node: their processes, and the control links they talk over.
+
+A crew decides nothing. What its workers say and how they end goes to its ``Boss``, in the order in
+which it happened; what is to be done with them the boss says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+from potluck.cluster.jobs.job import Launcher, Process
+from potluck.cluster.links.control import ControlLink
+from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.transport import aio
+from potluck.types import Member
+from potluck.wire import control
+from potluck.wire.messages import Hello, Refusal, Welcome
+
+_LAST_MESSAGES_S = 1.0
+
+
+class Boss(Protocol):
+    """Who leads the job, as its workers' node sees it. Called in the loop."""
+
+    def heard(self, worker: str, message: control.FromClient, member: Member) -> None:
+        """``worker`` said ``message``; ``member`` is where its link comes from."""
+
+    def ended(self, worker: str, code: int) -> None:
+        """The process of ``worker`` ended, with ``code`` as of subprocess."""
+
+    def hung_up(self, worker: str) -> None:
+        """The control link of ``worker`` ended; its process lives."""
+
+    def say(self, text: str) -> None:
+        """Something to tell a person."""
+
+
+class Crew:
+    """Starts, hears, tells and ends the workers of ``job`` on this machine."""
+
+    def __init__(self, job: str, launcher: Launcher, boss: Boss) -> None:
+        self.job = job
+        self._launcher = launcher
+        self._boss = boss
+        self._processes: dict[str, Process] = {}
+        self._alive: set[str] = set()
+        self._links: dict[str, ControlLink[control.FromClient]] = {}
+        self._unlinked: dict[str, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """The workers whose processes run."""
+        return tuple(sorted(self._alive))
+
+    def pid(self, worker: str) -> int:
+        """The process of ``worker``, 0 if none runs."""
+        return self._processes[worker].pid if worker in self._alive else 0
+
+    # What the boss orders.
+
+    def start(self, worker: str, attempt: int, environment: dict[str, str]) -> None:
+        """Start ``worker`` with these variables. One that can't be ends with code 127."""
+        unlinked = self._unlinked[worker] = asyncio.Event()
+        unlinked.set()
+        variables = environment | {
+            "POTLUCK_JOB": self.job,
+            "POTLUCK_WORKER": worker,
+            "POTLUCK_RESTARTS": str(attempt),
+        }
+
+        def on_exit(code: int) -> None:
+            self._spawn(self._exited(worker, code))
+
+        try:
+            process = self._launcher.start(worker, attempt, variables, on_exit)
+        except ConfigurationError as error:
+            self._boss.say(str(error))
+            self._boss.ended(worker, 127)
+            return
+        self._processes[worker] = process
+        self._alive.add(worker)
+
+    def tell(self, workers: Sequence[str], message: control.FromAgent) -> None:
+        """Send ``message`` to those of ``workers`` that have a link here."""
+        for worker in workers:
+            link = self._links.get(worker)
+            if link is not None:
+                link.send(message)
+
+    def stop(self, workers: Sequence[str], reason: str) -> None:
+        """Ask ``workers`` to end: over their links, by SIGTERM those that have none."""
+        self.signal([worker for worker in workers if worker not in self._links], signal.SIGTERM)
+        self.tell(workers, control.Stop(control.clip(reason)))
+
+    def signal(self, workers: Sequence[str], number: int) -> None:
+        """Send a signal to the processes of ``workers``."""
+        for worker in workers:
+            if worker in self._alive:
+                self._processes[worker].signal(number)
+
+    async def put_away(self) -> None:
+        """Whatever happened: no process, link or task stays. The boss is told nothing more."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for process in self._processes.values():
+            process.signal(signal.SIGKILL)
+        for process in self._processes.values():
+            await process.release()
+        for link in list(self._links.values()):
+            link.abort()
+
+    # Who calls.
+
+    async def greeted(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        hello: Hello,
+        node: str,
+    ) -> None:
+        """A worker of this job calls: answer, and listen until it ends."""
+        refusal = self._objection(hello)
+        await aio.write_greeting(writer, refusal or Welcome())
+        if refusal is not None:
+            return
+        worker = hello.worker
+        link = ControlLink(reader, writer, control.decode_from_client)
+        ended = self._unlinked[worker]
+        ended.clear()
+        self._links[worker] = link
+        try:
+            host = writer.get_extra_info("peername")[0].removeprefix("::ffff:")
+            await self._listen(worker, link, Member(worker, node, host))
+        finally:
+            ended.set()
+            if self._links.get(worker) is link:
+                del self._links[worker]
+                self._spawn(self._hung_up(worker, self._processes.get(worker)))
+
+    def _objection(self, hello: Hello) -> Refusal | None:
+        if hello.worker in self._links:
+            return Refusal("duplicate", f"worker {hello.worker} is connected already")
+        if hello.worker not in self._unlinked:
+            return Refusal("worker", f"job {self.job} has no worker {hello.worker!r}")
+        return None
+
+    async def _listen(
+        self, worker: str, link: ControlLink[control.FromClient], member: Member
+    ) -> None:
+        with contextlib.suppress(LinkError):
+            try:
+                while not isinstance(message := await link.receive(), control.Finished):
+                    self._boss.heard(worker, message, member)
+                self._boss.heard(worker, message, member)
+            except PotluckError as error:
+                if not isinstance(error, LinkError):
+                    self._boss.say(f"worker {worker} was cut off: {error}")
+                raise
+
+    async def _hung_up(self, worker: str, process: Process | None) -> None:
+        """The link ended. Mostly the process has, too, and its exit tells more."""
+        await asyncio.sleep(_LAST_MESSAGES_S)
+        if self._processes.get(worker) is process and worker not in self._links:
+            self._boss.hung_up(worker)
+
+    async def _exited(self, worker: str, code: int) -> None:
+        """A death by signal counts at once; an exit may have been explained just before it."""
+        process = self._processes[worker]
+        if code >= 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_MESSAGES_S):
+                    await self._unlinked[worker].wait()
+        self._alive.discard(worker)
+        link = self._links.pop(worker, None)
+        if link is not None:
+            link.abort()
+        self._boss.ended(worker, code)
+        await process.release()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

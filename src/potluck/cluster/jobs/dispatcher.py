@@ -1,0 +1,325 @@
+"""All jobs of the cluster, as one node's agent has to do with them: it leads them (``desk.py``)
+while it leads the cluster, it has some of their workers (``floor.py``), and it serves the commands
+of this machine that started them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from potluck.cluster.bundles.depot import BundleDepot
+from potluck.cluster.jobs.desk import JobDesk, accept
+from potluck.cluster.jobs.floor import JobFloor
+from potluck.cluster.jobs.host import JobHost
+from potluck.cluster.jobs.versions import own_versions
+from potluck.cluster.views import events
+from potluck.errors import ConfigurationError, PotluckError
+from potluck.wire import control, jobs, local
+from potluck.wire.nodes import View
+
+_STATUS_S = 0.5
+_VIEW_S = 15.0
+_MAX_EARLY = 256
+
+
+class Client(Protocol):
+    """A command of this machine that waits for its job."""
+
+    def send(self, message: local.Reply) -> None:
+        """Tell it, without blocking."""
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """A job that a command here started. ``is_taken``: the leader has it."""
+
+    spec: jobs.JobSpec
+    client: Client
+    is_taken: bool = False
+    number: int = 0
+    times: int = 0
+
+
+class JobDispatcher:
+    """Feed it what the agent hears: messages, views, pauses, requests."""
+
+    def __init__(self, host: JobHost, depot: BundleDepot) -> None:
+        self.floor = JobFloor(host, depot)
+        self._host = host
+        self._depot = depot
+        self._desks: dict[str, JobDesk] = {}
+        self._watched: dict[str, _Watched] = {}
+        self._early: deque[tuple[str, jobs.FromLeader]] = deque(maxlen=_MAX_EARLY)
+        self._has_view = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawn(self._tell_status())
+
+    # What a person orders here.
+
+    async def submit(self, request: local.RunRequest, client: Client) -> str:
+        """Have a job run for ``client``; its name. ConfigurationError if it can't be."""
+        host = self._host
+        try:
+            async with asyncio.timeout(_VIEW_S):
+                await self._has_view.wait()
+        except TimeoutError:
+            raise ConfigurationError(
+                "this node is in no cluster yet; `potluck status` shows what it knows"
+            ) from None
+        if host.stands_still:
+            raise ConfigurationError(
+                f"this node is {host.stands_still}; `potluck continue --alone` overrides"
+            )
+        bundle = await self._depot.take_in(Path(request.folder))
+        job = f"{PurePosixPath(request.script).stem[:64]}-{secrets.token_hex(4)}"
+        below = ""
+        with contextlib.suppress(ValueError):
+            below = Path(request.directory).relative_to(request.folder).as_posix()
+        spec = jobs.JobSpec(
+            job=job,
+            script=request.script,
+            arguments=request.arguments,
+            bundle=bundle,
+            starter=host.me,
+            versions=own_versions(),
+            below=below,
+            directory=request.directory,
+            per_node=request.per_node,
+            max_nodes=request.max_nodes,
+            max_restarts=request.max_restarts,
+            peer_timeout_s=request.peer_timeout_s,
+            chaos=request.chaos,
+            wire=request.wire,
+            master_port=host.shop.free_port(),
+            started=time.time(),
+        )
+        self._watched[job] = _Watched(spec, client)
+        host.to_leader(jobs.Submit(spec))
+        return job
+
+    def interrupt(self, job: str, number: int) -> None:
+        """The operator wants the end of a job that was submitted here."""
+        watched = self._watched.get(job)
+        if watched is not None:
+            watched.number, watched.times = number, watched.times + 1
+            self._host.to_leader(jobs.InterruptJob(job, number, watched.times))
+
+    def abandon(self, job: str, number: int) -> None:
+        """The command is gone without a word: its job ends, as if by ``number``."""
+        if job in self._watched:
+            self.interrupt(job, number)
+
+    def status(self) -> tuple[control.StatusReply, ...]:
+        """The jobs, as the leader told of them last."""
+        led = {job: desk.status() for job, desk in self._desks.items() if desk.has_begun}
+        told = {job: post.status for job, post in self.floor.posts.items() if post.status}
+        return tuple(status for _, status in sorted((told | led).items()))[: jobs.MAX_JOBS]
+
+    # What other nodes say.
+
+    def received(self, node: str, message: jobs.JobMessage) -> None:
+        """``node`` said ``message``; it may be this one."""
+        view = self._host.view
+        if isinstance(message, jobs.FromLeader):
+            if view is None or node != view.leader:
+                self._early.append((node, message))  # of a view that is not on my disk yet, maybe
+                return
+            self._ordered(message)
+        elif isinstance(message, jobs.ToStarter):
+            if view is not None and node == view.leader:
+                self._shown(message)
+        elif view is None or view.seat(node) is None:
+            return
+        elif isinstance(message, jobs.Submit):
+            self._submitted(node, message.spec, view)
+        else:
+            desk = self._desks.get(message.job)
+            if isinstance(message, jobs.InterruptJob):
+                if desk is not None and node == desk.spec.starter:
+                    desk.interrupted(message)
+            elif desk is not None:
+                desk.received(node, message)
+
+    def _ordered(self, message: jobs.FromLeader) -> None:
+        self.floor.received(message)
+        if isinstance(message, jobs.JobStatus):
+            watched = self._watched.get(message.status.job)
+            if watched is not None:
+                watched.is_taken = True  # its answer may have been lost with the leader before
+                watched.client.send(message)
+        elif isinstance(message, jobs.JobList):
+            gone = [job for job, each in self._watched.items() if each.is_taken]
+            for job in set(gone) - set(message.jobs):
+                text = "it ended while this node was away; the leader's log says how"
+                self._watched.pop(job).client.send(local.Outcome(False, text))
+
+    def _shown(self, message: jobs.ToStarter) -> None:
+        watched = self._watched.get(message.job)
+        if watched is None:
+            return
+        if isinstance(message, jobs.Submitted):
+            watched.is_taken = not message.error
+            if message.error:
+                del self._watched[message.job]
+                watched.client.send(local.Outcome(False, message.error))
+            return
+        watched.client.send(message)
+        if isinstance(message, jobs.JobEnded):
+            del self._watched[message.job]
+
+    # Leading.
+
+    def _submitted(self, node: str, spec: jobs.JobSpec, view: View) -> None:
+        if spec.job in self._desks:
+            return
+        try:
+            if view.leader != self._host.me or node != spec.starter:
+                raise ConfigurationError("this node does not lead the cluster, or not for you")
+            if len(self._desks) >= jobs.MAX_JOBS:
+                raise ConfigurationError(f"the cluster runs {jobs.MAX_JOBS} jobs already")
+            desk = accept(self._host, spec, view)
+        except PotluckError as error:
+            self._host.send(node, jobs.Submitted(spec.job, str(error)[:4000]))
+            return
+        self._lead(desk, view)
+
+    def _lead(self, desk: JobDesk, view: View) -> None:
+        self._desks[desk.spec.job] = desk
+        self._spawn(self._see_to_its_end(desk))
+        for node in view.nodes:
+            desk.order(node)
+
+    async def _see_to_its_end(self, desk: JobDesk) -> None:
+        await desk.lead.over.wait()
+        job, starter = desk.spec.job, desk.spec.starter
+        if self._desks.get(job) is not desk:
+            return  # another node leads it by now
+        try:
+            if desk.lead.crash is not None:
+                desk.refuse(f"this is potluck's fault, please report it: {desk.lead.crash!r}")
+            elif desk.has_begun:
+                ended = desk.summary()
+                view = self._host.view
+                is_in = view is not None and starter in view.nodes
+                if not is_in or not self._host.send(starter, ended):
+                    self._host.log(job, ended.summary.decode())
+                    self._host.note(f"job {job} is over: exit code {ended.exit_code}")
+        finally:
+            desk.lead.close()
+            self._desks.pop(job, None)
+            self._host.handle(events.JobOver(job))
+            self._tell_all(self._list())
+
+    def _list(self) -> jobs.JobList:
+        return jobs.JobList(tuple(sorted(self._desks)))
+
+    def _tell_all(self, message: jobs.FromLeader) -> None:
+        view = self._host.view
+        if view is not None and view.leader == self._host.me:
+            for node in view.nodes:
+                self._host.send(node, message)
+
+    async def _tell_status(self) -> None:
+        while True:
+            await asyncio.sleep(_STATUS_S)
+            for desk in self._desks.values():
+                if desk.has_begun:
+                    self._tell_all(jobs.JobStatus(desk.status()))
+
+    # What the cluster agreed on.
+
+    def act(self, action: events.Action) -> None:
+        """The control plane decided this."""
+        match action:
+            case events.Install(view):
+                self._installed(view)
+            case events.Pause(reason):
+                self.floor.hold(reason)
+                for desk in self._desks.values():
+                    desk.hold()
+            case events.Resume():
+                assert self._host.view is not None
+                for desk in self._desks.values():
+                    desk.installed(self._host.view)
+                self.floor.say_again()
+            case events.Leave(reason, resync):
+                self._has_view.clear()
+                self._stop_leading()
+                self.floor.hold(reason)
+                if self._host.is_banned:
+                    self.floor.give_up()
+                elif resync:
+                    self.floor.resync()
+            case events.GroupRefused(job, floor, reason) if job in self._desks:
+                self._desks[job].group_refused(floor, reason)
+            case _:
+                pass
+
+    def _installed(self, view: View) -> None:
+        self._has_view.set()
+        me = self._host.me
+        if view.leader == me:
+            for desk in list(self._desks.values()):
+                desk.installed(view)
+            for job, post in self.floor.posts.items():
+                if job not in self._desks:
+                    desk = JobDesk(
+                        self._host, post.spec, post.seats, view, is_new=False, before=post.group
+                    )
+                    self._lead(desk, view)
+            self._tell_all(self._list())
+        else:
+            self._stop_leading()
+        self.floor.installed(view)
+        early, self._early = list(self._early), deque(maxlen=_MAX_EARLY)
+        for node, message in early:
+            if node == view.leader:
+                self._ordered(message)
+            elif isinstance(message, jobs.Order):
+                text = "does not lead the cluster, and ordered a job: nothing is run for it"
+                self._host.note(f"{self._host.called(node)} {text}")
+        self.floor.say_again()
+        for job, watched in self._watched.items():
+            if not watched.is_taken:
+                self._host.to_leader(jobs.Submit(watched.spec))
+            if watched.times:
+                self._host.to_leader(jobs.InterruptJob(job, watched.number, watched.times))
+
+    def linked(self, node: str) -> None:
+        """There is a new link to ``node``: what was said before may not have arrived."""
+        view = self._host.view
+        if view is None or view.seat(node) is None:
+            return
+        for desk in self._desks.values():
+            desk.order(node)
+        if view.leader == self._host.me:
+            self._host.send(node, self._list())  # a job may have ended meanwhile
+        if node == view.leader:
+            self.floor.say_again()
+
+    def _stop_leading(self) -> None:
+        for desk in self._desks.values():
+            desk.lead.close()
+            desk.lead.over.set()
+        self._desks.clear()
+
+    async def close(self) -> None:
+        """End all workers here; no task stays."""
+        self._stop_leading()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.floor.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,321 @@
+"""Leading one job: what ``membership`` decides about its workers, carried out by hands.
+
+The hands may be on this machine (``standalone.py``) or on all nodes of a cluster (``desk.py``). How
+an announced group comes to count is theirs, too: on one machine at once, else by a vote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from potluck.cluster.groups import events, membership
+from potluck.cluster.groups.roster import EXPECTED, Phase, State
+from potluck.cluster.jobs.job import Chaos, Job
+from potluck.cluster.jobs.journal import Journal
+from potluck.types import Member
+from potluck.wire import control
+from potluck.wire.messages import PLAIN
+
+_log = logging.getLogger(__name__)
+
+_MAX_STATUS_EVENTS = 20
+_PATIENCE_S = 20.0
+
+
+class Hands(Protocol):
+    """Who does to workers what was decided, wherever they are."""
+
+    def start(self, worker: str, attempt: int) -> None:
+        """Start its process."""
+
+    def tell(self, workers: Sequence[str], message: control.FromAgent) -> None:
+        """Send them ``message``, if they have a link."""
+
+    def stop(self, workers: Sequence[str], reason: str) -> None:
+        """Ask them to end."""
+
+    def signal(self, workers: Sequence[str], number: int) -> None:
+        """Send their processes a signal."""
+
+    def agree(self, announced: events.Announce) -> None:
+        """Have the announced group agreed on, and its members told."""
+
+    def pid(self, worker: str) -> int:
+        """Its process, 0 if none is known."""
+
+    def node(self, worker: str) -> str:
+        """What people call the node that it is on; empty where there is only one."""
+
+
+class Lead:
+    """One job's leader. ``on_note`` gets every line for people as it happens.
+
+    Set ``hands`` before the first event. ``over`` is set when the job has ended, or ``crash`` is
+    what ended it.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        state: State,
+        *,
+        hands: Hands,
+        chaos: Chaos,
+        on_note: Callable[[str], None],
+    ) -> None:
+        self.job = job
+        self.state = state
+        self.journal = Journal([worker.name for worker in state.workers], time.monotonic())
+        self.exit_codes: dict[str, int] = {}
+        self.over = asyncio.Event()
+        self.crash: Exception | None = None
+        self._hands = hands
+        self._chaos = chaos
+        self._on_note = on_note
+        self._events: deque[events.Event] = deque()
+        self._is_handling = False
+        self._is_closed = False
+        self._wakeup: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, event: events.Event) -> None:
+        """Events are handled one after the other, also those that an action brings about."""
+        self._events.append(event)
+        if self._is_handling or self._is_closed or self.crash is not None:
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                event = self._events.popleft()
+                self.state, actions = membership.handle(self.state, event, time.monotonic())
+                self._act(actions)
+        except Exception as error:  # whoever called can't help it: who waits for the end raises it
+            self.crash = error
+            self.over.set()
+        finally:
+            self._is_handling = False
+        self._set_wakeup()
+        if self.state.over:
+            self.over.set()
+
+    def follow(self, ring: tuple[str, ...]) -> None:
+        """From the next group on, ranks follow this ring of nodes (``topology.graph.in_ring``)."""
+        self.state = replace(self.state, ring=ring)
+
+    def status(self, *, node: str, pid: int, started: float) -> control.StatusReply:
+        """The job as it is now, as the agent of ``node`` tells it."""
+        view = self.state.view
+        ranks = {} if view is None else {name: rank for rank, name in enumerate(view.members)}
+        workers = []
+        for worker in self.state.workers:
+            facts = self.journal.facts_of(worker.name)
+            workers.append(
+                control.WorkerStatus(
+                    worker=worker.name,
+                    rank=ranks.get(worker.name, -1) if worker.phase is Phase.MEMBER else -1,
+                    phase=worker.phase.value,
+                    pid=self._hands.pid(worker.name) if worker.alive else 0,
+                    restarts=worker.restarts,
+                    device=facts.device,
+                    step=facts.step,
+                    samples_per_s=facts.samples_per_s if worker.alive else None,
+                    node=self._hands.node(worker.name),
+                )
+            )
+        notes = self.journal.notes[-_MAX_STATUS_EVENTS:]
+        return control.StatusReply(
+            job=self.job.id,
+            node=node,
+            pid=pid,
+            script=control.clip(self.job.script),
+            started=started,
+            epoch=self.state.epoch,
+            step=self.journal.step,
+            loss=self.journal.loss,
+            workers=tuple(workers),
+            events=tuple(control.clip(note.text) for note in notes),
+            wire=self.job.wire,
+        )
+
+    def note(self, text: str) -> None:
+        """Something happened that people want to know."""
+        self.journal.note(text, time.monotonic())
+        self._on_note(text)
+
+    def close(self) -> None:
+        """Nothing is decided any more; no timer and no task stays."""
+        self._is_closed = True
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    # What the workers say (Boss, but for where they are).
+
+    def heard(self, worker: str, message: control.FromClient, member: Member) -> None:
+        """``worker``, at ``member``, said ``message``."""
+        now = time.monotonic()
+        match message:
+            case control.Ready(after_epoch=after, port=port, local_rank=local_rank):
+                place = Member(worker, member.node, message.host or member.host, port, local_rank)
+                self.handle(events.Ready(worker, place, after))
+                if not self.state.having(Phase.MEMBER):
+                    asyncio.get_running_loop().call_later(_PATIENCE_S, self._say_who_is_missing)
+            case control.Installed(epoch):
+                self.journal.installed(worker, epoch, now)
+                self.handle(events.Installed(worker, epoch))
+            case control.Lost(epoch, rank, certain, cause, step):
+                self.journal.reported(epoch, step, now)
+                self.handle(events.Lost(worker, epoch, rank, certain, cause))
+            case control.ProbeReply(probe, _, blocked):
+                self.handle(events.ProbeReply(worker, probe, blocked))
+            case control.Failed(_, text, secondary):
+                self.handle(events.Failed(worker, text, secondary))
+            case control.Finished():
+                self.handle(events.Finished(worker))
+            case control.Progress():
+                known = len(self.journal.notes)
+                self.journal.progress(worker, message, now)
+                for note in self.journal.notes[known:]:
+                    self._on_note(note.text)
+            case control.Said(text):
+                self.note(f"worker {worker}: {text}")
+            case control.ChaosDue(epoch, step):
+                self._chaos_due(worker, epoch, step)
+            case control.StatusRequest():
+                pass  # the crew's agent answers those
+
+    def ended(self, worker: str, code: int) -> None:
+        """The process of ``worker`` ended."""
+        self.exit_codes[worker] = code
+        self.handle(events.Exited(worker, code))
+
+    def hung_up(self, worker: str) -> None:
+        """The link of ``worker`` ended while its process lives."""
+        self.handle(events.Disconnected(worker))
+
+    def chaos_steps(self, rank: int) -> tuple[int, ...]:
+        """The steps before which ``rank`` has to ask."""
+        return self._chaos.steps_of(rank)
+
+    def unfired(self) -> list[str]:
+        """The ordered faults that have not happened."""
+        return [str(fault) for fault in self._chaos.waiting]
+
+    # Time.
+
+    def _set_wakeup(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+            self._wakeup = None
+        at = self.state.next_wakeup()
+        if at is not None and not self._is_closed:
+            delay = max(0.0, at - time.monotonic())
+            loop = asyncio.get_running_loop()
+            self._wakeup = loop.call_later(delay, self.handle, events.Tick())
+
+    def _say_who_is_missing(self) -> None:
+        ready = self.state.having(Phase.READY)
+        missing = [worker.name for worker in self.state.having(*EXPECTED)]
+        if ready and missing and not self.state.having(Phase.MEMBER) and not self._is_closed:
+            self.note(
+                f"{len(ready)} workers are ready; still waiting for worker {', '.join(missing)} "
+                "to call potluck.init()"
+            )
+
+    # What is done about it.
+
+    def begin(self, actions: Sequence[events.Action]) -> None:
+        """Do what a new job begins with."""
+        if self.job.wire == PLAIN:
+            self.note("links between workers are plain: whoever is on the wire reads along")
+        self._act(actions)
+
+    def _act(self, actions: Sequence[events.Action]) -> None:
+        for action in actions:
+            _log.info("%s: %s", type(action).__name__, action.reason)
+            match action:
+                case events.Announce():
+                    self._hands.agree(action)
+                case events.EndGroup():
+                    self._end_group(action)
+                case events.SendProbe(probe, to):
+                    self._hands.tell(to, control.Probe(probe))
+                case events.Start(worker, attempt, reason):
+                    if attempt:
+                        self.note(f"starting worker {worker} again ({reason})")
+                    self._hands.start(worker, attempt)
+                case events.Kill(workers, reason):
+                    self.note(reason)
+                    self._hands.signal(workers, signal.SIGKILL)
+                case events.StopWorkers(workers, number, reason):
+                    self._stop(workers, number, reason)
+                case events.Log(reason):
+                    self.note(reason)
+
+    def _end_group(self, action: events.EndGroup) -> None:
+        if not self.state.stopping:
+            self.journal.lost(action.worker, _lost_text(action), time.monotonic())
+            self.note(action.reason)
+        cause = control.clip(action.reason)
+        over = control.GroupOver(action.epoch, action.worker, action.certain, cause)
+        self._hands.tell(action.to, over)
+
+    def _stop(self, workers: tuple[str, ...], number: int, reason: str) -> None:
+        self.note(f"stopping worker {', '.join(workers)}: {_first_line(reason)}")
+        if number:
+            self._hands.signal(workers, number)
+            self._spawn(self._kill_later(workers, self.job.interrupt_grace_s, signal.SIGKILL))
+            return
+        self._hands.stop(workers, reason)
+        self._spawn(self._kill_later(workers, self.job.stop_grace_s, signal.SIGTERM))
+        self._spawn(self._kill_later(workers, 2 * self.job.stop_grace_s, signal.SIGKILL))
+
+    async def _kill_later(self, workers: tuple[str, ...], delay_s: float, number: int) -> None:
+        await asyncio.sleep(delay_s)
+        alive = [name for name in workers if self.state.worker(name).alive]
+        if alive:
+            word = signal.Signals(number).name
+            self.note(f"worker {', '.join(alive)} did not end in {delay_s:g} s: {word}")
+            self._hands.signal(alive, number)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Ordered faults.
+
+    def _chaos_due(self, worker: str, epoch: int, step: int) -> None:
+        group = self.state.group(epoch)
+        rank = group.members.index(worker) if group and worker in group.members else -1
+        for fault in self._chaos.due(rank, step):
+            self.note(f"chaos: {fault}")
+            names = tuple(each.name for each in self.state.workers)
+            hit = (worker,) if fault.rank is not None else names
+            if not fault.seconds:
+                self._hands.signal(hit, signal.SIGKILL)
+                continue
+            self._hands.signal(hit, signal.SIGSTOP)
+            loop = asyncio.get_running_loop()
+            loop.call_later(fault.seconds, self._hands.signal, hit, signal.SIGCONT)
+        self._hands.tell((worker,), control.ChaosDone(step))
+
+
+def _lost_text(action: events.EndGroup) -> str:
+    """``worker 2 lost (killed by SIGKILL (9))``, from the reason that begins with the worker."""
+    why = _first_line(action.reason).split(";")[0]
+    if not action.worker:
+        return f"epoch {action.epoch} ended ({why})"
+    return f"worker {action.worker} lost ({why.removeprefix(f'worker {action.worker} ')})"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""

@@ -1,0 +1,175 @@
+"""What one node knows of all nodes and links, and which link to measure next. Pure.
+
+Each node tells the others what it is and how its own links are (``Facts``), so all hold the same
+graph, one row per node. Of a pair the node with the lesser id measures, soon after the link was
+made and then every ``AGAIN_S``; the other only if that has not come about. Nothing is measured
+while a job has workers at either end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from potluck.cluster.topology.graph import Topology, rank_addresses
+from potluck.wire.facts import Address, Facts, LinkFacts, Measured, NodeFacts
+
+AGAIN_S = 600.0
+MAX_CANDIDATES = 4
+
+_FIRST_S = 1.5
+_OTHER_S = 6.0
+_RETRY_S = 2.0
+_MAX_RETRY_S = 120.0
+
+
+@dataclass(slots=True)
+class Pair:
+    """My link to one node. ``outward`` and ``inward`` are bytes per second, 0 until measured."""
+
+    host: str
+    port: int
+    due: float
+    is_linked: bool = True
+    outward: float = 0.0
+    inward: float = 0.0
+    num_failures: int = 0
+
+
+class Survey:
+    """The rows of all nodes, and when my own links are measured."""
+
+    def __init__(self, me: NodeFacts) -> None:
+        self.mine = me
+        self.rows: dict[str, Facts] = {}
+        self._pairs: dict[str, Pair] = {}
+
+    # My links.
+
+    def linked(self, node: str, host: str, port: int, now: float) -> None:
+        """There is a link to ``node``, which leads to ``host``; its agent listens on ``port``."""
+        first = now + (_FIRST_S if self.mine.node < node else _OTHER_S)
+        pair = self._pairs.get(node)
+        if pair is None:
+            self._pairs[node] = Pair(host, port, first)
+            return
+        if pair.host != host or pair.port != port or not pair.outward:
+            pair.due = min(pair.due, first)
+        pair.host, pair.port, pair.is_linked = host, port, True
+
+    def lost(self, node: str) -> None:
+        """The link to ``node`` ended. What was measured of it stays."""
+        pair = self._pairs.get(node)
+        if pair is not None:
+            pair.is_linked = False
+
+    def forget(self, known: Collection[str]) -> None:
+        """Drop what is kept of nodes that are neither linked nor in ``known``."""
+        kept = {*known, *(node for node, pair in self._pairs.items() if pair.is_linked)}
+        self._pairs = {node: pair for node, pair in self._pairs.items() if node in kept}
+        self.rows = {node: row for node, row in self.rows.items() if node in kept}
+
+    def due(self, now: float, busy: Collection[str]) -> str:
+        """The node to measure the path to now; empty if none. ``busy`` nodes have workers."""
+        if self.mine.node in busy:
+            return ""
+        ready = [
+            (pair.due, node)
+            for node, pair in self._pairs.items()
+            if pair.is_linked and pair.due <= now and node not in busy
+        ]
+        return min(ready)[1] if ready else ""
+
+    def places(self, node: str) -> list[tuple[str, int]]:
+        """Where ``node`` may be called, the present link's address first, then the likeliest."""
+        pair = self._pairs[node]
+        row = self.rows.get(node)
+        theirs = () if row is None else row.node.addresses
+        others = rank_addresses(theirs, self.mine.addresses, pair.host)
+        hosts = dict.fromkeys([pair.host, *(each.host for each in others)])
+        return [(host, pair.port) for host in list(hosts)[:MAX_CANDIDATES]]
+
+    def measured(self, node: str, outward: float, inward: float, now: float) -> None:
+        """Bytes per second to and from ``node``, by the path that is used from now on."""
+        pair = self._pairs.get(node)
+        if pair is not None:
+            pair.outward, pair.inward, pair.num_failures = outward, inward, 0
+            pair.due = now + (AGAIN_S if self.mine.node < node else 1.5 * AGAIN_S)
+
+    def failed(self, node: str, now: float) -> None:
+        """Nothing came of an attempt: it was busy, or can't be called."""
+        pair = self._pairs.get(node)
+        if pair is not None:
+            pair.due = now + min(_RETRY_S * 2.0**pair.num_failures, _MAX_RETRY_S)
+            pair.num_failures += 1
+
+    def told(self, node: str, message: Measured, now: float) -> None:
+        """``node`` has measured the path between us."""
+        self.measured(node, message.from_you, message.to_you, now)
+
+    # Everybody's.
+
+    def heard(self, node: str, row: Facts) -> None:
+        """``node`` told what it is and knows; what it says of others' links is not believed."""
+        if row.node.node == node and all(link.source == node for link in row.links):
+            self.rows[node] = row
+
+    def row(
+        self, latencies: Mapping[str, tuple[float, float]], locals_: Mapping[str, str]
+    ) -> Facts:
+        """My own row. ``latencies`` are seconds one way and their deviation, ``locals_`` my address
+        on the link, by node."""
+        interfaces = {each.host: each.interface for each in self.mine.addresses}
+        links = []
+        for node, pair in sorted(self._pairs.items()):
+            if not pair.is_linked:
+                continue
+            latency_s, deviation_s = latencies.get(node, (0.0, 0.0))
+            local = locals_.get(node, "")
+            host, _, scope = local.partition("%")
+            links.append(
+                LinkFacts(
+                    self.mine.node,
+                    node,
+                    latency_s,
+                    pair.outward,
+                    deviation_s,
+                    interfaces.get(host, scope)[:256],
+                    local[:256],
+                )
+            )
+        return Facts(self.mine, tuple(links))
+
+    def topology(self, mine: Facts, nodes: Collection[str]) -> Topology:
+        """The graph of ``nodes``, with the links that were measured."""
+        rows = [row for node, row in {**self.rows, self.mine.node: mine}.items() if node in nodes]
+        known = {row.node.node for row in rows}
+        facts = [row.node for row in rows] + [NodeFacts(node) for node in set(nodes) - known]
+        links = [link for row in rows for link in row.links if link.target in nodes]
+        return Topology(facts, [link for link in links if link.bandwidth])
+
+
+def is_news(row: Facts, told: Facts | None) -> bool:
+    """Whether ``row`` differs from what was ``told`` in more than the usual ups and downs."""
+    if told is None or row.node != told.node or len(row.links) != len(told.links):
+        return True
+    for new, old in zip(row.links, told.links, strict=True):
+        if (new.target, new.bandwidth, new.interface) != (old.target, old.bandwidth, old.interface):
+            return True
+        if abs(new.latency_s - old.latency_s) > max(0.25 * old.latency_s, 50e-6):
+            return True
+    return False
+
+
+def shares_interfaces(
+    host: str, local: str, seen: Collection[tuple[str, str]], facts: tuple[NodeFacts, NodeFacts]
+) -> tuple[str, str] | None:
+    """The two interfaces, mine and theirs, that a path leads over; None if ``seen`` has them."""
+    mine, theirs = facts
+    ends = (_interface(local, mine.addresses), _interface(host, theirs.addresses))
+    return None if ends in seen else ends
+
+
+def _interface(host: str, addresses: tuple[Address, ...]) -> str:
+    plain = host.partition("%")[0]
+    return next((each.interface for each in addresses if each.host == plain), host)

@@ -1,0 +1,221 @@
+"""The I/O of a node's survey: it tells the others what this node is, measures paths when one is
+due, and has the link to a node moved to the best of its addresses.
+
+At most one path is measured at a time by each node, and none while a job has workers at either end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from potluck.cluster.links.peers import ControlLinks
+from potluck.cluster.topology.graph import Topology
+from potluck.cluster.topology.hardware import own_facts
+from potluck.cluster.topology.measure import Reading, Stopped, measure, serve
+from potluck.cluster.topology.survey import Survey, is_news, shares_interfaces
+from potluck.cluster.views.health import Health, Status
+from potluck.errors import PotluckError
+from potluck.transport import aio
+from potluck.transport.credentials import Credentials
+from potluck.wire.facts import MAX_LINKS, Facts, LinkFacts, Measured, NodeFacts
+from potluck.wire.messages import Refusal, Welcome
+
+_TICK_S = 0.25
+_LOOK_S = 5.0
+_TELL_S = 2.0
+_GAIN = 1.25
+"""A path must be so much better than the present one to be changed to."""
+
+_log = logging.getLogger(__name__)
+
+
+class Surveyor:
+    """Runs from construction, in the agent's loop, to ``close``. ``busy()`` are the nodes that have
+    workers of a job, ``rate()`` the samples per second of those here, 0 while there are none."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        links: ControlLinks,
+        health: Health,
+        busy: Callable[[], Collection[str]],
+        rate: Callable[[], float],
+    ) -> None:
+        self.survey = Survey(own_facts(credentials.node_id))
+        self._credentials = credentials
+        self._links = links
+        self._health = health
+        self._busy = busy
+        self._rate = rate
+        self._told: Facts | None = None
+        self._is_measuring = False
+        self._looked = asyncio.get_running_loop().time()
+        self._told_at = 0.0
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Nothing is measured or told any more."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    # What the agent tells it.
+
+    def linked(self, node: str, port: int) -> None:
+        """There is a link to ``node``, whose agent listens on ``port``."""
+        now = asyncio.get_running_loop().time()
+        self.survey.linked(node, self._links.address(node), port, now)
+        self._links.send(node, self.row())
+
+    def lost(self, node: str) -> None:
+        """The link to ``node`` ended."""
+        if node not in self._links.nodes:
+            self.survey.lost(node)
+
+    def received(self, node: str, message: Facts | Measured) -> None:
+        """``node`` said ``message``."""
+        if isinstance(message, Facts):
+            self.survey.heard(node, message)
+        else:
+            self.survey.told(node, message, asyncio.get_running_loop().time())
+
+    async def greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, node: str
+    ) -> None:
+        """``node`` called to measure the path to here."""
+        if self._is_measuring or not self._may_go_on(node):
+            text = "this node measures another path, or a job runs"
+            await aio.write_greeting(writer, Refusal("busy", text))
+            return
+        self._is_measuring = True
+        try:
+            await aio.write_greeting(writer, Welcome())
+            await serve(reader, writer, lambda: self._may_go_on(node))
+        finally:
+            self._is_measuring = False
+
+    # What it knows.
+
+    def row(self) -> Facts:
+        """What this node tells the others."""
+        latencies = {
+            name: (peer.latency_s, peer.deviation_s) for name, peer in self._health.peers.items()
+        }
+        local = {node: self._links.local(node) for node in self._links.nodes}
+        return self.survey.row(latencies, local)
+
+    def topology(self, nodes: Collection[str]) -> Topology:
+        """The graph of ``nodes``."""
+        return self.survey.topology(self.row(), nodes)
+
+    def facts(self, node: str) -> NodeFacts | None:
+        """What ``node`` is; None while it has not said so."""
+        if node == self._credentials.node_id:
+            return self.survey.mine
+        row = self.survey.rows.get(node)
+        return None if row is None else row.node
+
+    def links(self, nodes: Collection[str]) -> tuple[LinkFacts, ...]:
+        """All links between ``nodes``, as their sources know them."""
+        rows = {**self.survey.rows, self._credentials.node_id: self.row()}
+        found = [
+            link
+            for node, row in sorted(rows.items())
+            for link in row.links
+            if node in nodes and link.target in nodes
+        ]
+        return tuple(found[:MAX_LINKS])
+
+    # Inside.
+
+    def _look(self) -> None:
+        """See what this machine is by now: interfaces come and go, and its last job's speed stays
+        what is known of it."""
+        before = self.survey.mine.samples_per_s
+        rate = float(f"{self._rate():.2g}") or before
+        facts = own_facts(self._credentials.node_id)
+        self.survey.mine = msgspec.structs.replace(facts, samples_per_s=rate)
+        peers = self._health.peers
+        self.survey.forget([node for node in peers if peers[node].status is not Status.DEAD])
+
+    def _may_go_on(self, node: str) -> bool:
+        busy = self._busy()
+        return node not in busy and self._credentials.node_id not in busy
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = loop.time()
+            if now - self._looked >= _LOOK_S:
+                self._looked = now
+                self._look()
+            self._tell(now)
+            node = "" if self._is_measuring else self.survey.due(now, self._busy())
+            if node:
+                self._is_measuring = True
+                try:
+                    await self._survey(node)
+                finally:
+                    self._is_measuring = False
+
+    def _tell(self, now: float) -> None:
+        row = self.row()
+        if now - self._told_at >= _TELL_S and is_news(row, self._told):
+            self._told, self._told_at = row, now
+            for node in self._links.nodes:
+                self._links.send(node, row)
+
+    async def _survey(self, node: str) -> None:
+        """Measure the paths to ``node``, and use the best."""
+        loop = asyncio.get_running_loop()
+        readings = await self._read(node)
+        now = loop.time()
+        if not readings:
+            self.survey.failed(node, now)
+            return
+        present = self._links.address(node)
+        best = min(readings, key=lambda each: each.cost_s)
+        for each in readings:
+            if each.host == present and each.cost_s <= _GAIN * best.cost_s:
+                best = each
+        if best.host != present and node in self._links.nodes:
+            _log.info("the link to %s moves from %s to %s", node[:12], present, best.host)
+            port = dict(self.survey.places(node)).get(best.host)
+            if port is not None:
+                self._links.move(node, best.host, port)
+        self.survey.measured(node, best.outward, best.inward, now)
+        self._links.send(node, Measured(from_you=best.inward, to_you=best.outward))
+
+    async def _read(self, node: str) -> list[Reading]:
+        theirs = self.facts(node) or NodeFacts(node)
+        seen: set[tuple[str, str]] = set()
+        readings = []
+        for host, port in self.survey.places(node):
+
+            def is_new(local: str, host: str = host) -> bool:
+                ends = shares_interfaces(host, local, seen, (self.survey.mine, theirs))
+                if ends is not None:
+                    seen.add(ends)
+                return ends is not None
+
+            try:
+                reading = await measure(
+                    host,
+                    port,
+                    node,
+                    self._credentials,
+                    may_go_on=lambda: self._may_go_on(node),
+                    wants_bandwidth=is_new,
+                )
+            except Stopped:
+                return []
+            except (PotluckError, TimeoutError, OSError) as error:
+                _log.debug("the path to %s by %s: %s", node[:12], host, error)
+                continue
+            if reading.outward:
+                readings.append(reading)
+        return readings

@@ -1,0 +1,93 @@
+"""What makes a cluster a cluster: a 256-bit secret (PSK) that all its nodes hold."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import string
+import unicodedata
+from pathlib import Path
+
+from potluck.cluster.home.keyfile import load_or_create
+from potluck.errors import ConfigurationError, IdentityError
+from potluck.settings import Settings
+
+SECRET_FILE = "cluster_secret"
+PSK_BYTES = 32
+MIN_PASSPHRASE = 12
+
+# scrypt (RFC 7914): 128 MiB and about half a second for each guess. The salt is fixed because
+# every node must arrive at the same secret with nothing but the words.
+_SCRYPT_SALT = b"potluck passphrase v1"
+_SCRYPT_N = 1 << 17
+_SCRYPT_R = 8
+_SCRYPT_P = 1
+
+
+def load_or_create_secret(home: Path) -> bytes:
+    """The 32-byte secret at ``home/cluster_secret`` (64 hex digits, mode 0600), made if absent.
+
+    Processes that start at the same time get the same secret. IdentityError if the file can be read
+    by others, is damaged, or can't be made.
+    """
+    path = home / SECRET_FILE
+    text = load_or_create(
+        path, "the cluster's secret", lambda: secrets.token_hex(PSK_BYTES).encode() + b"\n"
+    )
+    try:
+        return parse_psk(text.decode())
+    except ValueError:
+        # Not chained: what is in the file may be most of the secret.
+        raise IdentityError(
+            f"the cluster's secret {path} is damaged: it should hold 64 hexadecimal digits. Copy "
+            "it again from another node of the cluster; removing it begins a cluster of its own"
+        ) from None
+
+
+def load_secret(settings: Settings) -> bytes:
+    """The cluster's secret from POTLUCK_PSK, else POTLUCK_PASSPHRASE, else the file in the home.
+
+    ConfigurationError if a variable is unusable; IdentityError as for ``load_or_create_secret``.
+    """
+    if settings.psk is not None:
+        try:
+            return parse_psk(settings.psk)
+        except ValueError:
+            raise ConfigurationError(
+                "POTLUCK_PSK should hold 64 hexadecimal digits (32 bytes); it holds "
+                f"{len(settings.psk)} characters that are not that"
+            ) from None
+    if settings.passphrase is not None:
+        return derive_psk(settings.passphrase)
+    return load_or_create_secret(settings.home)
+
+
+def parse_psk(text: str) -> bytes:
+    """32 bytes from 64 hexadecimal digits; ValueError for anything else."""
+    digits = text.strip()
+    if len(digits) != 2 * PSK_BYTES or not set(digits) <= set(string.hexdigits):
+        raise ValueError("a cluster secret has 64 hexadecimal digits")
+    return bytes.fromhex(digits)
+
+
+def derive_psk(passphrase: str) -> bytes:
+    """The secret that a passphrase stands for: scrypt, about half a second and 128 MiB.
+
+    ConfigurationError if it has fewer than ``MIN_PASSPHRASE`` characters: whoever meets one of the
+    cluster's nodes can try guesses at leisure, so words must be many. A random secret is better.
+    """
+    words = unicodedata.normalize("NFKC", passphrase).strip()
+    if len(words) < MIN_PASSPHRASE:
+        raise ConfigurationError(
+            f"POTLUCK_PASSPHRASE has {len(words)} characters; at least {MIN_PASSPHRASE} are needed "
+            "(several random words)"
+        )
+    return hashlib.scrypt(
+        words.encode(),
+        salt=_SCRYPT_SALT,
+        n=_SCRYPT_N,
+        r=_SCRYPT_R,
+        p=_SCRYPT_P,
+        maxmem=256 << 20,
+        dklen=PSK_BYTES,
+    )

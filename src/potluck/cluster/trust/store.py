@@ -1,0 +1,198 @@
+"""The trust store: which nodes this one has met, and which are banned in spite of their secret.
+
+One file, ``home/trust.json`` (mode 0600), the same for the agent, its workers and the commands.
+Changes are made under a lock and appear whole or not at all; readers notice them at the next
+connection. Everyone who holds the cluster's secret is trusted unless banned, so the list of known
+nodes gives no rights: it lets people name a node by the beginning of its id. A ban is for good: it
+is passed from node to node, and none can know that all have forgotten it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import string
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from potluck.cluster.home.keyfile import read_private, replace_private
+from potluck.errors import ConfigurationError, IdentityError, PotluckError
+
+TRUST_FILE = "trust.json"
+FORMAT = 1
+NODE_ID_DIGITS = 64
+MIN_PREFIX = 8
+MAX_NODES = 4096
+
+_LOCK_FILE = ".trust.lock"
+_WHAT = "the list of trusted nodes"
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one node. ``since`` is Unix time: when it was first met, or banned."""
+
+    node: str
+    name: str = ""
+    banned: bool = False
+    since: float = 0.0
+    reason: str = ""
+
+
+class _File(msgspec.Struct, frozen=True):
+    version: int
+    nodes: tuple[Node, ...]
+
+
+class TrustStore:
+    """The nodes in ``home/trust.json``. Threads and processes may use one home at the same time.
+
+    Every method raises IdentityError if the file is damaged or can be changed by others.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.path = home / TRUST_FILE
+        self._lock = threading.Lock()
+        self._stamp: tuple[int, int, int] | None = None
+        self._nodes: dict[str, Node] = {}
+
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes on the list, as the file is now. Costs one stat if it has not changed."""
+        with self._lock:
+            self._refresh()
+            return tuple(self._nodes.values())
+
+    def banned(self) -> frozenset[str]:
+        """The ids of all banned nodes."""
+        return frozenset(each.node for each in self.nodes() if each.banned)
+
+    def objects_to(self, node: str) -> str | None:
+        """Why ``node`` must not be talked to, or None: what ``Credentials`` asks in a handshake."""
+        try:
+            with self._lock:
+                self._refresh()
+                known = self._nodes.get(node)
+        except PotluckError as error:  # a list that can't be read must not let a banned node in
+            return f"{error}"
+        if known is None or not known.banned:
+            return None
+        because = f" ({known.reason})" if known.reason else ""
+        return f"node {node[:12]} is banned from this cluster{because}"
+
+    def find(self, text: str) -> str:
+        """The full id that ``text`` stands for: an id, or the beginning of one known node's.
+
+        ConfigurationError if it is too short, unknown or stands for several.
+        """
+        wanted = text.strip().lower()
+        if not wanted or not set(wanted) <= set(string.hexdigits):
+            raise ConfigurationError(
+                f"{text!r} is no node id: write its hexadecimal digits, or at least the first "
+                f"{MIN_PREFIX} of them, as `potluck status` shows them"
+            )
+        if len(wanted) == NODE_ID_DIGITS:
+            return wanted
+        if not MIN_PREFIX <= len(wanted) < NODE_ID_DIGITS:
+            raise ConfigurationError(
+                f"{text!r} has {len(wanted)} digits; a node id has {NODE_ID_DIGITS}, of which at "
+                f"least the first {MIN_PREFIX} are needed"
+            )
+        found = [each.node for each in self.nodes() if each.node.startswith(wanted)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ConfigurationError(f"{text!r} fits {len(found)} nodes: write more of its digits")
+        raise ConfigurationError(
+            f"no node known here has an id that begins with {wanted}; write all "
+            f"{NODE_ID_DIGITS} digits to name one that was never met"
+        )
+
+    def meet(self, node: str, name: str = "") -> None:
+        """Remember that ``node`` proved itself. A banned node stays banned."""
+        with self._lock:
+            self._refresh()
+            known = self._nodes.get(node)
+        if known is not None and (known.banned or known.name == name or not name):
+            return
+        with self._changing() as nodes:
+            known = nodes.get(node) or Node(node=node, since=time.time())
+            if not known.banned:
+                nodes[node] = msgspec.structs.replace(known, name=name[:256] or known.name)
+
+    def ban(self, node: str, reason: str = "") -> bool:
+        """Refuse ``node`` from now on; False if it was banned already."""
+        _check(node)
+        with self._changing() as nodes:
+            known = nodes.get(node) or Node(node=node)
+            nodes[node] = msgspec.structs.replace(
+                known, banned=True, since=time.time(), reason=reason[:256]
+            )
+            return not known.banned
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[dict[str, Node]]:
+        """The nodes, to be changed; written when the block ends well. One process at a time."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(
+                self.path.with_name(_LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+        except OSError as error:
+            raise IdentityError(f"{_WHAT} {self.path} can't be changed: {error}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with self._lock:
+                self._refresh()
+                before, nodes = self._nodes, dict(self._nodes)
+                yield nodes
+                if nodes != before:
+                    _forget_oldest(nodes)
+                    file = _File(FORMAT, tuple(nodes.values()))
+                    data = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
+                    replace_private(self.path, _WHAT, data)
+                    self._stamp = None
+        finally:
+            os.close(lock)
+
+    def _refresh(self) -> None:
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            self._stamp, self._nodes = None, {}
+            return
+        stamp = (status.st_mtime_ns, status.st_ino, status.st_mode)
+        if stamp == self._stamp:
+            return
+        try:
+            file = msgspec.json.decode(read_private(self.path, _WHAT), type=_File)
+        except FileNotFoundError:
+            self._stamp, self._nodes = None, {}
+            return
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise IdentityError(
+                f"{_WHAT} {self.path} is damaged ({error}); restore it, or remove it: banned "
+                "nodes are then let in again until they are banned anew"
+            ) from error
+        if file.version != FORMAT:
+            raise IdentityError(
+                f"{_WHAT} {self.path} has format {file.version}, this potluck reads {FORMAT}: "
+                "install the version that wrote it"
+            )
+        self._nodes = {each.node: each for each in file.nodes}
+        self._stamp = stamp
+
+
+def _forget_oldest(nodes: dict[str, Node]) -> None:
+    """Keep the file bounded; what is banned is never forgotten."""
+    spare = sorted((n for n in nodes.values() if not n.banned), key=lambda each: each.since)
+    for node in spare[: max(0, len(nodes) - MAX_NODES)]:
+        del nodes[node.node]
+
+
+def _check(node: str) -> None:
+    if len(node) != NODE_ID_DIGITS or not set(node) <= set(string.hexdigits.lower()):
+        raise ValueError(f"{node!r} is no node id ({NODE_ID_DIGITS} hexadecimal digits)")

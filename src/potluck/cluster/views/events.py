@@ -1,0 +1,167 @@
+"""What can happen to a node of a cluster (events), and what is to be done about it (actions).
+
+Every action carries its reason in words a person can read, or is a message that has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from potluck.types import MeasuredPath, Member
+from potluck.wire.nodes import NodeMessage, Record, View
+
+# What can happen.
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """There is an authenticated control link to ``node``, in its run ``life``."""
+
+    node: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """``message`` came from ``node``, in its run ``life``."""
+
+    node: str
+    life: int
+    message: NodeMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The host of ``node`` answered that nobody listens: run ``life`` of its agent has ended."""
+
+    node: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The record of ``Save(number)``, and all before it, are on disk."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class WantGroup:
+    """This node's ``membership`` announced a group: have it agreed on.
+
+    ``kept`` are the workers that stay from the group before and hold its state. ``fresh``: there
+    are none, and every one that did is known to have ended. ``renew``: the group is a new one also
+    if its members are those of the group before, which does not work any more. ``paths``: what was
+    measured of the links between their nodes.
+    """
+
+    job: str
+    members: tuple[Member, ...]
+    kept: tuple[str, ...]
+    reason: str
+    fresh: bool = False
+    renew: bool = False
+    paths: tuple[MeasuredPath, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobOver:
+    """``job`` has ended: its group leaves the view."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ban:
+    """The operator bans ``node``."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContinueAlone:
+    """The operator orders this paused node to go on without the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Found a lineage now, without listening for others first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; see ``Node.next_wakeup``."""
+
+
+Event = (
+    Linked | Received | Refused | Saved | WantGroup | JobOver | Ban | ContinueAlone | Found | Tick
+)
+
+
+# What is to be done.
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send ``message`` to ``node``, if there is a link."""
+
+    node: str
+    message: NodeMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write ``record`` to disk, then tell ``Saved(number)``."""
+
+    number: int
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """``view`` is the one to use; its epoch is on disk. Its groups whose epoch is new go to this
+    node's workers, and to the ``membership`` of its leader."""
+
+    view: View
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRefused:
+    """The group that was wanted for ``job`` can't be had; try again after ``floor``, if at all."""
+
+    job: str
+    floor: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Stop the groups of this node's workers: nothing may commit here."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The pause is over."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """This node is in no view. With ``resync``, its workers must drop their state."""
+
+    reason: str
+    resync: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something to tell a person."""
+
+    reason: str
+
+
+Action = Send | Save | Install | GroupRefused | Pause | Resume | Leave | Note

@@ -1,0 +1,84 @@
+"""How one view of the cluster follows from another. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import msgspec
+
+from potluck.cluster.views.election import by_seniority
+from potluck.cluster.views.events import WantGroup
+from potluck.wire.nodes import JobGroup, Seat, View
+
+
+def first_view(lineage: str, node: str, life: int, epoch: int, reason: str) -> View:
+    """The first view of a lineage: one node."""
+    return View(lineage, epoch, (Seat(node, life, epoch),), reason=reason)
+
+
+def following(
+    view: View,
+    epoch: int,
+    *,
+    kept: Collection[str],
+    joining: Iterable[tuple[str, int]] = (),
+    wanted: Iterable[WantGroup] = (),
+    over: Collection[str] = (),
+    reason: str,
+) -> View:
+    """The view of ``epoch`` after ``view``: the ``kept`` nodes and those ``joining`` (node, life).
+
+    A group that loses workers with their nodes goes on with the rest, in the new epoch. One that
+    loses all that held its state stays on record as it was: only they can bring it back.
+    """
+    seats = [seat for seat in view.seats if seat.node in kept]
+    seats += [Seat(node, life, epoch) for node, life in joining]
+    nodes = {seat.node for seat in seats}
+    groups = {group.job: _without(group, nodes, epoch) for group in view.groups}
+    for want in wanted:
+        groups[want.job] = _wanted(want, groups.get(want.job), epoch)
+    kept_groups = tuple(group for job, group in sorted(groups.items()) if job not in over)
+    return View(view.lineage, epoch, by_seniority(seats), kept_groups, reason, view.fork_of)
+
+
+def objection_to(want: WantGroup, view: View) -> str:
+    """Why the group that ``want`` asks for may not follow in ``view``; empty if it may."""
+    away = sorted({member.node for member in want.members} - set(view.nodes))
+    if away:
+        return f"{', '.join(away)} is not in the cluster's view"
+    group = view.group(want.job)
+    if group is None or want.fresh:
+        return ""
+    before = {member.worker for member in group.members if member.node in view.nodes}
+    if not before & set(want.kept):
+        return (
+            f"no worker of its group of epoch {group.epoch} is left to say what was committed; "
+            "their nodes may still go on"
+        )
+    return ""
+
+
+def describe(view: View) -> str:
+    """``epoch 7: a, b (leader a)``."""
+    return f"epoch {view.epoch}: {', '.join(view.nodes)} (leader {view.leader})"
+
+
+def _wanted(want: WantGroup, before: JobGroup | None, epoch: int) -> JobGroup:
+    """The group that ``want`` asks for. In the same members only ``entering`` changes, unless it is
+    to be renewed: a group whose members all hold the state by now stays the group it is."""
+    entering = tuple(m.worker for m in want.members if m.worker not in want.kept)
+    if before is None or want.fresh:
+        return JobGroup(want.job, epoch, want.members, epoch, entering, want.paths)
+    is_the_same = want.members == before.members and not want.renew
+    if is_the_same:
+        return msgspec.structs.replace(before, entering=entering)
+    return JobGroup(want.job, epoch, want.members, before.origin, entering, want.paths)
+
+
+def _without(group: JobGroup, nodes: set[str], epoch: int) -> JobGroup:
+    members = tuple(member for member in group.members if member.node in nodes)
+    names = [member.worker for member in members]
+    if members == group.members or set(names) <= set(group.entering):
+        return group
+    entering = tuple(name for name in group.entering if name in names)
+    return msgspec.structs.replace(group, epoch=epoch, members=members, entering=entering)

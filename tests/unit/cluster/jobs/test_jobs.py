@@ -1,0 +1,348 @@
+"""Who may make a node run something: the leader of its own view, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from potluck.cluster.bundles.depot import KEPT_JOBS, BundleDepot
+from potluck.cluster.jobs.dispatcher import JobDispatcher
+from potluck.cluster.jobs.lead import Lead
+from potluck.cluster.jobs.versions import own_versions
+from potluck.cluster.views import events
+from potluck.errors import ProtocolError
+from potluck.launch.chaos import ChaosPlan
+from potluck.wire import control, jobs, local, peers
+from potluck.wire.names import Versions
+from potluck.wire.nodes import Seat, View
+
+ME, LEADER, EVE = "me", "leader", "eve"
+
+
+class Machine:
+    """What an agent is to its jobs (``JobHost`` and ``Shop``): what it would do is written down."""
+
+    me, port, bind, stands_still, is_banned = ME, 1, "127.0.0.1", "", False
+
+    def __init__(self) -> None:
+        self.view: View | None = None
+        self.sent: list[tuple[str, peers.PeerMessage]] = []
+        self.events: list[events.Event] = []
+        self.notes: list[str] = []
+        self.launched: list[str] = []
+        self.unreachable: set[str] = set()
+
+    @property
+    def shop(self) -> Machine:
+        return self
+
+    def send(self, node: str, message: peers.PeerMessage) -> bool:
+        self.sent.append((node, message))
+        return node not in self.unreachable
+
+    def to_leader(self, message: jobs.ToLeader) -> bool:
+        return self.view is not None and self.send(self.view.leader, message)
+
+    def handle(self, event: events.Event) -> None:
+        self.events.append(event)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def log(self, job: str, line: str) -> None:
+        self.notes.append(line)
+
+    def called(self, node: str) -> str:
+        return node
+
+    label = readable = address = called
+
+    def versions(self, node: str) -> Versions:
+        return own_versions()
+
+    def unsent(self, node: str) -> int:
+        return 0
+
+    def is_dead(self, node: str) -> bool:
+        return False
+
+    def free_port(self) -> int:
+        return 1
+
+    def chaos(self, text: str) -> ChaosPlan:
+        return ChaosPlan([])
+
+    def launcher(self, spec: jobs.JobSpec, folder: Path, **how: object) -> Machine:
+        self.launched.append(spec.job)
+        return self
+
+    def summary(
+        self, spec: jobs.JobSpec, lead: Lead, last_words: Mapping[str, Sequence[str]]
+    ) -> tuple[int, bytes]:
+        return 0, b"{}"
+
+
+def spec(bundle: bytes, starter: str) -> jobs.JobSpec:
+    return jobs.JobSpec("job", "train.py", (), bundle, starter, own_versions())
+
+
+def view(*nodes: str, epoch: int = 3) -> View:
+    return View("L", epoch, tuple(Seat(node, 1, number) for number, node in enumerate(nodes, 1)))
+
+
+def play(tmp_path: Path, story: Callable[[Machine, JobDispatcher, BundleDepot], object]) -> Machine:
+    async def run() -> Machine:
+        machine = Machine()
+        depot = BundleDepot(tmp_path / "bundles", machine.send)
+        all_jobs = JobDispatcher(machine, depot)  # type: ignore[arg-type]
+        try:
+            await story(machine, all_jobs, depot)  # type: ignore[misc]
+        finally:
+            await all_jobs.close()
+        return machine
+
+    return asyncio.run(run())
+
+
+def install(machine: Machine, all_jobs: JobDispatcher, new: View) -> None:
+    machine.view = new
+    all_jobs.act(events.Install(new, ""))
+
+
+async def bundle_of(depot: BundleDepot, folder: Path) -> bytes:
+    folder.mkdir()
+    (folder / "train.py").write_text("print('hello')")
+    return await depot.take_in(folder)
+
+
+def reports(machine: Machine) -> list[str]:
+    return [to for to, message in machine.sent if isinstance(message, jobs.Reported)]
+
+
+def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
+    tmp_path: Path,
+) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        places = (jobs.Place("0", ME, 0),)
+        all_jobs.received(LEADER, jobs.Order(spec(bundle, LEADER), places))
+        assert not all_jobs.floor.posts
+        install(machine, all_jobs, view(LEADER, ME))
+        async with asyncio.timeout(20):
+            while not reports(machine):
+                await asyncio.sleep(0)
+
+    machine = play(tmp_path, story)
+    assert machine.launched == ["job"]
+    assert reports(machine) == [LEADER]
+
+
+def test_a_banned_node_ends_its_workers(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        install(machine, all_jobs, view(LEADER, ME))
+        all_jobs.received(LEADER, jobs.Order(spec(bundle, LEADER), ()))
+        all_jobs.act(events.Leave("a cut"))
+        assert all_jobs.floor.posts, "it may come back"
+        machine.is_banned = True
+        all_jobs.act(events.Leave("banned"))
+        assert not all_jobs.floor.posts
+
+    play(tmp_path, story)
+
+
+def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        install(machine, all_jobs, view(LEADER, ME, EVE))
+        order = jobs.Order(spec(bundle, EVE), (jobs.Place("0", ME, 0),))
+        all_jobs.received(EVE, order)
+        all_jobs.received(EVE, jobs.StartWorker("job", "0", 0))
+        install(machine, all_jobs, view(LEADER, ME, EVE, epoch=4))
+        assert not all_jobs.floor.posts
+
+    machine = play(tmp_path, story)
+    assert machine.launched == []
+    assert machine.notes == [
+        "eve does not lead the cluster, and ordered a job: nothing is run for it"
+    ]
+    assert not [m for _, m in machine.sent if isinstance(m, peers.BundleWanted | jobs.Reported)]
+
+
+def test_nobody_outside_the_view_or_in_anothers_name_can_submit_a_job(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        install(machine, all_jobs, view(ME, LEADER))
+        machine.sent.clear()
+        all_jobs.received(EVE, jobs.Submit(spec(bytes(32), EVE)))
+        assert machine.sent == []
+        all_jobs.received(LEADER, jobs.Submit(spec(bytes(32), ME)))
+        [(to, answer)] = machine.sent
+        assert to == LEADER
+        assert isinstance(answer, jobs.Submitted)
+        assert answer.error
+
+    play(tmp_path, story)
+
+
+def test_a_node_speaks_for_its_own_workers_only(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER, EVE))
+        all_jobs.received(LEADER, jobs.Submit(spec(bundle, LEADER)))
+        for node in (ME, LEADER, EVE):
+            all_jobs.received(node, jobs.Reported("job"))
+        [status] = all_jobs.status()
+        assert {worker.phase for worker in status.workers} == {"starting"}
+        all_jobs.received(EVE, jobs.WorkerEnded("job", "0", 1))
+        [status] = all_jobs.status()
+        assert {worker.phase for worker in status.workers} == {"starting"}
+        all_jobs.received(LEADER, jobs.WorkerEnded("job", "0", 1))
+        [status] = all_jobs.status()
+        assert status.workers[0].phase == "gone"
+
+    play(tmp_path, story)
+
+
+def test_what_jobs_leave_behind_is_bounded(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        for number in range(KEPT_JOBS + 3):
+            folder = depot.open(bundle, f"job-{number}")
+            assert (folder / "train.py").read_text() == "print('hello')"
+            depot.close(f"job-{number}")
+
+    play(tmp_path, story)
+    assert len(list((tmp_path / "bundles" / "jobs").iterdir())) == KEPT_JOBS
+
+
+def test_a_jobs_folder_is_kept_by_its_own_age_not_by_its_scripts(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        for number in range(KEPT_JOBS):
+            depot.open(bundle, f"job-{number}")
+            depot.close(f"job-{number}")
+        os.utime(tmp_path / "bundles" / "bundles" / bundle.hex(), (1, 1))
+        depot.open(bundle, "last")
+        depot.close("last")
+
+    play(tmp_path, story)
+    assert (tmp_path / "bundles" / "jobs" / "last").is_dir()
+
+
+def test_a_folder_that_was_not_copied_whole_is_copied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(source: Path, target: Path) -> None:
+        target.mkdir()
+        raise OSError("the disk is full")
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "copytree", breaks)
+            with pytest.raises(OSError, match="full"):
+                depot.open(bundle, "job")
+        assert (depot.open(bundle, "job") / "train.py").is_file()
+
+    play(tmp_path, story)
+
+
+def test_an_agent_that_ends_does_not_wait_for_a_folder_on_its_way(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        install(machine, all_jobs, view(LEADER, ME))
+        all_jobs.received(LEADER, jobs.Order(spec(bytes(32), LEADER), ()))
+        async with asyncio.timeout(5):
+            while not any(isinstance(m, peers.BundleWanted) for _, m in machine.sent):
+                await asyncio.sleep(0)
+            await all_jobs.close()
+
+    play(tmp_path, story)
+
+
+def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
+    tmp_path: Path,
+) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER))
+        one = msgspec.structs.replace(spec(bundle, LEADER), max_nodes=1)
+        all_jobs.received(LEADER, jobs.Submit(one))
+        all_jobs.received(LEADER, jobs.Reported("job"))
+        machine.unreachable.add(LEADER)
+        all_jobs.received(LEADER, jobs.WorkerEnded("job", "0", 0))
+        async with asyncio.timeout(20):
+            while all_jobs.status():
+                await asyncio.sleep(0)
+        assert "{}" in machine.notes, "its summary is in the log"
+        machine.unreachable.clear()
+        machine.sent.clear()
+        all_jobs.linked(LEADER)
+        assert (LEADER, jobs.JobList(())) in machine.sent
+
+    play(tmp_path, story)
+
+
+def test_who_leads_no_more_keeps_no_task_for_the_job(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER))
+        before = len(asyncio.all_tasks())
+        all_jobs.received(LEADER, jobs.Submit(spec(bundle, LEADER)))
+        assert len(asyncio.all_tasks()) == before + 1
+        install(machine, all_jobs, view(LEADER, ME, epoch=4))
+        async with asyncio.timeout(20):
+            while len(asyncio.all_tasks()) > before:
+                await asyncio.sleep(0)
+        assert machine.events == [], "the job is not over"
+
+    play(tmp_path, story)
+
+
+class Terminal:
+    """A command that waits for its job."""
+
+    def __init__(self) -> None:
+        self.heard: list[local.Reply] = []
+
+    def send(self, message: local.Reply) -> None:
+        self.heard.append(message)
+
+
+def test_a_job_that_another_leader_took_over_is_not_submitted_again(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        (tmp_path / "code").mkdir()
+        (tmp_path / "code" / "train.py").write_text("print('hello')")
+        install(machine, all_jobs, view(LEADER, EVE, ME))
+        terminal, folder = Terminal(), str(tmp_path / "code")
+        request = local.RunRequest(folder, "train.py", (), folder, 1, 0, 3, 30.0, "", "sealed")
+        job = await all_jobs.submit(request, terminal)
+        install(machine, all_jobs, view(EVE, ME, epoch=4))
+        status = control.StatusReply(job, EVE, 0, "train.py", 0.0, 4, 7, None, (), ())
+        all_jobs.received(EVE, jobs.JobStatus(status))
+        machine.sent.clear()
+        install(machine, all_jobs, view(EVE, ME, epoch=5))
+        assert not [m for _, m in machine.sent if isinstance(m, jobs.Submit)]
+        all_jobs.received(EVE, jobs.JobList(()))
+        last = terminal.heard[-1]
+        assert isinstance(last, local.Outcome)
+        assert "ended while this node was away" in last.text
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "..", ".", "a\\b", "", "a\n"])
+def test_a_jobs_name_is_no_path(name: str) -> None:
+    order = jobs.Order(msgspec.structs.replace(spec(bytes(32), EVE), job=name), ())
+    with pytest.raises(ProtocolError, match="job"):
+        peers.decode(peers.encode(order)[4:])
+
+
+def test_a_jobs_name_may_have_what_scripts_names_have() -> None:
+    order = jobs.Order(msgspec.structs.replace(spec(bytes(32), EVE), job="..my train é-1f0c"), ())
+    assert peers.decode(peers.encode(order)[4:]) == order

@@ -1,0 +1,126 @@
+"""The journal: what is told, and how recoveries are measured."""
+
+from __future__ import annotations
+
+from potluck.cluster.jobs.journal import MAX_NOTES, Journal
+from potluck.wire.control import Progress
+
+
+def training() -> Journal:
+    """Three workers in epoch 1 that have committed 60 steps."""
+    journal = Journal(["0", "1", "2"], now=0.0)
+    journal.announced(1, ("0", "1", "2"), ("0", "1", "2"))
+    for name in "012":
+        journal.installed(name, 1, 1.0)
+        journal.progress(name, step(60, epoch=1), 9.0)
+    return journal
+
+
+def step(number: int, *, epoch: int, **more: object) -> Progress:
+    return Progress(epoch=epoch, step=number, loss=0.5, **more)
+
+
+def texts(journal: Journal) -> list[str]:
+    return [note.text for note in journal.notes]
+
+
+def test_a_recovery_is_measured_from_the_loss_to_the_next_committed_step() -> None:
+    journal = training()
+    journal.lost("2", "worker 2 lost (killed by SIGKILL (9))", 10.0)
+    journal.announced(2, ("0", "1"), ())
+    journal.reported(1, 60, 10.01)
+    journal.installed("0", 2, 10.3)
+    journal.installed("1", 2, 10.4)
+    journal.progress("0", step(61, epoch=2), 10.9)
+    (recovery,) = journal.recoveries
+    assert round(recovery.reformed_s or 0, 6) == 0.4
+    assert round(recovery.recovered_s or 0, 6) == 0.9
+    assert (recovery.step, recovery.run_again) == (60, True)
+    assert texts(journal) == [
+        "worker 2 lost (killed by SIGKILL (9)), re-formed in 0.40 s, step 60 run again, "
+        "training on after 0.90 s"
+    ]
+
+
+def test_a_step_that_was_not_begun_is_not_run_again() -> None:
+    journal = training()
+    journal.reported(1, 60, 9.9)
+    journal.lost("2", "worker 2 lost", 10.0)
+    journal.announced(2, ("0", "1"), ())
+    journal.progress("0", step(62, epoch=2), 10.5)
+    assert journal.recoveries[0].run_again is False, "step 60 counted, 61 was the next"
+
+
+def test_a_loss_found_by_silence_counts_from_the_first_report() -> None:
+    journal = training()
+    journal.reported(1, 60, 12.0)
+    journal.lost("2", "worker 2 lost (no sign of life)", 13.0)
+    journal.announced(2, ("0", "1"), ())
+    journal.progress("0", step(61, epoch=2), 13.5)
+    assert journal.recoveries[0].recovered_s == 1.5
+    assert journal.recoveries[0].run_again is True
+
+
+def test_a_late_report_about_an_old_epoch_starts_no_clock() -> None:
+    journal = training()
+    journal.announced(2, ("0", "1"), ())
+    journal.reported(1, 60, 12.0)
+    journal.lost("1", "worker 1 lost", 50.0)
+    assert journal.recoveries[0].detected == 50.0
+
+
+def test_losses_before_the_next_step_are_one_recovery() -> None:
+    journal = training()
+    journal.lost("2", "worker 2 lost", 10.0)
+    journal.announced(2, ("0", "1"), ())
+    journal.installed("0", 2, 10.1)
+    journal.installed("1", 2, 10.1)
+    journal.lost("1", "worker 1 lost", 10.2)
+    journal.announced(3, ("0",), ())
+    journal.installed("0", 3, 10.5)
+    journal.progress("0", step(61, epoch=2), 10.6)
+    assert journal.open_recovery is not None, "epoch 2 was over by then"
+    journal.progress("0", step(62, epoch=3), 11.0)
+    (recovery,) = journal.recoveries
+    assert recovery.workers == ("2", "1")
+    assert recovery.recovered_s == 1.0
+
+
+def test_a_group_that_ended_without_anyone_to_blame_is_a_recovery_too() -> None:
+    journal = training()
+    journal.lost("", "epoch 1 ended (its links failed)", 10.0)
+    journal.announced(2, ("0", "1", "2"), ())
+    journal.progress("0", step(61, epoch=2), 10.5)
+    assert journal.recoveries[0].workers == ()
+    assert journal.recoveries[0].recovered_s == 0.5
+
+
+def test_a_worker_that_comes_back_is_told_with_its_first_step() -> None:
+    journal = training()
+    journal.announced(2, ("0", "1"), ())
+    journal.announced(3, ("0", "1", "2"), ("2",))
+    journal.progress("0", step(85, epoch=2), 20.0)
+    journal.progress("2", step(86, epoch=3), 20.1)
+    journal.progress("2", step(87, epoch=3), 20.2)
+    assert texts(journal) == ["worker 2 rejoined at step 85"]
+
+
+def test_the_first_members_do_not_rejoin() -> None:
+    assert texts(training()) == []
+
+
+def test_the_newest_of_each_fact_is_kept() -> None:
+    journal = training()
+    journal.progress("0", step(61, epoch=1, device="cpu", facts={"a": 1, "b": 2}), 10.0)
+    journal.progress("0", step(62, epoch=1, facts={"b": 3}), 11.0)
+    facts = journal.workers["0"]
+    assert (facts.step, facts.device, facts.facts) == (62, "cpu", {"a": 1, "b": 3})
+    assert (journal.step, journal.loss) == (62, 0.5)
+
+
+def test_notes_are_bounded() -> None:
+    journal = Journal(["0"], now=0.0)
+    for number in range(MAX_NOTES + 10):
+        journal.note(str(number), 1.0)
+    assert len(journal.notes) == MAX_NOTES
+    assert journal.notes[-1].text == str(MAX_NOTES + 9)

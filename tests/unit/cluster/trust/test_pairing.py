@@ -1,0 +1,335 @@
+"""Pairing: who gets the secret, who does not, and what can be seen on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from potluck.cluster.discovery.advert import Hint, Presence
+from potluck.cluster.discovery.finder import OnHint
+from potluck.cluster.trust.pairing import Code, Exchange, new_code, parse_code
+from potluck.cluster.trust.pairing_link import MAX_GUESSES, hand_over, take_over
+from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError, WrongCode
+from potluck.wire import pairing as wire
+
+CODE = Code("274831927")
+WRONG = Code("274831928")
+PSK = b"the cluster's 256-bit secret, no"
+SECRET = wire.Handover(PSK, "a1" * 32, "attic")
+ME = wire.Newcomer("b2" * 32, "laptop")
+
+
+class Told:
+    """A Finder that is told what to find."""
+
+    name = "told"
+
+    def __init__(self, *hints: Hint) -> None:
+        self.hints = hints
+        self.presence: Presence | None = None
+
+    async def start(self, presence: Presence, on_hint: OnHint) -> None:
+        self.presence = presence
+        for hint in self.hints:
+            on_hint(hint)
+
+    async def close(self) -> None:
+        return None
+
+
+class Waiting:
+    """A host that waits with a code in a task."""
+
+    def __init__(self, code: Code = CODE, expires_s: float = 30.0) -> None:
+        self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.task = asyncio.create_task(
+            hand_over(code, SECRET, [], expires_s=expires_s, on_waiting=self._port.set_result)
+        )
+
+    async def address(self) -> tuple[str, int]:
+        return "127.0.0.1", await self._port
+
+
+def run(story: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await story()
+
+    asyncio.run(bounded())
+
+
+def test_the_right_code_hands_the_secret_over_and_tells_each_who_the_other_is() -> None:
+    async def story() -> None:
+        host = Waiting()
+        assert await take_over(CODE, ME, [], address=await host.address()) == SECRET
+        assert await host.task == ME
+
+    run(story)
+
+
+def test_a_wrong_code_gets_nothing_and_ends_the_run() -> None:
+    async def story() -> None:
+        host = Waiting()
+        address = await host.address()
+        with pytest.raises(WrongCode, match="void at once"):
+            await take_over(WRONG, ME, [], address=address)
+        with pytest.raises(WrongCode, match="The code is void now"):
+            await host.task
+        with pytest.raises(LinkError):
+            await take_over(CODE, ME, [], address=address)
+
+    run(story)
+
+
+def test_a_code_expires() -> None:
+    async def story() -> None:
+        with pytest.raises(WrongCode, match="expired"):
+            await Waiting(expires_s=0.05).task
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"plpr\x01\x04\xff\xff" + bytes(100),
+        b"plpr\x09\x01\x21\x00" + bytes(33),
+        b"plpr\x01\x01\x21\x00" + b"A" + b"\xff" * 32,
+        b"plpr\x01\x01\x21\x00" + b"B" + b"\xff" * 32,
+    ],
+)
+def test_junk_is_no_guess(junk: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever only scans the port does not end the run."""
+
+    async def story() -> None:
+        host = Waiting()
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(*await host.address())
+            with contextlib.suppress(ConnectionError):
+                writer.write(junk)
+                writer.write_eof()
+                assert await reader.read() == b""
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+        assert await take_over(CODE, ME, [], address=await host.address()) == SECRET
+        await host.task
+
+    run(story)
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) <= 1
+
+
+def test_a_crowd_of_silent_callers_does_not_keep_the_joiner_out() -> None:
+    async def story() -> None:
+        host = Waiting()
+        crowd = [await asyncio.open_connection(*await host.address()) for _ in range(100)]
+        assert await take_over(CODE, ME, [], address=await host.address()) == SECRET
+        await host.task
+        for _, writer in crowd:
+            writer.transport.abort()
+
+    run(story)
+
+
+async def relay(
+    host: tuple[str, int], change: Callable[[bytes], bytes], seen: list[bytes]
+) -> tuple[asyncio.Server, tuple[str, int]]:
+    """A man in the middle who reads everything and may change it."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                seen.append(data)
+                writer.write(change(data))
+                await writer.drain()
+            writer.write_eof()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*host)
+        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+        for each in (writer, far_writer):
+            each.transport.abort()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    return server, server.sockets[0].getsockname()[:2]
+
+
+def test_who_listens_on_the_wire_sees_neither_code_nor_secret_nor_names() -> None:
+    async def story() -> None:
+        host, seen = Waiting(), []
+        server, address = await relay(await host.address(), lambda data: data, seen)
+        async with server:
+            assert await take_over(CODE, ME, [], address=address) == SECRET
+            await host.task
+        wire_bytes = b"".join(seen)
+        assert len(wire_bytes) > 200
+        for secret in (PSK, PSK[:8], CODE.digits.encode(), b"274", b"attic", b"laptop", b"a1a1"):
+            assert secret not in wire_bytes
+
+    run(story)
+
+
+@pytest.mark.parametrize("at", [8, 20, 41, 70])
+def test_a_man_in_the_middle_who_changes_a_byte_gets_nothing_and_both_notice(at: int) -> None:
+    async def story() -> None:
+        host, seen = Waiting(), []
+
+        def flip(data: bytes) -> bytes:
+            at_here = min(at, len(data) - 1)
+            return data[:at_here] + bytes([data[at_here] ^ 1]) + data[at_here + 1 :]
+
+        server, address = await relay(await host.address(), flip, seen)
+        async with server:
+            with pytest.raises(PotluckError):
+                await take_over(CODE, ME, [], address=address)
+            host.task.cancel()
+            with pytest.raises((PotluckError, asyncio.CancelledError)):
+                await host.task
+        assert PSK not in b"".join(seen)
+
+    run(story)
+
+
+def test_a_man_in_the_middle_who_plays_both_sides_without_the_code_gets_neither() -> None:
+    """He runs SPAKE2 with each of them under a guess of his own: one guess for one run."""
+
+    async def story() -> None:
+        host = Waiting()
+        got: list[object] = []
+
+        async def play_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            opening = (await reader.readexactly(8 + 33))[8:]
+            exchange = Exchange(WRONG, is_host=True)
+            sealing = exchange.agree(opening)
+            writer.write(wire.encode(wire.ANSWER, exchange.opening + sealing.proof))
+            got.append(await reader.read())
+            writer.transport.abort()
+
+        server = await asyncio.start_server(play_host, "127.0.0.1", 0)
+        async with server:
+            with pytest.raises(WrongCode):
+                await take_over(CODE, ME, [], address=server.sockets[0].getsockname()[:2])
+            with pytest.raises(WrongCode):
+                await take_over(WRONG, ME, [], address=await host.address())
+            with pytest.raises(WrongCode):
+                await host.task
+        assert got == [b""], "not even the proof was shown to him"
+
+    run(story)
+
+
+def test_the_host_is_found_by_the_public_part_of_the_code() -> None:
+    async def story() -> None:
+        told = Told()
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(
+            hand_over(CODE, SECRET, [told], expires_s=30, on_waiting=port.set_result)
+        )
+        number = await port
+        assert told.presence is not None
+        seeker = Presence(lambda: [WRONG.advert_key], 0, b"s" * 16)
+        stranger = Presence(lambda: [Code("111831927").advert_key], 0, b"s" * 16)
+        assert seeker.recognises(told.presence.advert())
+        assert not stranger.recognises(told.presence.advert())
+        nowhere = Hint("127.0.0.1", 1, "told", "ff" * 16)
+        found = Told(nowhere, Hint("127.0.0.1", number, "told", "ee" * 16))
+        assert await take_over(CODE, ME, [found]) == SECRET
+        await task
+
+    run(story)
+
+
+def test_a_joiner_asks_no_more_impostors_than_it_has_said() -> None:
+    async def story() -> None:
+        hosts = [Waiting(WRONG) for _ in range(MAX_GUESSES + 2)]
+        hints = [
+            Hint(*(await host.address()), "told", f"{number:032x}")
+            for number, host in enumerate(hosts)
+        ]
+        with pytest.raises(WrongCode):
+            await take_over(CODE, ME, [Told(*hints)])
+        results = []
+        for host in hosts:
+            with contextlib.suppress(TimeoutError, WrongCode):
+                await asyncio.wait_for(asyncio.shield(host.task), 0.05)
+            results.append(host.task.done())
+            host.task.cancel()
+        await asyncio.gather(*(host.task for host in hosts), return_exceptions=True)
+        assert sum(results) == MAX_GUESSES
+
+    run(story)
+
+
+def test_nobody_there_is_said_with_what_to_try_next() -> None:
+    async def story() -> None:
+        with pytest.raises(LinkError, match="--address"):
+            await take_over(CODE, ME, [Told()], timeout_s=0.05)
+        with pytest.raises(LinkError, match="can't be reached"):
+            await take_over(CODE, ME, [], address=("127.0.0.1", 1))
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    "text", ["274-831-927", "274831927", " 274 831 927 ", "274\u2013831\u2013927"]
+)
+def test_a_code_is_read_as_people_type_it(text: str) -> None:
+    assert parse_code(text) == CODE
+    assert parse_code(text).spoken() == "274-831-927"
+
+
+@pytest.mark.parametrize("text", ["", "555-831-92", "555-831-9277", "two74831927", "٢٧٤٨٣١٩٢٧"])
+def test_what_cannot_be_a_code_is_not_quoted_back(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="9 digits") as caught:
+        parse_code(text)
+    assert not text or text not in str(caught.value)
+
+
+def test_a_code_is_never_printed_and_no_two_are_alike() -> None:
+    codes = {new_code().spoken() for _ in range(200)}
+    assert len(codes) > 190
+    for shown in (repr(CODE), str(CODE), f"{CODE}", repr(SECRET)):
+        assert "831" not in shown
+        assert "927" not in shown
+        assert "secret" not in shown
+
+
+def test_an_element_of_any_bytes_is_refused_or_leads_to_another_key(seed: int) -> None:
+    rng = random.Random(seed)
+    right = Exchange(CODE, is_host=True)
+    for kind in (b"A", b"B", b"S", b""):
+        for _ in range(10):
+            data = kind + rng.randbytes(33 - len(kind))
+            with contextlib.suppress(ProtocolError):
+                sealing = Exchange(CODE, is_host=True).agree(data)
+                assert sealing.proof != right.agree(Exchange(CODE, is_host=False).opening).proof
+                right = Exchange(CODE, is_host=True)
+
+
+def test_messages_of_any_bytes_are_refused_without_being_decoded(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = (wire.OPENING, wire.ANSWER, wire.PROOF, wire.SEALED, wire.BUSY)
+    good = wire.encode(wire.OPENING, bytes(33))[: wire.PREFIX_BYTES]
+    assert wire.decode_prefix(good, wire.OPENING) == (wire.OPENING, 33)
+    with pytest.raises(ProtocolError, match="out of turn"):
+        wire.decode_prefix(good, wire.PROOF)
+    for _ in range(2000):
+        prefix = b"plpr\x01" + rng.randbytes(3)
+        try:
+            _, length = wire.decode_prefix(prefix, *kinds)
+        except ProtocolError:
+            continue
+        assert length <= wire.MAX_SEALED
+    with pytest.raises(ProtocolError, match="can't have"):
+        wire.encode(wire.SEALED, bytes(wire.MAX_SEALED + 1))
+    sealing = Exchange(CODE, is_host=True).agree(Exchange(CODE, is_host=False).opening)
+    for data in (b"", bytes(16), rng.randbytes(100)):
+        with pytest.raises(ProtocolError, match="changed on the way"):
+            sealing.open(data, wire.Newcomer)

@@ -1,0 +1,473 @@
+"""One node's decisions, told as stories; the messages of the others are written by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from potluck.cluster.groups import membership
+from potluck.cluster.groups.events import (
+    Agreed,
+    Announce,
+    Away,
+    EndGroup,
+    Exited,
+    Finished,
+    Installed,
+    NotAgreed,
+    Placed,
+    Ready,
+    Start,
+)
+from potluck.cluster.groups.roster import Phase, Policy
+from potluck.cluster.views import events
+from potluck.cluster.views.events import (
+    GroupRefused,
+    Install,
+    Received,
+    Save,
+    Saved,
+    Send,
+    WantGroup,
+)
+from potluck.cluster.views.node import Node, checksum
+from potluck.cluster.views.view import following, objection_to
+from potluck.types import Member
+from potluck.wire import nodes as wire
+from potluck.wire.nodes import JobGroup, Record, Seat, View
+
+
+class Story:
+    """A node whose disk is slow only when told so; ``sent`` and ``did`` hold what came of it."""
+
+    def __init__(self, record: Record | None = None, life: int = 1, me: str = "a") -> None:
+        self.now = 1000.0
+        self.node = Node(me, life, record or Record(), self.now)
+        self.disk = record or Record()
+        self.slow_disk = False
+        self.sent: list[Send] = []
+        self.did: list[events.Action] = []
+
+    def tell(self, event: events.Event) -> list[events.Action]:
+        did = list(self.node.handle(event, self.now))
+        saves = [action for action in did if isinstance(action, Save)]
+        while saves and not self.slow_disk:
+            save = saves.pop(0)
+            self.disk = save.record
+            more = self.node.handle(Saved(save.number), self.now)
+            saves += [action for action in more if isinstance(action, Save)]
+            did += more
+        self.did = did
+        self.sent += [action for action in did if isinstance(action, Send)]
+        return did
+
+    def hear(self, node: str, message: wire.NodeMessage, life: int = 1) -> list[events.Action]:
+        return self.tell(Received(node, life, message))
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.node.next_wakeup() <= until:
+            self.now = max(self.now, self.node.next_wakeup())
+            self.tell(events.Tick())
+        self.now = until
+
+    def messages(self, kind: type, to: str) -> list[wire.NodeMessage]:
+        return [s.message for s in self.sent if s.node == to and isinstance(s.message, kind)]
+
+    def installed(self) -> list[View]:
+        return [action.view for action in self.did if isinstance(action, Install)]
+
+
+def view(names: str, epoch: int = 5, *groups: JobGroup, lineage: str = "L") -> View:
+    seats = tuple(Seat(name, 1, joined) for joined, name in enumerate(names, 1))
+    return View(lineage, epoch, seats, groups)
+
+
+# ---------------------------------------------------------------- one node
+
+
+def test_a_node_alone_founds_a_cluster_of_itself_after_a_second() -> None:
+    story = Story()
+    story.run(0.9)
+    assert story.node.view is None
+    story.run(0.4)
+    assert story.node.view is not None
+    assert story.node.view.nodes == ("a",)
+    assert story.disk.installed == story.node.view.epoch == 1
+
+
+def test_or_at_once_when_ordered() -> None:
+    story = Story()
+    story.tell(events.Found())
+    assert [each.epoch for each in story.installed()] == [1]
+
+
+def test_on_one_node_a_group_is_agreed_on_in_the_same_turn() -> None:
+    """The job of one machine: what ``membership`` announces counts at once, epoch for epoch."""
+    story = Story()
+    story.tell(events.Found())
+    assert story.node.view is not None
+    state, _ = membership.begin(["0", "1"], Policy(), story.node.view.epoch)
+    for name in ("0", "1"):
+        state, actions = membership.handle(state, Ready(name, Member(name, "a", port=1)), 0.0)
+    (announce,) = (action for action in actions if isinstance(action, Announce))
+    story.tell(WantGroup("job", announce.members, (), announce.reason))
+    (installed,) = story.installed()
+    group = installed.group("job")
+    assert group is not None
+    assert (group.epoch, group.members) == (announce.epoch, announce.members)
+    assert story.disk.installed == announce.epoch
+
+
+def test_nothing_is_used_before_it_is_on_disk() -> None:
+    story = Story()
+    story.slow_disk = True
+    (save,) = (action for action in story.tell(events.Found()) if isinstance(action, Save))
+    assert story.installed() == []
+    assert save.record.installed == 1
+    story.tell(Saved(save.number))
+    assert [each.epoch for each in story.installed()] == [1]
+
+
+def test_after_a_restart_epochs_go_on_where_they_were() -> None:
+    story = Story(Record(installed=41), life=2)
+    story.tell(events.Found())
+    assert story.node.view is not None
+    assert story.node.view.epoch == 42
+
+
+def test_a_job_that_is_over_leaves_the_view() -> None:
+    story = Story()
+    story.tell(events.Found())
+    story.tell(WantGroup("job", (Member("0", "a"),), (), "begins"))
+    story.tell(events.JobOver("job"))
+    assert story.node.view is not None
+    assert story.node.view.groups == ()
+
+
+def test_who_does_not_lead_wants_in_vain() -> None:
+    (refused,) = Story().tell(WantGroup("job", (Member("0", "a"),), (), "begins"))
+    assert refused == GroupRefused("job", 0, "this node does not lead the cluster")
+
+
+# ---------------------------------------------------------------- groups of views
+
+
+def group(names: str, epoch: int = 3, entering: str = "") -> JobGroup:
+    members = tuple(Member(f"{name}0", name) for name in names)
+    return JobGroup("job", epoch, members, 1, tuple(f"{name}0" for name in entering))
+
+
+def test_a_node_without_workers_comes_and_goes_unnoticed_by_the_job() -> None:
+    before = view("abc", 5, group("ab"))
+    gone = following(before, 6, kept="ab", reason="c is silent")
+    assert gone.groups == before.groups
+    back = following(gone, 7, kept="ab", joining=[("c", 2)], reason="c joins")
+    assert back.groups == before.groups
+    assert back.seats[-1] == Seat("c", 2, 7)
+
+
+def test_a_group_goes_on_without_the_workers_of_a_lost_node() -> None:
+    after = following(view("abc", 5, group("abc")), 6, kept="ac", reason="b is silent")
+    (left,) = after.groups
+    assert (left.epoch, [m.worker for m in left.members]) == (6, ["a0", "c0"])
+
+
+def test_a_first_group_does_not_go_on_without_one_that_is_known_to_hold_its_state() -> None:
+    story = Story()
+    story.tell(events.Found())
+    members = (Member("a0", "a"), Member("a1", "a"))
+    story.tell(WantGroup("job", members, (), "begins"))
+    assert story.node.view is not None
+    first = story.node.view.groups[0]
+    assert first.entering == ("a0", "a1")
+    story.tell(WantGroup("job", members, ("a0", "a1"), "all hold the state"))
+    (settled,) = story.node.view.groups
+    assert settled.entering == ()
+    assert settled.epoch == first.epoch, "training does not notice"
+    assert story.node.view.epoch == first.epoch + 1
+
+
+@pytest.mark.parametrize("entering", ["", "c"])
+def test_a_group_that_lost_all_its_state_stays_on_record(entering: str) -> None:
+    before = view("abc", 5, group("ab" + entering, entering=entering))
+    after = following(before, 6, kept="c", reason="a and b are silent")
+    assert after.groups == before.groups
+
+
+OBJECTIONS = [
+    ("a worker stays", "ab", ("a0",), False, ""),
+    ("none stays", "c", (), False, "no worker of its group"),
+    ("none stays and all have ended", "c", (), True, ""),
+    ("who stays was on a node that is out", "c", ("d0",), False, "no worker of its group"),
+    ("its node is not in the view", "ax", ("a0",), False, "x is not in"),
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "kept", "fresh", "wanted"),
+    [row[1:] for row in OBJECTIONS],
+    ids=[row[0] for row in OBJECTIONS],
+)
+def test_which_group_may_follow(
+    names: str, kept: tuple[str, ...], fresh: bool, wanted: str
+) -> None:
+    members = tuple(Member(f"{name}1", name) for name in names)
+    want = WantGroup("job", members, kept, "", fresh)
+    objection = objection_to(want, view("abc", 5, group("abd")))
+    assert objection.startswith(wanted) if not wanted else wanted in objection
+    assert bool(objection) == bool(wanted)
+
+
+# ---------------------------------------------------------------- votes
+
+
+class Member3(Story):
+    """``b`` in the view of a, b, c, which it was told of; a and c beat."""
+
+    def __init__(self) -> None:
+        super().__init__(me="b")
+        self.numbers = {"a": 0, "c": 0}
+        for name in self.numbers:
+            self.tell(events.Linked(name, 1))
+        self.beats(3, lineage="L", epoch=4, size=2)
+        self.hear("a", wire.Decided(view("abc")))
+        self.beats(3)
+
+    def beats(self, count: int, who: str = "ac", **changes: object) -> None:
+        facts: dict[str, object] = {"lineage": "L", "epoch": 5, "size": 3} | changes
+        for _ in range(count):
+            self.now = self.node.next_wakeup()
+            self.tell(events.Tick())
+            for name in who:
+                self.numbers[name] += 1
+                links = tuple(sorted({"a", "b", "c"} - {name}))
+                beat = wire.Heartbeat(
+                    self.numbers[name], self.node.health.number, links=links, **facts
+                )
+                self.hear(name, beat)
+
+    def propose(self, names: str, number: int = 6, dead: tuple[str, ...] = ()) -> wire.NodeMessage:
+        seats = tuple(seat for seat in view("abc").seats if seat.node in names)
+        new = View("L", number, seats)
+        self.sent.clear()
+        self.hear("a", wire.Prepare("L", 5, (number, "a")))
+        self.hear("a", wire.Propose(wire.Proposal((number, "a"), 5, new, dead)))
+        return self.sent[-1].message
+
+
+def test_a_member_does_not_leave_out_whom_it_hears() -> None:
+    answer = Member3().propose("ab")
+    assert isinstance(answer, wire.Rejected)
+    assert answer.reason == "I hear c"
+
+
+def test_it_does_once_its_lease_is_over() -> None:
+    story = Member3()
+    story.beats(8, who="a")
+    answer = story.propose("ab")
+    assert answer == wire.Accepted((6, "a"))
+    assert story.disk.pasts[-1].accepted is not None, "on disk before it says so"
+
+
+def test_it_does_at_once_when_the_proposer_knows_the_death() -> None:
+    assert Member3().propose("ab", dead=("c",)) == wire.Accepted((6, "a"))
+
+
+def test_who_was_accepted_to_be_left_out_gets_no_lease() -> None:
+    story = Member3()
+    story.propose("ab", dead=("c",))
+    story.sent.clear()
+    story.beats(1)
+    (beat,) = story.messages(wire.Heartbeat, "c")
+    assert isinstance(beat, wire.Heartbeat)
+    assert beat.echo > 0
+    assert not beat.lease
+
+
+def test_it_accepts_nothing_older_than_it_promised() -> None:
+    story = Member3()
+    story.hear("c", wire.Prepare("L", 5, (9, "c")))
+    answer = story.propose("ab", 6, dead=("c",))
+    assert isinstance(answer, wire.Rejected)
+    assert answer.promised == (9, "c")
+
+
+def test_it_says_what_it_accepted_when_it_promises_again() -> None:
+    story = Member3()
+    story.propose("ab", dead=("c",))
+    story.hear("c", wire.Prepare("L", 5, (9, "c")))
+    promise = story.sent[-1].message
+    assert isinstance(promise, wire.Promise)
+    assert promise.accepted is not None
+    assert promise.accepted.view.nodes == ("a", "b")
+
+
+def test_who_proposes_from_an_older_view_is_told_the_newer() -> None:
+    story = Member3()
+    story.hear("c", wire.Prepare("L", 4, (9, "c")))
+    assert story.sent[-1] == Send("c", wire.Decided(view("abc")))
+
+
+def test_a_view_without_it_means_it_is_out_and_asks_to_come_in() -> None:
+    story = Member3()
+    did = story.hear("a", wire.Decided(View("L", 6, view("ac").seats, reason="b is silent")))
+    (leave,) = (action for action in did if isinstance(action, events.Leave))
+    assert "without this node: b is silent" in leave.reason
+    assert story.node.wants == "L"
+    story.hear("a", wire.Decided(view("abc")))
+    assert story.node.view is None, "an epoch never comes back"
+
+
+def test_it_vows_not_to_use_a_seat_that_it_was_asked_about() -> None:
+    story = Member3()
+    story.hear("a", wire.Decided(View("L", 6, view("ac").seats)))
+    story.hear("a", wire.Ask("L", 7))
+    assert isinstance(story.sent[-1].message, wire.Testimony)
+    seven = View("L", 7, (*view("ac").seats, Seat("b", 1, 7)))
+    story.hear("a", wire.Decided(seven))
+    assert story.node.view is None
+    eight = View("L", 8, (*view("ac").seats, Seat("b", 1, 8)))
+    story.hear("a", wire.Decided(eight))
+    assert story.node.view == eight
+
+
+def test_a_ban_is_kept_told_and_obeyed() -> None:
+    story = Member3()
+    story.tell(events.Ban("c"))
+    assert story.disk.banned == ("c",)
+    assert story.messages(wire.Bans, "a") == [wire.Bans(("c",))]
+    answer = story.propose("abc", 6)
+    assert isinstance(answer, wire.Rejected)
+    assert answer.reason == "c is banned"
+    heard = len(story.sent)
+    story.hear("c", wire.Prepare("L", 5, (9, "c")))
+    assert len(story.sent) == heard, "no answer for the banned"
+
+
+def test_checksums_of_bans() -> None:
+    assert checksum(()) == 0
+    assert checksum(("a", "b")) != checksum(("ab",))
+
+
+# ---------------------------------------------------------------- membership under views
+
+
+class Job:
+    """Workers 0, 1 and 2, all members of epoch 1."""
+
+    def __init__(self) -> None:
+        self.state, _ = membership.begin("012", Policy())
+        self.now = 0.0
+        for name in "012":
+            self.tell(Ready(name, Member(name, f"node{name}", port=1)))
+        self.tell(*(Installed(name, 1) for name in "012"))
+
+    def tell(self, *told: object) -> list[object]:
+        did: list[object] = []
+        for event in told:
+            self.state, actions = membership.handle(self.state, event, self.now)  # type: ignore[arg-type]
+            did += actions
+        return did
+
+
+def test_a_group_is_agreed_on_in_a_higher_epoch() -> None:
+    job = Job()
+    job.tell(Agreed(7, ("0", "1", "2"), announced=1))
+    assert job.state.view is not None
+    assert job.state.view.epoch == job.state.epoch == 7
+    job.tell(*(Installed(name, 7) for name in "012"))
+    assert {worker.joined for worker in job.state.workers} == {7}
+
+
+def test_the_nodes_go_on_without_a_worker_and_it_comes_back() -> None:
+    job = Job()
+    job.tell(Agreed(4, ("0", "2"), reason="node1 is silent"))
+    assert job.state.worker("1").phase is Phase.AWAY
+    assert job.state.view is not None
+    assert job.state.view.members == ("0", "2")
+    assert job.tell(Installed("0", 4), Installed("2", 4)) == []
+    (announce,) = job.tell(Ready("1", Member("1", "node1", port=2), 1))
+    assert isinstance(announce, Announce)
+    assert (announce.epoch, announce.joined) == (5, ("1",))
+
+
+def test_a_group_that_is_not_agreed_on_is_announced_again_after_a_moment() -> None:
+    job = Job()
+    job.tell(NotAgreed(1, 9, "another node leads"))
+    assert job.state.view is None
+    wakeup = job.state.next_wakeup()
+    assert wakeup == 0.5
+    job.now = wakeup
+    (announce,) = job.tell(membership.Tick())
+    assert isinstance(announce, Announce)
+    assert announce.epoch == 10
+    assert announce.reason == "another node leads"
+
+
+def test_the_next_leader_takes_the_job_over_in_the_same_order() -> None:
+    members = tuple(Member(name, f"node{name}", port=1) for name in ("2", "0"))
+    state = membership.take_over("012", Policy(), 6, members)
+    assert [worker.name for worker in state.having(Phase.MEMBER)] == ["2", "0"]
+    assert state.worker("1").phase is Phase.AWAY
+    for event in (Installed("2", 6), Installed("0", 6)):
+        state, _ = membership.handle(state, event, 0.0)
+    state, actions = membership.handle(state, Ready("1", Member("1", "node1", port=1)), 0.0)
+    (announce,) = actions
+    assert isinstance(announce, Announce)
+    assert (announce.epoch, [m.worker for m in announce.members]) == (7, ["2", "0", "1"])
+
+
+def test_a_group_that_does_not_work_is_renewed_with_the_same_members() -> None:
+    story = Story()
+    story.tell(events.Found())
+    members = (Member("a0", "a"), Member("a1", "a"))
+    story.tell(WantGroup("job", members, (), "begins"))
+    assert story.node.view is not None
+    (first,) = story.node.view.groups
+    story.tell(WantGroup("job", members, ("a0", "a1"), "its links failed", renew=True))
+    (renewed,) = story.node.view.groups
+    assert (renewed.members, renewed.origin) == (members, first.origin)
+    assert renewed.epoch == first.epoch + 1
+
+
+# ---------------------------------------------------------------- nodes that go and come
+
+
+def test_workers_of_a_lost_node_are_away_and_started_when_it_is_back_without_them() -> None:
+    job = Job()
+    did = job.tell(Away(("1",), "node1 left"))
+    assert [type(action) for action in did] == [EndGroup, Announce]
+    assert job.state.worker("1").phase is Phase.AWAY
+    (start,) = job.tell(Placed("1"))
+    assert start == Start("1", 1, "its node is back")
+    assert job.state.worker("1").restarts == 0, "its code did nothing wrong"
+
+
+def test_a_newcomers_worker_is_started_and_comes_in() -> None:
+    job = Job()
+    (start,) = job.tell(Placed("3"))
+    assert start == Start("3", 0, "its node came in")
+    (announce,) = job.tell(Ready("3", Member("3", "node3", port=1)))
+    assert isinstance(announce, Announce)
+    assert [member.worker for member in announce.members] == ["0", "1", "2", "3"]
+
+
+def test_a_job_that_ends_waits_for_no_node_that_is_away() -> None:
+    job = Job()
+    job.tell(Away(("1",), "node1 left"))
+    job.tell(Exited("0", 0), Exited("2", 0))
+    assert job.state.over
+    assert job.state.exit_code == 0
+
+
+def test_nor_does_one_that_never_used_potluck() -> None:
+    state, _ = membership.begin("01", Policy())
+    for event in (Exited("0", 0), Away(("1",), "node1 left")):
+        state, _ = membership.handle(state, event, 0.0)
+    assert state.over
+
+
+def test_nobody_is_placed_in_a_job_that_winds_up() -> None:
+    job = Job()
+    job.tell(Finished("0"))
+    assert job.tell(Placed("3")) == []
