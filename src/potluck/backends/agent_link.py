@@ -89,7 +89,7 @@ class AgentLink:
         self._connected = threading.Event()
         self._failure: Exception | None = None
         self._loop = asyncio.new_event_loop()
-        self._link: ControlLink[control.FromAgent] | None = None
+        self._link: ControlLink[control.FromAgent, control.FromClient] | None = None
         self._ending = False
         self._finished = False
         self._is_over = False
@@ -164,7 +164,7 @@ class AgentLink:
             failure = LinkError(f"the agent at {self._host}:{self._port} can't be reached: {error}")
             self._failure = error if isinstance(error, PotluckError) else failure
             return
-        self._link = ControlLink(reader, writer, control.decode_from_agent)
+        self._link = ControlLink(reader, writer, received=control.FROM_AGENT, sent=control.TO_AGENT)
         listening = asyncio.create_task(self._listen(self._link))
         self._connected.set()
         await self._done.wait()
@@ -174,7 +174,7 @@ class AgentLink:
         await asyncio.gather(listening, *self._tasks, return_exceptions=True)
         await self._link.close(_GOODBYE_S)
 
-    async def _listen(self, link: ControlLink[control.FromAgent]) -> None:
+    async def _listen(self, link: ControlLink[control.FromAgent, control.FromClient]) -> None:
         try:
             while True:
                 answer = self._take(await link.receive())

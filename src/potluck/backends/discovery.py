@@ -23,13 +23,13 @@ from potluck.cluster.discovery.finder import Finder
 from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError, LinkError, OperationTimeout, Refused
 from potluck.settings import Settings, load_settings
-from potluck.transport.blocking import recv_exactly, send_all
+from potluck.transport.blocking import receive, send_all
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member
 from potluck.wire.messages import Hello, Refusal, Welcome
-from potluck.wire.roster import PREFIX, decode_roster, encode_roster, roster_length
+from potluck.wire.roster import ROSTER, checked
 
 _EPOCH = 1
 _AGAIN_S = 0.05
@@ -195,8 +195,7 @@ class AutoDiscoveryBackend(StaticBackend):
             first.host, first.port, hello, self._base.credentials, deadline=deadline, max_retries=0
         )
         with contextlib.closing(link):
-            length = roster_length(recv_exactly(link, PREFIX.size, deadline))
-            members = decode_roster(recv_exactly(link, length, deadline))
+            members = checked(receive(link, ROSTER, deadline))
         if mine not in {member.worker for member in members}:
             raise LinkError(f"{first.host} formed a group without this process")
         return members
@@ -244,7 +243,7 @@ class _Hall:
             self._is_full = True
             guests = dict(self._guests)
         members = (me, *(member for _, (member, _) in sorted(guests.items())))
-        roster = encode_roster(members)
+        roster = ROSTER.encode(members)
         for _, link in guests.values():
             with contextlib.closing(link):
                 send_all(link, roster, deadline)

@@ -20,13 +20,13 @@ from potluck.backends.tcp import TcpBase, taking_master_port
 from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError, LinkError, OperationTimeout, Refused
 from potluck.settings import Settings, load_settings
-from potluck.transport.blocking import recv_exactly, send_all
+from potluck.transport.blocking import receive, send_all
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member
 from potluck.wire.messages import Hello, Refusal, Welcome
-from potluck.wire.roster import PREFIX, decode_roster, encode_roster, roster_length
+from potluck.wire.roster import ROSTER, checked
 
 _EPOCH = 1
 
@@ -96,7 +96,7 @@ class EnvironmentBackend(StaticBackend):
                 local_rank=self._seat.local_rank,
             )
             members = (me, *(rendezvous.members[rank] for rank in sorted(rendezvous.members)))
-            roster = encode_roster(members)
+            roster = ROSTER.encode(members)
             for link in links:
                 send_all(link, roster, deadline)
             return members
@@ -133,8 +133,7 @@ class EnvironmentBackend(StaticBackend):
                 f"{where} could not be reached; is rank 0 started, and the port right? ({error})"
             ) from error
         try:
-            length = roster_length(recv_exactly(link, PREFIX.size, deadline))
-            members = decode_roster(recv_exactly(link, length, deadline))
+            members = checked(receive(link, ROSTER, deadline))
         except LinkError as error:
             raise LinkError(
                 f"{where} did not tell who is in; are all {self._world_size} ranks started? "

@@ -111,7 +111,7 @@ async def _ask_one(record: RunRecord, credentials: Credentials) -> StatusReply:
     hello = Hello(kind="control", namespace=credentials.namespace, job=record.job)
     async with asyncio.timeout(_ANSWER_S):
         reader, writer, _ = await aio.connect(record.host, record.port, hello, credentials)
-        link = ControlLink(reader, writer, control.decode_from_agent)
+        link = ControlLink(reader, writer, received=control.FROM_AGENT, sent=control.TO_AGENT)
         try:
             link.send(control.StatusRequest())
             answer = await link.receive()

@@ -39,7 +39,7 @@ class ClusterRun:
         """End the job everywhere; when that is asked for the third time, leave."""
         self._num_interrupts += 1
         if self._writer is not None:
-            self._writer.write(local.encode(local.InterruptRequest(number)))
+            self._writer.write(local.REQUEST.encode(local.InterruptRequest(number)))
         if self._num_interrupts >= 3 and self._main is not None:
             self._main.cancel()
 
@@ -49,7 +49,7 @@ class ClusterRun:
         self._main = asyncio.current_task()
         reader, self._writer = await call_agent(settings)
         try:
-            self._writer.write(local.encode(request))
+            self._writer.write(local.REQUEST.encode(request))
             while self.summary is None:
                 self._take(await read_reply(reader), watcher)
         except (OSError, asyncio.IncompleteReadError) as error:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from potluck.errors import LinkError, PotluckError, ProtocolError
 from potluck.transport.credentials import (
@@ -24,16 +25,10 @@ from potluck.transport.handshake import check_node, objection, welcomed
 from potluck.transport.listener import listening_socket
 from potluck.transport.rate import RateLimitedLog
 from potluck.transport.tcp import tune
-from potluck.wire.messages import (
-    MAX_GREETING,
-    Greeting,
-    Hello,
-    Welcome,
-    decode_greeting,
-    encode_greeting,
-    greeting_length,
-)
-from potluck.wire.prefix import PREFIX_BYTES
+from potluck.wire.format import PREFIX_BYTES, MessageFormat
+from potluck.wire.messages import GREETING, Greeting, Hello, Welcome
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -41,19 +36,24 @@ Greeted = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Hello, str], Awa
 """``greeted(reader, writer, hello, node)``: a caller proved itself; answer it and talk to it."""
 
 
+async def receive(reader: asyncio.StreamReader, messages: MessageFormat[T]) -> T:
+    """The next message; IncompleteReadError or OSError at the end of the stream, ProtocolError for
+    anything else. No deadline."""
+    prefix = await reader.readexactly(PREFIX_BYTES)
+    return messages.decode(await reader.readexactly(messages.length(prefix)))
+
+
 async def read_greeting(reader: asyncio.StreamReader) -> Greeting:
     """The next greeting; LinkError if the peer ends, ProtocolError if it is none. No deadline."""
     try:
-        prefix = await reader.readexactly(PREFIX_BYTES)
-        body = await reader.readexactly(greeting_length(prefix))
+        return await receive(reader, GREETING)
     except asyncio.IncompleteReadError as error:
         raise LinkError("the peer closed the connection before its greeting was whole") from error
-    return decode_greeting(body)
 
 
 async def write_greeting(writer: asyncio.StreamWriter, message: Greeting) -> None:
     """Send one greeting and wait until the socket took it. No deadline."""
-    writer.write(encode_greeting(message))
+    writer.write(GREETING.encode(message))
     await writer.drain()
 
 
@@ -227,7 +227,7 @@ async def _secure(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Streams over the server's side of TLS (``asyncio.start_server`` can't bound who waits)."""
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=MAX_GREETING, loop=loop)
+    reader = asyncio.StreamReader(limit=GREETING.limit, loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     transport, _ = await loop.connect_accepted_socket(
         lambda: protocol,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import select
 import time
+from typing import TypeVar
 
 from potluck.errors import LinkError
 from potluck.transport.tcp import TcpLink
+from potluck.wire.format import PREFIX_BYTES, MessageFormat
+
+T = TypeVar("T")
 
 
 def send_all(link: TcpLink, data: bytes, deadline: float) -> None:
@@ -29,6 +33,13 @@ def recv_exactly(link: TcpLink, count: int, deadline: float) -> bytes:
         if not taken and not link.readable:
             _wait(link, select.POLLIN, deadline)
     return bytes(buffer)
+
+
+def receive(link: TcpLink, messages: MessageFormat[T], deadline: float) -> T:
+    """The next message; LinkError if it does not come by ``deadline`` (monotonic), ProtocolError if
+    it is none of these."""
+    length = messages.length(recv_exactly(link, PREFIX_BYTES, deadline))
+    return messages.decode(recv_exactly(link, length, deadline))
 
 
 def _wait(link: TcpLink, event: int, deadline: float) -> None:

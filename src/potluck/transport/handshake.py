@@ -28,18 +28,16 @@ from potluck.transport.native_tls import TlsSocket
 from potluck.transport.plain import PlainLink, check_nothing_is_left
 from potluck.transport.tcp import TcpLink, secured, tune
 from potluck.transport.window import NUM_SLOTS, SLOT_BYTES, offer_window
+from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.messages import (
+    GREETING,
     PLAIN,
     PROTOCOL_VERSION,
     Greeting,
     Hello,
     Refusal,
     Welcome,
-    decode_greeting,
-    encode_greeting,
-    greeting_length,
 )
-from potluck.wire.prefix import PREFIX_BYTES
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
@@ -142,7 +140,7 @@ def _connect_once(
         if hello.kind == "data" and window is not None:
             offered = offer_window(*window)
         said = msgspec.structs.replace(hello, window=None if offered is None else offered.offer)
-        drive(write_all(tls, encode_greeting(said)), tls, limit, "sending HELLO", peer, cancelled)
+        drive(write_all(tls, GREETING.encode(said)), tls, limit, "sending HELLO", peer, cancelled)
         # The server may hold a newcomer back until it is ready itself: the whole deadline counts.
         answer = drive(
             read_greeting(tls), tls, patience.deadline, "waiting for WELCOME", peer, cancelled
@@ -271,8 +269,8 @@ def tls_handshake(tls: TlsSocket) -> Steps[None]:
 def read_greeting(tls: TlsSocket) -> Steps[Greeting]:
     """One greeting; reads not a byte further, so that a link can begin right after it."""
     prefix = yield from _read_exactly(tls, PREFIX_BYTES)
-    body = yield from _read_exactly(tls, greeting_length(prefix))
-    return decode_greeting(body)
+    body = yield from _read_exactly(tls, GREETING.length(prefix))
+    return GREETING.decode(body)
 
 
 def _read_exactly(tls: TlsSocket, count: int) -> Steps[bytes]:

@@ -26,7 +26,7 @@ from potluck.transport.rate import RateLimitedLog
 from potluck.transport.reception import Reception
 from potluck.transport.tcp import TcpLink
 from potluck.transport.window import map_window
-from potluck.wire.messages import PLAIN, Hello, Refusal, Welcome, encode_greeting
+from potluck.wire.messages import GREETING, PLAIN, Hello, Refusal, Welcome
 
 _log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Listener:
                     window = map_window(hello.window)
                 answer = msgspec.structs.replace(answer, window=window is not None)
             deadline = time.monotonic() + self._hello_timeout_s
-            drive(write_all(sock, encode_greeting(answer)), sock, deadline, "answering", peer)
+            drive(write_all(sock, GREETING.encode(answer)), sock, deadline, "answering", peer)
             if isinstance(answer, Welcome):
                 made = PlainLink if answer.wire == PLAIN else TcpLink
                 return made(sock, peer=peer, peer_node=node, window=window)

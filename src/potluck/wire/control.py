@@ -12,10 +12,9 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.errors import ProtocolError
 from potluck.types import MeasuredPath, Member
+from potluck.wire.format import MessageFormat
 from potluck.wire.messages import SEALED
-from potluck.wire.prefix import announced_length, prefixed
 
 MAX_MESSAGE = 1 << 20
 MAX_TEXT = 16 * 1024
@@ -213,38 +212,12 @@ FromWorker = Ready | Installed | Lost | Progress | Said | Failed | Finished | Ch
 FromAgent = View | GroupOver | Probe | ChaosDone | Hold | Stop | StatusReply
 FromClient = FromWorker | StatusRequest
 
-_encoder = msgspec.msgpack.Encoder()
-_from_client = msgspec.msgpack.Decoder(FromClient)
-_from_agent = msgspec.msgpack.Decoder(FromAgent)
-
-
-def encode(message: FromClient | FromAgent) -> bytes:
-    """The message with its length in front, ready to send."""
-    what = f"a {type(message).__name__} message"
-    return prefixed(_encoder.encode(message), MAX_MESSAGE, what)
-
-
-def message_length(prefix: bytes) -> int:
-    """The bytes that follow a 4-byte prefix; ProtocolError if they are more than a message has."""
-    return announced_length(prefix, MAX_MESSAGE, "a control message")
-
-
-def decode_from_client(body: bytes) -> FromClient:
-    """What a worker or the command line said; ProtocolError if it is nothing of potluck's."""
-    try:
-        message: FromClient = _from_client.decode(body)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"not a message to an agent: {error}") from error
-    return message
-
-
-def decode_from_agent(body: bytes) -> FromAgent:
-    """What an agent said; ProtocolError if it is nothing of potluck's."""
-    try:
-        message: FromAgent = _from_agent.decode(body)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"not a message from an agent: {error}") from error
-    return message
+TO_AGENT: MessageFormat[FromClient] = MessageFormat(
+    FromClient, limit=MAX_MESSAGE, name="a message to an agent"
+)
+FROM_AGENT: MessageFormat[FromAgent] = MessageFormat(
+    FromAgent, limit=MAX_MESSAGE, name="a message from an agent"
+)
 
 
 def clip(text: str) -> str:

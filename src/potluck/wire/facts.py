@@ -10,8 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.errors import ProtocolError
-from potluck.wire.prefix import announced_length, prefixed
+from potluck.wire.format import MessageFormat
 
 MAX_ADDRESSES = 32
 MAX_LINKS = 1024
@@ -104,25 +103,6 @@ class SendTrain(msgspec.Struct, frozen=True, tag=True):
 
 Measuring = Echo | Load | Arrived | SendTrain
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Measuring)
-_MAX_MESSAGE = MAX_LOAD + 256
-
-
-def encode(message: Measuring) -> bytes:
-    """The message with its length in front."""
-    return prefixed(_encoder.encode(message), _MAX_MESSAGE, "a measuring message")
-
-
-def message_length(prefix: bytes) -> int:
-    """The bytes that follow a 4-byte prefix; ProtocolError if they are too many."""
-    return announced_length(prefix, _MAX_MESSAGE, "a measuring message")
-
-
-def decode(body: bytes) -> Measuring:
-    """What the other side of a measurement said; ProtocolError if it is nothing of the kind."""
-    try:
-        message: Measuring = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"not a measuring message: {error}") from error
-    return message
+MEASURING: MessageFormat[Measuring] = MessageFormat(
+    Measuring, limit=MAX_LOAD + 256, name="a measuring message"
+)

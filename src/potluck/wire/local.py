@@ -6,9 +6,9 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.errors import ProtocolError
 from potluck.wire.control import StatusReply
 from potluck.wire.facts import MAX_LINKS, LinkFacts
+from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import (
     MAX_ARGUMENTS,
     MAX_JOBS,
@@ -19,7 +19,6 @@ from potluck.wire.jobs import (
     Shown,
 )
 from potluck.wire.nodes import MAX_NODES
-from potluck.wire.prefix import announced_length, prefixed
 
 MAX_MESSAGE = 1 << 20
 
@@ -124,34 +123,9 @@ Request = (
 )
 Reply = NodesReply | Outcome | JobsReply | JobReply
 
-_encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Request)
-_replies = msgspec.msgpack.Decoder(Reply)
-
-
-def encode(message: Request | Reply) -> bytes:
-    """The message with its length in front."""
-    return prefixed(_encoder.encode(message), MAX_MESSAGE, "a message")
-
-
-def message_length(prefix: bytes) -> int:
-    """The bytes that follow a 4-byte prefix; ProtocolError if they are too many."""
-    return announced_length(prefix, MAX_MESSAGE, "a message")
-
-
-def decode_request(body: bytes) -> Request:
-    """What the command line asks."""
-    try:
-        request: Request = _requests.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"not a request to this machine's agent: {error}") from error
-    return request
-
-
-def decode_reply(body: bytes) -> Reply:
-    """What the agent answers."""
-    try:
-        reply: Reply = _replies.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"not an answer of this machine's agent: {error}") from error
-    return reply
+REQUEST: MessageFormat[Request] = MessageFormat(
+    Request, limit=MAX_MESSAGE, name="a request to this machine's agent"
+)
+REPLY: MessageFormat[Reply] = MessageFormat(
+    Reply, limit=MAX_MESSAGE, name="an answer of this machine's agent"
+)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from potluck.errors import ProtocolError
-from potluck.wire.prefix import announced_length, prefixed
+from potluck.wire.format import MessageFormat
 
 PROTOCOL_VERSION = 1
 MAX_GREETING = 64 * 1024
@@ -82,23 +81,6 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 Greeting = Hello | Welcome | Refusal
 
-_decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode_greeting(message: Greeting) -> bytes:
-    """The message with its length in front, ready to send."""
-    return prefixed(_encoder.encode(message), MAX_GREETING, "a greeting")
-
-
-def greeting_length(prefix: bytes) -> int:
-    """The bytes that follow a 4-byte prefix; ProtocolError if they are more than a greeting has."""
-    return announced_length(prefix, MAX_GREETING, "a greeting")
-
-
-def decode_greeting(body: bytes) -> Greeting:
-    """The message in ``body``; ProtocolError if it is none of potluck's."""
-    try:
-        return _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"not a potluck greeting: {error}") from error
+GREETING: MessageFormat[Greeting] = MessageFormat(
+    Greeting, limit=MAX_GREETING, name="a potluck greeting"
+)

@@ -13,12 +13,11 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.errors import ProtocolError
 from potluck.wire.facts import Facts, Measured
+from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import JobMessage
 from potluck.wire.names import Digest, Name, Text, Versions
 from potluck.wire.nodes import NodeMessage
-from potluck.wire.prefix import announced_length, prefixed
 
 MAX_MESSAGE = 1 << 20
 MAX_PART = 256 * 1024
@@ -114,25 +113,6 @@ PeerMessage = (
     | Measured
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(PeerMessage)
-
-
-def encode(message: PeerMessage) -> bytes:
-    """The message with its length in front, ready to send."""
-    what = f"a {type(message).__name__} message"
-    return prefixed(_encoder.encode(message), MAX_MESSAGE, what)
-
-
-def message_length(prefix: bytes) -> int:
-    """The bytes that follow a 4-byte prefix; ProtocolError if they are more than a message has."""
-    return announced_length(prefix, MAX_MESSAGE, "a message between agents")
-
-
-def decode(body: bytes) -> PeerMessage:
-    """What another agent said; ProtocolError if it is nothing of potluck's."""
-    try:
-        message: PeerMessage = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a message between agents: {error}") from error
-    return message
+MESSAGE: MessageFormat[PeerMessage] = MessageFormat(
+    PeerMessage, limit=MAX_MESSAGE, name="a message between agents"
+)

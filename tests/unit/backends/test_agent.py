@@ -45,7 +45,7 @@ class ScriptedAgent:
         self.heard: queue.Queue[control.FromClient | None] = queue.Queue()
         self._answer = answer
         self._credentials = load_credentials(load_settings())
-        self._linked: Future[ControlLink[control.FromClient]] = Future()
+        self._linked: Future[ControlLink[control.FromClient, control.FromAgent]] = Future()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -71,7 +71,7 @@ class ScriptedAgent:
         await aio.write_greeting(writer, self._answer)
         if isinstance(self._answer, Refusal):
             return
-        link = ControlLink(reader, writer, control.decode_from_client)
+        link = ControlLink(reader, writer, received=control.TO_AGENT, sent=control.FROM_AGENT)
         self._linked.set_result(link)
         try:
             while not isinstance(message := await link.receive(), control.Finished):

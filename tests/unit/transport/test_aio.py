@@ -12,7 +12,7 @@ import pytest
 from potluck.errors import ConfigurationError, LinkError, ProtocolError, Refused, WrongSecret
 from potluck.testing.links import new_credentials
 from potluck.transport import aio
-from potluck.wire.messages import Hello, Refusal, Welcome, encode_greeting
+from potluck.wire.messages import GREETING, Hello, Refusal, Welcome
 
 Test = Callable[["Host"], Awaitable[None]]
 
@@ -225,7 +225,7 @@ def test_nobody_there_is_a_link_error_that_names_the_place() -> None:
 def test_a_stream_that_ends_within_a_greeting_is_a_link_error_and_junk_a_protocol_error() -> None:
     async def story() -> None:
         reader = asyncio.StreamReader()
-        reader.feed_data(encode_greeting(Welcome())[:-1])
+        reader.feed_data(GREETING.encode(Welcome())[:-1])
         reader.feed_eof()
         with pytest.raises(LinkError, match="before its greeting was whole"):
             await aio.read_greeting(reader)

@@ -30,7 +30,7 @@ from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import connect, drive, read_greeting, tls_handshake
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.tcp import TcpLink
-from potluck.wire.messages import Hello, Refusal, Welcome, encode_greeting
+from potluck.wire.messages import GREETING, Hello, Refusal, Welcome
 
 MARKER = b"these are the parameters of my model"
 # What `python -c 'import pickle, os; pickle.dumps(os.system)'` style attacks look like.
@@ -268,7 +268,7 @@ def test_a_client_with_another_secret_that_trusts_anybody_is_refused_unheard(doo
         context.wrap_socket(raw(proxy.port)) as tls,
     ):
         # TLS 1.3: this side is done before the server has looked at its certificate.
-        tls.sendall(encode_greeting(Hello("data", door.credentials.namespace)))
+        tls.sendall(GREETING.encode(Hello("data", door.credentials.namespace)))
         with pytest.raises(ssl.SSLError, match="UNKNOWN_CA"):
             tls.recv(1)
     assert door.asked == []
@@ -370,7 +370,7 @@ def test_junk_on_the_port_ends_its_connection_and_disturbs_nobody(junk: bytes, d
         "a length of nothing": bytes(4),
         "pickle": struct.pack("<I", len(PICKLE)) + PICKLE,
         "random": struct.pack("<I", 1000) + random.Random(2).randbytes(1000),
-        "a welcome": encode_greeting(Welcome()),
+        "a welcome": GREETING.encode(Welcome()),
         "cut short": struct.pack("<I", 1000) + b"x",
     }.items(),
     ids=lambda item: item[0],

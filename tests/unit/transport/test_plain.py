@@ -12,13 +12,12 @@ import pytest
 
 from potluck.errors import LinkError, Refused
 from potluck.testing.links import Blocking, new_credentials
-from potluck.transport import handshake
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.native_tls import is_available
 from potluck.transport.plain import PlainLink
 from potluck.transport.tcp import TcpLink
-from potluck.wire.messages import PLAIN, SEALED, Greeting, Hello, Welcome, encode_greeting
+from potluck.wire.messages import GREETING, PLAIN, SEALED, Greeting, Hello, Welcome
 
 ENGINES = [False, *([True] if is_available() else [])]
 
@@ -82,10 +81,12 @@ def test_a_client_that_says_more_under_tls_than_hello_is_dropped(
 ) -> None:
     """Else bytes that TLS has read, and clear text behind them, would be mixed up."""
 
-    def and_more(message: Greeting) -> bytes:
-        return encode_greeting(message) + b"more"
+    encode = GREETING.encode
 
-    monkeypatch.setattr(handshake, "encode_greeting", and_more)
+    def and_more(message: Greeting) -> bytes:
+        return encode(message) + (b"more" if isinstance(message, Hello) else b"")
+
+    monkeypatch.setattr(GREETING, "encode", and_more)
     with caplog.at_level(logging.WARNING):
         with pytest.raises(LinkError):
             plain_server.call(PLAIN)

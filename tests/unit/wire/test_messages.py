@@ -10,18 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.errors import ProtocolError
+from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.messages import (
+    GREETING,
     MAX_GREETING,
     Greeting,
     Hello,
     Refusal,
     Welcome,
     WindowOffer,
-    decode_greeting,
-    encode_greeting,
-    greeting_length,
 )
-from potluck.wire.prefix import PREFIX_BYTES
 
 OFFER = WindowOffer("boot", 1234, 5, bytes(range(32)), 4, 1 << 20)
 
@@ -38,29 +36,23 @@ OFFER = WindowOffer("boot", 1234, 5, bytes(range(32)), 4, 1 << 20)
     ids=lambda message: type(message).__name__,
 )
 def test_a_greeting_arrives_as_it_was_sent(message: Greeting) -> None:
-    data = encode_greeting(message)
-    assert greeting_length(data[:PREFIX_BYTES]) == len(data) - PREFIX_BYTES
-    assert decode_greeting(data[PREFIX_BYTES:]) == message
-
-
-@pytest.mark.parametrize("length", [0, MAX_GREETING + 1, 1 << 31, 0xFFFFFFFF])
-def test_a_length_out_of_bounds_is_refused_before_anything_is_read(length: int) -> None:
-    with pytest.raises(ProtocolError, match=f"announces {length} bytes"):
-        greeting_length(length.to_bytes(4, "little"))
+    data = GREETING.encode(message)
+    assert GREETING.length(data[:PREFIX_BYTES]) == len(data) - PREFIX_BYTES
+    assert GREETING.decode(data[PREFIX_BYTES:]) == message
 
 
 def test_the_longest_greeting_is_within_bounds_and_one_byte_more_is_not() -> None:
-    spare = MAX_GREETING - (len(encode_greeting(Refusal("x", "y" * 1000))) - PREFIX_BYTES) + 1000
-    data = encode_greeting(Refusal("x", "y" * spare))
-    assert greeting_length(data[:PREFIX_BYTES]) == MAX_GREETING
+    spare = MAX_GREETING - (len(GREETING.encode(Refusal("x", "y" * 1000))) - PREFIX_BYTES) + 1000
+    data = GREETING.encode(Refusal("x", "y" * spare))
+    assert GREETING.length(data[:PREFIX_BYTES]) == MAX_GREETING
     with pytest.raises(ProtocolError, match="at most"):
-        encode_greeting(Refusal("x", "y" * (spare + 1)))
+        GREETING.encode(Refusal("x", "y" * (spare + 1)))
 
 
 def test_a_field_of_a_later_version_is_passed_over() -> None:
     """So that the two get as far as telling each other their versions."""
     later = {"type": "Hello", "kind": "data", "namespace": "ns", "version": 9, "mood": "good"}
-    hello = decode_greeting(msgspec.msgpack.encode(later))
+    hello = GREETING.decode(msgspec.msgpack.encode(later))
     assert isinstance(hello, Hello)
     assert hello.version == 9
 
@@ -74,23 +66,17 @@ def test_a_field_of_a_later_version_is_passed_over() -> None:
         msgspec.msgpack.encode({"type": "Farewell"}),
         msgspec.msgpack.encode({"type": "Hello", "kind": 1, "namespace": "ns"}),
         msgspec.msgpack.encode([1, 2, 3]),
-        encode_greeting(Welcome())[PREFIX_BYTES:] + b"x",
+        GREETING.encode(Welcome())[PREFIX_BYTES:] + b"x",
     ],
 )
 def test_what_is_no_greeting_is_a_protocol_error(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a potluck greeting"):
-        decode_greeting(body)
-
-
-@given(st.binary(max_size=200))
-def test_no_bytes_make_the_decoder_raise_anything_else(body: bytes) -> None:
-    with contextlib.suppress(ProtocolError):
-        decode_greeting(body)
+        GREETING.decode(body)
 
 
 @given(st.integers(0, 200), st.integers(0, 255))
 def test_a_damaged_greeting_is_read_or_refused(at: int, value: int) -> None:
-    body = bytearray(encode_greeting(Hello("data", "ns", window=OFFER))[PREFIX_BYTES:])
+    body = bytearray(GREETING.encode(Hello("data", "ns", window=OFFER))[PREFIX_BYTES:])
     body[at % len(body)] = value
     with contextlib.suppress(ProtocolError):
-        decode_greeting(bytes(body))
+        GREETING.decode(bytes(body))

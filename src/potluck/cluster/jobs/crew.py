@@ -48,7 +48,7 @@ class Crew:
         self._boss = boss
         self._processes: dict[str, Process] = {}
         self._alive: set[str] = set()
-        self._links: dict[str, ControlLink[control.FromClient]] = {}
+        self._links: dict[str, ControlLink[control.FromClient, control.FromAgent]] = {}
         self._unlinked: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -130,7 +130,7 @@ class Crew:
         if refusal is not None:
             return
         worker = hello.worker
-        link = ControlLink(reader, writer, control.decode_from_client)
+        link = ControlLink(reader, writer, received=control.TO_AGENT, sent=control.FROM_AGENT)
         ended = self._unlinked[worker]
         ended.clear()
         self._links[worker] = link
@@ -151,7 +151,7 @@ class Crew:
         return None
 
     async def _listen(
-        self, worker: str, link: ControlLink[control.FromClient], member: Member
+        self, worker: str, link: ControlLink[control.FromClient, control.FromAgent], member: Member
     ) -> None:
         with contextlib.suppress(LinkError):
             try:

@@ -162,7 +162,7 @@ class Agent:
             await self._crew.greeted(reader, writer, hello, node)
         else:
             await aio.write_greeting(writer, Welcome())
-            link = ControlLink(reader, writer, control.decode_from_client)
+            link = ControlLink(reader, writer, received=control.TO_AGENT, sent=control.FROM_AGENT)
             with contextlib.suppress(LinkError):
                 while isinstance(await link.receive(), control.StatusRequest):
                     link.send(self.status())

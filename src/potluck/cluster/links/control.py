@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from potluck.errors import LinkError
-from potluck.transport.aio import end
-from potluck.wire import control
-from potluck.wire.prefix import PREFIX_BYTES
+from potluck.transport.aio import end, receive
+from potluck.wire.format import MessageFormat
 
-T = TypeVar("T")
+Received = TypeVar("Received")
+Sent = TypeVar("Sent")
 
 _MAX_UNSENT = 4 << 20
 
 
-class ControlLink(Generic[T]):
-    """One end of a control connection; ``decode`` turns a body into what the other end may say.
+class ControlLink(Generic[Received, Sent]):
+    """One end of a control connection: ``received`` is what the other end may say, ``sent`` what
+    this one may.
 
     Sending never blocks: a peer that does not read makes the link end once ``_MAX_UNSENT`` bytes
     wait for it.
@@ -28,27 +28,28 @@ class ControlLink(Generic[T]):
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        decode: Callable[[bytes], T],
+        *,
+        received: MessageFormat[Received],
+        sent: MessageFormat[Sent],
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._decode = decode
+        self._received = received
+        self._sent = sent
 
-    async def receive(self) -> T:
+    async def receive(self) -> Received:
         """The next message; LinkError at the end, ProtocolError for anything else."""
         try:
-            prefix = await self._reader.readexactly(PREFIX_BYTES)
-            body = await self._reader.readexactly(control.message_length(prefix))
+            return await receive(self._reader, self._received)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise LinkError(f"the control link ended: {error}") from error
-        return self._decode(body)
 
-    def send(self, message: control.FromClient | control.FromAgent) -> None:
+    def send(self, message: Sent) -> None:
         """Have ``message`` sent. What follows the end of the link is dropped."""
         transport = self._writer.transport
         if transport.is_closing():
             return
-        self._writer.write(control.encode(message))
+        self._writer.write(self._sent.encode(message))
         if transport.get_write_buffer_size() > _MAX_UNSENT:
             transport.abort()
 

@@ -12,7 +12,6 @@ from potluck.transport import aio
 from potluck.wire import local
 from potluck.wire.jobs import JobEnded
 from potluck.wire.messages import Hello
-from potluck.wire.prefix import PREFIX_BYTES
 
 CLIENT = "client"
 """The ``kind`` in the greeting of this machine's commands."""
@@ -36,23 +35,20 @@ class Waiting:
         """Tell it, without blocking."""
         is_end = isinstance(message, local.Outcome | JobEnded)
         if not self._writer.transport.is_closing() and (is_end or self.unsent < _MAX_UNSENT):
-            self._writer.write(local.encode(message))
+            self._writer.write(local.REPLY.encode(message))
 
 
 async def read_request(reader: asyncio.StreamReader) -> local.Request | None:
     """What the command asks next; None when it is gone."""
     try:
-        prefix = await reader.readexactly(PREFIX_BYTES)
-        body = await reader.readexactly(local.message_length(prefix))
+        return await aio.receive(reader, local.REQUEST)
     except (asyncio.IncompleteReadError, OSError):
         return None
-    return local.decode_request(body)
 
 
 async def read_reply(reader: asyncio.StreamReader) -> local.Reply:
     """What the agent answers next; IncompleteReadError or OSError when it is gone."""
-    prefix = await reader.readexactly(PREFIX_BYTES)
-    return local.decode_reply(await reader.readexactly(local.message_length(prefix)))
+    return await aio.receive(reader, local.REPLY)
 
 
 async def call_agent(settings: Settings) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -75,7 +71,7 @@ async def ask_agent(settings: Settings, request: local.Request, *, timeout_s: fl
         async with asyncio.timeout(timeout_s):
             reader, writer = await call_agent(settings)
             try:
-                writer.write(local.encode(request))
+                writer.write(local.REQUEST.encode(request))
                 return await read_reply(reader)
             finally:
                 await aio.end(writer)

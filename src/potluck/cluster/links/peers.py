@@ -24,7 +24,6 @@ from potluck.transport.credentials import Credentials
 from potluck.transport.rate import RateLimitedLog
 from potluck.wire import peers
 from potluck.wire.messages import Hello, Refusal, Welcome
-from potluck.wire.prefix import PREFIX_BYTES
 
 KIND = "node"
 """The ``kind`` in the greeting of one agent to another."""
@@ -325,7 +324,7 @@ class ControlLinks:
         transport = link.writer.transport
         if transport.is_closing():
             return False
-        link.writer.write(peers.encode(message))
+        link.writer.write(peers.MESSAGE.encode(message))
         if transport.get_write_buffer_size() > _MAX_UNSENT:
             link.end("it does not read what it is sent")
         return True
@@ -347,11 +346,9 @@ def _host_of(peer: tuple[Any, ...]) -> str:
 
 async def _receive(reader: asyncio.StreamReader) -> peers.PeerMessage:
     try:
-        prefix = await reader.readexactly(PREFIX_BYTES)
-        body = await reader.readexactly(peers.message_length(prefix))
+        return await aio.receive(reader, peers.MESSAGE)
     except (asyncio.IncompleteReadError, OSError) as error:
         raise LinkError("the other side ended the link") from error
-    return peers.decode(body)
 
 
 def _now() -> float:

@@ -22,7 +22,6 @@ from potluck.transport.credentials import Credentials
 from potluck.wire import facts
 from potluck.wire.facts import MAX_LOAD, MAX_TRAIN, Arrived, Echo, Load, SendTrain
 from potluck.wire.messages import Hello
-from potluck.wire.prefix import PREFIX_BYTES
 
 KIND = "measure"
 """The ``kind`` in the greeting of such a connection."""
@@ -161,15 +160,13 @@ class _Talk:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _BUFFER)
 
     def send(self, message: facts.Measuring) -> None:
-        self._writer.write(facts.encode(message))
+        self._writer.write(facts.MEASURING.encode(message))
 
     async def receive(self) -> facts.Measuring:
         try:
-            prefix = await self._reader.readexactly(PREFIX_BYTES)
-            body = await self._reader.readexactly(facts.message_length(prefix))
+            return await aio.receive(self._reader, facts.MEASURING)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise LinkError("the other side ended the measurement") from error
-        return facts.decode(body)
 
     async def push(self, nbytes: int) -> Arrived:
         """Send a train; what became of it."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -26,10 +26,8 @@ from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group
+from potluck.wire.format import PREFIX_BYTES, MessageFormat
 from potluck.wire.messages import Hello, Refusal, Welcome
-from potluck.wire.prefix import PREFIX_BYTES
-
-_Message = TypeVar("_Message", "Request", "Answer")
 
 KIND = "store"
 _MAX_MESSAGE = 16 << 20
@@ -50,6 +48,14 @@ class Request(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     number: int
     value: bytes | int | bool | None = None
+
+
+_REQUEST: MessageFormat[Request] = MessageFormat(
+    Request, limit=_MAX_MESSAGE, name="a request to the store"
+)
+_ANSWER: MessageFormat[Answer] = MessageFormat(
+    Answer, limit=_MAX_MESSAGE, name="an answer of the store"
+)
 
 
 class Shelf:
@@ -169,7 +175,7 @@ class Keeper:
                     self._changed.notify_all()
                 if answer is not None:
                     mail.request = None
-                    _send(mail.link, answer)
+                    send_all(mail.link, _ANSWER.encode(answer), time.monotonic() + _MESSAGE_S)
                     self._wake()  # others may wait for what this one has set
         except PotluckError:
             self._selector.unregister(mail.link.fileno())
@@ -191,7 +197,8 @@ class _Mail:
             prefix = bytes(first) + recv_exactly(
                 self.link, PREFIX_BYTES - 1, time.monotonic() + _MESSAGE_S
             )
-            self.request = _receive(self.link, prefix, Request)
+            body = recv_exactly(self.link, _REQUEST.length(prefix), time.monotonic() + _MESSAGE_S)
+            self.request = _REQUEST.decode(body)
 
 
 class Visitor:
@@ -220,10 +227,11 @@ class Visitor:
 
     def ask(self, request: Request, deadline: float) -> Answer:
         with self._lock:
-            _send(self._link, request)
+            send_all(self._link, _REQUEST.encode(request), time.monotonic() + _MESSAGE_S)
             while True:
-                prefix = recv_exactly(self._link, PREFIX_BYTES, deadline)
-                answer = _receive(self._link, prefix, Answer)
+                length = _ANSWER.length(recv_exactly(self._link, PREFIX_BYTES, deadline))
+                body = recv_exactly(self._link, length, time.monotonic() + _MESSAGE_S)
+                answer = _ANSWER.decode(body)
                 if answer.number == request.number:
                     return answer
 
@@ -290,20 +298,3 @@ class LinkStore(Store):
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _send(link: TcpLink, message: Request | Answer) -> None:
-    body = msgspec.msgpack.encode(message)
-    data = len(body).to_bytes(PREFIX_BYTES, "little") + body
-    send_all(link, data, time.monotonic() + _MESSAGE_S)
-
-
-def _receive(link: TcpLink, prefix: bytes, kind: type[_Message]) -> _Message:
-    length = int.from_bytes(prefix, "little")
-    if not 0 < length <= _MAX_MESSAGE:
-        raise ProtocolError(f"a store message of {length} bytes")
-    body = recv_exactly(link, length, time.monotonic() + _MESSAGE_S)
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"a malformed store message: {error}") from error

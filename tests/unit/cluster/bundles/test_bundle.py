@@ -145,8 +145,8 @@ class Wire:
         return True
 
     def _to_bob(self, node: str, message: peers.PeerMessage) -> bool:
-        data = peers.encode(self.change(message))
-        answer = peers.decode(data[4:])
+        data = peers.MESSAGE.encode(self.change(message))
+        answer = peers.MESSAGE.decode(data[4:])
         assert isinstance(answer, peers.Part | peers.NotHere)
         self.sent.append(answer)
         self.fetcher.arrived(ADA, answer)

@@ -340,9 +340,9 @@ def test_a_job_that_another_leader_took_over_is_not_submitted_again(tmp_path: Pa
 def test_a_jobs_name_is_no_path(name: str) -> None:
     order = jobs.Order(msgspec.structs.replace(spec(bytes(32), EVE), job=name), ())
     with pytest.raises(ProtocolError, match="job"):
-        peers.decode(peers.encode(order)[4:])
+        peers.MESSAGE.decode(peers.MESSAGE.encode(order)[4:])
 
 
 def test_a_jobs_name_may_have_what_scripts_names_have() -> None:
     order = jobs.Order(msgspec.structs.replace(spec(bytes(32), EVE), job="..my train é-1f0c"), ())
-    assert peers.decode(peers.encode(order)[4:]) == order
+    assert peers.MESSAGE.decode(peers.MESSAGE.encode(order)[4:]) == order

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -264,7 +265,7 @@ def test_a_ban_ends_a_living_link_when_the_agent_says_so(tmp_path: Path) -> None
         struct.pack("<I", 0xFFFFFFFF),
         struct.pack("<I", peers.MAX_MESSAGE + 1),
         struct.pack("<I", 3) + b"\xc1\xc1\xc1",
-        peers.encode(nodes.Heartbeat(1)),
+        peers.MESSAGE.encode(nodes.Heartbeat(1)),
     ],
     ids=["4 GiB", "too long", "junk", "no introduction"],
 )
@@ -294,7 +295,7 @@ def test_a_peer_that_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatc
         reader, writer, _ = await aio.connect(
             "127.0.0.1", ada.server.port, Hello(KIND, eve.namespace), eve
         )
-        writer.write(peers.encode(peers.Introduction(1, "eve", 1, own_versions())))
+        writer.write(peers.MESSAGE.encode(peers.Introduction(1, "eve", 1, own_versions())))
         await ada.sees("linked", eve.node_id)
         part = peers.Part(bytes(32), b"", 0, 1 << 30, bytes(peers.MAX_PART))
         for _ in range(400):
@@ -383,16 +384,16 @@ def test_a_peer_of_another_protocol_version_is_refused_in_clear_words() -> None:
 
 def test_messages_are_bounded_both_ways() -> None:
     part = peers.Part(bytes(32), b"", 0, 1, bytes(peers.MAX_PART))
-    data = peers.encode(part)
-    assert peers.message_length(data[:4]) == len(data) - 4
-    assert peers.decode(data[4:]) == part
+    data = peers.MESSAGE.encode(part)
+    assert peers.MESSAGE.length(data[:4]) == len(data) - 4
+    assert peers.MESSAGE.decode(data[4:]) == part
     with pytest.raises(ProtocolError, match="at most"):
-        peers.encode(peers.Part(bytes(32), b"", 0, 1, bytes(2 * peers.MAX_MESSAGE)))
+        peers.MESSAGE.encode(peers.Part(bytes(32), b"", 0, 1, bytes(2 * peers.MAX_MESSAGE)))
     with pytest.raises(ProtocolError, match="not a message"):
-        peers.decode(b"\x81\xa4type\xa5Virus")
-    oversized = peers._encoder.encode(peers.Part(bytes(32), b"", 0, 1, bytes(peers.MAX_PART + 1)))
+        peers.MESSAGE.decode(b"\x81\xa4type\xa5Virus")
+    oversized = msgspec.msgpack.encode(peers.Part(bytes(32), b"", 0, 1, bytes(peers.MAX_PART + 1)))
     with pytest.raises(ProtocolError, match="not a message"):
-        peers.decode(oversized)
+        peers.MESSAGE.decode(oversized)
     secret = peers.NewSecret("r", b"k" * 32)
     assert "kkkk" not in repr(secret)
 

@@ -1,0 +1,57 @@
+"""How a message is written down: msgpack behind a little-endian u32 length."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from potluck.errors import ProtocolError
+
+T = TypeVar("T")
+
+PREFIX_BYTES = 4
+
+_LENGTH = struct.Struct("<I")
+
+
+class MessageFormat(Generic[T]):
+    """All messages of one type, which may be a union of tagged structs.
+
+    A message has at most ``limit`` bytes, which is checked before anything is allocated. ``name``
+    is what errors call one, such as ``a request``. A reader takes ``PREFIX_BYTES``, then as many
+    bytes as ``length`` says, and gives these to ``decode``.
+    """
+
+    def __init__(self, type: Any, *, limit: int, name: str) -> None:
+        self.limit = limit
+        self.name = name
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(type)
+
+    def encode(self, message: T) -> bytes:
+        """The message with its length in front, ready to send; ProtocolError if it is too long."""
+        body = self._encoder.encode(message)
+        if len(body) > self.limit:
+            raise ProtocolError(
+                f"{self.name} ({type(message).__name__}) of {len(body)} bytes; "
+                f"at most {self.limit} are allowed"
+            )
+        return _LENGTH.pack(len(body)) + body
+
+    def length(self, prefix: bytes) -> int:
+        """The bytes that follow ``prefix``; ProtocolError if no message has so many."""
+        length: int = _LENGTH.unpack(prefix)[0]
+        if not 0 < length <= self.limit:
+            raise ProtocolError(
+                f"{self.name} announces {length} bytes; 1 to {self.limit} are allowed"
+            )
+        return length
+
+    def decode(self, body: bytes) -> T:
+        """The message without its length; ProtocolError if it is none of this type."""
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"not {self.name}: {error}") from error
