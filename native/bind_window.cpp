@@ -42,9 +42,9 @@ constexpr std::int64_t LONGEST_NS = 1'000'000'000'000'000;
 // A caller looks this often whether the interpreter has a signal for it.
 constexpr std::int64_t SIGNALS_NS = 100'000'000;
 
-std::int64_t after(double seconds) {
+std::int64_t in_ns(double seconds) {
     const double ns = std::min(seconds * 1e9, static_cast<double>(LONGEST_NS));
-    return now_ns() + static_cast<std::int64_t>(std::max(0.0, ns));
+    return static_cast<std::int64_t>(std::max(0.0, ns));
 }
 
 // The operation's number, its place in potluck.types.ReduceOp; -1 if there is none of that name.
@@ -143,7 +143,7 @@ public:
     bool watch() { return ticket_->watch(); }
 
     bool wait(double seconds) {
-        const std::int64_t until = after(seconds);
+        const std::int64_t until = now_ns() + in_ns(seconds);
         while (!ticket_->is_done()) {
             const std::int64_t now = now_ns();
             if (now >= until) return false;
@@ -209,7 +209,7 @@ public:
         stamp(call, number);
         const int parts = kind == Kind::ALL_TO_ALL ? queue_->channel.shape.world : 1;
         const std::size_t nbytes = call.count * call.itemsize * static_cast<std::size_t>(parts);
-        auto ticket = std::make_shared<Ticket>(call, after(timeout_s), nbytes, id);
+        auto ticket = std::make_shared<Ticket>(call, in_ns(timeout_s), nbytes, id);
         queue_->submit(ticket);
         return {memory_, queue_, std::move(ticket)};
     }
@@ -341,23 +341,24 @@ private:
         if (!queue_->reserve()) return NOT_QUICK;
         last_number_ = number_++;
         stamp(call, last_number_);
-        auto ticket = std::make_shared<Ticket>(call, after(timeout_s), nbytes);
+        Ticket ticket(call, in_ns(timeout_s), nbytes);
         Outcome outcome = Outcome::PENDING;
-        for (std::int64_t until = ticket->began_ns + SIGNALS_NS;; until += SIGNALS_NS) {
+        for (std::int64_t until = ticket.began_ns + SIGNALS_NS;; until += SIGNALS_NS) {
             {
                 nb::gil_scoped_release released;
-                outcome = queue_->run(*ticket, until);
+                outcome = queue_->run(ticket, until);
             }
             if (outcome != Outcome::PENDING) break;
             if (PyErr_CheckSignals() != 0) {
                 // The call goes on without its caller, so its arrays must stay.
-                kept_.emplace_back(ticket, nb::borrow(source), nb::borrow(result));
-                queue_->hand_over(std::move(ticket));
+                auto left = std::make_shared<Ticket>(ticket);
+                kept_.emplace_back(left, nb::borrow(source), nb::borrow(result));
+                queue_->hand_over(std::move(left));
                 throw nb::python_error();
             }
         }
-        culprit_ = ticket->culprit;
-        culprit_has_begun_ = ticket->has_begun;
+        culprit_ = ticket.culprit;
+        culprit_has_begun_ = ticket.has_begun;
         if (!kept_.empty()) {
             std::erase_if(kept_, [](const auto& each) { return std::get<0>(each)->is_done(); });
         }
@@ -419,7 +420,7 @@ void windows(nb::module_& m) {
     m.def("window_costs", [] {
         nb::gil_scoped_release released;
         const window::Costs costs = window::measure_costs();
-        return std::make_tuple(costs.wait_s, costs.switch_s, costs.byte_s);
+        return std::make_tuple(costs.wait_s, costs.turn_s, costs.wake_s, costs.byte_s);
     });
 }
 

@@ -8,23 +8,18 @@ namespace {
 
 // Nobody sleeps longer without looking: a waker may have been stopped before it could ring.
 constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
-constexpr std::int64_t LEAST_SPIN_NS = 500;
-// One wait in so many spins for long, whatever was learnt: ranks that sleep and wake each other
-// come too late for a short spin, though they would be in time if none of them slept.
-constexpr std::uint32_t WAITS_PER_TRIAL = 32;
 constexpr int LOOKS_PER_CLOCK = 8;
 
 }  // namespace
 
-Channel::Channel(void* memory, const Shape& shape_, int rank_, std::int64_t most_spin_ns)
+Channel::Channel(void* memory, const Shape& shape_, int rank_, std::int64_t spin_ns)
     : rank(rank_),
       shape(shape_),
       header_(static_cast<Header*>(memory)),
       seats_(reinterpret_cast<Seat*>(static_cast<char*>(memory) + Shape::PAGE)),
       blocks_(static_cast<char*>(memory) + shape_.blocks_at()),
       known_(static_cast<std::size_t>(shape_.world), 0),
-      most_spin_ns_(most_spin_ns),
-      spin_ns_(most_spin_ns) {}
+      spin_ns_(spin_ns) {}
 
 void Channel::publish(std::uint64_t fingerprint) {
     mine().calls[num_calls_ % NUM_CALLS].store(fingerprint, std::memory_order_relaxed);
@@ -132,23 +127,30 @@ bool Channel::prepare_sleep(const Need& need, Watch* watch) {
     return !has({need.who, need.tick + need.ahead}) && verdict(need) == Outcome::PENDING;
 }
 
-Outcome Channel::wait(const Need& need, std::int64_t until_ns) {
-    if (has(need)) return Outcome::DONE;
-    const std::int64_t began = now_ns();
-    // Spinning pays while the others are about as far as this rank; where it did not, do it less.
-    const bool is_trial = ++num_waits_ % WAITS_PER_TRIAL == 0;
-    const std::int64_t patience = is_trial ? most_spin_ns_ : spin_ns_;
-    for (std::int64_t spun = 0; spun < patience; spun = now_ns() - began) {
+bool Channel::spins_until(const Need& need) {
+    std::int64_t until = 0;  // most waits end before the clock needs to be read
+    while (true) {
         for (int look = 0; look < LOOKS_PER_CLOCK; ++look) {
             relax();
-            if (has(need)) {
-                spin_ns_ = most_spin_ns_;
-                return Outcome::DONE;
-            }
+            if (has(need)) return true;
         }
+        const std::int64_t now = now_ns();
+        if (until == 0) until = now + spin_ns_;
+        if (now >= until || is_stopped()) return false;
+    }
+}
+
+Outcome Channel::wait(const Need& need, std::int64_t until_ns) {
+    if (has(need)) return Outcome::DONE;
+    if (spin_ns_ > 0 && spins_until(need)) return Outcome::DONE;
+    if (is_stopped()) return Outcome::STOPPED;
+    // Whoever is awaited may need this core: where ranks share cores this is where they take turns,
+    // for a third of what sleeping and being woken costs.
+    for (int turn = 0; turn < shape.world; ++turn) {
+        yield();
+        if (has(need)) return Outcome::DONE;
         if (is_stopped()) return Outcome::STOPPED;
     }
-    spin_ns_ = std::min(most_spin_ns_, std::max(LEAST_SPIN_NS, spin_ns_ / 2));
     while (true) {
         Watch watch{};
         if (prepare_sleep(need, &watch)) {

@@ -33,7 +33,7 @@ class Channel {
 public:
     // `memory` is mapped for as long as the channel is used, zeroed when it was made, and
     // `shape.total_bytes()` long.
-    Channel(void* memory, const Shape& shape, int rank, std::int64_t most_spin_ns);
+    Channel(void* memory, const Shape& shape, int rank, std::int64_t spin_ns);
 
     const int rank;
     const Shape shape;
@@ -86,6 +86,7 @@ private:
     Seat& mine() const { return seats_[rank]; }
     void ring(int of_rank);
     bool is_met(std::uint64_t wish) const;
+    bool spins_until(const Need& need);
 
     Header* header_;
     Seat* seats_;
@@ -94,9 +95,7 @@ private:
     std::uint32_t num_calls_ = 0;
     std::uint32_t known_all_ = 0;
     std::vector<std::uint32_t> known_;
-    std::int64_t most_spin_ns_;
     std::int64_t spin_ns_;
-    std::uint32_t num_waits_ = 0;
     std::atomic<bool> stopped_{false};
 };
 

@@ -1,4 +1,4 @@
-// What waiting and reading cost on this machine, measured in about two milliseconds.
+// What waiting and reading cost on this machine, measured in about three milliseconds.
 #pragma once
 
 namespace potluck::window {
@@ -6,8 +6,9 @@ namespace potluck::window {
 // Seconds; 0 where nothing could be measured (one core only, or a machine that is too busy).
 struct Costs {
     double wait_s = 0;    // to learn that a thread on another core has come, while both spin
-    double switch_s = 0;  // the same when both sleep and must be woken
-    double byte_s = 0;    // to add one byte that another thread has written
+    double turn_s = 0;    // the same when both share a core and yield to each other
+    double wake_s = 0;    // the same when both sleep and must be woken
+    double byte_s = 0;    // to add one byte that another core has written
 };
 
 Costs measure_costs();

@@ -9,10 +9,10 @@ namespace potluck::window {
 
 namespace {
 
-// Slices begin at whole cache lines.
-constexpr std::size_t LINE = 64;
-// So much is combined at a time, so that what is read again right after is still near.
+// So much is claimed and combined or copied at a time: what is read again right after is still in
+// the first cache.
 constexpr std::size_t BITE = 16 * 1024;
+constexpr std::size_t LEAST_BITE = 2 * 1024;
 // A slot is written in one round and read in the next; with slices, which are results until then, in
 // the one after. A rank that is in round r of its calls has ended what it did in rounds before.
 constexpr std::uint32_t MOST_ROUNDS_IN_USE = 3;
@@ -157,6 +157,12 @@ char* Movement::slot(int of_rank, int index) const {
     return channel_->slot(of_rank, base_ + static_cast<std::uint32_t>(index));
 }
 
+// Where the sum of `owner`'s slice of a block lies. Of two ranks, where the other has put its part of
+// it: there are the lines that the owner has just claimed, and where they are needed next.
+char* Movement::total_slot(int owner, int index) const {
+    return slot(channel_->shape.world == 2 ? 1 - owner : owner, index);
+}
+
 // Where block `index` of a broadcast lies: in the root's slots, then in those of the ranks after it.
 char* Movement::common_slot(int index) const {
     return slot((call_.root + index / channel_->shape.num_slots) % channel_->shape.world, index);
@@ -173,13 +179,53 @@ bool Movement::is_over_own_part() const {
            call_.result == call_.source + me * call_.count * call_.itemsize;
 }
 
+// Whether nobody but this rank reads what it takes from the others' slots.
+bool Movement::is_only_reader() const {
+    switch (call_.kind) {
+        case Kind::ALL_REDUCE:
+            return depth_ == 2 || channel_->shape.world == 2;
+        case Kind::ALL_GATHER:
+        case Kind::BROADCAST:
+            return channel_->shape.world == 2;
+        default:
+            return true;
+    }
+}
+
 void Movement::copy_slice(char* to, const char* from, std::size_t length) const {
     if (length != 0 && to != from) std::memcpy(to, from, length * call_.itemsize);
 }
 
-void Movement::copy_out(char* to, const char* from, std::size_t length) const {
-    if (!is_large_) return copy_slice(to, from, length);
-    if (length != 0 && to != from) stream(to, from, length * call_.itemsize);
+void Movement::copy_out(char* to, char* from, std::size_t length, bool is_claimed) const {
+    const std::size_t bytes = length * call_.itemsize;
+    if (bytes == 0 || to == from) return;
+    const std::size_t bite = is_claimed ? BITE : bytes;
+    for (std::size_t at = 0; at < bytes; at += bite) {
+        const std::size_t some = std::min(bite, bytes - at);
+        if (is_claimed) claim(from + at, some);
+        if (is_large_) stream(to + at, from + at, some);
+        else std::memcpy(to + at, from + at, some);
+    }
+}
+
+void Movement::combine(int index, std::size_t offset, std::size_t length, const char* own,
+                       char* total, char* result) const {
+    const int rank = channel_->rank, world = channel_->shape.world;
+    const std::size_t size = call_.itemsize;
+    const bool is_claimed = is_only_reader();
+    const std::size_t bite =
+        std::max(LEAST_BITE, BITE / static_cast<std::size_t>(world - 1) / LINE * LINE) / size;
+    const void* sources[MAX_WORLD];
+    for (std::size_t done = 0; done < length; done += bite) {
+        const std::size_t some = std::min(bite, length - done), at = done * size;
+        for (int other = 0; other < world; ++other) {
+            char* theirs = slot(other, index) + offset + at;
+            if (is_claimed && other != rank) claim(theirs, some * size);
+            sources[other] = other == rank && own != nullptr ? own + at : theirs;
+        }
+        combine_all(call_.combination, total + at, sources, world, some);
+        if (result != nullptr) copy_slice(result + at, total + at, some);
+    }
 }
 
 void Movement::give(int index) {
@@ -232,70 +278,56 @@ void Movement::take(int index) {
     const auto me = static_cast<std::size_t>(rank);
     const std::size_t size = call_.itemsize;
     const Span span = block(index);
-    const void* sources[MAX_WORLD];
+    char* const result = call_.result + span.at * size;
     switch (call_.kind) {
         case Kind::BARRIER:
             break;
         case Kind::ALL_REDUCE:
         case Kind::REDUCE: {
+            const char* const source = call_.source + span.at * size;
             if (depth_ == 1) {
-                for (int other = 0; other < world; ++other) sources[other] = slot(other, index);
-                combine_all(call_.combination, call_.result + span.at * size, sources, world,
-                            span.length);
+                // Where result and source are one, its own slot is what it must read: with more than
+                // two ranks the result is written before all sources are read.
+                combine(index, 0, span.length, world == 2 ? source : nullptr, result, nullptr);
                 break;
             }
             const Span part = slice(span, rank);
-            const std::size_t bite = BITE / size;
-            for (std::size_t done = 0; done < part.length; done += bite) {
-                const std::size_t length = std::min(bite, part.length - done);
-                const std::size_t at = part.at + done;
-                for (int other = 0; other < world; ++other) {
-                    sources[other] = other == rank ? call_.source + (span.at + at) * size
-                                                   : slot(other, index) + at * size;
-                }
-                char* total = slot(rank, index) + at * size;
-                combine_all(call_.combination, total, sources, world, length);
-                if (call_.kind == Kind::ALL_REDUCE || rank == call_.root) {
-                    copy_slice(call_.result + (span.at + at) * size, total, length);
-                }
-            }
+            const std::size_t offset = part.at * size;
+            const bool keeps = call_.kind == Kind::ALL_REDUCE || rank == call_.root;
+            combine(index, offset, part.length, source + offset, total_slot(rank, index) + offset,
+                    keeps ? result + offset : nullptr);
             break;
         }
         case Kind::REDUCE_SCATTER:
-            for (int other = 0; other < world; ++other) {
-                sources[other] = other == rank && !is_over_own_part()
-                                     ? call_.source + (me * call_.count + span.at) * size
-                                     : slot(other, index) + me * block_ * size;
-            }
-            combine_all(call_.combination, call_.result + span.at * size, sources, world,
-                        span.length);
+            combine(index, me * block_ * size, span.length,
+                    is_over_own_part() ? nullptr
+                                       : call_.source + (me * call_.count + span.at) * size,
+                    result, nullptr);
             break;
         case Kind::ALL_TO_ALL:
             for (int i = 0; i < world; ++i) {
                 const int other = (rank + i) % world;
-                const auto part = static_cast<std::size_t>(other) * call_.count + span.at;
-                copy_out(call_.result + part * size,
-                         other == rank ? call_.source + part * size
-                                       : slot(other, index) + me * block_ * size,
-                         span.length);
+                const auto part = (static_cast<std::size_t>(other) * call_.count + span.at) * size;
+                if (other == rank) copy_slice(call_.result + part, call_.source + part, span.length);
+                else copy_out(call_.result + part, slot(other, index) + me * block_ * size,
+                              span.length, is_only_reader());
             }
             break;
         case Kind::ALL_GATHER:
         case Kind::GATHER:
             for (int i = 0; i < world; ++i) {
                 const int other = (rank + i) % world;
-                const auto part = static_cast<std::size_t>(other) * call_.count + span.at;
-                copy_out(call_.result + part * size,
-                         other == rank ? call_.source + span.at * size : slot(other, index),
-                         span.length);
+                char* to = result + static_cast<std::size_t>(other) * call_.count * size;
+                if (other == rank) copy_slice(to, call_.source + span.at * size, span.length);
+                else copy_out(to, slot(other, index), span.length, is_only_reader());
             }
             break;
         case Kind::BROADCAST:
-            copy_out(call_.result + span.at * size, common_slot(index), span.length);
+            copy_out(result, common_slot(index), span.length, is_only_reader());
             break;
         case Kind::SCATTER:
-            copy_out(call_.result + span.at * size,
-                     slot(call_.root, index) + me * block_ * size, span.length);
+            copy_out(result, slot(call_.root, index) + me * block_ * size, span.length,
+                     is_only_reader());
             break;
     }
 }
@@ -303,12 +335,14 @@ void Movement::take(int index) {
 void Movement::bring_home(int index) {
     const int rank = channel_->rank, world = channel_->shape.world;
     if (call_.kind == Kind::REDUCE && rank != call_.root) return;
+    const bool is_claimed = world == 2 || call_.kind == Kind::REDUCE;
+    const std::size_t size = call_.itemsize;
     const Span span = block(index);
     for (int i = 1; i < world; ++i) {
         const int other = (rank + i) % world;
         const Span part = slice(span, other);
-        copy_slice(call_.result + (span.at + part.at) * call_.itemsize,
-                   slot(other, index) + part.at * call_.itemsize, part.length);
+        copy_out(call_.result + (span.at + part.at) * size,
+                 total_slot(other, index) + part.at * size, part.length, is_claimed);
     }
 }
 

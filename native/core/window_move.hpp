@@ -81,9 +81,16 @@ private:
     void take(int index);
     void bring_home(int index);
     bool is_over_own_part() const;
+    bool is_only_reader() const;
+    // Elements from memory of this rank; from another's slot, claimed if it has no other reader.
     void copy_slice(char* to, const char* from, std::size_t length) const;
-    void copy_out(char* to, const char* from, std::size_t length) const;
+    void copy_out(char* to, char* from, std::size_t length, bool is_claimed) const;
+    // All ranks' elements at `offset` of their slots into `total`, and `result` if there is one;
+    // this rank's own ones from `own` if that is given.
+    void combine(int index, std::size_t offset, std::size_t length, const char* own, char* total,
+                 char* result) const;
     char* slot(int of_rank, int index) const;
+    char* total_slot(int owner, int index) const;
     char* common_slot(int index) const;
     int num_common_slots() const;
 

@@ -68,9 +68,9 @@ void Ticket::sleep(std::int64_t until_ns) {
 
 // -- the queue
 
-Queue::Queue(void* memory, const Shape& shape, int rank, std::int64_t most_spin_ns,
+Queue::Queue(void* memory, const Shape& shape, int rank, std::int64_t spin_ns,
              std::shared_ptr<Engine> engine, std::shared_ptr<Notifier> notifier)
-    : channel(memory, shape, rank, most_spin_ns),
+    : channel(memory, shape, rank, spin_ns),
       engine_(std::move(engine)),
       notifier_(std::move(notifier)) {}
 

@@ -38,8 +38,20 @@ private:
 // A call under way. Its memory must stay until it has ended.
 class Ticket {
 public:
-    Ticket(const Call& call, std::int64_t deadline_ns, std::uint64_t nbytes, std::uint64_t id = 0)
-        : movement(call), deadline_ns(deadline_ns), nbytes(nbytes), id(id), began_ns(now_ns()) {}
+    Ticket(const Call& call, std::int64_t timeout_ns, std::uint64_t nbytes, std::uint64_t id = 0)
+        : movement(call),
+          nbytes(nbytes),
+          id(id),
+          began_ns(now_ns()),
+          deadline_ns(began_ns + timeout_ns) {}
+    // The same call, to go on with where `other` has come, that nobody knows of yet.
+    Ticket(const Ticket& other)
+        : movement(other.movement),
+          nbytes(other.nbytes),
+          id(other.id),
+          began_ns(other.began_ns),
+          deadline_ns(other.deadline_ns) {}
+    Ticket& operator=(const Ticket&) = delete;
 
     bool is_done() const { return done_.load(std::memory_order_acquire) == ENDED; }
     // Let the notifier tell when it ends; false if it has.
@@ -50,10 +62,10 @@ public:
     bool has_begun = true;  // the culprit has begun this call too
 
     Movement movement;
-    const std::int64_t deadline_ns;
     const std::uint64_t nbytes;
     const std::uint64_t id;
     const std::int64_t began_ns;
+    const std::int64_t deadline_ns;
 
 private:
     friend class Queue;
@@ -73,7 +85,7 @@ class Queue {
 public:
     // `engine` takes over what nobody waits for; `notifier` hears of submitted calls that fail and
     // of those that are watched.
-    Queue(void* memory, const Shape& shape, int rank, std::int64_t most_spin_ns,
+    Queue(void* memory, const Shape& shape, int rank, std::int64_t spin_ns,
           std::shared_ptr<Engine> engine, std::shared_ptr<Notifier> notifier);
 
     Channel channel;

@@ -77,6 +77,8 @@ int usable_cores() {
     return std::max(1u, std::thread::hardware_concurrency());
 }
 
+void yield() { std::this_thread::yield(); }
+
 void sleep_on(Watch watch, std::int64_t timeout_ns) {
     if (timeout_ns <= 0) return;
 #if defined(__linux__)

@@ -26,6 +26,9 @@ std::int64_t now_ns();
 // How many processors this process may use.
 int usable_cores();
 
+// Let another thread that could run have this core.
+void yield();
+
 // Sleep while `*watch.word == watch.seen`, at most `timeout_ns`. May return early.
 void sleep_on(Watch watch, std::int64_t timeout_ns);
 

@@ -23,7 +23,7 @@ NUM_SLOTS = 4
 _CREDIBLE = 10.0
 """A measured cost may differ from the model's by this factor."""
 
-_SPIN_SWITCHES = 6
+_SPIN_WAKES = 4
 _MOST_SPIN_S = 50e-6
 
 
@@ -33,13 +33,15 @@ class Costs:
 
     wait_s: float
     """To learn that another rank has come, while each has a core of its own."""
-    switch_s: float
-    """The same when it must be woken, on a core that others run on."""
+    turn_s: float
+    """The same when they share a core, and the one that waits yields it."""
+    wake_s: float
+    """The same when the one that waits sleeps."""
     byte_s: float
     """To read one byte that another core has written, and combine or copy it."""
 
 
-MODEL = Costs(wait_s=0.4e-6, switch_s=3e-6, byte_s=1 / 16e9)
+MODEL = Costs(wait_s=0.1e-6, turn_s=1.5e-6, wake_s=5e-6, byte_s=1 / 40e9)
 """What is taken where nothing could be measured."""
 
 
@@ -54,7 +56,8 @@ def credible(measured: Costs) -> Costs:
 
     return Costs(
         wait_s=chosen(measured.wait_s, MODEL.wait_s),
-        switch_s=chosen(measured.switch_s, MODEL.switch_s),
+        turn_s=chosen(measured.turn_s, MODEL.turn_s),
+        wake_s=chosen(measured.wake_s, MODEL.wake_s),
         byte_s=chosen(measured.byte_s, MODEL.byte_s),
     )
 
@@ -64,19 +67,19 @@ def small_bytes(world_size: int, cores: int, costs: Costs = MODEL) -> int:
 
     ``cores`` is how many processors the ranks share.
     """
-    switches = -(-world_size // cores)
-    wait_s = costs.wait_s * world_size if switches == 1 else costs.switch_s * switches
+    turns = -(-world_size // cores)
+    wait_s = costs.wait_s * world_size if turns == 1 else costs.turn_s * turns
     w = world_size
-    per_byte = (w - 1) * (w - 1) / w * costs.byte_s * switches
+    per_byte = (w - 1) * (w - 1) / w * costs.byte_s * turns
     return int(wait_s / per_byte)
 
 
 def spin_s(world_size: int, cores: int, costs: Costs = MODEL) -> float:
-    """How long a waiting rank may keep its core before it sleeps.
+    """How long a waiting rank keeps its core before it yields, and then sleeps.
 
     What sleeping and being woken costs, several times over; with more ranks than cores the core is
     what the others wait for.
     """
     if world_size > cores:
         return 0.0
-    return min(_SPIN_SWITCHES * costs.switch_s, _MOST_SPIN_S)
+    return min(_SPIN_WAKES * costs.wake_s, _MOST_SPIN_S)

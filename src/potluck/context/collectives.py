@@ -60,6 +60,9 @@ class Waits:
 class Collectives:
     """Collective and point-to-point operations on one group."""
 
+    communicator: Communicator
+    """The engine's face of the current group."""
+
     def __init__(self, timeout_s: float, waits: Waits | None = None) -> None:
         self.timeout_s = timeout_s
         self._waits = waits if waits is not None else Waits()
@@ -68,11 +71,6 @@ class Collectives:
     def waited_s(self) -> float:
         """Seconds that this rank has been blocked in these operations and those of sub-groups."""
         return self._waits.seconds + self.communicator.metrics.waited_s
-
-    @property
-    def communicator(self) -> Communicator:
-        """The engine's face of the current group."""
-        raise NotImplementedError
 
     @property
     def rank(self) -> int:
@@ -98,14 +96,16 @@ class Collectives:
         Bit-identical on every rank. ``op``: sum, mean (floats only), min, max, product.
         Ring: ``2 (w - 1)`` steps and ``2 (w - 1) / w`` times the array's bytes from each rank.
         """
-        if (
-            algorithm is None
-            and codec is None
-            and residual is None
-            and not async_op
-            and self._is_done(_ALL_REDUCE, array, array, array, timeout, op)
-        ):
-            return array
+        if algorithm is None and codec is None and residual is None and not async_op:
+            # As _is_done, without the call: at 4 KiB that is a tenth of the time.
+            quick = self.communicator.quick
+            if quick is not None:
+                patience = self.timeout_s if timeout is None else timeout
+                outcome: int = quick(_ALL_REDUCE, array, array, op, 0, patience)
+                if outcome == 0:
+                    return array
+                if outcome > 0:
+                    raise self.communicator.quick_failure(outcome, _ALL_REDUCE, array, op, 0)
         mine = self._adapt(array)
         work = self.communicator.all_reduce(
             mine.array,

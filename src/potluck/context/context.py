@@ -59,17 +59,13 @@ class DistributedContext(Collectives):
         super().__init__(timeout_s)
         self._backend = backend
         self._is_closed = False
-        self._communicator = backend.form(0, None, timeout_s)
+        self.communicator = backend.form(0, None, timeout_s)
         _close_at_exit(self)
-
-    @property
-    def communicator(self) -> Communicator:
-        return self._communicator
 
     @property
     def group(self) -> Group:
         """The current group, immutable."""
-        return self._communicator.group
+        return self.communicator.group
 
     @property
     def epoch(self) -> int:
@@ -101,7 +97,7 @@ class DistributedContext(Collectives):
 
         It lives until the context re-forms.
         """
-        communicator = self._communicator.subgroup(ranks)
+        communicator = self.communicator.subgroup(ranks)
         return None if communicator is None else SubGroup(communicator, self.timeout_s, self._waits)
 
     # -- the elastic face
@@ -166,15 +162,15 @@ class DistributedContext(Collectives):
             ) from cause
         error = cause if isinstance(cause, GroupError) else None
         started = time.monotonic()
-        self._communicator.close()
-        self._communicator = self._backend.form(self.epoch, error, self.timeout_s)
+        self.communicator.close()
+        self.communicator = self._backend.form(self.epoch, error, self.timeout_s)
         if error is not None:
-            self._communicator.metrics.reformed(time.monotonic() - started)
+            self.communicator.metrics.reformed(time.monotonic() - started)
 
     def abort(self, error: BaseException) -> None:
         """This rank's own code failed: every other rank raises ``RemoteError`` saying so."""
         reason = f"{type(error).__name__}: {error}"[: MAX_CONTROL // 4]
-        self._communicator.abort(
+        self.communicator.abort(
             RemoteError(
                 f"{self.group.describe(self.rank)} failed: {reason}",
                 rank=self.rank,
@@ -188,18 +184,18 @@ class DistributedContext(Collectives):
 
     def stats(self) -> dict[str, Any]:
         """Counts, bytes and seconds per operation, algorithm and link so far, ready for JSON."""
-        return self._communicator.metrics.stats()
+        return self.communicator.metrics.stats()
 
     def metrics_text(self) -> bytes:
         """The same for Prometheus, in its text format."""
-        return self._communicator.metrics.exposition()
+        return self.communicator.metrics.exposition()
 
     def close(self) -> None:
         """Leave in order: what was sent arrives. Idempotent; also done at interpreter exit."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._communicator.close()
+        self.communicator.close()
         self._backend.close()
 
     def __enter__(self) -> DistributedContext:
@@ -221,11 +217,7 @@ class SubGroup(Collectives):
 
     def __init__(self, communicator: Communicator, timeout_s: float, waits: Waits) -> None:
         super().__init__(timeout_s, waits)
-        self._communicator = communicator
-
-    @property
-    def communicator(self) -> Communicator:
-        return self._communicator
+        self.communicator = communicator
 
 
 def _close_at_exit(context: DistributedContext) -> None:
