@@ -30,6 +30,7 @@ RunningPlan::RunningPlan(PlanSpec given, std::shared_ptr<Ticket> ticket)
         const auto [queue, is_new] = queues.try_emplace(step.peer);
         if (is_new) (is_send ? send_peers_ : receive_peers_).push_back(step.peer);
         queue->second.steps.push_back(index);
+        queue->second.num_left += num_segments_[step.chunk];
         previous_.push_back(latest[step.chunk]);
         latest[step.chunk] = static_cast<int32_t>(index);
         if (is_send && spec.chunks[step.chunk].number == spec.own) ++num_takers_;
@@ -82,7 +83,17 @@ bool RunningPlan::next_send(int peer, Segment& segment) const {
 }
 
 void RunningPlan::issue(int peer, const Segment& segment) {
-    if (++issued_[segment.step] == num_segments_[segment.chunk]) ++find(sends_, peer)->at;
+    Queue& queue = *find(sends_, peer);
+    --queue.num_left;
+    if (++issued_[segment.step] == num_segments_[segment.chunk]) ++queue.at;
+}
+
+bool RunningPlan::is_ahead(int peer, int other) const {
+    const auto left = [&](int rank) {
+        const Queue* queue = find(sends_, rank);
+        return queue == nullptr ? 0 : queue->num_left;
+    };
+    return left(peer) + 1 < left(other);
 }
 
 // The twin of engine/coding.py: the own chunk is encoded once, the same bytes go to all, and it

@@ -97,6 +97,8 @@ public:
     bool next_send(int peer, Segment& segment) const;
     // It is being sent; the next call of next_send gives the one after it.
     void issue(int peer, const Segment& segment);
+    // Whether `peer` has less left to come than `other`, by more than a segment.
+    bool is_ahead(int peer, int other) const;
     // What goes over the wire for it; asked for once, when it is being sent. Empty: its memory.
     Bytes encoded(const Segment& segment);
     // Its bytes have left its memory.
@@ -128,6 +130,7 @@ private:
     struct Queue {
         std::vector<uint32_t> steps;
         size_t at = 0;
+        uint64_t num_left = 0;  // segments that are not issued yet
 
         bool is_empty() const { return at == steps.size(); }
         uint32_t front() const { return steps[at]; }

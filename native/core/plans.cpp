@@ -115,6 +115,7 @@ bool Plans::next_outgoing(Port& port, Outgoing& outgoing) {
         if (!running->next_send(peer, segment) || !port.can_take(segment.wire_bytes)) continue;
         const uint32_t nbytes = segment.wire_bytes;
         if (!share.may_send(running->spec.channel, running->spec.sequence, nbytes)) continue;
+        if (must_wait(*running, peer)) continue;
         share.sent(nbytes);
         running->issue(peer, segment);
         outgoing.frame = ports_.frame(Kind::data, running->spec.channel, running->spec.sequence);
@@ -127,6 +128,19 @@ bool Plans::next_outgoing(Port& port, Outgoing& outgoing) {
         outgoing.payload = outgoing.owned ? outgoing.owned->data() : segment.data;
         outgoing.sent = [this, running, segment] { sent(running, segment); };
         return true;
+    }
+    return false;
+}
+
+// Links that share this rank's wire must end together, or the last one has it for itself and can't
+// fill it: one that is ahead waits for those that are full.
+bool Plans::must_wait(const RunningPlan& running, int peer) {
+    for (int other : running.send_peers()) {
+        const Port* port = ports_.find(other);
+        if (port != nullptr && port->is_blocked && running.is_ahead(peer, other)) {
+            ports_.held.insert(peer);
+            return true;
+        }
     }
     return false;
 }

@@ -60,6 +60,7 @@ private:
     RunningPtr find(const Key& key) const;
     std::vector<RunningPlan*> oldest() const;
     RunningPlan* suspect() const;
+    bool must_wait(const RunningPlan& running, int peer);
     void sent(const RunningPtr& running, const Segment& segment);
     void advance(const RunningPtr& running);
     Sink keep(const Frame& frame, void (Plans::*then)(int peer, KeptPtr kept), int peer);

@@ -108,8 +108,10 @@ void Ports::read(Port& port, const Port::Route& route) {
 }
 
 void Ports::write(Port& port, const Port::Source& source) {
+    const bool was_blocked = port.is_blocked;
     try {
         if (port.write(source)) dirty.insert(port.rank());
+        if (was_blocked && !port.is_blocked) dirty.merge(std::exchange(held, {}));
     } catch (const LinkError& error) {
         ended(port, error.what());
         return;

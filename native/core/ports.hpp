@@ -41,6 +41,7 @@ public:
     std::set<int> departed;
     std::set<int> dirty;  // ranks for which there may be something to write
     std::set<int> ready;  // ranks from which there may be something to read
+    std::set<int> held;   // ranks that wait until a link that is full has room again
 
     Port* find(int rank) { return by_rank_[static_cast<size_t>(rank)].get(); }
     const std::vector<std::unique_ptr<Port>>& all() const { return by_rank_; }

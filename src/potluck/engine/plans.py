@@ -128,6 +128,8 @@ class Plans:
                 continue
             if not share.may_send(running.channel, running.sequence, nbytes):
                 continue
+            if self._must_wait(running, peer):
+                continue
             share.sent(nbytes)
             running.issue(peer, segment)
             return Outgoing(
@@ -147,6 +149,16 @@ class Plans:
                 partial(self._sent, running, segment),
             )
         return None
+
+    def _must_wait(self, running: RunningPlan, peer: int) -> bool:
+        """Links that share this rank's wire must end together, or the last one has it for itself
+        and can't fill it: one that is ahead waits for those that are full."""
+        for other in running.send_peers:
+            port = self._ports.by_rank.get(other)
+            if port is not None and port.is_blocked and running.is_ahead(peer, other):
+                self._ports.held.add(peer)
+                return True
+        return False
 
     def _sent(self, running: RunningPlan, segment: Segment) -> None:
         running.sent(segment)

@@ -52,6 +52,8 @@ class Ports:
         """Ranks for which there may be something to write."""
         self.ready: set[int] = set()
         """Ranks from which there may be something to read."""
+        self.held: set[int] = set()
+        """Ranks that wait until a link that is full has room again."""
         self.selector = selectors.DefaultSelector()
         self._fate = fate
         self._group = fate.group
@@ -166,6 +168,9 @@ class Ports:
             return
         if port.is_blocked != was_blocked:
             self.watch(port)
+        if was_blocked and not port.is_blocked:
+            self.dirty |= self.held
+            self.held.clear()
 
     # -- early frames: what came before anybody here waited for it
 

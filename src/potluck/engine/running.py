@@ -91,6 +91,10 @@ class RunningPlan:
             self._elements[chunk] = elements
             self._segments[chunk] = max(1, -(-array.shape[0] // elements))
         self._left = sum(self._segments[step.chunk] for step in plan.steps)
+        self._unissued = {
+            peer: sum(self._segments[plan.steps[index].chunk] for index in queue)
+            for peer, queue in self._sends.items()
+        }
 
     @property
     def chunks(self) -> Chunks:
@@ -126,8 +130,13 @@ class RunningPlan:
     def issue(self, peer: int, segment: Segment) -> None:
         """``segment`` is being sent; the next call of next_send gives the one after it."""
         self._issued[segment.step] += 1
+        self._unissued[peer] -= 1
         if self._issued[segment.step] == self._segments[segment.chunk]:
             self._sends[peer].popleft()
+
+    def is_ahead(self, peer: int, other: int) -> bool:
+        """Whether ``peer`` has less left to come than ``other``, by more than a segment."""
+        return self._unissued[peer] + 1 < self._unissued[other]
 
     def wire_bytes(self, segment: Segment) -> int:
         """How many bytes ``segment`` takes on the wire."""

@@ -18,6 +18,9 @@ _WRITE_BYTES = 64 * 1024
 """What one call hands to OpenSSL: four full TLS records."""
 TURN_BYTES = 1024 * 1024
 """At most this much per call of send or recv_into, so that one link can't starve the others."""
+UNSENT_BYTES = 256 * 1024
+"""What the kernel keeps of a link beyond what is on its way. Much more, and links that share a wire
+get ahead of each other by as much."""
 
 
 class TcpLink:
@@ -134,8 +137,11 @@ class TcpLink:
 
 
 def tune(sock: socket.socket) -> None:
-    """What every potluck connection sets: small frames must not wait for acknowledgements."""
+    """What every potluck connection sets: small frames must not wait for acknowledgements, nor
+    behind more than a little that the wire has not taken yet."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def secured(sock: socket.socket, credentials: Credentials, *, server_side: bool) -> TlsSocket:

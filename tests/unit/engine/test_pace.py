@@ -1,0 +1,119 @@
+"""Links that share a rank's wire go on at the same pace, whichever engine moves the bytes."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from potluck import native
+from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
+from potluck.engine import native_loop
+from potluck.engine.call import Call
+from potluck.engine.native_loop import NativeLoop
+from potluck.engine.progress import ProgressLoop
+from potluck.engine.running import RunningPlan
+from potluck.engine.work import Work, deadline_after
+from potluck.metrics import LinkMeter
+from potluck.transport.link import Link
+from potluck.transport.plain import PlainLink
+from potluck.types import Group, Member
+from potluck.wire.frames import FRAME_BYTES
+
+SEGMENT, NUM_SEGMENTS = 64 << 10, 24
+FRAME = FRAME_BYTES + 4 + SEGMENT + 4  # with its two checksums
+KERNEL_BYTES = 8 << 10
+PATIENCE_S = 20.0
+
+
+class NativePlainLink(PlainLink):
+    """For a socket that no greeting has gone over."""
+
+    def __init__(self, sock: Any, *, peer: str, peer_node: str) -> None:
+        super().__init__(sock, peer=peer, peer_node=peer_node)
+        self._stream = native.core.PlainStream(sock.fileno())
+
+
+class TwoPeers:
+    """A Connector whose peers are the test."""
+
+    def __init__(self, kind: type[PlainLink]) -> None:
+        self.ends: dict[int, socket.socket] = {}
+        self._kind = kind
+
+    def start(self, deliver: Callable[[int, Link], None], fail: Any) -> None:
+        for rank in (1, 2):
+            mine, self.ends[rank] = socket.socketpair()
+            mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+            self.ends[rank].settimeout(PATIENCE_S)
+            link: Any = mine
+            deliver(rank, self._kind(link, peer=f"rank {rank}", peer_node=""))
+
+    def request(self, rank: int) -> None:
+        raise AssertionError(f"rank {rank} has a link")
+
+    def close(self, error: BaseException) -> None:
+        for end in self.ends.values():
+            end.close()
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "python",
+        pytest.param(
+            "native",
+            marks=pytest.mark.skipif(not native_loop.is_available(), reason="no native loop"),
+        ),
+    ],
+)
+def test_a_link_that_is_ahead_waits_for_one_that_is_full(engine: str) -> None:
+    """Rank 1 takes all that comes, rank 2 a little now and then: both are told at its pace."""
+    members = tuple(Member(worker=str(rank)) for rank in range(3))
+    group = Group(epoch=1, rank=0, members=members)
+    connector = TwoPeers(NativePlainLink if engine == "native" else PlainLink)
+    made = NativeLoop if engine == "native" else ProgressLoop
+    loop = made(
+        group,
+        connector,
+        segment_bytes=SEGMENT,
+        max_early_bytes=1 << 30,
+        on_operation=lambda running, seconds, error: None,
+        meter=lambda name: LinkMeter(),
+    )
+    work = Work("broadcast")
+    steps = (Step(Action.SEND, 1, 0), Step(Action.SEND, 2, 0))
+    plan = Plan(Operation.BROADCAST, Algorithm.CENTRALIZED, 3, 0, 1, steps)
+    chunk = np.ones(NUM_SEGMENTS * SEGMENT, np.uint8)
+    loop.start(
+        RunningPlan(
+            plan=plan,
+            call=Call(plan.operation, plan.algorithm, "uint8", (), None, 0, SEGMENT),
+            chunks={0: chunk},
+            channel=0,
+            sequence=0,
+            deadline=deadline_after(PATIENCE_S),
+            work=work,
+            peers=(0, 1, 2),
+            nbytes=chunk.nbytes,
+            conclude=None,
+        )
+    )
+    willing, slow = connector.ends[1], connector.ends[2]
+    came = {willing: 0, slow: 0}
+    assert select.select([slow], [], [], PATIENCE_S)[0], "from now on its link is full"
+    total = NUM_SEGMENTS * FRAME
+    while min(came.values()) < total:
+        turn = willing if select.select([willing], [], [], 0.01)[0] else slow
+        if came[turn] == total:
+            turn = slow
+        came[turn] += len(turn.recv(SEGMENT))
+        # A segment ahead, one under way, one counted when it began, and what the kernel holds.
+        assert came[willing] <= came[slow] + 3 * FRAME + 16 * KERNEL_BYTES
+    work.wait(PATIENCE_S)
+    connector.close(RuntimeError("done"))
+    loop.close()
