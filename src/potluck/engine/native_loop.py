@@ -218,6 +218,7 @@ class NativeLoop:
         ticket = self._core.ticket(ident)
         self._items[ident] = _Item(work, ticket, keep, time.monotonic(), running)
         work.waiter = partial(self._wait, ident, ticket)
+        work.look = partial(self._look, ident, ticket)
         begin(ticket)
         if self._is_over:  # then nobody else will
             self._settle(ident)
@@ -228,6 +229,12 @@ class NativeLoop:
             return False
         self._settle(ident)
         return True
+
+    def _look(self, ident: int, ticket: Ticket) -> None:
+        """End an operation's work if it has ended. The steward would, but while another thread is
+        busy in Python it waits for the interpreter's lock."""
+        if ticket.state != "running":
+            self._settle(ident)
 
     def _settle(self, ident: int) -> None:
         """End the work of an operation that has ended. Whoever comes second does nothing."""

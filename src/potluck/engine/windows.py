@@ -305,7 +305,7 @@ class WindowWork(Work):
         """Whether the operation has ended, well or not; never blocks."""
         if not self._event.is_set() and self._native is not None and self._native.done:
             self._settle()
-        return self._event.is_set()
+        return super().done()
 
     def exception(self) -> BaseException | None:
         """What the operation raised, None while it runs or when it succeeded."""

@@ -42,6 +42,7 @@ class Work:
         "_result",
         "_transform",
         "call",
+        "look",
         "on_wait",
         "source",
         "waiter",
@@ -56,6 +57,8 @@ class Work:
         self.waiter: Callable[[float | None], bool] | None = None
         """Blocks until the operation has ended (or, False, for so many seconds), where whoever
         runs it has a shorter way to say so than the event."""
+        self.look: Callable[[], None] | None = None
+        """The same without blocking: ends this work if the operation has ended."""
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._result = result
@@ -65,6 +68,8 @@ class Work:
 
     def done(self) -> bool:
         """Whether the operation has ended, well or not; never blocks."""
+        if self.look is not None and not self._event.is_set():
+            self.look()
         return self._event.is_set()
 
     def exception(self) -> BaseException | None:

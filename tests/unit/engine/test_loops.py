@@ -1,10 +1,13 @@
-"""Links that share a rank's wire go on at the same pace, whichever engine moves the bytes."""
+"""The progress loops, with peers that take what comes as the test wants it."""
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,7 @@ SEGMENT, NUM_SEGMENTS = 64 << 10, 24
 FRAME = FRAME_BYTES + 4 + SEGMENT + 4  # with its two checksums
 KERNEL_BYTES = 8 << 10
 PATIENCE_S = 20.0
+needs_native = pytest.mark.skipif(not native_loop.is_available(), reason="no native loop")
 
 
 class NativePlainLink(PlainLink):
@@ -61,18 +65,9 @@ class TwoPeers:
             end.close()
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "python",
-        pytest.param(
-            "native",
-            marks=pytest.mark.skipif(not native_loop.is_available(), reason="no native loop"),
-        ),
-    ],
-)
-def test_a_link_that_is_ahead_waits_for_one_that_is_full(engine: str) -> None:
-    """Rank 1 takes all that comes, rank 2 a little now and then: both are told at its pace."""
+@contextlib.contextmanager
+def sending_to_two(engine: str, nbytes: int) -> Iterator[tuple[Work, dict[int, socket.socket]]]:
+    """Rank 0 of three sends one chunk of ``nbytes`` to both others."""
     members = tuple(Member(worker=str(rank)) for rank in range(3))
     group = Group(epoch=1, rank=0, members=members)
     connector = TwoPeers(NativePlainLink if engine == "native" else PlainLink)
@@ -88,7 +83,7 @@ def test_a_link_that_is_ahead_waits_for_one_that_is_full(engine: str) -> None:
     work = Work("broadcast")
     steps = (Step(Action.SEND, 1, 0), Step(Action.SEND, 2, 0))
     plan = Plan(Operation.BROADCAST, Algorithm.CENTRALIZED, 3, 0, 1, steps)
-    chunk = np.ones(NUM_SEGMENTS * SEGMENT, np.uint8)
+    chunk = np.ones(nbytes, np.uint8)
     loop.start(
         RunningPlan(
             plan=plan,
@@ -103,17 +98,38 @@ def test_a_link_that_is_ahead_waits_for_one_that_is_full(engine: str) -> None:
             conclude=None,
         )
     )
-    willing, slow = connector.ends[1], connector.ends[2]
-    came = {willing: 0, slow: 0}
-    assert select.select([slow], [], [], PATIENCE_S)[0], "from now on its link is full"
-    total = NUM_SEGMENTS * FRAME
-    while min(came.values()) < total:
-        turn = willing if select.select([willing], [], [], 0.01)[0] else slow
-        if came[turn] == total:
-            turn = slow
-        came[turn] += len(turn.recv(SEGMENT))
-        # A segment ahead, one under way, one counted when it began, and what the kernel holds.
-        assert came[willing] <= came[slow] + 3 * FRAME + 16 * KERNEL_BYTES
-    work.wait(PATIENCE_S)
+    yield work, connector.ends
     connector.close(RuntimeError("done"))
     loop.close()
+
+
+@pytest.mark.parametrize("engine", ["python", pytest.param("native", marks=needs_native)])
+def test_a_link_that_is_ahead_waits_for_one_that_is_full(engine: str) -> None:
+    """Rank 1 takes all that comes, rank 2 a little now and then: both are told at its pace."""
+    with sending_to_two(engine, NUM_SEGMENTS * SEGMENT) as (work, ends):
+        willing, slow = ends[1], ends[2]
+        came = {willing: 0, slow: 0}
+        assert select.select([slow], [], [], PATIENCE_S)[0], "from now on its link is full"
+        total = NUM_SEGMENTS * FRAME
+        while min(came.values()) < total:
+            turn = willing if select.select([willing], [], [], 0.01)[0] else slow
+            if came[turn] == total:
+                turn = slow
+            came[turn] += len(turn.recv(SEGMENT))
+            # A segment ahead, one under way, one counted when it began, and what the kernel holds.
+            assert came[willing] <= came[slow] + 3 * FRAME + 16 * KERNEL_BYTES
+        work.wait(PATIENCE_S)
+
+
+@needs_native
+def test_a_work_is_done_as_soon_as_its_bytes_are_while_this_thread_keeps_the_lock() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(3600)  # nobody may ask for the lock back
+    try:
+        with sending_to_two("native", KERNEL_BYTES // 8) as (work, _):
+            deadline = time.monotonic() + PATIENCE_S
+            while not work.done() and time.monotonic() < deadline:
+                pass
+            assert work.done()
+    finally:
+        sys.setswitchinterval(interval)
