@@ -81,10 +81,10 @@ class Settings:
     bucket_size_mb: Annotated[
         float, Gt(0), Le(65_536), About("megabytes (2**20 bytes) of gradients reduced together")
     ] = 25.0
-    segment_bytes: Annotated[Bytes, About("bytes of the largest piece sent as one frame")] = 1 << 20
+    segment_bytes: Annotated[Bytes, About("bytes of the largest piece sent as one frame")] = 1 << 19
     max_early_bytes: Annotated[
         Bytes, About("bytes kept per link for operations this rank has not begun yet")
-    ] = 4 << 20
+    ] = 2 << 20
     use_windows: Annotated[
         bool, About("whether workers of one node exchange payloads through shared memory")
     ] = True

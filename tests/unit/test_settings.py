@@ -22,7 +22,7 @@ def test_the_defaults_are_those_of_the_design(monkeypatch: pytest.MonkeyPatch) -
     assert (settings.gradient_port, settings.discovery_port) == (52416, 52415)
     assert (settings.peer_timeout_s, settings.connection_timeout_s) == (30.0, 5.0)
     assert (settings.min_peers, settings.max_retries, settings.bucket_size_mb) == (1, 3, 25.0)
-    assert settings.max_early_bytes == 4 * 2**20
+    assert settings.max_early_bytes == 2 * 2**20
 
 
 def test_the_environment_wins_over_defaults_and_arguments_over_both(

@@ -63,7 +63,7 @@ class LinkModel:
         return wire
 
 
-SEGMENT_BYTES = 1 << 20
+SEGMENT_BYTES = 1 << 19
 """What the simulation takes for the engine's segment unless told otherwise."""
 
 DEFAULT_LINKS = LinkModel(

@@ -34,8 +34,8 @@ from potluck.metrics import Metrics
 from potluck.types import Group, ReduceOp
 from potluck.wire.dtypes import code_of
 
-SEGMENT_BYTES = 1024 * 1024
-MAX_EARLY_BYTES = 4 * 1024 * 1024
+SEGMENT_BYTES = 512 * 1024
+MAX_EARLY_BYTES = 2 * 1024 * 1024
 
 _EMPTY = np.empty(0, dtype=np.uint8)
 

@@ -123,7 +123,7 @@ def open_world(
     kind: str,
     world_size: int,
     *,
-    segment_bytes: int = 1 << 20,
+    segment_bytes: int = 1 << 19,
     max_early_bytes: int = 64 << 20,
     num_nodes: int = 2,
     nodes: Sequence[int] | None = None,
