@@ -1,6 +1,7 @@
 #include "core/loop.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <exception>
 #include <limits>
 
@@ -173,7 +174,13 @@ void Loop::turn() {
         inbox.swap(inbox_);
         is_awake_ = false;
     }
-    for (const auto& command : inbox) command();
+    try {
+        for (; !inbox.empty(); inbox.pop_front()) inbox.front()();
+    } catch (...) {  // end() finds what has not begun, and lets go who waits for it
+        const std::lock_guard lock(mutex_);
+        std::move(inbox.rbegin(), inbox.rend(), std::front_inserter(inbox_));
+        throw;
+    }
     ports_.move(route_, source_);
     const double now = now_s();
     plans_.check_deadlines(now);

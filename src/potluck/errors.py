@@ -19,7 +19,7 @@
      │    ├── RemoteError        another rank's own code failed: stop, its reason is in the text
      │    ├── Evicted            the others went on without me: form the next group as a newcomer
      │    └── GroupClosed        the group was closed here, by close() or by a newer epoch
-     ├── AgentLost               the agent that started this worker is gone: stop
+     ├── AgentLost               the agent that started this worker is lost: stop
      ├── Diverged                replicas no longer hold equal parameters: resume from a checkpoint
      ├── CallbackError           a callback of the script raised; the text says which: fix it
      └── CheckpointError         a checkpoint can't be written or read; the previous one still can
@@ -122,7 +122,7 @@ class GroupClosed(GroupError):
 
 
 class AgentLost(PotluckError):
-    """The agent that started this worker is gone."""
+    """The agent that started this worker is gone, or can't be heard any more."""
 
 
 class Diverged(PotluckError):

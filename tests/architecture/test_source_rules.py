@@ -27,6 +27,11 @@ FORBIDDEN_CALLS = {
 # torch.distributed's *_object_* collectives pickle what they carry.
 FORBIDDEN_ENDINGS = ("_object", "_object_list")
 
+MAY_START_THREADS = {
+    "src/potluck/service.py": "the one way: whoever starts a thread says what follows if it breaks",
+    "src/potluck/checkpoint/writer.py": "raises at the next call what its thread raised",
+}
+
 MAY_SLEEP = {
     "tests/conftest.py": "the leak guard polls /proc, which tells nobody when it changes",
 }
@@ -81,6 +86,13 @@ def sleeps(tree: ast.AST) -> Iterator[str]:
                 yield f"line {node.lineno}: calls {dotted(node.func)}"
 
 
+def threads(tree: ast.AST) -> Iterator[str]:
+    """Threads that may end by an exception without anybody being told."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted(node.func).endswith("Thread"):
+            yield f"line {node.lineno}: calls {dotted(node.func)}; see potluck.service"
+
+
 def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -88,6 +100,15 @@ def named(path: Path) -> str:
 @pytest.mark.parametrize("path", SOURCES, ids=named)
 def test_no_pickle_and_no_eval_anywhere_in_the_source(path: Path) -> None:
     assert list(unsafe(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=named)
+def test_no_thread_breaks_in_silence(path: Path) -> None:
+    found = list(threads(ast.parse(path.read_text())))
+    if named(path) in MAY_START_THREADS:
+        assert found, f"strike {named(path)} off the list"
+    elif not named(path).startswith("src/potluck/testing/"):
+        assert found == []
 
 
 @pytest.mark.parametrize("path", TESTS, ids=named)

@@ -319,6 +319,29 @@ def test_when_nobody_reads_the_output_any_more_the_run_ends(script) -> None:
         assert run.wait(60) == 128 + signal.SIGPIPE
 
 
+def test_what_a_terminal_cannot_show_is_written_in_escapes(script) -> None:
+    """It would else end the thread that writes, and the run would hang."""
+    path = script("print('loss \\u2193', flush=True)\nprint('on we go')\n")
+    done = subprocess.run(
+        [*potluck_command(), "run", path],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, "the script itself could not print it"
+    assert "'ascii' codec can't encode" in done.stderr
+    path = script("import sys\nsys.stdout.buffer.write(b'loss \\xe2\\x86\\x93\\non we go\\n')\n")
+    done = subprocess.run(
+        [*potluck_command(), "run", path],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "[0] loss \\u2193\n[0] on we go\n")
+
+
 def test_all_output_of_a_talkative_worker_arrives(script) -> None:
     path = script("for number in range(50_000):\n    print(number)\n")
     done = subprocess.run(

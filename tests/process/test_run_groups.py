@@ -189,6 +189,31 @@ def test_an_exception_on_one_rank_reaches_all_with_rank_and_reason(tmp_path: Pat
         )
 
 
+def test_a_worker_nobody_can_link_to_fails_the_run_at_once_and_says_so(tmp_path: Path) -> None:
+    """With its listener's thread dead it would form group after group, each to be lost again."""
+    path = tmp_path / "broken.py"
+    path.write_text(
+        "import socket\nimport numpy as np\nimport potluck\n"
+        "context = potluck.init()\n"
+        "context.barrier()\n"
+        "if context.rank == 1:\n"
+        "    listener = context._backend._base.listener\n"
+        "    def broken(): raise MemoryError('no room')\n"
+        "    listener._reception._accept = broken\n"
+        "    socket.create_connection(('127.0.0.1', listener.port))\n"
+        "while True:\n"
+        "    context.all_reduce(np.ones(1000), op='mean', timeout=600)\n"
+    )
+    summary = tmp_path / "summary.json"
+    with run_command("-n", "2", "--json", str(summary), str(path)) as run:
+        assert run.finish() == 1, run.text
+    result = told(summary)
+    said = "\n".join(result["problems"])
+    assert "nobody can link to rank 1 (worker 1 at 127.0.0.1:" in said
+    assert "broke (MemoryError: no room). The script is not to blame: start it again" in said
+    assert result["recoveries"] == [], "no second group was formed"
+
+
 def test_ranks_that_disagree_fail_the_run_with_both_calls(tmp_path: Path) -> None:
     path = tmp_path / "desync.py"
     path.write_text(

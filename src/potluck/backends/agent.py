@@ -60,7 +60,6 @@ class AgentBackend:
         self.job = os.environ.get("POTLUCK_JOB", "")
         self.worker = os.environ.get("POTLUCK_WORKER", "")
         self._local_rank = int(os.environ.get("LOCAL_RANK") or 0)
-        self._base = _listening(settings or load_settings(), self._local_rank)
         self._changed = threading.Condition()
         self._view: control.View | None = None
         self._is_held = False
@@ -73,6 +72,7 @@ class AgentBackend:
         self._step = -1
         self._failed = False
         self._is_closed = False
+        self._base = _listening(settings or load_settings(), self._local_rank)
         credentials = self._base.credentials
         hello = Hello(
             kind="control", namespace=credentials.namespace, job=self.job, worker=self.worker
@@ -84,6 +84,7 @@ class AgentBackend:
         except BaseException:
             self._base.close()
             raise
+        self._base.when_broken(self._unreachable)
         self._previous_hook: Hook = sys.excepthook
         sys.excepthook = self._uncaught
         atexit.register(self._end)
@@ -272,10 +273,18 @@ class AgentBackend:
         return None
 
     def lost_agent(self, cause: Exception) -> None:
-        """The control link ended though nobody closed it."""
+        """The control link ended though nobody closed it, or its thread here broke."""
         with self._changed:
             if self._stopped is None:
-                self._stop(AgentLost(f"the agent that started this worker is gone: {cause}"))
+                self._stop(AgentLost(f"the agent that started this worker is lost: {cause}"))
+
+    def _unreachable(self, error: GroupError) -> None:
+        """This worker's listener broke. As a member it would only have the others wait for it, in
+        one group after the other: the job fails, and says why."""
+        with self._changed:
+            self._failed = True
+            self._talk.say(control.Failed("listener", control.clip(str(error))))
+            self._stop(error)
 
     def _stop(self, error: PotluckError) -> None:
         self._stopped = error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -16,10 +17,13 @@ from typing import Any
 
 from potluck.cluster.links.control import ControlLink
 from potluck.errors import LinkError, PotluckError
+from potluck.service import start_thread, why
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire import control
 from potluck.wire.messages import Hello
+
+_log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.1
 _GOODBYE_S = 2.0
@@ -97,8 +101,11 @@ class AgentLink:
         self._sent_at = 0.0
         self._sent_epoch = -1
         self._timer: asyncio.TimerHandle | None = None
-        self._thread = threading.Thread(target=self._run, name="potluck-agent-link", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(
+            self._run,
+            name="potluck-agent-link",
+            on_broken=lambda error: on_lost(LinkError(_broke(error))),
+        )
         self._connected.wait()
         if self._failure is not None:
             self._thread.join()
@@ -150,6 +157,9 @@ class AgentLink:
                 finally:
                     with self._lock:
                         self._is_over = True
+        except BaseException as error:
+            self._failure = LinkError(_broke(error))
+            raise
         finally:
             self._connected.set()
 
@@ -182,8 +192,15 @@ class AgentLink:
                     link.send(answer)
         except PotluckError as error:
             if not self._ending:
-                self._on_lost(error)
-                self._loop.call_later(_ORPHAN_S, _end_orphan)
+                self._lost(error)
+        except Exception as error:  # else nothing the agent says would be heard any more
+            _log.exception("listening to the agent broke")
+            link.send(control.Failed("agent link", control.clip(_broke(error))))
+            self._lost(LinkError(_broke(error)))
+
+    def _lost(self, error: PotluckError) -> None:
+        self._on_lost(error)
+        self._loop.call_later(_ORPHAN_S, _end_orphan)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -219,6 +236,13 @@ class AgentLink:
 def _end_orphan() -> None:
     """The agent is gone and the script has not ended by itself: nobody would ever end it."""
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _broke(error: BaseException) -> str:
+    return (
+        f"this worker's thread that talks to it broke ({why(error)}). The script is not to blame: "
+        "start it again, and please report this with the traceback in that worker's output"
+    )
 
 
 def _plain(value: Any) -> control.Fact:

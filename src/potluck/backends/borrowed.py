@@ -34,6 +34,7 @@ from potluck.engine.reduction import check, conclude
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, PotluckError
 from potluck.metrics import Metrics
+from potluck.service import start_thread
 from potluck.types import Group, ReduceOp
 
 _CLOSE_S = 1.0
@@ -100,7 +101,7 @@ class LibraryCommunicator:
         self._family = family
         self._timeout_s = timeout_s
         self._groups = itertools.count(1)
-        self._lane = Lane(f"potluck-{library.name}-{len(family.members)}")
+        self._lane = Lane(f"potluck-{library.name}-{len(family.members)}", family.fail)
         family.members.append((library, self._lane))
 
     @classmethod
@@ -391,7 +392,7 @@ class LibraryCommunicator:
             else:
                 self._family.end(work)
 
-        threading.Thread(target=wait, name=f"potluck-{call}", daemon=True).start()
+        start_thread(wait, name=f"potluck-{call}", on_broken=self._family.fail)
         return work
 
     def _begin(self, call: str, result: Any, deadline: float) -> BoundedWork:

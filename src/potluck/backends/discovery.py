@@ -22,6 +22,7 @@ from potluck.cluster.discovery.everywhere import all_finders
 from potluck.cluster.discovery.finder import Finder
 from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError, LinkError, OperationTimeout, Refused
+from potluck.service import why
 from potluck.settings import Settings, load_settings
 from potluck.transport.blocking import receive, send_all
 from potluck.transport.handshake import connect
@@ -63,13 +64,19 @@ class AutoDiscoveryBackend(StaticBackend):
         self._instance = new_instance()
         self._changed = threading.Condition()
         self._peers: dict[str, Peer] = {}
+        self._broken: BaseException | None = None
         self._hall = _Hall(self.world_size)
         self._base.switchboard.answer(
             MEET, lambda hello, node: welcome_guest(hello, node, self._instance, self._found)
         )
         self._base.switchboard.answer(JOIN, self._hall.admit)
         self._search = Search(
-            self._base.credentials, self._instance, self._base.port, ways, self._found
+            self._base.credentials,
+            self._instance,
+            self._base.port,
+            ways,
+            self._found,
+            self._search_broke,
         )
 
     def _listening(self, port: int | None) -> TcpBase:
@@ -97,11 +104,19 @@ class AutoDiscoveryBackend(StaticBackend):
         """Block until at least ``n`` other processes are found; all that are found then.
 
         OperationTimeout says how many were found in ``timeout`` seconds, and what to look at.
+        LinkError if the search itself has broken.
         """
         with self._changed:
-            if self._changed.wait_for(lambda: len(self._peers) >= n, timeout):
-                return tuple(sorted(self._peers.values()))
+            self._changed.wait_for(lambda: self._broken or len(self._peers) >= n, timeout)
             found = len(self._peers)
+            if found >= n:
+                return tuple(sorted(self._peers.values()))
+            if self._broken is not None:
+                raise LinkError(
+                    f"the search for other processes broke ({why(self._broken)}) when {found} of "
+                    f"{n} were found. Start this process again, or name all addresses with "
+                    "backend='ring'; please report this with the traceback above"
+                ) from self._broken
         raise OperationTimeout(
             f"{found} of {n} other processes were found in {timeout:g} s. Do they run, on the same "
             "network, with the same cluster secret? Where multicast is blocked, write addresses "
@@ -146,6 +161,11 @@ class AutoDiscoveryBackend(StaticBackend):
     def _found(self, peer: Peer) -> None:
         with self._changed:
             self._peers[peer.instance] = peer
+            self._changed.notify_all()
+
+    def _search_broke(self, error: BaseException) -> None:
+        with self._changed:
+            self._broken = error
             self._changed.notify_all()
 
     def _is_first(self) -> bool:

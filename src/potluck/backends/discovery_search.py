@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from potluck.cluster.discovery.advert import INSTANCE_BYTES, Hint, Presence
 from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.discovery.hints import HintBook
 from potluck.errors import PotluckError, WrongSecret
+from potluck.service import OnBroken, start_thread
 from potluck.transport import aio
 from potluck.transport.blocking import send_all
 from potluck.transport.credentials import Credentials
@@ -65,7 +65,9 @@ class Search:
         port: int,
         finders: Sequence[Finder],
         found: Found,
+        on_broken: OnBroken,
     ) -> None:
+        """``found(peer)`` and ``on_broken(error)`` are called on the search's own thread."""
         self._credentials = credentials
         self._presence = Presence(lambda: credentials.advert_keys, port, instance)
         self._finders = finders
@@ -77,8 +79,7 @@ class Search:
         self._changed = asyncio.Event()
         self._over = asyncio.Event()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="potluck-discovery", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="potluck-discovery", on_broken=on_broken)
 
     def complaint(self) -> str:
         """What went wrong with those that were found, for an error text; empty if nothing did."""
@@ -93,7 +94,8 @@ class Search:
         """Be seen no more, and stop looking. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._loop.call_soon_threadsafe(self._over.set)
+            with contextlib.suppress(RuntimeError):  # it broke
+                self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join()
 
     def _run(self) -> None:
@@ -105,10 +107,13 @@ class Search:
 
     async def _search(self) -> None:
         caller = asyncio.create_task(self._call_due())
+        over = asyncio.create_task(self._over.wait())
         try:
             for finder in self._finders:
                 await finder.start(self._presence, self._heard)
-            await self._over.wait()
+            await asyncio.wait([caller, over], return_when=asyncio.FIRST_COMPLETED)
+            if not over.done():
+                caller.result()
         finally:
             for finder in self._finders:
                 await finder.close()

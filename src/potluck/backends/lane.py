@@ -10,6 +10,7 @@ from typing import Any
 
 from potluck.engine.work import Work
 from potluck.errors import OperationTimeout, PotluckError
+from potluck.service import OnBroken, start_thread
 
 _GRACE_S = 0.5
 """How long after an operation's deadline the library may still say itself what was wrong."""
@@ -18,8 +19,10 @@ _GRACE_S = 0.5
 class Lane:
     """Runs what it is given in order. The thread begins with the first task."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_broken: OnBroken) -> None:
+        """``on_broken(error)``: a task raised; those after it are not run."""
         self._name = name
+        self._on_broken = on_broken
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -29,8 +32,7 @@ class Lane:
         with self._lock:
             if self._thread is None:
                 # A daemon: nothing can wake a thread that a library blocks.
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, name=self._name, on_broken=self._on_broken)
         self._tasks.put(task)
 
     def close(self, timeout_s: float) -> None:

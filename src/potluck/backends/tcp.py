@@ -6,12 +6,14 @@ import contextlib
 import errno
 import functools
 import logging
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.engine.communicator import Communicator
 from potluck.engine.mesh import Mesh, Switchboard
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, GroupError
 from potluck.metrics import Metrics
 from potluck.settings import Settings
 from potluck.transport.credentials import Credentials
@@ -23,7 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class TcpBase:
-    """This process's listener and the communicators that answer on it, one after the other."""
+    """This process's listener and the communicators that answer on it, one after the other.
+
+    If the listener breaks, the present group ends on all ranks with the reason, and no other can be
+    opened: nobody could link to this process any more.
+    """
 
     def __init__(
         self,
@@ -37,6 +43,10 @@ class TcpBase:
         if settings.wire == PLAIN:
             _say_that_links_are_plain()
         self.metrics = Metrics()
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._on_broken: Callable[[GroupError], None] | None = None
+        self._newest: Callable[[], Communicator | None] = lambda: None
         self.listener = Listener(
             host,
             port,
@@ -44,6 +54,7 @@ class TcpBase:
             hello_timeout_s=settings.hello_timeout_s,
             max_pending=settings.max_pending,
             use_windows=settings.use_windows,
+            on_broken=self._broken,
         )
         self.switchboard = Switchboard(
             self.listener, self.credentials, wait_s=settings.connection_timeout_s
@@ -58,8 +69,12 @@ class TcpBase:
 
         ``are_listening``: every member is known to be there, so a refused connection means that it
         has died. Otherwise it may not have been started yet, and is called until the deadline.
+        GroupError if this process's listener has broken.
         """
         settings = self.settings
+        with self._lock:
+            if self._failure is not None:
+                raise self._error(self._failure, group)
         mesh = Mesh(
             group,
             self.switchboard,
@@ -70,7 +85,7 @@ class TcpBase:
             else None,
             wire=settings.wire,
         )
-        return Communicator.open(
+        communicator = Communicator.open(
             group,
             mesh,
             metrics=self.metrics,
@@ -78,9 +93,44 @@ class TcpBase:
             max_early_bytes=settings.max_early_bytes,
             use_windows=settings.use_windows,
         )
+        with self._lock:
+            self._newest = weakref.ref(communicator)
+            failure = self._failure
+        if failure is not None:
+            communicator.abort(self._error(failure, group))
+        return communicator
+
+    def when_broken(self, on_broken: Callable[[GroupError], None]) -> None:
+        """Call ``on_broken(error)`` once the listener has broken, on its thread; or now."""
+        with self._lock:
+            self._on_broken = on_broken
+            failure = self._failure
+        if failure is not None:
+            on_broken(self._error(failure, None))
 
     def close(self) -> None:
         self.switchboard.close()
+
+    def _broken(self, failure: BaseException) -> None:
+        with self._lock:
+            self._failure = failure
+            communicator, on_broken = self._newest(), self._on_broken
+        error = self._error(failure, None if communicator is None else communicator.group)
+        if communicator is not None:
+            communicator.abort(error)
+        if on_broken is not None:
+            on_broken(error)
+
+    def _error(self, failure: BaseException, group: Group | None) -> GroupError:
+        me = "this worker" if group is None else group.describe(group.rank)
+        error = GroupError(
+            f"nobody can link to {me} any more: {failure}. The script is not to blame: start it "
+            "again, and please report this with the traceback in that worker's output",
+            rank=-1 if group is None else group.rank,
+            epoch=-1 if group is None else group.epoch,
+        )
+        error.__cause__ = failure
+        return error
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
@@ -77,3 +79,6 @@ def main(
     ] = False,
 ) -> None:
     """Train on the machines you already own."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a worker may write what this terminal can't show
+            stream.reconfigure(errors="backslashreplace")

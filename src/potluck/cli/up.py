@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import traceback
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from potluck.errors import PotluckError
+from potluck.service import why
 
 if TYPE_CHECKING:
     from potluck.settings import Settings
@@ -48,6 +50,14 @@ def up(
     except PotluckError as error:
         typer.echo(f"potluck: {error}", err=True)
         raise typer.Exit(2) from None
+    except Exception as error:
+        traceback.print_exc()
+        typer.echo(
+            f"potluck: this node's agent broke ({why(error)}) and has ended; the other nodes go on "
+            "without it. Start `potluck up` again, and please report this with the traceback above",
+            err=True,
+        )
+        raise typer.Exit(1) from None
 
 
 def _say(line: str) -> None:

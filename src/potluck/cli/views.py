@@ -8,22 +8,26 @@ workers' own output is read no further (``is_behind``).
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import queue
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+from potluck.service import start_thread
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.console import Group as RichGroup
 
     from potluck.launch.job import Watched, Watcher
+
+_log = logging.getLogger(__name__)
 
 _REFRESH_PER_S = 5
 _MAX_BACKLOG = 10_000
@@ -47,8 +51,9 @@ class Writer:
         self._on_broken = on_broken
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_broken = False
-        self._thread = threading.Thread(target=self._run, name="potluck-output", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(
+            self._run, name="potluck-output", on_broken=lambda error: on_broken()
+        )
 
     @property
     def is_behind(self) -> bool:
@@ -68,9 +73,12 @@ class Writer:
                 continue
             try:
                 job()
-            except OSError:
+            except Exception as error:
                 self._is_broken = True
-                _silence_stdout()
+                if isinstance(error, OSError):  # nobody reads any more
+                    _silence_stdout()
+                else:
+                    _log.exception("a line could not be written")
                 self._on_broken()
 
 

@@ -38,6 +38,7 @@ from potluck.cluster.views import events
 from potluck.cluster.views.health import Status
 from potluck.cluster.views.node import Node
 from potluck.errors import ConfigurationError, PotluckError, ProtocolError
+from potluck.service import start_task
 from potluck.settings import Settings
 from potluck.transport import aio
 from potluck.types import MeasuredPath
@@ -110,7 +111,9 @@ class NodeAgent:
             self._crash = loop.create_future()
             server = await self._serve()
             self.port = server.port
-            self._links = links = ControlLinks(self.credentials, self._introduction, self)
+            self._links = links = ControlLinks(
+                self.credentials, self._introduction, self, on_broken=self._fail
+            )
             self._surveyor = surveyor = Surveyor(
                 self.credentials, links, self.node.health, self._busy, self._rate
             )
@@ -119,7 +122,10 @@ class NodeAgent:
                 self._depot = BundleDepot(self._settings.home / "bundles", links.send)
                 self._jobs = JobDispatcher(self, self._depot)
             self._state.listening(self.port)
-            tasks += [asyncio.create_task(self._save()), asyncio.create_task(self._watch_trust())]
+            tasks += [
+                start_task(self._save, name="keeping the view", on_broken=self._fail),
+                start_task(self._watch_trust, name="watching the bans", on_broken=self._fail),
+            ]
             presence = Presence(lambda: self.credentials.advert_keys, self.port, new_instance())
             for finder in self._finders:
                 await finder.start(presence, links.heard)
@@ -211,19 +217,15 @@ class NodeAgent:
         self._handle(events.Tick())
         loop = asyncio.get_running_loop()
         at = self.node.next_wakeup()
+        self._timer = loop.call_at(at, self._tick)
         rotation_at = self._rotation.next_wakeup()
         if rotation_at is not None and rotation_at <= loop.time():
             self._rotate(self._rotation.tick(loop.time()))
-        self._timer = loop.call_at(at, self._tick)
 
     async def _save(self) -> None:
         while True:
             save = await self._saves.get()
-            try:
-                await asyncio.to_thread(self._state.write, save.record)
-            except PotluckError as error:
-                self._fail(error)
-                return
+            await asyncio.to_thread(self._state.write, save.record)
             for node in set(save.record.banned) - self._trust.banned():
                 self._trust.ban(node, "told by another node")
                 self._links.drop(node, "it was banned")
@@ -270,23 +272,30 @@ class NodeAgent:
             self._jobs.act(action)
 
     def _rotate(self, actions: Sequence[rotation.Action]) -> None:
-        home = self._settings.home
-        for action in actions:
-            match action:
-                case rotation.Tell(node, message):
-                    self._links.send(node, message)
-                case rotation.Store(psk):
-                    keyring.store_next(home, psk)
-                case rotation.Use():
-                    keyring.use_next(home)
-                case rotation.Drop():
-                    keyring.drop_next(home)
-                case rotation.Say(text, ok):
-                    self._note(text)
-                    if ok is not None and self._rotated is not None and not self._rotated.done():
-                        self._rotated.set_result(local.Outcome(ok, text))
+        try:
+            for action in actions:
+                self._act_on_secret(action)
+        except Exception as error:
+            self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _act_on_secret(self, action: rotation.Action) -> None:
+        home = self._settings.home
+        match action:
+            case rotation.Tell(node, message):
+                self._links.send(node, message)
+            case rotation.Store(psk):
+                keyring.store_next(home, psk)
+            case rotation.Use():
+                keyring.use_next(home)
+            case rotation.Drop():
+                keyring.drop_next(home)
+            case rotation.Say(text, ok):
+                self._note(text)
+                if ok is not None and self._rotated is not None and not self._rotated.done():
+                    self._rotated.set_result(local.Outcome(ok, text))
+
+    def _fail(self, error: BaseException) -> None:
+        """End: the others go on without this node, which is better than one that looks alive."""
         if self._crash is not None and not self._crash.done():
             self._crash.set_exception(error)
 

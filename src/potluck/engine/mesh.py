@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 from potluck.engine.connector import Deliver, Fail
 from potluck.engine.verdict import refusal_of
 from potluck.errors import LinkError, Refused
+from potluck.service import start_thread, why
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission, Admit, Listener
@@ -153,11 +155,12 @@ class Mesh:
             if self._is_closed.is_set() or rank in self._linked or rank in self._calling:
                 return
             self._calling.add(rank)
-            thread = threading.Thread(
-                target=self._call, args=(rank,), name=f"potluck-connect-{rank}", daemon=True
+            thread = start_thread(
+                partial(self._call, rank),
+                name=f"potluck-connect-{rank}",
+                on_broken=partial(self._give_up, rank),
             )
             self._threads.append(thread)
-            thread.start()
 
     def close(self, error: BaseException) -> None:
         self._refusal = refusal_of(self.group, error)
@@ -250,7 +253,12 @@ class Mesh:
             self._calling.discard(rank)
             if rank in self._linked or self._is_closed.is_set():
                 return
+        self._give_up(rank, error)
+
+    def _give_up(self, rank: int, error: BaseException) -> None:
         assert self._fail is not None
+        if not isinstance(error, Exception):
+            error = LinkError(why(error))
         self._fail(rank, error)
 
     def _connect(self, rank: int, deadline: float) -> TcpLink:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import threading
 import time
 import weakref
@@ -29,10 +28,11 @@ from potluck.engine.layout import Array
 from potluck.engine.mailbox import Receiving, Sending
 from potluck.engine.plans import OnOperation
 from potluck.engine.running import RunningPlan
-from potluck.engine.verdict import abort_of, desync, error_of, overdue, peer_lost
+from potluck.engine.verdict import abort_of, broke, desync, error_of, overdue, peer_lost
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, LinkError, PotluckError, ProtocolError
 from potluck.metrics import LinkMeter
+from potluck.service import start_thread, why
 from potluck.transport.link import Link
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group, ReduceOp
@@ -40,8 +40,6 @@ from potluck.wire import frames
 
 if TYPE_CHECKING:
     from potluck._native import Ticket
-
-_log = logging.getLogger(__name__)
 
 _PATIENCE_S = 3600.0
 
@@ -104,10 +102,9 @@ class NativeLoop:
         self._meters: dict[int, LinkMeter] = {}
         self._causes: dict[int, Exception] = {}
         self._is_over = False
-        self._thread = threading.Thread(
-            target=self._serve, name=f"potluck-steward-{group.rank}", daemon=True
+        self._thread = start_thread(
+            self._serve, name=f"potluck-steward-{group.rank}", on_broken=self._broke
         )
-        self._thread.start()
         _alive.add(self)
         connector.start(self._deliver, self._no_link)
 
@@ -296,15 +293,16 @@ class NativeLoop:
     # -- the steward
 
     def _serve(self) -> None:
-        try:
-            while not self._is_over:
-                for kind, ident in self._core.events(_PATIENCE_S):
-                    self._hear(kind, ident)
-        except BaseException:
-            _log.exception("the steward of %s broke", self.group.describe(self.group.rank))
-            self._core.stop()
-            self._core.say(b"", False)
-            self._end()
+        while not self._is_over:
+            for kind, ident in self._core.events(_PATIENCE_S):
+                self._hear(kind, ident)
+
+    def _broke(self, cause: BaseException) -> None:
+        error = broke(self.group, "the thread that makes links", why(cause))
+        self._fate.fail(error)
+        self._core.stop()
+        self._core.say(frames.encode_abort(abort_of(error)), True)
+        self._end()
 
     def _hear(self, kind: str, ident: int) -> None:
         if kind == "ended":
@@ -344,12 +342,7 @@ class NativeLoop:
         if kind == "desync":
             return desync(group, rank, item, text or None)
         if kind == "broke":
-            me = group.describe(group.rank)
-            return GroupError(
-                f"potluck's progress loop on {me} broke: {text}; please report this",
-                rank=group.rank,
-                epoch=group.epoch,
-            )
+            return broke(group, "the progress loop", text)
         causes: dict[str, Callable[[], Exception]] = {
             "lost": lambda: LinkError(text),
             "violated": lambda: ProtocolError(text),

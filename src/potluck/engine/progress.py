@@ -33,10 +33,11 @@ from potluck.engine.port import Outgoing, Port, Sink
 from potluck.engine.ports import Ports
 from potluck.engine.running import RunningPlan
 from potluck.engine.share import OVERHEAD
-from potluck.engine.verdict import error_of
+from potluck.engine.verdict import broke, error_of
 from potluck.engine.work import Work
 from potluck.errors import GroupError, PotluckError, ProtocolError
 from potluck.metrics import LinkMeter
+from potluck.service import start_thread, why
 from potluck.transport.link import Link
 from potluck.types import Group
 from potluck.wire import frames
@@ -105,10 +106,11 @@ class ProgressLoop:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._ports.selector.register(self._wake_reader, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(
-            target=self._run, name=f"potluck-progress-{group.rank}", daemon=True
+        self._thread = start_thread(
+            self._run,
+            name=f"potluck-progress-{group.rank}",
+            on_broken=lambda error: self._fate.fail(self._broke(error)),
         )
-        self._thread.start()
         connector.start(self._deliver, self._no_link)
 
     # -- called from any thread
@@ -179,18 +181,13 @@ class ProgressLoop:
                 while not self._should_end():
                     self._turn()
         except BaseException as error:
-            me = self.group.describe(self.group.rank)
-            _log.exception("the progress loop of %s broke", me)
-            self._fate.fail(
-                GroupError(
-                    f"potluck's progress loop on {me} broke: {type(error).__name__}: {error}; "
-                    "please report this",
-                    rank=self.group.rank,
-                    epoch=self.group.epoch,
-                )
-            )
+            self._fate.fail(self._broke(error))
+            raise
         finally:
             self._end()
+
+    def _broke(self, error: BaseException) -> GroupError:
+        return broke(self.group, "the progress loop", why(error))
 
     def _turn(self) -> None:
         ports = self._ports
@@ -202,7 +199,10 @@ class ProgressLoop:
         while self._woken:
             ports.ready.add(self._woken.popleft())
         while self._inbox:
-            self._inbox.popleft()()
+            self._inbox[
+                0
+            ]()  # if it breaks this loop, _end still finds it, and whoever waits for it
+            self._inbox.popleft()
         ports.move(self._route, self._next_outgoing)
         now = time.monotonic()
         self._plans.check_deadlines(now)

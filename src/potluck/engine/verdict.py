@@ -112,6 +112,16 @@ def desync(group: Group, peer: int, item: object, reason: str | None = None) -> 
     )
 
 
+def broke(group: Group, what: str, cause: str) -> GroupError:
+    """``what`` of this rank, one of potluck's own threads, ended by an error of its own."""
+    return GroupError(
+        f"{what} on {group.describe(group.rank)} broke: {cause}. The script is not to blame: start "
+        "it again, and please report this with the traceback in that worker's output",
+        rank=group.rank,
+        epoch=group.epoch,
+    )
+
+
 def abort_of(error: GroupError) -> Abort:
     """What to tell the peers."""
     return Abort(

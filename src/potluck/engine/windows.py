@@ -15,14 +15,16 @@ import logging
 import threading
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import Any, Protocol
 
 from potluck import native
 from potluck.collectives.plan import Algorithm, Operation
-from potluck.engine.verdict import desync, overdue, peer_lost
+from potluck.engine.verdict import broke, desync, overdue, peer_lost
 from potluck.engine.work import Work, again
 from potluck.errors import GroupClosed, GroupError, LinkError, PeerLost, PotluckError
 from potluck.metrics import Metrics, WindowCounts
+from potluck.service import start_thread, why
 from potluck.types import Group, ReduceOp
 
 _log = logging.getLogger(__name__)
@@ -128,13 +130,11 @@ class Windows:
         with self._lock:
             if self._engine is None:
                 self._engine = native.core.WindowEngine()
-                self._thread = threading.Thread(
-                    target=self._tell,
-                    args=(self._engine,),
+                self._thread = start_thread(
+                    partial(self._tell, self._engine),
                     name=f"potluck-window-{self._group.rank}",
-                    daemon=True,
+                    on_broken=self._broke,
                 )
-                self._thread.start()
             window = native.core.Window(memory=memory, engine=self._engine, **shape)
             counts = WindowCounts(Algorithm.WINDOW, OPERATIONS, window.stats, window.waited_s)
             self._open.append((window, on_close, counts if is_counted else None))
@@ -237,6 +237,9 @@ class Windows:
         for_all = not isinstance(self._loop.error, GroupClosed)
         for window, _, _ in windows:
             window.stop(for_all=for_all)
+
+    def _broke(self, cause: BaseException) -> None:
+        self._loop.abort(broke(self._group, "the thread of the windows", why(cause)))
 
     def _tell(self, engine: Any) -> None:
         while number := engine.next_ended():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from potluck.errors import ConfigurationError
 from potluck.launch.output import PipeReader
+from potluck.service import start_thread
 
 _SHIM = Path(__file__).with_name("shim.py")
 _LAST_WORDS_S = 1.0
@@ -101,12 +102,18 @@ class WorkerProcess:
                 descriptor = os.pidfd_open(self.pid)
                 self._loop.add_reader(descriptor, self._reap, descriptor)
                 return
-        threading.Thread(target=self._wait, name=f"potluck-wait-{self.pid}", daemon=True).start()
+        start_thread(self._wait, name=f"potluck-wait-{self.pid}", on_broken=self._not_watched)
 
     def _wait(self) -> None:
         """Where the system has no descriptor for a process: a thread that waits."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self._loop.call_soon_threadsafe(self._reap, -1)
+
+    def _not_watched(self, error: BaseException) -> None:
+        """Nobody would see its end: it ends now. The loop may have been closed, with the job."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.signal, signal.SIGKILL)
+            self._loop.call_soon_threadsafe(self._reap, -1)
 
     def _reap(self, descriptor: int) -> None:
         if descriptor >= 0:

@@ -14,10 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.service import OnBroken, start_thread, why
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import drive, objection, write_all
 from potluck.transport.native_tls import TlsSocket
@@ -54,7 +56,8 @@ class Listener:
     """Listens on ``host:port`` (port 0: any free one; see ``port``) from construction to close().
 
     ``host`` "" means all interfaces. Until ``serve`` is called, peers that proved themselves wait.
-    ConfigurationError if the port can't be had.
+    ConfigurationError if the port can't be had. ``on_broken(error)`` is called, on the listener's
+    thread, with a LinkError if that thread breaks: the port is closed then, nobody can call here.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Listener:
         max_pending: int = 64,
         admit_timeout_s: float = 30.0,
         use_windows: bool = True,
+        on_broken: OnBroken = lambda error: None,
     ) -> None:
         self.admit_timeout_s = admit_timeout_s
         self._credentials = credentials
@@ -86,6 +90,7 @@ class Listener:
             self._start_answer,
             hello_timeout_s=hello_timeout_s,
             max_pending=max_pending,
+            on_broken=partial(self._broken, on_broken),
         )
 
     def serve(self, admit: Admit) -> None:
@@ -116,19 +121,23 @@ class Listener:
                 if thread.is_alive():
                     _log.error("%s is still deciding on a connection", thread.name)
 
+    def _broken(self, on_broken: OnBroken, cause: BaseException) -> None:
+        where = f"port {self.port} of {self.host or 'all interfaces'}"
+        error = LinkError(f"the thread that takes connections on {where} broke ({why(cause)})")
+        error.__cause__ = cause
+        on_broken(error)
+
     def _start_answer(self, sock: TlsSocket, peer: str, hello: Hello, node: str) -> None:
-        thread = threading.Thread(
-            target=self._answer,
-            args=(sock, hello, node, f"{peer} (node {node[:12]})"),
-            name=f"potluck-admit-{peer}",
-            daemon=True,
-        )
-        with self._lock:
+        with self._lock:  # the thread waits for it, and finds itself listed
             if self._closing or len(self._answering) >= _MAX_ADMITTING:
                 sock.close()
                 return
+            thread = start_thread(
+                partial(self._answer, sock, hello, node, f"{peer} (node {node[:12]})"),
+                name=f"potluck-admit-{peer}",
+                on_broken=lambda error: None,  # it concerns that connection only, which has ended
+            )
             self._answering[thread] = sock
-        thread.start()
 
     def _answer(self, sock: TlsSocket, hello: Hello, node: str, peer: str) -> None:
         admission = link = None

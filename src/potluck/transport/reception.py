@@ -3,7 +3,8 @@
 One thread, non-blocking sockets. A connection here costs a socket and a few KiB. There are at most
 ``max_pending`` of them: one more makes the oldest silent one go, so a crowd of idle connections
 can't lock out a peer. Each has ``hello_timeout_s`` in all to get as far as its HELLO, however
-slowly it drips. What goes wrong here is worth one log line a second, whoever sends what.
+slowly it drips. What goes wrong with one of them ends that one only, and is worth one log line a
+second, whoever sends what. If the loop itself breaks, nobody is greeted any more: ``on_broken``.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import logging
 import selectors
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from potluck.errors import PotluckError
+from potluck.service import OnBroken, start_thread, why
 from potluck.transport.credentials import Credentials
 from potluck.transport.failures import translated
 from potluck.transport.handshake import Steps, receive_hello
@@ -59,6 +60,7 @@ class Reception:
         *,
         hello_timeout_s: float,
         max_pending: int,
+        on_broken: OnBroken,
     ) -> None:
         self._socket = sock
         self._credentials = credentials
@@ -73,10 +75,9 @@ class Reception:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._thread = threading.Thread(
-            target=self._run, name=f"potluck-listener-{sock.getsockname()[1]}", daemon=True
+        self._thread = start_thread(
+            self._run, name=f"potluck-listener-{sock.getsockname()[1]}", on_broken=on_broken
         )
-        self._thread.start()
 
     def close(self) -> None:
         """Stop listening, drop every stranger, join the thread. Call once."""
@@ -159,8 +160,7 @@ class Reception:
             else:
                 self._strangers.remove(stranger)
                 self._selector.unregister(stranger.sock)
-                hello, node = stop.value
-                self._greeted(stranger.sock, stranger.peer, hello, node)
+                self._hand_on(stranger, *stop.value)
         except ssl.SSLError as error:
             self._complain.warning(str(translated(error, stranger.peer, "greeting it")))
             self._drain(stranger)
@@ -169,10 +169,20 @@ class Reception:
                 error = translated(error, stranger.peer, "greeting it")
             self._complain.warning(f"dropped {stranger.peer}: {error}")
             self._drop(stranger)
+        except Exception as error:  # whatever one stranger causes, the others are greeted
+            self._complain.warning(f"dropped {stranger.peer}: greeting it broke: {why(error)}")
+            self._drop(stranger)
         else:
             if event != stranger.waits_for:
                 stranger.waits_for = event
                 self._selector.modify(stranger.sock, event, stranger)
+
+    def _hand_on(self, stranger: _Stranger, hello: Hello, node: str) -> None:
+        try:
+            self._greeted(stranger.sock, stranger.peer, hello, node)
+        except Exception as error:  # no thread left for it, say
+            self._complain.warning(f"dropped {stranger.peer}: {why(error)}")
+            stranger.sock.close()
 
     def _drain(self, stranger: _Stranger) -> None:
         """Let our TLS alert arrive: closing on unread bytes would reset the connection over it."""

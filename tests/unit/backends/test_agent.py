@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from potluck.backends import agent_link
 from potluck.backends.agent import AgentBackend
 from potluck.cluster.links.control import ControlLink
 from potluck.cluster.trust.credentials import load_credentials
@@ -22,6 +23,7 @@ from potluck.errors import (
     AgentLost,
     ConfigurationError,
     Evicted,
+    GroupError,
     LinkError,
     OperationTimeout,
     PeerLost,
@@ -308,6 +310,67 @@ def test_when_the_agent_is_gone_blocked_calls_raise_agent_lost(
     with pytest.raises(AgentLost):
         backend.form(1, None, WAIT_S)
     communicator.close()
+
+
+def test_a_worker_whose_listener_breaks_fails_at_once_instead_of_staying(
+    agent: ScriptedAgent, backend: AgentBackend, silent_port: int
+) -> None:
+    """It could form group after group, and no other member could link to it in any."""
+    communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
+    call = blocked_in(communicator)
+
+    def broken() -> None:
+        raise MemoryError("no room")
+
+    listener = backend._base.listener
+    listener._reception._accept = broken  # type: ignore[method-assign]
+    with socket.create_connection(("127.0.0.1", listener.port)):
+        failed = agent.hear(control.Failed)
+    assert not failed.secondary, "it is the cause, not what follows from another's failure"
+    assert "nobody can link to rank 1" in failed.text
+    assert "broke (MemoryError: no room)" in failed.text
+    assert "start it again" in failed.text
+    error = call.result()
+    assert type(error) is GroupError, "a lost peer would be answered with another group"
+    with pytest.raises(GroupError, match="nobody can link to rank 1"):
+        backend.form(1, error, WAIT_S)
+    communicator.close()
+
+
+def test_a_worker_that_can_hear_its_agent_no_more_fails_at_once(
+    agent: ScriptedAgent,
+    backend: AgentBackend,
+    silent_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
+    call = blocked_in(communicator)
+
+    def broken(message: control.FromAgent) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(agent_link, "_ORPHAN_S", 600.0)
+    backend._talk._take = broken
+    agent.say(control.Probe(1))  # on its way to the old one
+    agent.hear(control.ProbeReply)
+    agent.say(control.Probe(2))
+    failed = agent.hear(control.Failed)
+    assert "thread that talks to it broke (MemoryError: no room)" in failed.text
+    error = call.result()
+    assert isinstance(error, AgentLost)
+    assert "broke (MemoryError: no room). The script is not to blame" in str(error)
+    communicator.close()
+
+
+def test_a_worker_whose_link_breaks_before_it_is_made_says_so(
+    agent: ScriptedAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object, **__: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(agent_link.aio, "connect", broken)
+    with pytest.raises(LinkError, match="MemoryError: no room"):
+        AgentBackend()
 
 
 def test_a_stopped_job_raises_the_reason_everywhere(

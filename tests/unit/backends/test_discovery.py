@@ -22,7 +22,7 @@ from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
 from potluck.cluster.discovery.mdns import Mdns
 from potluck.cluster.discovery.static import StaticPeers
-from potluck.errors import ConfigurationError, OperationTimeout
+from potluck.errors import ConfigurationError, LinkError, OperationTimeout
 from potluck.settings import load_settings
 
 WAIT_S = 30.0
@@ -173,3 +173,18 @@ def test_a_script_started_alone_stays_alone_unless_it_asks_for_others(
     with pytest.raises(OperationTimeout, match="0 of 1 other processes"):
         potluck.init("discovery", timeout_s=0.1)
     assert load_settings().min_peers == 2
+
+
+def test_a_search_that_breaks_is_told_of_at_once_not_as_nobody_found() -> None:
+    backend = AutoDiscoveryBackend(2, finders=[], port=0)
+
+    def broken(now: float) -> None:
+        raise MemoryError("no room")
+
+    try:
+        backend._search._book.due = broken  # type: ignore[method-assign, assignment]
+        backend._search.lost("00" * 16)  # something to look at
+        with pytest.raises(LinkError, match=r"broke \(MemoryError: no room\) when 0 of 1 were"):
+            backend.wait_for_peers(1, 600.0)
+    finally:
+        backend.close()

@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from potluck.cli import up
+from potluck.cluster.node_agent import NodeAgent
 from potluck.settings import Settings
 
 WAIT_S = 20.0
@@ -38,3 +39,20 @@ def test_an_agent_whose_output_nobody_can_read_goes_on(
         await running
 
     asyncio.run(story())
+
+
+def test_an_agent_that_breaks_says_so_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def broken(agent: NodeAgent) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setenv("POTLUCK_HOME", str(tmp_path))
+    monkeypatch.setattr(NodeAgent, "run", broken)
+    with pytest.raises(typer.Exit) as end:
+        up.up()
+    assert end.value.exit_code == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "this node's agent broke (MemoryError: no room) and has ended" in said
+    assert "Start `potluck up` again" in said

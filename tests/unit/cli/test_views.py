@@ -160,3 +160,22 @@ def test_the_summary_says_what_counts(capsys: pytest.CaptureFixture[str]) -> Non
         "parameters              DIFFERENT",
     ]
     assert shown.err == "potluck: the workers ended with different parameters\n"
+
+
+def test_what_breaks_the_output_ends_the_run_and_not_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Lines that nobody writes would fill the queue, and then the workers would wait for ever."""
+    broken = threading.Event()
+    writer = Writer(broken.set)
+
+    def breaks() -> None:
+        raise MemoryError("no room")
+
+    writer.write(breaks)
+    assert broken.wait(20)
+    for _ in range(20_000):
+        writer.write(breaks)
+    writer.close()
+    assert not writer.is_behind
+    assert "a line could not be written" in caplog.text

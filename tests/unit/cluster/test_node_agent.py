@@ -127,6 +127,23 @@ def run(root: Path, story: Callable[[Cluster], Coroutine[Any, Any, None]]) -> No
     asyncio.run(bounded())
 
 
+def test_an_agent_that_calls_nobody_any_more_ends_instead_of_looking_alive(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        ada, bob = await cluster.node("ada"), await cluster.node("bob")
+        await ada.sees(ada, bob)
+
+        def broken(now: float) -> None:
+            raise MemoryError("no room")
+
+        links = bob.agent._links
+        links._book.due = broken  # type: ignore[method-assign, assignment]
+        links._changed.set()
+        with pytest.raises(MemoryError):
+            await asyncio.wait_for(asyncio.shield(bob.task), WAIT_S)
+
+    run(tmp_path, story)
+
+
 def test_three_agents_agree_lose_one_and_take_it_back(tmp_path: Path) -> None:
     async def story(cluster: Cluster) -> None:
         loop = asyncio.get_running_loop()

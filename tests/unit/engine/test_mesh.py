@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from potluck.backends.tcp import TcpBase
 from potluck.engine.communicator import Communicator
-from potluck.errors import ConfigurationError, Desync, PeerLost, Refused
+from potluck.errors import ConfigurationError, Desync, GroupError, PeerLost, Refused
 from potluck.settings import Settings
 from potluck.testing.links import new_credentials
 from potluck.testing.worlds import run_all, tcp_backends
@@ -217,3 +220,32 @@ def test_a_port_in_use_says_so() -> None:
     with pytest.raises(ConfigurationError, match=f"port {first.port} on 127.0.0.1 is in use"):
         TcpBase("127.0.0.1", first.port, SETTINGS, STRANGER)
     first.close()
+
+
+def test_a_listener_that_breaks_ends_the_group_on_all_ranks_and_forms_no_other() -> None:
+    backends = tcp_backends(2, 1, replace(SETTINGS, use_windows=False))
+    contexts = run_all([partial(each.form, 0, None, 20) for each in backends], 30)
+    run_all([lambda each=each: each.barrier(timeout_s=20).wait() for each in contexts], 30)
+
+    def broken() -> None:
+        raise MemoryError("no room")
+
+    victim = backends[1]
+    victim.base.listener._reception._accept = broken
+    waiting = contexts[0].all_reduce(np.ones(4), ReduceOp.SUM, timeout_s=600)
+    caller = socket.create_connection(("127.0.0.1", victim.base.port))
+    with caller, pytest.raises(GroupError) as other:
+        waiting.wait(30)
+    with pytest.raises(GroupError) as mine:
+        contexts[1].barrier(timeout_s=600).wait(30)
+    with pytest.raises(GroupError) as again:
+        victim.base.open(replace(victim.group, epoch=2))
+    for caught in (other, mine, again):
+        assert type(caught.value) is GroupError, "nobody is lost: no next group would help"
+        assert re.search(
+            rf"nobody can link to rank 1 \(worker 1 at 127\.0\.0\.1:{victim.base.port}\) any more: "
+            r"the thread that takes connections .* broke \(MemoryError: no room\).* start it again",
+            str(caught.value),
+        )
+    for each in (*contexts, *backends):
+        each.close()

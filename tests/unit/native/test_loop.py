@@ -56,3 +56,26 @@ def test_operations_end_while_another_thread_keeps_the_interpreter_lock() -> Non
             end.close()
     assert states == [["done"] * COUNT] * 2
     assert np.array_equal(arrived, arrays)
+
+
+def test_a_loop_that_breaks_says_why_and_lets_go_who_waits() -> None:
+    ends = socket.socketpair()
+    loop = native.core.Loop(1, 0, 2, 1 << 16, 1 << 20)
+    waiting, target = loop.ticket(1), np.zeros(NBYTES, dtype=np.uint8)
+    deadline = time.monotonic() + 600.0
+    loop.receive(waiting, "recv", 1, 0, [0, 1], 0, 0, target.ctypes.data, NBYTES, deadline)
+    ends[0].setblocking(False)
+    stream = native.core.PlainStream(ends[0].fileno())
+    for end in ends:
+        end.close()
+    loop.adopt(2, 1, stream, "the other", 0, (), ())  # a descriptor that nobody can wait for
+    kinds: list[str] = []
+    while "failed" not in kinds:
+        kinds += [kind for kind, _ in loop.events(20.0)]
+    kind, rank, text, *_ = loop.fact()
+    assert (kind, rank) == ("broke", 0)
+    assert text
+    loop.say(b"", False)
+    assert waiting.wait(20.0)
+    assert waiting.state == "failed"
+    loop.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,7 +13,8 @@ pytest.importorskip("torch")
 from potluck.backends.discovery import AutoDiscoveryBackend
 from potluck.backends.environment import EnvironmentBackend
 from potluck.backends.local import LocalBackend
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, LinkError
+from potluck.torch.process_group.shelf import Keeper, Request
 from potluck.torch.process_group.storeless import choose, rendezvous
 
 MPIRUN = {
@@ -83,3 +85,20 @@ def test_a_world_of_another_size_than_was_started_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="world_size=3, but 1 processes were started"):
         next(rendezvous("potluck://?world_size=3", timedelta(seconds=20)))
+
+
+def test_a_store_that_can_serve_nobody_any_more_says_so_to_its_own_rank() -> None:
+    """Rank 0 would else wait for keys that no other rank can set."""
+    keeper = Keeper(None)
+    answer = keeper.ask(Request(1, "set", ["mine"], [b"1"]), time.monotonic() + 20)
+    assert answer.number == 1
+
+    def broken() -> None:
+        raise MemoryError("no room")
+
+    keeper._selector.select = broken  # type: ignore[method-assign, assignment]
+    keeper._wake()
+    with pytest.raises(LinkError, match=r"serves the other ranks broke \(MemoryError: no room\)"):
+        keeper.ask(Request(2, "get", ["theirs"], []), time.monotonic() + 600)
+    assert keeper.ask(Request(3, "get", ["mine"], []), time.monotonic() + 20).value == b"1"
+    keeper.close()

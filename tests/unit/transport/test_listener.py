@@ -664,3 +664,36 @@ def test_the_handshake_functions_serve_a_socket_that_blocks_in_neither_direction
     with credentials.client_context.wrap_socket(sock, do_handshake_on_connect=False) as tls:
         drive(tls_handshake(tls), tls, time.monotonic() + 30, "setting up TLS", "the door")
         assert tls.version() == "TLSv1.3"
+
+
+def test_a_listener_that_breaks_says_where_and_why() -> None:
+    told: queue.Queue[BaseException] = queue.Queue()
+    listener = Listener("127.0.0.1", 0, new_credentials(), on_broken=told.put)
+
+    def broken() -> None:
+        raise MemoryError("no room")
+
+    listener._reception._accept = broken  # type: ignore[method-assign]
+    with raw(listener.port):
+        error = told.get(timeout=30)
+    where = f"port {listener.port} of 127.0.0.1"
+    assert str(error) == (
+        f"the thread that takes connections on {where} broke (MemoryError: no room)"
+    )
+    with pytest.raises(ConnectionRefusedError):
+        raw(listener.port)
+    listener.close()
+
+
+def test_what_breaks_over_one_caller_ends_that_one_only(
+    door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_thread(*_: object, **__: object) -> threading.Thread:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("potluck.transport.listener.start_thread", no_thread)
+        with pytest.raises(LinkError):
+            call(door.port)
+    assert "can't start new thread" in caplog.text
+    assert_a_good_peer_gets_through(door)

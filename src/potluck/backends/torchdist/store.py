@@ -14,8 +14,9 @@ import msgspec
 
 from potluck.backends.launchers import Seat
 from potluck.backends.tcp import taking_master_port
-from potluck.errors import LinkError, PeerLost, PotluckError, RemoteError
+from potluck.errors import GroupError, LinkError, PeerLost, PotluckError, RemoteError
 from potluck.optional import require
+from potluck.service import start_thread, why
 from potluck.transport.listener import listening_socket
 
 _ROLL_CALL_S = 0.4
@@ -90,8 +91,10 @@ class Word:
                     said = msgspec.json.decode(ear.get(f"{mine}/{number}"), type=Said)
                     if said.kind == "roll":
                         ear.set(f"{mine}/here", "1")
-                except (RuntimeError, msgspec.MsgspecError):
+                except RuntimeError:
                     return
+                except msgspec.MsgspecError:  # no word of ours
+                    continue
                 if said.kind == "end":
                     return
                 if said.kind == "lost":
@@ -99,8 +102,10 @@ class Word:
                 if said.kind == "error":
                     on_error(RemoteError(said.text, rank=said.rank))
 
-        self._thread = threading.Thread(target=run, name="potluck-word", daemon=True)
-        self._thread.start()
+        def broken(error: BaseException) -> None:
+            on_error(GroupError(f"the thread that hears of lost ranks broke ({why(error)})"))
+
+        self._thread = start_thread(run, name="potluck-word", on_broken=broken)
 
     def tell(self, said: Said) -> None:
         """Tell all other ranks, as far as the store is there."""

@@ -28,6 +28,7 @@ from potluck.cluster.discovery.advert import (
 )
 from potluck.cluster.discovery.finder import OnHint
 from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
+from potluck.service import why
 from potluck.transport.rate import RateLimitedLog
 
 GROUP4 = "239.255.52.15"
@@ -79,9 +80,12 @@ class Beacon:
         pauses = iter(_FIRST_PAUSES_S)
         while True:
             self._soon.clear()
-            self._look_around()
-            if self._presence.port:
-                self._send(encode_beacon(self._presence.advert()))
+            try:
+                self._look_around()
+                if self._presence.port:
+                    self._send(encode_beacon(self._presence.advert()))
+            except Exception as error:  # whatever fails here, the other finders go on
+                self._complain.warning(f"the beacon does not work at the moment: {why(error)}")
             pause = next(pauses, INTERVAL_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):

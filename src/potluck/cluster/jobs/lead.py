@@ -271,7 +271,9 @@ class Lead:
     def _stop(self, workers: tuple[str, ...], number: int, reason: str) -> None:
         self.note(f"stopping worker {', '.join(workers)}: {_first_line(reason)}")
         if number:
-            self._hands.signal(workers, number)
+            # Python ignores SIGPIPE: that nobody reads the output is news to the command alone.
+            sent = signal.SIGTERM if number == signal.SIGPIPE else number
+            self._hands.signal(workers, sent)
             self._spawn(self._kill_later(workers, self.job.interrupt_grace_s, signal.SIGKILL))
             return
         self._hands.stop(workers, reason)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.hints import HintBook
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, WrongSecret
+from potluck.service import OnBroken, start_task
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.transport.rate import RateLimitedLog
@@ -77,8 +78,14 @@ class ControlLinks:
     """The links of the agent that ``me`` introduces. ``heard`` and ``greeted`` feed it."""
 
     def __init__(
-        self, credentials: Credentials, me: Callable[[], peers.Introduction], owner: Owner
+        self,
+        credentials: Credentials,
+        me: Callable[[], peers.Introduction],
+        owner: Owner,
+        *,
+        on_broken: OnBroken,
     ) -> None:
+        """``on_broken(error)``: no peer is called any more."""
         self._credentials = credentials
         self._me = me
         self._owner = owner
@@ -91,7 +98,7 @@ class ControlLinks:
         self._changed = asyncio.Event()
         self._complain = RateLimitedLog(_log)
         self._is_closed = False
-        self._caller = asyncio.create_task(self._call_due())
+        self._caller = start_task(self._call_due, name="calling peers", on_broken=on_broken)
 
     @property
     def nodes(self) -> tuple[str, ...]:

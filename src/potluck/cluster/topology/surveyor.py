@@ -146,21 +146,25 @@ class Surveyor:
         return node not in busy and self._credentials.node_id not in busy
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_TICK_S)
-            now = loop.time()
-            if now - self._looked >= _LOOK_S:
-                self._looked = now
-                self._look()
-            self._tell(now)
-            node = "" if self._is_measuring else self.survey.due(now, self._busy())
-            if node:
-                self._is_measuring = True
-                try:
-                    await self._survey(node)
-                finally:
-                    self._is_measuring = False
+            try:
+                await self._turn(asyncio.get_running_loop().time())
+            except Exception:  # without what it measures the node does its work all the same
+                _log.exception("measuring paths failed; it is tried again")
+
+    async def _turn(self, now: float) -> None:
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            self._look()
+        self._tell(now)
+        node = "" if self._is_measuring else self.survey.due(now, self._busy())
+        if node:
+            self._is_measuring = True
+            try:
+                await self._survey(node)
+            finally:
+                self._is_measuring = False
 
     def _tell(self, now: float) -> None:
         row = self.row()

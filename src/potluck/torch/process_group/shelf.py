@@ -7,6 +7,7 @@ msgpack behind a length, as at a rendezvous.
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import threading
@@ -21,6 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from potluck.engine.mesh import Switchboard
 from potluck.errors import LinkError, PotluckError, ProtocolError
+from potluck.service import start_thread, why
 from potluck.transport.blocking import recv_exactly, send_all
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission
@@ -104,12 +106,12 @@ class Keeper:
         self._links: dict[TcpLink, _Mail] = {}
         self._arrived: deque[TcpLink] = deque()
         self._is_closed = False
+        self._broken: BaseException | None = None
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._serve, name="potluck-store", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._serve, name="potluck-store", on_broken=self._broke)
         if switchboard is not None:  # else nobody else is there
             switchboard.answer(KIND, self._admit)
 
@@ -117,6 +119,11 @@ class Keeper:
         """The answer; LinkError if there is none by ``deadline``."""
         with self._changed:
             while (answer := self._shelf.ask(request)) is None:
+                if self._broken is not None:
+                    raise LinkError(
+                        f"the thread that serves the other ranks broke ({why(self._broken)}): they "
+                        "can't set it any more"
+                    ) from self._broken
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise LinkError("no such key in time")
             self._changed.notify_all()
@@ -129,8 +136,13 @@ class Keeper:
         self._wake()
         self._thread.join()
 
+    def _broke(self, error: BaseException) -> None:
+        with self._changed:
+            self._broken = error
+            self._changed.notify_all()
+
     def _admit(self, hello: Hello, node: str) -> Admission:
-        if self._is_closed:
+        if self._is_closed or self._broken is not None:
             return Admission(Refusal("left", "rank 0 has left"))
         return Admission(Welcome(rank=0), self._take)
 
@@ -139,7 +151,8 @@ class Keeper:
         self._wake()
 
     def _wake(self) -> None:
-        self._wake_writer.send(b"\0")
+        with contextlib.suppress(OSError):  # full: it is awake; closed: nobody is served any more
+            self._wake_writer.send(b"\0")
 
     def _serve(self) -> None:
         try:
@@ -177,7 +190,7 @@ class Keeper:
                     mail.request = None
                     send_all(mail.link, _ANSWER.encode(answer), time.monotonic() + _MESSAGE_S)
                     self._wake()  # others may wait for what this one has set
-        except PotluckError:
+        except (PotluckError, ValueError, IndexError):  # bytes that no rank of ours sends
             self._selector.unregister(mail.link.fileno())
             del self._links[mail.link]
             mail.link.close()

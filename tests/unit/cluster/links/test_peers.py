@@ -46,7 +46,12 @@ class Agent:
         return self.credentials.node_id
 
     async def open(self, port: int = 0) -> Agent:
-        self.links = ControlLinks(self.credentials, self._introduction, self)
+        self.links = ControlLinks(
+            self.credentials,
+            self._introduction,
+            self,
+            on_broken=lambda error: self._note("broke", error),
+        )
         self.server = await aio.serve("127.0.0.1", port, self.credentials, self._greeted)
         return self
 

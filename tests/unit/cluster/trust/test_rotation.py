@@ -135,6 +135,10 @@ def test_no_action_shows_the_secret() -> None:
     assert "nnnn" not in repr(Rotation().order("r", NEW, ["ada"], 0.0))
 
 
+def _fail(error: BaseException) -> None:
+    raise error
+
+
 class Node:
     """A node with real files and links that takes part in changes of the secret."""
 
@@ -148,7 +152,7 @@ class Node:
 
     async def open(self) -> None:
         me = peers.Introduction(1, self.home.name, 1, own_versions())
-        self.links = ControlLinks(self.credentials, lambda: me, self)
+        self.links = ControlLinks(self.credentials, lambda: me, self, on_broken=_fail)
         self.server = await aio.serve("127.0.0.1", 0, self.credentials, self.links.greeted)
 
     async def close(self) -> None:

@@ -1,0 +1,54 @@
+"""Threads and tasks that serve others for as long as these need them: none breaks in silence.
+
+Whoever starts one says what follows if it ends by an exception. Those it served would else wait for
+something that can't come any more, and blame the wrong one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+OnBroken = Callable[[BaseException], None]
+"""``on_broken(error)`` is called where the service ran, after its last line. It must not block."""
+
+_log = logging.getLogger(__name__)
+
+
+def start_thread(run: Callable[[], None], *, name: str, on_broken: OnBroken) -> threading.Thread:
+    """A daemon thread that runs ``run()``. If that raises, the traceback is logged, then
+    ``on_broken(error)`` called. RuntimeError if the system has no thread left."""
+
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException as error:
+            _log.exception("the thread %s broke", name)
+            on_broken(error)
+
+    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def start_task(
+    run: Callable[[], Coroutine[Any, Any, None]], *, name: str, on_broken: OnBroken
+) -> asyncio.Task[None]:
+    """The same for a task of the running loop. Being cancelled is an end in order."""
+
+    async def guarded() -> None:
+        try:
+            await run()
+        except Exception as error:
+            _log.exception("the task %s broke", name)
+            on_broken(error)
+
+    return asyncio.get_running_loop().create_task(guarded(), name=name)
+
+
+def why(error: BaseException) -> str:
+    """``ValueError: what it says``, for the text of the error that follows."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,66 @@
+"""A thread or task that breaks tells whoever started it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+
+import pytest
+
+from potluck.service import start_task, start_thread, why
+
+WAIT_S = 20.0
+
+
+def test_a_thread_that_breaks_is_told_of_with_its_traceback_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: queue.Queue[BaseException] = queue.Queue()
+
+    def run() -> None:
+        raise MemoryError("no room")
+
+    thread = start_thread(run, name="potluck-worst", on_broken=told.put)
+    error = told.get(timeout=WAIT_S)
+    thread.join(WAIT_S)
+    assert why(error) == "MemoryError: no room"
+    (record,) = caplog.records
+    assert record.getMessage() == "the thread potluck-worst broke"
+    assert record.exc_info is not None
+
+
+def test_a_thread_that_just_ends_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[BaseException] = []
+    start_thread(lambda: None, name="potluck-good", on_broken=told.append).join(WAIT_S)
+    assert told == []
+    assert caplog.records == []
+
+
+def test_a_task_that_breaks_is_told_of_and_a_cancelled_one_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story() -> None:
+        told: asyncio.Queue[BaseException] = asyncio.Queue()
+
+        async def breaks() -> None:
+            raise ValueError
+
+        async def stays() -> None:
+            await asyncio.Event().wait()
+
+        begun, new = (
+            start_task(stays, name="patient", on_broken=told.put_nowait),
+            start_task(breaks, name="hasty", on_broken=told.put_nowait),
+        )
+        async with asyncio.timeout(WAIT_S):
+            error = await told.get()
+            await new
+        late = start_task(stays, name="never begun", on_broken=told.put_nowait)
+        for task in (begun, late):
+            task.cancel()
+        await asyncio.gather(begun, late, return_exceptions=True)
+        assert why(error) == "ValueError"
+        assert told.empty()
+
+    asyncio.run(story())
+    assert [record.getMessage() for record in caplog.records] == ["the task hasty broke"]

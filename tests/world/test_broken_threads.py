@@ -1,0 +1,56 @@
+"""One of potluck's own threads breaks on one rank: all ranks are told that, not that it closed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from potluck.engine.native_loop import NativeLoop
+from potluck.engine.progress import ProgressLoop
+from potluck.errors import GroupError
+from potluck.testing.worlds import NATIVE_KINDS, open_world
+from potluck.types import ReduceOp
+
+WAIT_S = 30.0
+
+
+def broken(*_: object) -> None:
+    raise MemoryError("no room")
+
+
+def assert_told(error: GroupError, what: str, rank: int) -> None:
+    assert type(error) is GroupError
+    assert error.rank == rank
+    assert f"{what} on rank {rank} (worker {rank} at 127.0.0.1:" in str(error)
+    assert "broke: MemoryError: no room. The script is not to blame: start it again" in str(error)
+
+
+@pytest.mark.skipif(not NATIVE_KINDS, reason="needs the native loop")
+def test_a_steward_that_breaks_ends_the_group_on_all_ranks_with_what_broke() -> None:
+    with open_world("native", 2) as world:
+        world.run(lambda ctx: ctx.barrier())
+        first, second = (ctx.communicator for ctx in world.contexts)
+        loop = second._family.loop
+        assert isinstance(loop, NativeLoop)
+        waiting = first.all_reduce(np.ones(4), ReduceOp.SUM, timeout_s=600)
+        loop._hear = broken  # type: ignore[method-assign]
+        failing = second.recv(np.ones(4), 0, 7, timeout_s=0.01)  # its end is an event
+        for work in (failing, waiting):
+            with pytest.raises(GroupError) as caught:
+                work.wait(WAIT_S)
+            assert_told(caught.value, "the thread that makes links", 1)
+
+
+def test_a_progress_loop_that_breaks_ends_the_group_on_all_ranks_with_what_broke() -> None:
+    with open_world("tls", 2) as world:
+        world.run(lambda ctx: ctx.barrier())
+        first, second = (ctx.communicator for ctx in world.contexts)
+        loop = second._family.loop
+        assert isinstance(loop, ProgressLoop)
+        waiting = first.all_reduce(np.ones(4), ReduceOp.SUM, timeout_s=600)
+        loop._plans.begin = broken  # type: ignore[method-assign]
+        failing = second.all_reduce(np.ones(4), ReduceOp.SUM, timeout_s=600)
+        for work in (failing, waiting):
+            with pytest.raises(GroupError) as caught:
+                work.wait(WAIT_S)
+            assert_told(caught.value, "the progress loop", 1)
