@@ -14,7 +14,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -91,6 +91,29 @@ def scan(folder: Path) -> Manifest:
         digest, size = _hash_file(folder / path)
         files.append(File(path, size, digest, executable))
     return Manifest(tuple(sorted(files)))
+
+
+def check_script(folder: Path, script: str, manifest: Manifest) -> None:
+    """ConfigurationError, with the reason and what to do, if ``script`` (its path below ``folder``)
+    is not in the ``manifest`` of it: it would be missing on the other nodes."""
+    if any(file.path == script for file in manifest.files):
+        return
+    path = folder / script
+    if path.is_symlink():
+        why = "it is a link, and links do not travel"
+        todo = f"run the file that it leads to: potluck run {path.resolve()}"
+    elif pattern := _pattern_against(script, ALWAYS_IGNORED):
+        why = f"potluck never sends what is named {pattern!r} (caches, environments, secrets)"
+        todo = "give it another name"
+    elif pattern := _pattern_against(script, _own_patterns(folder)):
+        why = f"the line {pattern!r} of {folder / IGNORE_FILE} says that it stays"
+        todo = "change that line"
+    else:
+        why, todo = "it is not a file of its folder", "run one that is"
+    raise ConfigurationError(
+        f"the script {path} can't travel to the other nodes: {why}. To run it on the cluster, "
+        f"{todo}. Nothing was started"
+    )
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
@@ -232,7 +255,7 @@ def _walk(
         children = sorted(entries, key=lambda entry: entry.name)
     for entry in children:
         path = prefix + entry.name
-        if _is_ignored(path, entry.name, patterns) or entry.is_symlink():
+        if _pattern_of(path, entry.name, patterns) or entry.is_symlink():
             continue
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(folder, f"{path}/", patterns)
@@ -246,12 +269,21 @@ def _walk(
             yield path, entry.stat(follow_symlinks=False)
 
 
-def _is_ignored(path: str, name: str, patterns: tuple[str, ...]) -> bool:
+def _pattern_of(path: str, name: str, patterns: Iterable[str]) -> str:
+    """The pattern that leaves ``path`` out, whose last part is ``name``; empty if none does."""
     for pattern in patterns:
         plain = pattern.rstrip("/")
         if fnmatch.fnmatchcase(path if "/" in plain else name, plain.removeprefix("/")):
-            return True
-    return False
+            return pattern
+    return ""
+
+
+def _pattern_against(path: str, patterns: Iterable[str]) -> str:
+    """The same for ``path`` and every folder on the way to it."""
+    for each in (*reversed(PurePosixPath(path).parents[:-1]), PurePosixPath(path)):
+        if pattern := _pattern_of(str(each), each.name, patterns):
+            return pattern
+    return ""
 
 
 def _own_patterns(folder: Path) -> list[str]:

@@ -14,7 +14,13 @@ import secrets
 import shutil
 from pathlib import Path
 
-from potluck.cluster.bundles.bundle import BundleStore, encode_manifest, read_part, scan
+from potluck.cluster.bundles.bundle import (
+    BundleStore,
+    check_script,
+    encode_manifest,
+    read_part,
+    scan,
+)
 from potluck.cluster.bundles.transfer import BundleFetcher, BundleServer, Send
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.wire import peers
@@ -51,15 +57,17 @@ class BundleDepot:
         """Whether it is here, and served."""
         return bundle in self._here
 
-    async def take_in(self, folder: Path) -> bytes:
+    async def take_in(self, folder: Path, script: str) -> bytes:
         """Make a bundle of ``folder`` and serve it; its name. Copies every file that is new.
 
-        ConfigurationError as for ``scan``, or if a file is being changed meanwhile.
+        ConfigurationError as for ``scan``, if ``script`` (its path below ``folder``) does not
+        travel, or if a file is being changed meanwhile.
         """
-        return await asyncio.to_thread(self._copy, folder)
+        return await asyncio.to_thread(self._copy, folder, script)
 
-    def _copy(self, folder: Path) -> bytes:
+    def _copy(self, folder: Path, script: str) -> bytes:
         manifest = scan(folder)
+        check_script(folder, script, manifest)
         _, bundle = encode_manifest(manifest)
         for file in self._store.missing(manifest):
             data = bytearray()

@@ -78,7 +78,7 @@ class JobDispatcher:
             raise ConfigurationError(
                 f"this node is {host.stands_still}; `potluck continue --alone` overrides"
             )
-        bundle = await self._depot.take_in(Path(request.folder))
+        bundle = await self._depot.take_in(Path(request.folder), request.script)
         job = f"{PurePosixPath(request.script).stem[:64]}-{secrets.token_hex(4)}"
         below = ""
         with contextlib.suppress(ValueError):

@@ -15,6 +15,7 @@ from potluck.cluster.bundles.bundle import (
     BundleStore,
     File,
     Manifest,
+    check_script,
     decode_manifest,
     encode_manifest,
     objection_to_path,
@@ -66,6 +67,31 @@ def test_what_the_script_needs_travels_and_nothing_else(folder: Path) -> None:
     assert encode_manifest(scan(folder))[1] == name, "the same folder is the same bundle"
     (folder / "train.py").write_text("print('changed')")
     assert encode_manifest(scan(folder))[1] != name
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("lib/link", "it is a link, and links do not travel. .* potluck run /etc/passwd"),
+        ("notes.tmp", r"the line '\*\.tmp' of .*/\.potluckignore says that it stays"),
+        ("data/big.bin", r"the line 'data/\*\.bin' of .*/\.potluckignore says that it stays"),
+        (".env", r"potluck never sends what is named '\.env' .* another name"),
+        ("lib/__pycache__/model.pyc", "potluck never sends what is named '__pycache__'"),
+        ("pipe", "it is not a file of its folder"),
+        ("../elsewhere.py", "it is not a file of its folder"),
+    ],
+)
+def test_a_script_that_would_stay_behind_is_refused_with_what_keeps_it(
+    folder: Path, script: str, words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        check_script(folder, script, scan(folder))
+    assert str(caught.value).startswith(f"the script {folder / script} can't travel")
+
+
+@pytest.mark.parametrize("script", ["train.py", "lib/model.py", "run.sh"])
+def test_a_script_that_travels_is_none_to_refuse(folder: Path, script: str) -> None:
+    check_script(folder, script, scan(folder))
 
 
 def test_a_folder_that_is_too_large_names_what_makes_it_so(

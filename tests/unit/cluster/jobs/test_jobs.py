@@ -16,7 +16,7 @@ from potluck.cluster.jobs.dispatcher import JobDispatcher
 from potluck.cluster.jobs.lead import Lead
 from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.views import events
-from potluck.errors import ProtocolError
+from potluck.errors import ConfigurationError, ProtocolError
 from potluck.launch.chaos import ChaosPlan
 from potluck.wire import control, jobs, local, peers
 from potluck.wire.names import Versions
@@ -118,7 +118,7 @@ def install(machine: Machine, all_jobs: JobDispatcher, new: View) -> None:
 async def bundle_of(depot: BundleDepot, folder: Path) -> bytes:
     folder.mkdir()
     (folder / "train.py").write_text("print('hello')")
-    return await depot.take_in(folder)
+    return await depot.take_in(folder, "train.py")
 
 
 def reports(machine: Machine) -> list[str]:
@@ -332,6 +332,34 @@ def test_a_job_that_another_leader_took_over_is_not_submitted_again(tmp_path: Pa
         last = terminal.heard[-1]
         assert isinstance(last, local.Outcome)
         assert "ended while this node was away" in last.text
+
+    play(tmp_path, story)
+
+
+def test_a_script_that_does_not_travel_is_refused_before_anybody_hears_of_the_job(
+    tmp_path: Path,
+) -> None:
+    """It would else be missing on every node but this one, where the workers fail."""
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        folder = tmp_path / "code"
+        folder.mkdir()
+        (tmp_path / "train.py").write_text("print('hello')")
+        (folder / "train.py").symlink_to(tmp_path / "train.py")
+        install(machine, all_jobs, view(LEADER, ME))
+        machine.sent.clear()
+        request = local.RunRequest(
+            str(folder), "train.py", (), str(folder), 1, 0, 3, 30.0, "", "sealed"
+        )
+        with pytest.raises(ConfigurationError) as caught:
+            await all_jobs.submit(request, Terminal())
+        assert str(caught.value) == (
+            f"the script {folder}/train.py can't travel to the other nodes: it is a link, and "
+            "links do not travel. To run it on the cluster, run the file that it leads to: "
+            f"potluck run {tmp_path.resolve()}/train.py. Nothing was started"
+        )
+        assert machine.sent == []
+        assert machine.events == []
 
     play(tmp_path, story)
 
