@@ -2,6 +2,8 @@
 
 The port is open only while ``hand_over`` runs. A stranger who sends junk is dropped and costs
 nothing; one who sends a well-formed opening gets one guess, and if that is wrong the code is void.
+A stranger who says nothing is dropped after ``OPENING_S``; of more than ``_MAX_STRANGERS`` at once
+one goes, of the address that most came from. Who has the guess is none of them: no crowd ends it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from potluck.cluster.discovery.advert import Hint, Presence, new_instance
@@ -23,12 +26,16 @@ from potluck.transport.rate import RateLimitedLog
 from potluck.wire import pairing as wire
 
 STEP_S = 5.0
+"""How long each of the two is at work on one run, from the opening to the end."""
+OPENING_S = 2.0
+"""How long a caller may take to say its opening."""
 MAX_GUESSES = 3
 """How many hosts a joiner tells an opening: each might be an impostor, and gets one guess."""
 
-_MAX_PENDING = 16
+_MAX_STRANGERS = 64
 _MAX_CALLS = 32
 _CONNECT_S = 3.0
+_PATIENT_S = 0.25 * OPENING_S
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +81,9 @@ class _Host:
         self._secret = secret
         self._is_used = False
         self._complain = RateLimitedLog(_log)
-        # Each with its socket until its task begins and takes it over.
+        # Who has not said an opening yet, in order of arrival, and from which address.
+        self._strangers: dict[asyncio.Task[None], str] = {}
+        # Everybody, each with its socket until its task begins and takes it over.
         self._callers: dict[asyncio.Task[None], socket.socket | None] = {}
         self._door = Door(sock, self._arrived, self._complain)
 
@@ -88,13 +97,27 @@ class _Host:
             self.outcome.exception()  # seen, also if a timeout came first
 
     def _arrived(self, sock: socket.socket, peer: str) -> None:
-        if len(self._callers) >= _MAX_PENDING:
-            next(iter(self._callers)).cancel()
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._drop_one()
         task = asyncio.create_task(self._answer(sock))
         self._callers[task] = sock
+        self._strangers[task] = peer.rpartition(":")[0]
         task.add_done_callback(self._forget)
 
+    def _drop_one(self) -> None:
+        """Of the address with the most strangers the oldest goes, so one machine that calls over
+        and over only pushes out itself. It leaves the count now, not when its task has ended."""
+        counts = Counter(self._strangers.values())
+        most = max(counts.values())
+        task = next(task for task, address in self._strangers.items() if counts[address] == most)
+        del self._strangers[task]
+        task.cancel()
+        self._complain.warning(
+            f"pairing: more than {_MAX_STRANGERS} callers say nothing; dropping the oldest"
+        )
+
     def _forget(self, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
         sock = self._callers.pop(task, None)
         if sock is not None:  # cancelled before it began
             sock.close()
@@ -106,9 +129,10 @@ class _Host:
         assert task is not None
         self._callers[task] = None
         try:
-            async with asyncio.timeout(STEP_S):
+            async with asyncio.timeout(OPENING_S):
                 reader, writer = await asyncio.open_connection(sock=sock)
                 opening = await _receive(reader, wire.OPENING)
+            async with asyncio.timeout(STEP_S):
                 if self._is_used:
                     writer.write(wire.encode(wire.BUSY))
                     await writer.drain()
@@ -116,6 +140,7 @@ class _Host:
                 exchange = Exchange(self._code, is_host=True)
                 sealing = exchange.agree(opening)
                 self._is_used = is_guess = True
+                self._strangers.pop(task, None)
                 writer.write(wire.encode(wire.ANSWER, exchange.opening + sealing.proof))
                 await writer.drain()
                 sealing.check(await _receive(reader, wire.PROOF))
@@ -227,9 +252,17 @@ class _Search:
 
     async def _call(self, hint: Hint) -> None:
         try:
-            async with _connected(hint.host, hint.port) as streams, self._asking:
-                if not self._outcome.done() and hint.instance not in self._wrong:
-                    await self._guess(hint, streams)
+            async with contextlib.AsyncExitStack() as stack:
+                streams = await stack.enter_async_context(_connected(hint.host, hint.port))
+                since = asyncio.get_running_loop().time()
+                await stack.enter_async_context(self._asking)
+                if self._outcome.done() or hint.instance in self._wrong:
+                    return
+                if asyncio.get_running_loop().time() - since > _PATIENT_S:
+                    # Others were asked meanwhile, and this host has dropped who said nothing.
+                    again = _connected(hint.host, hint.port)
+                    streams = await stack.enter_async_context(again)
+                await self._guess(hint, streams)
         except PotluckError as error:
             self.failure = str(error)
 

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import random
+import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from potluck.cluster.discovery.advert import Hint, Presence
 from potluck.cluster.discovery.finder import OnHint
+from potluck.cluster.trust import pairing_link
 from potluck.cluster.trust.pairing import Code, Exchange, new_code, parse_code
 from potluck.cluster.trust.pairing_link import MAX_GUESSES, hand_over, take_over
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError, WrongCode
@@ -134,6 +136,109 @@ def test_a_crowd_of_silent_callers_does_not_keep_the_joiner_out() -> None:
         await host.task
         for _, writer in crowd:
             writer.transport.abort()
+
+    run(story)
+
+
+async def dial(
+    host: tuple[str, int], source: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection from another address of this machine."""
+    return await asyncio.open_connection(*host, local_addr=(source, 0))
+
+
+async def ends(reader: asyncio.StreamReader) -> bool:
+    """Wait until the other side has ended it without a word."""
+    async with asyncio.timeout(30):
+        with contextlib.suppress(ConnectionError):
+            return await reader.read(1) == b""
+    return True
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever goes was pushed out: no deadline passes, however busy this machine is."""
+    monkeypatch.setattr(pairing_link, "OPENING_S", 60.0)
+    monkeypatch.setattr(pairing_link, "STEP_S", 60.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
+def test_no_crowd_ends_a_pairing_under_way(patient: None) -> None:
+    """The joiner has its answer and takes its time; 150 callers from three addresses come."""
+
+    async def story() -> None:
+        host = Waiting()
+        address = await host.address()
+        reader, writer = await dial(address, "127.0.0.9")
+        exchange = Exchange(CODE, is_host=False)
+        writer.write(wire.encode(wire.OPENING, exchange.opening))
+        prefix = await reader.readexactly(wire.PREFIX_BYTES)
+        _, length = wire.decode_prefix(prefix, wire.ANSWER)
+        answer = await reader.readexactly(length)
+        crowd = [await dial(address, f"127.0.0.{9 + n % 3}") for n in range(150)]
+        # So many are kept; all before them were dropped, which shows that the host has seen all.
+        for stranger, _ in crowd[: -pairing_link._MAX_STRANGERS]:
+            assert await ends(stranger)
+        sealing = exchange.agree(answer[: wire.ELEMENT_BYTES])
+        sealing.check(answer[wire.ELEMENT_BYTES :])
+        writer.write(wire.encode(wire.PROOF, sealing.proof))
+        writer.write(wire.encode(wire.SEALED, sealing.seal(ME)))
+        prefix = await reader.readexactly(wire.PREFIX_BYTES)
+        _, length = wire.decode_prefix(prefix, wire.SEALED)
+        assert sealing.open(await reader.readexactly(length), wire.Handover) == SECRET
+        writer.write_eof()
+        assert await host.task == ME
+        for _, other in (*crowd, (reader, writer)):
+            other.transport.abort()
+
+    run(story)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
+def test_a_machine_that_calls_over_and_over_pushes_out_only_itself(patient: None) -> None:
+    """The joiner is slower to say its opening than 150 callers from elsewhere are to come."""
+
+    async def story() -> None:
+        host = Waiting()
+        address = await host.address()
+        reader, writer = await dial(address, "127.0.0.9")
+        crowd = [await dial(address, "127.0.0.10") for _ in range(150)]
+        for stranger, _ in crowd[: -pairing_link._MAX_STRANGERS]:
+            assert await ends(stranger)
+        assert await pairing_link._ask((reader, writer), CODE, ME) == SECRET
+        assert await host.task == ME
+        for _, other in (*crowd, (reader, writer)):
+            other.transport.abort()
+
+    run(story)
+
+
+def test_who_says_nothing_is_dropped_and_costs_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing_link, "OPENING_S", 0.05)
+
+    async def story() -> None:
+        host = Waiting()
+        reader, writer = await asyncio.open_connection(*await host.address())
+        assert await ends(reader)
+        writer.transport.abort()
+        monkeypatch.undo()
+        assert await take_over(CODE, ME, [], address=await host.address()) == SECRET
+        await host.task
+
+    run(story)
+
+
+def test_a_joiner_that_asked_others_first_calls_again_where_it_has_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host drops who says nothing, and it had nothing to say while it asked the first one."""
+    monkeypatch.setattr(pairing_link, "_PATIENT_S", -1.0)
+
+    async def story() -> None:
+        host = Waiting()
+        hint = Hint(*(await host.address()), "told", "ee" * 16)
+        assert await take_over(CODE, ME, [Told(hint)]) == SECRET
+        await host.task
 
     run(story)
 
