@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,14 +27,17 @@ def run(
         ),
     ] = None,
     workers: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--workers",
             "--workers-per-node",
             "-n",
-            help="How many workers to start on each machine (on this one, without a cluster).",
+            help="How many workers to start on each machine (on this one, without a cluster). "
+            "1 if not said: it has all cores. With several GPUs give their number: a worker "
+            "drives one.",
+            show_default=False,
         ),
-    ] = 1,
+    ] = None,
     nodes: Annotated[
         int,
         typer.Option(
@@ -88,6 +93,7 @@ def run(
     from potluck.cli.report import print_summary
     from potluck.cli.views import watcher_for
     from potluck.cluster.home.node_state import find_agent
+    from potluck.cluster.topology.hardware import own_accelerators
     from potluck.launch.chaos import parse_chaos
     from potluck.launch.cluster_run import run_on_cluster
     from potluck.launch.job import Options, run_job
@@ -97,13 +103,16 @@ def run(
         options = Options(
             script=script,
             arguments=tuple(arguments or ()),
-            num_workers=workers,
+            num_workers=1 if workers is None else workers,
             max_nodes=nodes,
             max_restarts=max_restarts,
             chaos=parse_chaos(chaos),
         )
         options.check()
         _check_json(json)
+        hint = idle_accelerators(own_accelerators(), workers, os.environ)
+        if hint:
+            typer.echo(f"potluck: {hint}", err=True)
         settings = load_settings(peer_timeout_s=peer_timeout, wire=wire)
         begin = run_job if find_agent(settings.home) is None else run_on_cluster
         summary = begin(options, settings, watcher_for(sys.stdout, plain=plain))
@@ -117,6 +126,22 @@ def run(
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
         json.write_bytes(text + b"\n")
     raise typer.Exit(summary.exit_code)
+
+
+def idle_accelerators(
+    accelerators: Sequence[str], workers: int | None, environment: Mapping[str, str]
+) -> str:
+    """What to say about the GPUs here that one worker leaves idle, to somebody who has not chosen
+    the number of ``workers`` or the GPUs to use; else nothing."""
+    has_chosen = workers is not None or any(
+        name in environment for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    )
+    if has_chosen or len(accelerators) < 2:
+        return ""
+    return (
+        f"this machine has {len(accelerators)} GPUs, and one worker drives one of them: "
+        f"--workers-per-node {len(accelerators)} starts one for each"
+    )
 
 
 def _check_json(path: Path | None) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from potluck.cluster.bundles.depot import BundleDepot
 from potluck.cluster.jobs.desk import JobDesk, accept
+from potluck.cluster.jobs.early import EarlyOrders
 from potluck.cluster.jobs.floor import JobFloor
 from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.versions import own_versions
@@ -27,7 +27,6 @@ from potluck.wire.nodes import View
 
 _STATUS_S = 0.5
 _VIEW_S = 15.0
-_MAX_EARLY = 256
 
 
 class Client(Protocol):
@@ -57,7 +56,7 @@ class JobDispatcher:
         self._depot = depot
         self._desks: dict[str, JobDesk] = {}
         self._watched: dict[str, _Watched] = {}
-        self._early: deque[tuple[str, jobs.FromLeader]] = deque(maxlen=_MAX_EARLY)
+        self._early = EarlyOrders()
         self._has_view = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._tell_status())
@@ -126,11 +125,12 @@ class JobDispatcher:
     # What other nodes say.
 
     def received(self, node: str, message: jobs.JobMessage) -> None:
-        """``node`` said ``message``; it may be this one."""
+        """``node`` said ``message``; it may be this one. ProtocolError if it is to be cut off."""
         view = self._host.view
         if isinstance(message, jobs.FromLeader):
             if view is None or node != view.leader:
-                self._early.append((node, message))  # of a view that is not on my disk yet, maybe
+                if node != self._host.me:
+                    self._early.keep(node, message)
                 return
             self._ordered(message)
         elif isinstance(message, jobs.ToStarter):
@@ -279,8 +279,7 @@ class JobDispatcher:
         else:
             self._stop_leading()
         self.floor.installed(view)
-        early, self._early = list(self._early), deque(maxlen=_MAX_EARLY)
-        for node, message in early:
+        for node, message in self._early.take():
             if node == view.leader:
                 self._ordered(message)
             elif isinstance(message, jobs.Order):

@@ -374,3 +374,19 @@ def test_a_jobs_name_is_no_path(name: str) -> None:
 def test_a_jobs_name_may_have_what_scripts_names_have() -> None:
     order = jobs.Order(msgspec.structs.replace(spec(bytes(32), EVE), job="..my train é-1f0c"), ())
     assert peers.MESSAGE.decode(peers.MESSAGE.encode(order)[4:]) == order
+
+
+def test_a_node_that_floods_with_orders_it_may_not_give_is_cut_off(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        install(machine, all_jobs, view(LEADER, ME, EVE))
+        order = jobs.JobList(tuple(f"{number:0256d}" for number in range(jobs.MAX_JOBS)))
+
+        def flood() -> None:
+            for _ in range(10_000):
+                all_jobs.received(EVE, order)
+
+        with pytest.raises(ProtocolError, match="ordered more than is kept"):
+            flood()
+        all_jobs.received(LEADER, order)
+
+    play(tmp_path, story)

@@ -1,0 +1,53 @@
+"""What nodes ordered before they were known to lead: their view may be on its way to the disk here.
+
+Kept as it came, in its order, until the next view. A node that orders more than it may before that
+is cut off: whoever leads says all that counts again over a new link.
+"""
+
+from __future__ import annotations
+
+from potluck.errors import ProtocolError
+from potluck.wire import jobs, peers
+from potluck.wire.format import PREFIX_BYTES
+
+OF_ONE_NODE = 4 << 20
+OF_ALL_NODES = 16 << 20
+"""Bytes that are kept at most. A leader needs a few KiB for each job of its cluster."""
+
+_EACH = 128
+"""What a message costs beyond its bytes."""
+
+
+class EarlyOrders:
+    """The early orders of all nodes."""
+
+    def __init__(self) -> None:
+        self._orders: list[tuple[str, bytes]] = []
+        self._held: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are kept."""
+        return sum(self._held.values())
+
+    def keep(self, node: str, order: jobs.FromLeader) -> None:
+        """Keep ``order``. ProtocolError, which is to cut ``node`` off, if that would be too much;
+        then nothing of it is kept any more."""
+        data = peers.MESSAGE.encode(order)[PREFIX_BYTES:]
+        size = len(data) + _EACH
+        held = self._held.get(node, 0)
+        if held + size > OF_ONE_NODE or self.nbytes + size > OF_ALL_NODES:
+            self._orders = [(each, kept) for each, kept in self._orders if each != node]
+            self._held.pop(node, None)
+            raise ProtocolError(
+                f"it does not lead the cluster, and ordered more than is kept until it does: "
+                f"{(held + size) / 2**20:.1f} MiB after {(self.nbytes) / 2**20:.1f} of others"
+            )
+        self._orders.append((node, data))
+        self._held[node] = held + size
+
+    def take(self) -> list[tuple[str, jobs.FromLeader]]:
+        """All that was kept, in the order in which it came; nothing is kept any more."""
+        taken, self._orders, self._held = self._orders, [], {}
+        orders = [(node, peers.MESSAGE.decode(data)) for node, data in taken]
+        return [(node, order) for node, order in orders if isinstance(order, jobs.FromLeader)]

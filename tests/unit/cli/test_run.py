@@ -1,0 +1,29 @@
+"""What ``potluck run`` says before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from potluck.cli.run import idle_accelerators
+
+
+def test_gpus_that_one_worker_leaves_idle_are_named_with_what_uses_them() -> None:
+    said = idle_accelerators(("RTX 4090", "RTX 4090", "RTX 3060"), None, {})
+    assert "3 GPUs" in said
+    assert "--workers-per-node 3" in said
+
+
+@pytest.mark.parametrize(
+    ("accelerators", "workers", "environment"),
+    [
+        ((), None, {}),
+        (("RTX 4090",), None, {}),
+        (("RTX 4090", "RTX 4090"), 1, {}),
+        (("RTX 4090", "RTX 4090"), None, {"CUDA_VISIBLE_DEVICES": "1"}),
+        (("MI 50", "MI 50"), None, {"HIP_VISIBLE_DEVICES": "0"}),
+    ],
+)
+def test_who_has_nothing_to_gain_or_has_chosen_is_told_nothing(
+    accelerators: tuple[str, ...], workers: int | None, environment: dict[str, str]
+) -> None:
+    assert idle_accelerators(accelerators, workers, environment) == ""

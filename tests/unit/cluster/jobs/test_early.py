@@ -1,0 +1,48 @@
+"""Orders that come before the view of whoever gives them: all of it, or that node is cut off."""
+
+from __future__ import annotations
+
+import pytest
+
+from potluck.cluster.jobs.early import OF_ALL_NODES, OF_ONE_NODE, EarlyOrders
+from potluck.errors import ProtocolError
+from potluck.wire import jobs
+
+BIG = jobs.JobList(tuple(f"{number:0256d}" for number in range(jobs.MAX_JOBS)))
+
+
+def flood(early: EarlyOrders, node: str, count: int) -> None:
+    for _ in range(count):
+        early.keep(node, BIG)
+        assert early.nbytes <= OF_ALL_NODES
+
+
+def test_orders_are_given_back_in_the_order_in_which_they_came() -> None:
+    early = EarlyOrders()
+    sent = [
+        ("ada", jobs.JobList(("a",))),
+        ("bob", jobs.StartWorker("b", "0", 0)),
+        ("ada", jobs.StopWorkers("a", ("0",), "over")),
+    ]
+    for node, order in sent:
+        early.keep(node, order)
+    assert early.take() == sent
+    assert early.take() == []
+
+
+def test_a_node_that_orders_more_than_is_kept_is_cut_off_and_the_others_lose_nothing() -> None:
+    early = EarlyOrders()
+    early.keep("ada", jobs.JobList(("a",)))
+    with pytest.raises(ProtocolError, match=r"does not lead the cluster.* 4\.0 MiB after 0\.0 of"):
+        flood(early, "eve", OF_ONE_NODE)
+    assert early.take() == [("ada", jobs.JobList(("a",)))], "and nothing of hers stays"
+
+
+def test_all_nodes_together_are_bounded_too() -> None:
+    early = EarlyOrders()
+    of_each = OF_ONE_NODE // 2 // 17_000
+    for number in range(8):
+        flood(early, f"node {number}", of_each)
+    with pytest.raises(ProtocolError, match=r"after 15\.\d of others"):
+        flood(early, "the ninth", of_each)
+    flood(early, "node 0", 1)
