@@ -342,6 +342,28 @@ def test_what_a_terminal_cannot_show_is_written_in_escapes(script) -> None:
     assert (done.returncode, done.stdout) == (0, "[0] loss \\u2193\n[0] on we go\n")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+def test_an_output_on_a_full_disk_is_said_in_one_sentence(script) -> None:
+    path = script("print('line', flush=True)\nimport time\ntime.sleep(600)\n")
+    told = []
+    for arguments in (["run", path], ["status"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [*potluck_command(), *arguments],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=60,
+            )
+        told.append((done.returncode, done.stderr.splitlines()[0]))
+        assert "Traceback" not in done.stderr
+    what = "No space left on device"
+    assert told == [
+        (128 + signal.SIGPIPE, f"potluck: the output can't be written any more ({what})"),
+        (1, f"potluck: {what}; make room or write elsewhere"),
+    ]
+
+
 def test_all_output_of_a_talkative_worker_arrives(script) -> None:
     path = script("for number in range(50_000):\n    print(number)\n")
     done = subprocess.run(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,8 +20,27 @@ from potluck.cli.pair import pair
 from potluck.cli.run import run
 from potluck.cli.status import status
 from potluck.cli.up import up
+from potluck.cli.views import silence
 
-app = typer.Typer(
+
+class _Commands(typer.Typer):
+    """The command line. A system error that no command foresaw is one sentence, too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                raise
+            where = f" (writing {error.filename})" if error.filename else ""
+            silence(sys.stdout)  # what waits there can't be written at the end either
+            print(
+                f"potluck: {error.strerror}{where}; make room or write elsewhere", file=sys.stderr
+            )
+            sys.exit(1)
+
+
+app = _Commands(
     name="potluck",
     help="Train on the machines you already own.",
     epilog="Begin with: potluck run --workers 4 train.py",

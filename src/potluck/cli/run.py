@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from potluck.errors import PotluckError
+from potluck.errors import ConfigurationError, PotluckError
 
 
 def run(
@@ -114,7 +114,12 @@ def run(
         if hint:
             typer.echo(f"potluck: {hint}", err=True)
         settings = load_settings(peer_timeout_s=peer_timeout, wire=wire)
-        begin = run_job if find_agent(settings.home) is None else run_on_cluster
+        has_agent = find_agent(settings.home) is not None
+        if nodes > 1 and not has_agent:
+            raise ConfigurationError(
+                f"--nodes {nodes}: this machine is in no cluster; start its agent with: potluck up"
+            )
+        begin = run_on_cluster if has_agent else run_job
         summary = begin(options, settings, watcher_for(sys.stdout, plain=plain))
     except PotluckError as error:
         typer.echo(f"potluck: {error}", err=True)
@@ -124,7 +129,11 @@ def run(
         import msgspec
 
         text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-        json.write_bytes(text + b"\n")
+        try:
+            json.write_bytes(text + b"\n")
+        except OSError as error:
+            typer.echo(f"potluck: the summary can't be written: {error}", err=True)
+            raise typer.Exit(summary.exit_code or 2) from None
     raise typer.Exit(summary.exit_code)
 
 
@@ -146,7 +155,12 @@ def idle_accelerators(
 
 def _check_json(path: Path | None) -> None:
     """Better before the training than after it."""
-    from potluck.errors import ConfigurationError
-
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigurationError(f"--json {path}: there is no directory {path.absolute().parent}")
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"--json {path}: there is no directory {folder}")
+    if path.is_dir():
+        raise ConfigurationError(f"--json {path}: that is a directory; name a file in it")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigurationError(f"--json {path}: you may not write there")

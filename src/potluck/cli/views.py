@@ -75,19 +75,26 @@ class Writer:
                 job()
             except Exception as error:
                 self._is_broken = True
-                if isinstance(error, OSError):  # nobody reads any more
-                    _silence_stdout()
+                if isinstance(error, OSError):
+                    silence(sys.stdout)
+                    if not isinstance(error, BrokenPipeError):  # that is somebody's wish
+                        _say(f"the output can't be written any more ({error.strerror})")
                 else:
                     _log.exception("a line could not be written")
                 self._on_broken()
 
 
-def _silence_stdout() -> None:
-    """Let the interpreter's last flush succeed."""
+def silence(stream: TextIO) -> None:
+    """Let what waits in ``stream`` go nowhere: the interpreter's last flush is to succeed."""
     with contextlib.suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"potluck: {text}", file=sys.stderr, flush=True)
 
 
 class _Written:

@@ -82,7 +82,8 @@ class Options:
         if self.max_restarts < 0:
             raise ConfigurationError(f"--max-restarts {self.max_restarts}: 0 or more is needed")
         if not self.script.is_file():
-            what = "is a directory" if self.script.is_dir() else "does not exist"
+            what = "is no file" if self.script.exists() else "does not exist"
+            what = "is a directory" if self.script.is_dir() else what
             raise ConfigurationError(
                 f"the script {str(self.script)!r} {what} (seen from {Path.cwd()})"
             )

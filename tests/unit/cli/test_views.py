@@ -100,7 +100,7 @@ def test_a_closed_screen_is_told_once_and_the_rest_is_dropped(
     def broken() -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("potluck.cli.views._silence_stdout", lambda: None)
+    monkeypatch.setattr("potluck.cli.views.silence", lambda stream: None)
     writer = Writer(lambda: told.append(True))
     writer.write(broken)
     writer.write(broken)

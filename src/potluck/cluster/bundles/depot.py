@@ -12,9 +12,11 @@ import contextlib
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from potluck.cluster.bundles.bundle import (
+    IGNORE_FILE,
     BundleStore,
     check_script,
     encode_manifest,
@@ -61,26 +63,31 @@ class BundleDepot:
         """Make a bundle of ``folder`` and serve it; its name. Copies every file that is new.
 
         ConfigurationError as for ``scan``, if ``script`` (its path below ``folder``) does not
-        travel, or if a file is being changed meanwhile.
+        travel, if a file can't be read or is being changed meanwhile, or if there is no room.
         """
         return await asyncio.to_thread(self._copy, folder, script)
 
     def _copy(self, folder: Path, script: str) -> bytes:
-        manifest = scan(folder)
-        check_script(folder, script, manifest)
-        _, bundle = encode_manifest(manifest)
-        for file in self._store.missing(manifest):
-            data = bytearray()
-            while part := read_part(folder, file, len(data), peers.MAX_PART):
-                data += part
-            self._store.add(bytes(data), file.sha256)
-        self._serve(self._store.unpack(manifest, bundle), bundle)
+        with self._saying_what_is_wrong(folder):
+            manifest = scan(folder)
+            check_script(folder, script, manifest)
+            _, bundle = encode_manifest(manifest)
+            for file in self._store.missing(manifest):
+                data = bytearray()
+                while part := read_part(folder, file, len(data), peers.MAX_PART):
+                    data += part
+                self._store.add(bytes(data), file.sha256)
+            self._serve(self._store.unpack(manifest, bundle), bundle)
         return bundle
 
     async def fetch(self, node: str, bundle: bytes) -> None:
-        """Bring ``bundle`` over from ``node``, and serve it, too; see ``BundleFetcher.fetch``."""
-        folder = await self._fetcher.fetch(node, bundle)
-        await asyncio.to_thread(self._serve, folder, bundle)
+        """Bring ``bundle`` over from ``node``, and serve it, too; see ``BundleFetcher.fetch``.
+
+        ConfigurationError if there is no room.
+        """
+        with self._saying_what_is_wrong():
+            folder = await self._fetcher.fetch(node, bundle)
+            await asyncio.to_thread(self._serve, folder, bundle)
 
     def _serve(self, folder: Path, bundle: bytes) -> None:
         if self._server.offer(folder) != bundle:
@@ -92,7 +99,7 @@ class BundleDepot:
         """The folder in which the workers of ``job`` run: a copy of ``bundle`` of their own.
 
         It appears whole or not at all: this process may be killed while it copies, and the job be
-        ordered again. ConfigurationError if the bundle is not here any more.
+        ordered again. ConfigurationError if the bundle is not here any more or there is no room.
         """
         target = self._root / "jobs" / job
         self._in_use.add(job)
@@ -103,12 +110,34 @@ class BundleDepot:
             raise ConfigurationError("the script's folder was removed here; start the job again")
         temporary = target.with_name(f".{secrets.token_hex(8)}")
         try:
-            shutil.copytree(source, temporary)
-            os.utime(temporary)  # the copy's age counts, not the bundle's
-            temporary.rename(target)
+            with self._saying_what_is_wrong():
+                shutil.copytree(source, temporary)
+                os.utime(temporary)  # the copy's age counts, not the bundle's
+                temporary.rename(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return target
+
+    @contextlib.contextmanager
+    def _saying_what_is_wrong(self, folder: Path | None = None) -> Iterator[None]:
+        """ConfigurationError with what to do for a file of ``folder`` that can't be read, or a
+        store here that can't be written."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if isinstance(error, shutil.Error):  # holds what went wrong with each file
+                reason = str(error.args[0][0][-1])
+            named = Path(error.filename) if isinstance(error.filename, str) else None
+            if folder is not None and named is not None and named.is_relative_to(folder):
+                raise ConfigurationError(
+                    f"{named} can't be read, and would travel to the other nodes with the script: "
+                    f"{reason}. Make it readable, or name it in {folder / IGNORE_FILE}"
+                ) from error
+            raise ConfigurationError(
+                f"the script's folder can't be kept in {self._root}: {reason}. Make room there, or "
+                "set POTLUCK_HOME to a directory on another disk"
+            ) from error
 
     def close(self, job: str) -> None:
         """``job`` is over. Its folder, with what its workers wrote there, is kept until

@@ -408,7 +408,7 @@ class _Turn:
         ready = () if state.num_finished or state.stopping else state.having(Phase.READY)
         if not members:
             if ready and not any(worker.phase in EXPECTED for worker in state.workers):
-                self.announce(ready, ready, f"all {len(ready)} workers are ready")
+                self.announce(ready, ready, "all workers are ready")
         elif state.broken:
             if not state.not_before:
                 self.announce((*members, *ready), ready, state.broken)

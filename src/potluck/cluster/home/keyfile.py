@@ -60,7 +60,10 @@ def read_private(path: Path, what: str) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise IdentityError(f"{what} {path} can't be opened: {error.strerror}") from error
+        raise IdentityError(
+            f"{what} {path} can't be opened: {error.strerror}. potluck keeps its keys in "
+            f"{path.parent}; set POTLUCK_HOME to a directory that you can read and write"
+        ) from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

@@ -223,7 +223,8 @@ class JobDesk:
                 self.has_begun = True
                 self._host.send(self.spec.starter, jobs.Submitted(self.spec.job))
                 where = ", ".join(self._host.label(node) for node in self._order_of_nodes())
-                self.lead.note(f"{len(self.places)} workers start on {where}")
+                count = len(self.places)
+                self.lead.note(f"starting {count} worker{'s' if count > 1 else ''} on {where}")
                 self.lead.begin(self._first_actions)
             return
         for name in mine:

@@ -226,7 +226,8 @@ class Lead:
         missing = [worker.name for worker in self.state.having(*EXPECTED)]
         if ready and missing and not self.state.having(Phase.MEMBER) and not self._is_closed:
             self.note(
-                f"{len(ready)} workers are ready; still waiting for worker {', '.join(missing)} "
+                f"ready: {len(ready)} of {len(ready) + len(missing)} workers; still waiting for "
+                f"worker {', '.join(missing)} "
                 "to call potluck.init()"
             )
 

@@ -246,7 +246,7 @@ def test_a_folder_that_was_not_copied_whole_is_copied_again(
         bundle = await bundle_of(depot, tmp_path / "code")
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "copytree", breaks)
-            with pytest.raises(OSError, match="full"):
+            with pytest.raises(ConfigurationError, match=r"the disk is full\. Make room"):
                 depot.open(bundle, "job")
         assert (depot.open(bundle, "job") / "train.py").is_file()
 
