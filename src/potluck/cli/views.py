@@ -186,6 +186,7 @@ class LiveView(_Written):
         self._live.stop()
 
     def _render(self) -> RichGroup:
+        from rich.box import HEAVY_HEAD
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -199,25 +200,34 @@ class LiveView(_Written):
         loss = "" if state.loss is None or math.isnan(state.loss) else f" · loss {state.loss:.4f}"
         step = f" · step {state.step}" if state.step >= 0 else ""
         plain = " · links not encrypted" if state.wire == PLAIN else ""
+        is_narrow = self._console.width < _WIDE
         table = Table(
             title=f"{Path(state.script).name} · {duration(time.time() - state.started)} · "
             f"epoch {state.epoch}{step}{loss}{plain}",
             title_justify="left",
             title_style="bold",
+            box=None if is_narrow else HEAVY_HEAD,
         )
-        for title in ("worker", "rank", "state", "device", "samples/s", "step"):
+        titles = _NARROW_TITLES if is_narrow else _TITLES
+        for title in titles:
             table.add_column(title, justify="left" if title in ("state", "device") else "right")
         for worker in state.workers:
-            table.add_row(
-                f"{worker.worker} {worker.node}".strip(),
-                str(worker.rank) if worker.rank >= 0 else "-",
-                Text(worker.phase, style=_STYLES.get(worker.phase, "")),
-                worker.device or "-",
-                number(worker.samples_per_s),
-                str(worker.step) if worker.step >= 0 else "-",
-            )
+            cells: dict[str, str | Text] = {
+                "worker": f"{worker.worker} {worker.node}".strip(),
+                "rank": str(worker.rank) if worker.rank >= 0 else "-",
+                "state": Text(worker.phase, style=_STYLES.get(worker.phase, "")),
+                "device": worker.device or "-",
+                "samples/s": number(worker.samples_per_s),
+                "step": str(worker.step) if worker.step >= 0 else "-",
+            }
+            table.add_row(*(cells[title] for title in titles))
         return Group(table)
 
+
+_TITLES = ("worker", "rank", "state", "device", "samples/s", "step")
+_NARROW_TITLES = ("worker", "state", "step")
+_WIDE = 60
+"""Columns of a terminal on which all titles can be read."""
 
 _STYLES = {
     "member": "green",

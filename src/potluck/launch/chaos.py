@@ -87,8 +87,8 @@ def check_ranks(plan: ChaosPlan, num_workers: int) -> None:
     for fault in plan.waiting:
         if fault.rank is not None and fault.rank >= num_workers:
             raise ConfigurationError(
-                f"--chaos: {str(fault)!r}: with {num_workers} workers the ranks are 0 to "
-                f"{num_workers - 1}"
+                f"--chaos: {str(fault)!r}: the highest rank is {num_workers - 1}, "
+                f"with --workers {num_workers}"
             )
 
 

@@ -81,12 +81,16 @@ class Options:
             )
         if self.max_restarts < 0:
             raise ConfigurationError(f"--max-restarts {self.max_restarts}: 0 or more is needed")
+        try:
+            here = Path.cwd()
+        except FileNotFoundError:
+            raise ConfigurationError(
+                "the directory that this was called in has been removed; change to another one"
+            ) from None
         if not self.script.is_file():
             what = "is no file" if self.script.exists() else "does not exist"
             what = "is a directory" if self.script.is_dir() else what
-            raise ConfigurationError(
-                f"the script {str(self.script)!r} {what} (seen from {Path.cwd()})"
-            )
+            raise ConfigurationError(f"the script {str(self.script)!r} {what} (seen from {here})")
 
 
 def run_job(options: Options, settings: Settings, watcher: Watcher) -> Summary:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from potluck.cli.run import idle_accelerators
+from potluck.errors import ConfigurationError
+from potluck.launch.job import Options
 
 
 def test_gpus_that_one_worker_leaves_idle_are_named_with_what_uses_them() -> None:
@@ -27,3 +31,15 @@ def test_who_has_nothing_to_gain_or_has_chosen_is_told_nothing(
     accelerators: tuple[str, ...], workers: int | None, environment: dict[str, str]
 ) -> None:
     assert idle_accelerators(accelerators, workers, environment) == ""
+
+
+def test_a_directory_that_was_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, gone = tmp_path / "train.py", tmp_path / "gone"
+    script.write_text("")
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigurationError, match="was called in has been removed; change to"):
+        Options(script).check()

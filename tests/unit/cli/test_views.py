@@ -179,3 +179,14 @@ def test_what_breaks_the_output_ends_the_run_and_not_in_silence(
     writer.close()
     assert not writer.is_behind
     assert "a line could not be written" in caplog.text
+
+
+def test_on_a_narrow_terminal_the_table_has_what_can_be_read_there(agent: Agent) -> None:
+    agent.lead.journal.progress("0", Progress(1, 60, 0.25, 812.4, "cuda:0"), 1.0)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=30, color_system=None)
+    watch(LiveView(console), agent)
+    shown = screen.getvalue()
+    assert all(title in shown for title in ("worker", "state", "step", "starting", "60"))
+    assert "devi" not in shown
+    assert "…" not in shown, "nothing is cut"

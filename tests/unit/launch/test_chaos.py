@@ -74,5 +74,5 @@ def test_a_fault_happens_once() -> None:
 def test_a_rank_that_can_not_exist_is_refused_before_anything_starts() -> None:
     plan = parse_chaos("kill rank 3 at step 60; kill all at step 2")
     check_ranks(plan, 4)
-    with pytest.raises(ConfigurationError, match="with 3 workers the ranks are 0 to 2"):
+    with pytest.raises(ConfigurationError, match="the highest rank is 2, with --workers 3"):
         check_ranks(plan, 3)
