@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from potluck.cli.files import check_writable
 from potluck.errors import ConfigurationError, PotluckError
 
 if TYPE_CHECKING:
@@ -90,12 +91,13 @@ def bench(
     from potluck.bench.table import Table, is_right
 
     try:
-        _check_files(json, plot)
+        check_writable("--json", json)
+        _check_plot(plot)
         machines = _names(peers)
-        if len(machines) == 1:
-            raise ConfigurationError(f"--peers {peers}: at least two machines are needed")
+        _check_rank(machines, rank)
         workers = str(len(machines)) if machines else workers
         plan, missing = _plan(operation, against, workers, sizes, rounds, round_seconds)
+        _check_memory(plan, num_workers=1 if machines else max(plan.world_sizes))
         typer.echo(heading(machine()))
         with _place(machines, rank) as place:
             plan, missing = _agreed(place, plan, missing)
@@ -225,17 +227,47 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _check_files(json: Path | None, plot: Path | None) -> None:
-    """Better before the measuring than after it."""
-    for option, path in (("--json", json), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigurationError(
-                f"{option} {path}: there is no directory {path.absolute().parent}"
-            )
-    if plot is not None:
-        from potluck.optional import require
+def _check_plot(path: Path | None) -> None:
+    if path is None:
+        return
+    from potluck.optional import require
 
-        require("matplotlib", "bench")
+    check_writable("--plot", path)
+    require("matplotlib", "bench")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    endings = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in endings:
+        raise ConfigurationError(
+            f"--plot {path}: the ending says the format; choose from {', '.join(sorted(endings))}"
+        )
+
+
+def _check_rank(machines: list[str], rank: int) -> None:
+    if not machines and rank:
+        raise ConfigurationError(f"--rank {rank}: which machines there are is for --peers to say")
+    if len(machines) == 1:
+        raise ConfigurationError(f"--peers {machines[0]}: at least two machines are needed")
+    if machines and not 0 <= rank < len(machines):
+        raise ConfigurationError(
+            f"--rank {rank}: with {len(machines)} machines in --peers the last is "
+            f"{len(machines) - 1}; the first is 0"
+        )
+
+
+def _check_memory(plan: Plan, num_workers: int) -> None:
+    """Every worker of every library holds its data while the others are measured."""
+    import psutil
+
+    from potluck.bench.sizes import show
+
+    nbytes = max(size for _, size in plan.cases)
+    needed, there = nbytes * num_workers * len(plan.peers), psutil.virtual_memory().total
+    if needed > there:
+        raise ConfigurationError(
+            f"--sizes {show(nbytes)}: the workers would hold at least {show(needed)} together, and "
+            f"this machine has {show(there)}; choose smaller sizes"
+        )
 
 
 @contextmanager

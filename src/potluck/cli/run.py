@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from potluck.cli.files import check_writable
 from potluck.errors import ConfigurationError, PotluckError
 
 
@@ -109,7 +110,7 @@ def run(
             chaos=parse_chaos(chaos),
         )
         options.check()
-        _check_json(json)
+        check_writable("--json", json)
         hint = idle_accelerators(own_accelerators(), workers, os.environ)
         if hint:
             typer.echo(f"potluck: {hint}", err=True)
@@ -151,16 +152,3 @@ def idle_accelerators(
         f"this machine has {len(accelerators)} GPUs, and one worker drives one of them: "
         f"--workers-per-node {len(accelerators)} starts one for each"
     )
-
-
-def _check_json(path: Path | None) -> None:
-    """Better before the training than after it."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigurationError(f"--json {path}: there is no directory {folder}")
-    if path.is_dir():
-        raise ConfigurationError(f"--json {path}: that is a directory; name a file in it")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigurationError(f"--json {path}: you may not write there")

@@ -26,6 +26,11 @@ runner = CliRunner()
         ("all-reduce --peers a:1,b --against none", "'b' is not an address; write host:port"),
         ("all-reduce --rounds 0", "at least 1 round"),
         ("all-reduce --json /no/such/folder/x.json", "there is no directory /no/such/folder"),
+        ("all-reduce --json .", "--json .: that is a directory"),
+        ("all-reduce --plot /no/such/folder/x.png", "there is no directory /no/such/folder"),
+        ("all-reduce --rank 1", "--rank 1: which machines there are is for --peers to say"),
+        ("all-reduce --peers a:1,b:1 --rank 2", "--rank 2: with 2 machines in --peers the last"),
+        ("all-reduce --sizes 99999GiB", "99999 GiB: the workers would hold at least"),
     ],
 )
 def test_unusable_values_are_named(arguments: str, said: str) -> None:
@@ -43,3 +48,10 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     assert outcome.exit_code == 2
     assert "pip install 'potluck[bench]'" in outcome.output
     assert "Traceback" not in outcome.output
+
+
+def test_a_picture_of_no_known_format_is_refused_before_anything_is_measured() -> None:
+    pytest.importorskip("matplotlib")
+    outcome = runner.invoke(app, ["bench", "all-reduce", "--plot", "speed.xyz"])
+    assert outcome.exit_code == 2
+    assert "--plot speed.xyz: the ending says the format; choose from" in outcome.output
