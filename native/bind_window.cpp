@@ -285,6 +285,10 @@ private:
         const auto parts = static_cast<std::size_t>(world);
         const bool spreads = kind == Kind::REDUCE_SCATTER || kind == Kind::SCATTER;
         const bool collects = kind == Kind::ALL_GATHER || kind == Kind::GATHER;
+        const bool has_rows = spreads || kind == Kind::ALL_TO_ALL;
+        if (has_rows && has_source && !is_flat && (from.ndim() == 0 || from.dims()[0] != world)) {
+            return NOT_QUICK;
+        }
         if (has_source && has_result) {
             if (spreads && from.count() != parts * into.count()) return NOT_QUICK;
             if (collects && into.count() != parts * from.count()) return NOT_QUICK;

@@ -13,11 +13,14 @@ Gloo, NCCL and MPI choose their own: there ``algorithm`` has no effect. ``codec`
 ``bf16``, ``int8``; see ``potluck.codecs``) sends float32 arrays in fewer bytes, over potluck's own
 links: every value is encoded at most twice, and all ranks end with the same bits. ``residual`` is
 for error feedback: a float32 array of the array's shape, zeros at first, that keeps what the codec
-lost for the next call.
+lost for the next call. ``out``, where a call returns a new array, is one to fill and return
+instead, of the same dtype and number of elements: what training does again and again need not take
+new memory each time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -124,22 +127,26 @@ class Collectives:
         algorithm: str | None = None,
         codec: str | None = None,
         residual: Any = None,
+        out: Any = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """``array`` has shape (world, *s); returns a new array of shape s: part ``rank``, combined.
+        """``array`` has shape (world, *s); returns part ``rank``, combined: shape s.
 
-        ``array`` itself stays as it is.
+        ``array`` itself stays as it is. ``out``: an array to fill and return instead of a new one.
         """
         if algorithm is None and codec is None and residual is None and not async_op:
-            output = self._room(array, array.shape[1:]) if self._has_parts(array) else None
+            output = out
+            if out is None and self._has_parts(array):
+                output = self._room(array, array.shape[1:])
             if self._is_done(_REDUCE_SCATTER, array, output, output, timeout, op):
                 return output
         parts = self._adapt(array, writable=False)
         self._check_parts(parts.array.shape, "reduce_scatter")
-        result = self._adapt(empty_like(array, parts.array.shape[1:]))
+        shape = parts.array.shape[1:]
+        result = self._result("reduce_scatter", array, parts, shape, out)
         work = self.communicator.reduce_scatter(
-            result.array,
+            result.array.reshape(shape),
             parts.array,
             _op(op),
             algorithm=algorithm,
@@ -155,18 +162,23 @@ class Collectives:
         algorithm: str | None = None,
         codec: str | None = None,
         residual: Any = None,
+        out: Any = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """A new array of shape (world, *array.shape) with every rank's array, in rank order."""
+        """Every rank's array, in rank order: shape (world, *array.shape).
+
+        ``out``: an array to fill and return instead of a new one.
+        """
         if algorithm is None and codec is None and residual is None and not async_op:
-            output = self._room_for_all(array)
+            output = self._room_for_all(array) if out is None else out
             if self._is_done(_ALL_GATHER, array, output, array, timeout):
                 return output
         mine = self._adapt(array, writable=False)
-        result = self._adapt(empty_like(array, (self.world_size, *mine.array.shape)))
+        shape = (self.world_size, *mine.array.shape)
+        result = self._result("all_gather", array, mine, shape, out)
         work = self.communicator.all_gather(
-            result.array,
+            result.array.reshape(shape),
             mine.array,
             algorithm=algorithm,
             encoding=self._encoding(codec, residual),
@@ -256,12 +268,18 @@ class Collectives:
         root: int = 0,
         *,
         algorithm: str | None = None,
+        out: Any = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """On the root a new array of shape (world, *array.shape); None on the others."""
+        """On the root every rank's array: shape (world, *array.shape); None on the others.
+
+        ``out``, on the root: an array to fill and return instead of a new one.
+        """
         if algorithm is None and not async_op:
-            output = self._room_for_all(array) if self.rank == root else None
+            output = None
+            if self.rank == root:
+                output = self._room_for_all(array) if out is None else out
             if self._is_done(_GATHER, array, output, array, timeout, None, root):
                 return output
         mine = self._adapt(array, writable=False)
@@ -270,9 +288,14 @@ class Collectives:
                 None, mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
             )
             return self._end(work, lambda: None, async_op)
-        result = self._adapt(empty_like(array, (self.world_size, *mine.array.shape)))
+        shape = (self.world_size, *mine.array.shape)
+        result = self._result("gather", array, mine, shape, out)
         work = self.communicator.gather(
-            result.array, mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
+            result.array.reshape(shape),
+            mine.array,
+            root,
+            algorithm=algorithm,
+            timeout_s=self._patience(timeout),
         )
         return self._end(work, result.write_back, async_op)
 
@@ -281,19 +304,29 @@ class Collectives:
         array: Any,
         *,
         algorithm: str | None = None,
+        out: Any = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """``array`` (world, *s): row ``i`` goes to rank ``i``; returns what came, by rank."""
+        """``array`` (world, *s): row ``i`` goes to rank ``i``; returns what came, by rank.
+
+        ``out``: an array to fill and return instead of a new one; not ``array`` itself.
+        """
         if algorithm is None and not async_op:
-            output = self._room(array, array.shape) if self._has_parts(array) else None
+            output = out
+            if out is None and self._has_parts(array):
+                output = self._room(array, array.shape)
             if self._is_done(_ALL_TO_ALL, array, output, array, timeout):
                 return output
         mine = self._adapt(array, writable=False)
         self._check_parts(mine.array.shape, "all_to_all")
-        result = self._adapt(empty_like(array, mine.array.shape))
+        shape = mine.array.shape
+        result = self._result("all_to_all", array, mine, shape, out)
         work = self.communicator.all_to_all(
-            result.array, mine.array, algorithm=algorithm, timeout_s=self._patience(timeout)
+            result.array.reshape(shape),
+            mine.array,
+            algorithm=algorithm,
+            timeout_s=self._patience(timeout),
         )
         return self._end(work, result.write_back, async_op)
 
@@ -378,6 +411,20 @@ class Collectives:
         if not is_array(array):
             return None
         return self._room(array, (self.world_size, *array.shape))
+
+    def _result(
+        self, operation: str, like: Any, given: Adapted, shape: tuple[int, ...], out: Any
+    ) -> Adapted:
+        """Where the result goes: ``out``, of any shape, or a new array like ``like``."""
+        if out is None:
+            return self._adapt(empty_like(like, shape))
+        result, dtype = self._adapt(out), given.array.dtype
+        if result.array.dtype != dtype or math.prod(result.array.shape) != math.prod(shape):
+            raise ValueError(
+                f"{operation}: the result is {dtype} of shape {shape}, but out is "
+                f"{result.array.dtype} of shape {result.array.shape}"
+            )
+        return result
 
     def _end(self, work: Work, result: Callable[[], Any], async_op: bool) -> Any:
         work.on_wait = self._waits.add
