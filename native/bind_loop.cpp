@@ -1,4 +1,4 @@
-// The progress loop and its TLS streams, for engine/native_loop.py and transport/native_tls.py.
+// The progress loop and its TLS streams, for engine/loop/native.py and transport/native_tls.py.
 //
 // The loop's thread never takes the interpreter lock: Python waits for its events instead.
 #include <nanobind/nanobind.h>

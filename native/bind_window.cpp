@@ -1,4 +1,4 @@
-// The window engine for Python: src/potluck/engine/windows.py is its only user.
+// The window engine for Python: src/potluck/engine/windows/group.py is its only user.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>

@@ -1,5 +1,5 @@
 // Whether a group lives. The first failure ends it, once and for all; what to call it is decided in
-// Python (engine/verdict.py), from the facts here.
+// Python (engine/failures/verdict.py), from the facts here.
 #pragma once
 
 #include <cstdint>

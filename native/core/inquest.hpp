@@ -1,4 +1,4 @@
-// Who is in an operation that does not end? The twin of engine/inquest.py, which says why.
+// Who is in an operation that does not end? The twin of engine/failures/inquest.py, which says why.
 // Keeps what was heard; sends nothing.
 #pragma once
 

@@ -1,9 +1,10 @@
-// The progress loop: one thread that moves all bytes of one group. The twin of engine/progress.py.
+// The progress loop: one thread that moves all bytes of one group. The twin of
+// engine/loop/progress.py.
 //
 // Callers post operations and wait for their tickets; this loop owns every link and all state of the
 // group, so nothing in it is locked. It knows no Python: what only Python can do (make a link, name
 // an error, tell a caller who does not wait) it reports as events, which one Python thread takes
-// (engine/native_loop.py). So a main thread that is busy in Python slows down no byte.
+// (engine/loop/native.py). So a main thread that is busy in Python slows down no byte.
 #pragma once
 
 #include <condition_variable>

@@ -1,5 +1,5 @@
-// Point-to-point messages: matching sends with receives. The twin of engine/mailbox.py, where the
-// protocol is explained. Touches no link.
+// Point-to-point messages: matching sends with receives. The twin of engine/loop/mailbox.py, where
+// the protocol is explained. Touches no link.
 #pragma once
 
 #include <algorithm>

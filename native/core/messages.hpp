@@ -1,5 +1,5 @@
 // Point-to-point messages on their way: announced, granted, sent in pieces. The twin of
-// engine/messages.py. Who gets a message is decided in mailbox.hpp.
+// engine/loop/messages.py. Who gets a message is decided in mailbox.hpp.
 #pragma once
 
 #include <cstdint>

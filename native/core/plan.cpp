@@ -96,8 +96,8 @@ bool RunningPlan::is_ahead(int peer, int other) const {
     return left(peer) + 1 < left(other);
 }
 
-// The twin of engine/coding.py: the own chunk is encoded once, the same bytes go to all, and it
-// becomes what all others decode.
+// The twin of engine/arrays/coding.py: the own chunk is encoded once, the same bytes go to all, and
+// it becomes what all others decode.
 Bytes RunningPlan::encoded(const Segment& segment) {
     if (!spec.is_coded) return nullptr;
     if (spec.chunks[segment.chunk].number != spec.own) return encode_segment(segment);

@@ -1,4 +1,4 @@
-// A plan under way: which segment each link may move next. The twin of engine/running.py.
+// A plan under way: which segment each link may move next. The twin of engine/loop/running.py.
 //
 // Decides only; moves no bytes. Per link and direction there is a queue of steps (rule 2). A segment
 // of a step may move once the step before it on the same chunk has finished that segment (rule 1).

@@ -1,5 +1,5 @@
 // The collectives under way on one rank: segments in, segments out, each checked before it counts.
-// The twin of engine/plans.py.
+// The twin of engine/loop/plans.py.
 //
 // Frames carry the number and the fingerprint of their call. One that comes before this rank has
 // called, or before the memory it goes to is ready, is kept (`early`); one of another call ends the

@@ -1,4 +1,4 @@
-// One link as the loop sees it: frames in, frames out, no policy. The twin of engine/port.py.
+// One link as the loop sees it: frames in, frames out, no policy. The twin of engine/loop/port.py.
 //
 // A port keeps what is half done: a header or payload half read, a frame half written, the window
 // slots that are free. It never blocks; `read` and `write` go on until the link has no more to give

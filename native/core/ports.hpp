@@ -1,5 +1,5 @@
 // All links of one rank in one group: who may be read, who has something to write, who left. The
-// twin of engine/ports.py. What a frame means is decided elsewhere (plans.hpp, messages.hpp).
+// twin of engine/loop/ports.py. What a frame means is decided elsewhere (plans.hpp, messages.hpp).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Combining contributions element by element. The twin: src/potluck/engine/reduction.py.
+// Combining contributions element by element. The twin: src/potluck/engine/arrays/reduction.py.
 //
 // Pointers need no alignment. Results are those of NumPy (ml_dtypes for bfloat16) bit by bit, with two
 // exceptions: which NaN a NaN is (sign and payload; NumPy itself gives one or the other), and the last

@@ -1,5 +1,5 @@
-// How far two ranks may run apart: flow control per link. The twin of engine/share.py, which says
-// why. Counts only; sends nothing.
+// How far two ranks may run apart: flow control per link. The twin of engine/loop/share.py, which
+// says why. Counts only; sends nothing.
 #pragma once
 
 #include <cstdint>

@@ -47,6 +47,7 @@ def test_nothing_imports_upwards() -> None:
             "The folders of the",
         ),
         ("cluster/groups/breach.py", "import time", "The control plane, commits"),
+        ("engine/arrays/breach.py", "import potluck.engine.loop", "The folders of the data plane"),
         ("engine/breach.py", "import potluck.testing", "imports it"),
         ("training/breach.py", "import torch", "PyTorch is imported only by"),
         ("collectives/breach.py", "import time", "Plans, codecs and messages"),

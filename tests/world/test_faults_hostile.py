@@ -12,7 +12,7 @@ import pytest
 
 from potluck.engine.communicator import Communicator
 from potluck.engine.connector import Deliver, Fail
-from potluck.engine.port import as_bytes
+from potluck.engine.loop.port import as_bytes
 from potluck.engine.work import Work
 from potluck.errors import Desync, GroupError, LinkError, OperationTimeout, PeerLost
 from potluck.testing.links import LINK_KINDS, Blocking

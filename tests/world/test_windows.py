@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from potluck import native
 from potluck.collectives.plan import Operation
 from potluck.context import DistributedContext
-from potluck.engine.windows import NUMBERS
+from potluck.engine.windows.group import NUMBERS
 from potluck.errors import Desync
 from potluck.testing.world import WorldError
 from potluck.testing.worlds import World, open_world

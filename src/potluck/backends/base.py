@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from potluck.engine.coding import Encoding
-from potluck.engine.layout import Array
+from potluck.engine.arrays.coding import Encoding
+from potluck.engine.arrays.layout import Array
 from potluck.engine.work import Work
 from potluck.errors import GroupError, PotluckError
 from potluck.metrics import Metrics

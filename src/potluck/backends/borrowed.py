@@ -28,9 +28,9 @@ from potluck.backends.library import (
     exchange_to,
 )
 from potluck.collectives.plan import Algorithm
-from potluck.engine.coding import Encoding
-from potluck.engine.layout import Array
-from potluck.engine.reduction import check, conclude
+from potluck.engine.arrays.coding import Encoding
+from potluck.engine.arrays.layout import Array
+from potluck.engine.arrays.reduction import check, conclude
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, PotluckError
 from potluck.metrics import Metrics

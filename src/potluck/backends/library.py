@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from potluck.engine.layout import Array
-from potluck.engine.reduction import combine
+from potluck.engine.arrays.layout import Array
+from potluck.engine.arrays.reduction import combine
 from potluck.errors import PotluckError
 from potluck.types import ReduceOp
 

@@ -23,7 +23,7 @@ from potluck.backends.base import Communicator, StaticBackend
 from potluck.backends.borrowed import LibraryCommunicator
 from potluck.backends.launchers import detect
 from potluck.backends.library import ANY_SOURCE, Library, Waiter
-from potluck.engine.layout import Array
+from potluck.engine.arrays.layout import Array
 from potluck.errors import (
     ConfigurationError,
     Desync,

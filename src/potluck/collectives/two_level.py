@@ -13,8 +13,8 @@ In a rooted operation the root speaks for its node. all_gather is a broadcast of
 part, reduce_scatter a reduce of it. scatter, gather and all_to_all have no two data that could be
 combined or shared inside a node, and a barrier no data: they have no two levels.
 
-Here is only who does what, as pure data; ``engine/two_level.py`` does it. Source of leaders that
-take turns: Bayatpour et al., "Scalable reduction collectives with data partitioning-based
+Here is only who does what, as pure data; ``engine/windows/two_level.py`` does it. Source of leaders
+that take turns: Bayatpour et al., "Scalable reduction collectives with data partitioning-based
 multi-leader design", SC 2017.
 """
 

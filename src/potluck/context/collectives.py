@@ -30,8 +30,8 @@ from potluck.backends.base import Communicator
 from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
 from potluck.context.arrays import Adapted, adapt, empty_like, is_array
-from potluck.engine.coding import Encoding
-from potluck.engine.windows import NUMBERS
+from potluck.engine.arrays.coding import Encoding
+from potluck.engine.windows.group import NUMBERS
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
 

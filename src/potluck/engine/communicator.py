@@ -16,18 +16,18 @@ from potluck.collectives.choose import chooser
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import make_plan
 from potluck.collectives.two_level import has_levels
-from potluck.engine import coding
+from potluck.engine.arrays import coding
+from potluck.engine.arrays.coding import Encoding
+from potluck.engine.arrays.layout import Array, lay_out
+from potluck.engine.arrays.reduction import check
 from potluck.engine.call import Call
-from potluck.engine.coding import Encoding
 from potluck.engine.connector import Connector
 from potluck.engine.family import Family, open_family
-from potluck.engine.layout import Array, lay_out
-from potluck.engine.mailbox import ANY_SOURCE, Receiving, sending
-from potluck.engine.reduction import check
-from potluck.engine.running import RunningPlan, as_bytes
-from potluck.engine.two_level import NO_LEVELS, TwoLevel, summed
-from potluck.engine.window_setup import NO_WINDOW, ChannelWindow, Request
-from potluck.engine.windows import WindowWork
+from potluck.engine.loop.mailbox import ANY_SOURCE, Receiving, sending
+from potluck.engine.loop.running import RunningPlan, as_bytes
+from potluck.engine.windows.channel import NO_WINDOW, ChannelWindow, Request
+from potluck.engine.windows.group import WindowWork
+from potluck.engine.windows.two_level import NO_LEVELS, TwoLevel, summed
 from potluck.engine.work import Work, deadline_after, finished
 from potluck.errors import PotluckError
 from potluck.metrics import Metrics

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from potluck.engine.call import Call
 from potluck.engine.connector import Connector
-from potluck.engine.native_loop import NativeLoop, is_available
-from potluck.engine.progress import ProgressLoop
-from potluck.engine.running import RunningPlan
-from potluck.engine.windows import Windows
+from potluck.engine.loop.native import NativeLoop, is_available
+from potluck.engine.loop.progress import ProgressLoop
+from potluck.engine.loop.running import RunningPlan
+from potluck.engine.windows.group import Windows
 from potluck.metrics import Metrics
 from potluck.types import Group
 

@@ -17,7 +17,7 @@ from potluck.backends.inprocess import InProcessBackend
 from potluck.backends.tcp import TcpBase
 from potluck.context import DistributedContext, init
 from potluck.engine.communicator import Communicator
-from potluck.engine.native_loop import is_available
+from potluck.engine.loop.native import is_available
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings
 from potluck.testing.links import psk

@@ -72,11 +72,11 @@ class Kind(IntEnum):
     FAREWELL = 9
     """Acknowledges GOODBYE."""
     ASK = 10
-    """The sender waits in this call; see ``engine/inquest.py``."""
+    """The sender waits in this call; see ``engine/failures/inquest.py``."""
     TELL = 11
     """Whether a rank has made this call."""
     USED = 12
-    """So many bytes (``operation``) have found their use; see ``engine/share.py``."""
+    """So many bytes (``operation``) have found their use; see ``engine/loop/share.py``."""
     BEGUN = 13
     """The sender has begun this collective."""
 

@@ -1,4 +1,4 @@
-"""The native kernels against their twins in engine/reduction.py, bit by bit."""
+"""The native kernels against their twins in engine/arrays/reduction.py, bit by bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck import native
-from potluck.engine import kernels, reduction
+from potluck.engine.arrays import kernels, reduction
 from potluck.testing.arrays import DTYPES, Array, odd_array, same_bits
 from potluck.types import ReduceOp
 

@@ -10,7 +10,7 @@ import pytest
 
 from potluck import native
 from potluck.collectives.plan import Operation
-from potluck.engine.windows import NUMBERS, OPS, Outcome
+from potluck.engine.windows.group import NUMBERS, OPS, Outcome
 from potluck.transport import memory
 from potluck.types import ReduceOp
 from potluck.wire.dtypes import code_of

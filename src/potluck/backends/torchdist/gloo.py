@@ -10,7 +10,7 @@ import numpy as np
 
 from potluck.backends.addresses import own_address
 from potluck.backends.torchdist.library import FLOATS, INTEGERS, OPS, TorchLibrary
-from potluck.engine.layout import Array
+from potluck.engine.arrays.layout import Array
 from potluck.types import ReduceOp
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from potluck.backends.library import ANY_SOURCE, Library, Waiter
 from potluck.backends.torchdist.store import Said, Word
-from potluck.engine.layout import Array
+from potluck.engine.arrays.layout import Array
 from potluck.errors import Desync, GroupError, OperationTimeout, PeerLost, PotluckError
 from potluck.types import ReduceOp
 

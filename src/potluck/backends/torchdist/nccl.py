@@ -10,7 +10,7 @@ from typing import Any
 from potluck.backends.library import ANY_SOURCE
 from potluck.backends.torchdist.library import FLOATS, INTEGERS, OPS, TorchLibrary, left
 from potluck.backends.torchdist.store import Word
-from potluck.engine.layout import Array
+from potluck.engine.arrays.layout import Array
 from potluck.types import ReduceOp
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import potluck
 from potluck.bench.libraries.base import Case, Floats
-from potluck.engine import native_loop
+from potluck.engine.loop import native as native_loop
 from potluck.settings import load_settings
 
 

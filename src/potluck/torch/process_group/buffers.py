@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.engine.layout import Array
+from potluck.engine.arrays.layout import Array
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _PLAIN = frozenset(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from potluck.engine.layout import Array
+from potluck.engine.arrays.layout import Array
 from potluck.engine.work import Work
 from potluck.errors import OperationTimeout
 from potluck.torch.process_group import buffers, staging

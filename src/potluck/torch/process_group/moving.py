@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from potluck.collectives.plan import Operation
-from potluck.engine.layout import Array
+from potluck.engine.arrays.layout import Array
 from potluck.engine.work import Work
 from potluck.torch.process_group import buffers, staging
 from potluck.torch.process_group.options import seconds

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 
 from potluck.backends.lane import BoundedWork
-from potluck.engine.layout import Array
+from potluck.engine.arrays.layout import Array
 from potluck.engine.work import Work, finished
 from potluck.errors import Desync
 

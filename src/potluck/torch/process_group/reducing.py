@@ -10,8 +10,8 @@ from torch import Tensor
 
 from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
-from potluck.engine.coding import Encoding
-from potluck.engine.layout import Array
+from potluck.engine.arrays.coding import Encoding
+from potluck.engine.arrays.layout import Array
 from potluck.engine.work import Work
 from potluck.torch.process_group import buffers
 from potluck.torch.process_group.options import check_reduction, reduction, seconds

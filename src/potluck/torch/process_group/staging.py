@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from potluck.engine.layout import Array
+from potluck.engine.arrays.layout import Array
 from potluck.engine.work import Work
 from potluck.torch.process_group import buffers
 from potluck.torch.process_group.seat import Seat

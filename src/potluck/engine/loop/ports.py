@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Set
 from typing import Protocol
 
 from potluck.engine.connector import Connector
-from potluck.engine.fate import Fate
-from potluck.engine.port import Outgoing, Port, Sink
-from potluck.engine.share import Share
-from potluck.engine.verdict import Awaiting, peer_lost
+from potluck.engine.failures.fate import Fate
+from potluck.engine.failures.verdict import Awaiting, peer_lost
+from potluck.engine.loop.port import Outgoing, Port, Sink
+from potluck.engine.loop.share import Share
 from potluck.errors import LinkError, ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link

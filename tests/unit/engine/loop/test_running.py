@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
+from potluck.engine.arrays.layout import Chunks
 from potluck.engine.call import Call
-from potluck.engine.layout import Chunks
-from potluck.engine.running import RunningPlan, as_bytes, from_bytes
+from potluck.engine.loop.running import RunningPlan, as_bytes, from_bytes
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
 

@@ -7,10 +7,10 @@ import select
 import time
 from collections.abc import Callable
 
-from potluck.engine.fate import Fate
-from potluck.engine.port import Outgoing, Port, Sink, as_bytes
-from potluck.engine.ports import Ports
-from potluck.engine.verdict import abort_of
+from potluck.engine.failures.fate import Fate
+from potluck.engine.failures.verdict import abort_of
+from potluck.engine.loop.port import Outgoing, Port, Sink, as_bytes
+from potluck.engine.loop.ports import Ports
 from potluck.errors import GroupClosed, GroupError, PotluckError
 from potluck.transport.link import Link
 from potluck.types import Group

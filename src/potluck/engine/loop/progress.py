@@ -24,16 +24,16 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from potluck.engine.connector import Connector
-from potluck.engine.farewell import tell_all, turn_away
-from potluck.engine.fate import Fate
-from potluck.engine.mailbox import Receiving, Sending
-from potluck.engine.messages import Messages
-from potluck.engine.plans import OnOperation, Plans
-from potluck.engine.port import Outgoing, Port, Sink
-from potluck.engine.ports import Ports
-from potluck.engine.running import RunningPlan
-from potluck.engine.share import OVERHEAD
-from potluck.engine.verdict import broke, error_of
+from potluck.engine.failures.fate import Fate
+from potluck.engine.failures.verdict import broke, error_of
+from potluck.engine.loop.farewell import tell_all, turn_away
+from potluck.engine.loop.mailbox import Receiving, Sending
+from potluck.engine.loop.messages import Messages
+from potluck.engine.loop.plans import OnOperation, Plans
+from potluck.engine.loop.port import Outgoing, Port, Sink
+from potluck.engine.loop.ports import Ports
+from potluck.engine.loop.running import RunningPlan
+from potluck.engine.loop.share import OVERHEAD
 from potluck.engine.work import Work
 from potluck.errors import GroupError, PotluckError, ProtocolError
 from potluck.metrics import LinkMeter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.engine.verdict import (
+from potluck.engine.failures.verdict import (
     abort_of,
     desync,
     error_of,

@@ -1,6 +1,6 @@
 """Combining contributions, element by element: the oracle that the native kernels are held to.
 
-The engine itself goes through ``engine/kernels.py``, which takes the native kernel where there is
+The engine itself goes through ``kernels.py``, which takes the native kernel where there is
 one. Which NaN a NaN is (its sign and payload) is nowhere specified; every other bit is.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from potluck.engine.layout import Array
+from potluck.engine.arrays.layout import Array
 from potluck.types import ReduceOp
 
 _KERNELS: dict[ReduceOp, Callable[..., Any]] = {

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from potluck.engine.mailbox import ANY_SOURCE, Arrived, Mailbox, Receiving, mismatch, sending
-from potluck.engine.running import as_bytes
+from potluck.engine.loop.mailbox import ANY_SOURCE, Arrived, Mailbox, Receiving, mismatch, sending
+from potluck.engine.loop.running import as_bytes
 from potluck.engine.work import Work
 from potluck.wire.frames import Frame, Kind
 

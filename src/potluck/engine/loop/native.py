@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from potluck import native
+from potluck.engine.arrays.kernels import codes
+from potluck.engine.arrays.layout import Array
 from potluck.engine.connector import Connector
-from potluck.engine.farewell import turn_away
-from potluck.engine.fate import Fate
-from potluck.engine.kernels import codes
-from potluck.engine.layout import Array
-from potluck.engine.mailbox import Receiving, Sending
-from potluck.engine.plans import OnOperation
-from potluck.engine.running import RunningPlan
-from potluck.engine.verdict import abort_of, broke, desync, error_of, overdue, peer_lost
+from potluck.engine.failures.fate import Fate
+from potluck.engine.failures.verdict import abort_of, broke, desync, error_of, overdue, peer_lost
+from potluck.engine.loop.farewell import turn_away
+from potluck.engine.loop.mailbox import Receiving, Sending
+from potluck.engine.loop.plans import OnOperation
+from potluck.engine.loop.running import RunningPlan
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, LinkError, PotluckError, ProtocolError
 from potluck.metrics import LinkMeter

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from potluck.engine.port import Outgoing, Port, Sink, as_bytes
+from potluck.engine.loop.port import Outgoing, Port, Sink, as_bytes
 from potluck.errors import LinkError, ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.wire import frames

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from potluck.engine.inquest import Inquest, Inquests
+from potluck.engine.failures.inquest import Inquest, Inquests
 
 
 def test_who_says_it_has_not_called_is_to_blame_at_once() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.engine.share import OVERHEAD, Share
+from potluck.engine.loop.share import OVERHEAD, Share
 from potluck.errors import ProtocolError
 
 LIMIT = 100_000

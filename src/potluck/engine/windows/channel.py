@@ -27,10 +27,10 @@ import numpy as np
 from potluck import native
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.window import NUM_SLOTS, Costs, credible, small_bytes, spin_s
+from potluck.engine.arrays.coding import Encoding
+from potluck.engine.arrays.layout import Array
 from potluck.engine.call import Call
-from potluck.engine.coding import Encoding
-from potluck.engine.layout import Array
-from potluck.engine.windows import MAX_BYTES, NUMBERS, OPERATIONS, OPS, Windows, WindowWork
+from potluck.engine.windows.group import MAX_BYTES, NUMBERS, OPERATIONS, OPS, Windows, WindowWork
 from potluck.engine.work import Work
 from potluck.transport import memory
 from potluck.types import ReduceOp

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
-from potluck.engine.fate import Fate
-from potluck.engine.mailbox import Arrived, Mailbox, Receiving, Sending, mismatch
-from potluck.engine.port import Outgoing, Port, Sink
-from potluck.engine.ports import NOTHING, Ports
-from potluck.engine.verdict import desync, overdue
+from potluck.engine.failures.fate import Fate
+from potluck.engine.failures.verdict import desync, overdue
+from potluck.engine.loop.mailbox import Arrived, Mailbox, Receiving, Sending, mismatch
+from potluck.engine.loop.port import Outgoing, Port, Sink
+from potluck.engine.loop.ports import NOTHING, Ports
 from potluck.errors import ProtocolError
 from potluck.wire import frames
 from potluck.wire.frames import EAGER_BYTES, Frame, Kind

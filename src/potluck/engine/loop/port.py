@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from potluck.engine.kernels import crc32c
+from potluck.engine.arrays.kernels import crc32c
 from potluck.errors import ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link

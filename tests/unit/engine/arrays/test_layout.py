@@ -9,7 +9,7 @@ import pytest
 
 from potluck.collectives.plan import Action, Operation, Plan
 from potluck.collectives.registry import ROOTED, algorithms_for, make_plan
-from potluck.engine.layout import Array, Chunks, lay_out, part
+from potluck.engine.arrays.layout import Array, Chunks, lay_out, part
 
 WORLDS = (1, 2, 3, 5)
 COUNTS = (0, 1, 3, 7)

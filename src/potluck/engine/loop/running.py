@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from potluck.collectives.plan import Action, Plan
-from potluck.engine import kernels
+from potluck.engine.arrays import kernels
+from potluck.engine.arrays.coding import Coding
+from potluck.engine.arrays.layout import Array, Chunks
 from potluck.engine.call import Call
-from potluck.engine.coding import Coding
-from potluck.engine.layout import Array, Chunks
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
 from potluck.wire.frames import Frame

@@ -1,7 +1,7 @@
 """The arithmetic of the engine: the native kernels where they are and pay, else their twins.
 
-Both give the same bits (``engine/reduction.py``, ``codecs/``), so ranks with and without the native
-core work in one group.
+Both give the same bits (``reduction.py``, ``codecs/``), so ranks with and without the native core
+work in one group.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from potluck import native
 from potluck.codecs.codec import Bytes, Codec, Floats
-from potluck.engine import reduction
-from potluck.engine.layout import Array
+from potluck.engine.arrays import reduction
+from potluck.engine.arrays.layout import Array
 from potluck.types import ReduceOp
 from potluck.wire import checksum
 from potluck.wire.dtypes import code_of

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from potluck.engine.call import Call
-from potluck.engine.fate import Fate
-from potluck.engine.inquest import ANSWER_S, STALL_S, Inquests, Key
-from potluck.engine.port import Outgoing, Port, Sink
-from potluck.engine.ports import NOTHING, Ports
-from potluck.engine.running import RunningPlan, Segment, as_bytes
-from potluck.engine.verdict import desync, overdue
+from potluck.engine.failures.fate import Fate
+from potluck.engine.failures.inquest import ANSWER_S, STALL_S, Inquests, Key
+from potluck.engine.failures.verdict import desync, overdue
+from potluck.engine.loop.port import Outgoing, Port, Sink
+from potluck.engine.loop.ports import NOTHING, Ports
+from potluck.engine.loop.running import RunningPlan, Segment, as_bytes
 from potluck.errors import ProtocolError
 from potluck.wire.dtypes import code_of
 from potluck.wire.frames import IN_WINDOW, Frame, Kind

@@ -21,8 +21,8 @@ import numpy as np
 from potluck.codecs import Codec, check_dtype
 from potluck.codecs.codec import Bytes, Floats
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
-from potluck.engine import kernels
-from potluck.engine.layout import Array, Chunks, part
+from potluck.engine.arrays import kernels
+from potluck.engine.arrays.layout import Array, Chunks, part
 from potluck.types import ReduceOp
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from potluck.engine.windows import Outcome, Windows, WindowWork
+from potluck.engine.windows.group import Outcome, Windows, WindowWork
 from potluck.engine.work import Work
 from potluck.errors import PotluckError
 from potluck.metrics import Metrics

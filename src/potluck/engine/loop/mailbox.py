@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass
 
-from potluck.engine.layout import Array
-from potluck.engine.running import as_bytes
+from potluck.engine.arrays.layout import Array
+from potluck.engine.loop.running import as_bytes
 from potluck.engine.work import Work
 from potluck.wire.frames import Frame
 

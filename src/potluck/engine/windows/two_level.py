@@ -22,12 +22,12 @@ import numpy as np
 
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.two_level import Block, members_of, pays, schedule
-from potluck.engine import kernels
+from potluck.engine.arrays import kernels
+from potluck.engine.arrays.coding import Encoding
+from potluck.engine.arrays.layout import Array, part
 from potluck.engine.call import Call
-from potluck.engine.coding import Encoding
-from potluck.engine.inquest import ANSWER_S
-from potluck.engine.layout import Array, part
-from potluck.engine.window_setup import Request
+from potluck.engine.failures.inquest import ANSWER_S
+from potluck.engine.windows.channel import Request
 from potluck.engine.work import Work, deadline_after
 from potluck.types import ReduceOp
 

@@ -4,7 +4,7 @@ A call on a window runs in the thread that waits for it; a call that nobody wait
 native engine's thread, which never takes the interpreter lock. Only failures, and calls with
 callbacks, come back to Python by themselves, through one thread here (``potluck-window``). How the
 bytes move is in ``native/core/window_*``, how the ranks of a channel come to one window in
-``window_setup.py``.
+``channel.py``.
 
 When the group is over every window is stopped, so nobody waits there for what will not come.
 """
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from potluck import native
 from potluck.collectives.plan import Algorithm, Operation
-from potluck.engine.verdict import broke, desync, overdue, peer_lost
+from potluck.engine.failures.verdict import broke, desync, overdue, peer_lost
 from potluck.engine.work import Work, again
 from potluck.errors import GroupClosed, GroupError, LinkError, PeerLost, PotluckError
 from potluck.metrics import Metrics, WindowCounts
