@@ -68,12 +68,12 @@ def _say(line: str) -> None:
 
 async def _run(settings: Settings) -> None:
     from potluck.cluster.node_agent import NodeAgent
-    from potluck.launch.shop import ClusterShop
+    from potluck.launch.runtime import ClusterRuntime
 
     agent = NodeAgent(
         settings,
         on_note=_say,
-        shop=ClusterShop(settings),
+        runtime=ClusterRuntime(settings),
     )
     running = asyncio.create_task(agent.run())
     loop = asyncio.get_running_loop()

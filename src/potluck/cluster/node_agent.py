@@ -23,7 +23,7 @@ from potluck.cluster.discovery.everywhere import all_finders
 from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.jobs.dispatcher import JobDispatcher
-from potluck.cluster.jobs.host import Shop
+from potluck.cluster.jobs.host import Runtime
 from potluck.cluster.jobs.log import JobLog
 from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.links.local import CLIENT, Waiting, read_request
@@ -68,9 +68,9 @@ class NodeAgent:
         finders: Sequence[Finder] | None = None,
         host: str = "",
         port: int | None = None,
-        shop: Shop | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
-        """``shop`` starts the workers of jobs; without one this agent takes part in none."""
+        """``runtime`` starts the workers of jobs; without one this agent takes part in none."""
         self.port = 0
         self.bind = host
         self.view: View | None = None
@@ -80,7 +80,7 @@ class NodeAgent:
         self._finders = all_finders(settings) if finders is None else list(finders)
         self._host = host
         self._name = (settings.name or socket.gethostname())[:256]
-        self._shop = shop
+        self._runtime = runtime
         self._jobs: JobDispatcher | None = None
         self._addresses: dict[str, str] = {}
         self._log = JobLog(settings.home)
@@ -117,7 +117,7 @@ class NodeAgent:
             self._surveyor = surveyor = Surveyor(
                 self.credentials, links, self.node.health, self._busy, self._rate
             )
-            if self._shop is not None:
+            if self._runtime is not None:
                 # To whoever has a link: who is let in asks before all others know that it is in.
                 self._depot = BundleDepot(self._settings.home / "bundles", links.send)
                 self._jobs = JobDispatcher(self, self._depot)
@@ -323,7 +323,7 @@ class NodeAgent:
             await aio.write_greeting(writer, Welcome())
             await self._serve_client(reader, writer)
         elif hello.kind == "control" and node == self.credentials.node_id and self._jobs:
-            await self._jobs.floor.greeted(reader, writer, hello, node)
+            await self._jobs.runner.greeted(reader, writer, hello, node)
         else:
             text = "this is a node's agent: it takes other agents, and commands of its own machine"
             await aio.write_greeting(writer, Refusal("kind", text))
@@ -376,9 +376,9 @@ class NodeAgent:
         return self.credentials.node_id
 
     @property
-    def shop(self) -> Shop:
-        assert self._shop is not None
-        return self._shop
+    def runtime(self) -> Runtime:
+        assert self._runtime is not None
+        return self._runtime
 
     @property
     def stands_still(self) -> str:

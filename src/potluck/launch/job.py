@@ -19,7 +19,7 @@ from potluck.cluster.jobs.standalone import Agent
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.errors import ConfigurationError
 from potluck.launch.chaos import ChaosPlan, check_ranks
-from potluck.launch.shop import ProcessLauncher, worker_environment
+from potluck.launch.runtime import ProcessLauncher, worker_environment
 from potluck.launch.summary import Summary, summarize
 from potluck.settings import Settings
 from potluck.wire.control import StatusReply

@@ -1,6 +1,7 @@
-"""All jobs of the cluster, as one node's agent has to do with them: it leads them (``desk.py``)
-while it leads the cluster, it has some of their workers (``floor.py``), and it serves the commands
-of this machine that started them.
+"""All jobs of the cluster, as one node's agent has to do with them.
+
+It leads them while it leads the cluster (``coordinator.py``), it has some of their workers
+(``runner.py``), and it serves the commands of this machine that started them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from potluck.cluster.bundles.depot import BundleDepot
-from potluck.cluster.jobs.desk import JobDesk, accept
+from potluck.cluster.jobs.coordinator import JobCoordinator, accept
 from potluck.cluster.jobs.early import EarlyOrders
-from potluck.cluster.jobs.floor import JobFloor
 from potluck.cluster.jobs.host import JobHost
+from potluck.cluster.jobs.runner import JobRunner
 from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.views import events
 from potluck.errors import ConfigurationError, PotluckError
@@ -51,10 +52,10 @@ class JobDispatcher:
     """Feed it what the agent hears: messages, views, pauses, requests."""
 
     def __init__(self, host: JobHost, depot: BundleDepot) -> None:
-        self.floor = JobFloor(host, depot)
+        self.runner = JobRunner(host, depot)
         self._host = host
         self._depot = depot
-        self._desks: dict[str, JobDesk] = {}
+        self._coordinators: dict[str, JobCoordinator] = {}
         self._watched: dict[str, _Watched] = {}
         self._early = EarlyOrders()
         self._has_view = asyncio.Event()
@@ -97,7 +98,7 @@ class JobDispatcher:
             peer_timeout_s=request.peer_timeout_s,
             chaos=request.chaos,
             wire=request.wire,
-            master_port=host.shop.free_port(),
+            master_port=host.runtime.free_port(),
             started=time.time(),
         )
         self._watched[job] = _Watched(spec, client)
@@ -118,8 +119,8 @@ class JobDispatcher:
 
     def status(self) -> tuple[control.StatusReply, ...]:
         """The jobs, as the leader told of them last."""
-        led = {job: desk.status() for job, desk in self._desks.items() if desk.has_begun}
-        told = {job: post.status for job, post in self.floor.posts.items() if post.status}
+        led = {job: each.status() for job, each in self._coordinators.items() if each.has_begun}
+        told = {job: post.status for job, post in self.runner.posts.items() if post.status}
         return tuple(status for _, status in sorted((told | led).items()))[: jobs.MAX_JOBS]
 
     # What other nodes say.
@@ -141,15 +142,15 @@ class JobDispatcher:
         elif isinstance(message, jobs.Submit):
             self._submitted(node, message.spec, view)
         else:
-            desk = self._desks.get(message.job)
+            coordinator = self._coordinators.get(message.job)
             if isinstance(message, jobs.InterruptJob):
-                if desk is not None and node == desk.spec.starter:
-                    desk.interrupted(message)
-            elif desk is not None:
-                desk.received(node, message)
+                if coordinator is not None and node == coordinator.spec.starter:
+                    coordinator.interrupted(message)
+            elif coordinator is not None:
+                coordinator.received(node, message)
 
     def _ordered(self, message: jobs.FromLeader) -> None:
-        self.floor.received(message)
+        self.runner.received(message)
         if isinstance(message, jobs.JobStatus):
             watched = self._watched.get(message.status.job)
             if watched is not None:
@@ -178,48 +179,50 @@ class JobDispatcher:
     # Leading.
 
     def _submitted(self, node: str, spec: jobs.JobSpec, view: View) -> None:
-        if spec.job in self._desks:
+        if spec.job in self._coordinators:
             return
         try:
             if view.leader != self._host.me or node != spec.starter:
                 raise ConfigurationError("this node does not lead the cluster, or not for you")
-            if len(self._desks) >= jobs.MAX_JOBS:
+            if len(self._coordinators) >= jobs.MAX_JOBS:
                 raise ConfigurationError(f"the cluster runs {jobs.MAX_JOBS} jobs already")
-            desk = accept(self._host, spec, view)
+            coordinator = accept(self._host, spec, view)
         except PotluckError as error:
             self._host.send(node, jobs.Submitted(spec.job, str(error)[:4000]))
             return
-        self._lead(desk, view)
+        self._lead(coordinator, view)
 
-    def _lead(self, desk: JobDesk, view: View) -> None:
-        self._desks[desk.spec.job] = desk
-        self._spawn(self._see_to_its_end(desk))
+    def _lead(self, coordinator: JobCoordinator, view: View) -> None:
+        self._coordinators[coordinator.spec.job] = coordinator
+        self._spawn(self._see_to_its_end(coordinator))
         for node in view.nodes:
-            desk.order(node)
+            coordinator.order(node)
 
-    async def _see_to_its_end(self, desk: JobDesk) -> None:
-        await desk.lead.over.wait()
-        job, starter = desk.spec.job, desk.spec.starter
-        if self._desks.get(job) is not desk:
+    async def _see_to_its_end(self, coordinator: JobCoordinator) -> None:
+        await coordinator.lead.over.wait()
+        job, starter = coordinator.spec.job, coordinator.spec.starter
+        if self._coordinators.get(job) is not coordinator:
             return  # another node leads it by now
         try:
-            if desk.lead.crash is not None:
-                desk.refuse(f"this is potluck's fault, please report it: {desk.lead.crash!r}")
-            elif desk.has_begun:
-                ended = desk.summary()
+            if coordinator.lead.crash is not None:
+                coordinator.refuse(
+                    f"this is potluck's fault, please report it: {coordinator.lead.crash!r}"
+                )
+            elif coordinator.has_begun:
+                ended = coordinator.summary()
                 view = self._host.view
                 is_in = view is not None and starter in view.nodes
                 if not is_in or not self._host.send(starter, ended):
                     self._host.log(job, ended.summary.decode())
                     self._host.note(f"job {job} is over: exit code {ended.exit_code}")
         finally:
-            desk.lead.close()
-            self._desks.pop(job, None)
+            coordinator.lead.close()
+            self._coordinators.pop(job, None)
             self._host.handle(events.JobOver(job))
             self._tell_all(self._list())
 
     def _list(self) -> jobs.JobList:
-        return jobs.JobList(tuple(sorted(self._desks)))
+        return jobs.JobList(tuple(sorted(self._coordinators)))
 
     def _tell_all(self, message: jobs.FromLeader) -> None:
         view = self._host.view
@@ -230,9 +233,9 @@ class JobDispatcher:
     async def _tell_status(self) -> None:
         while True:
             await asyncio.sleep(_STATUS_S)
-            for desk in self._desks.values():
-                if desk.has_begun:
-                    self._tell_all(jobs.JobStatus(desk.status()))
+            for coordinator in self._coordinators.values():
+                if coordinator.has_begun:
+                    self._tell_all(jobs.JobStatus(coordinator.status()))
 
     # What the cluster agreed on.
 
@@ -242,24 +245,24 @@ class JobDispatcher:
             case events.Install(view):
                 self._installed(view)
             case events.Pause(reason):
-                self.floor.hold(reason)
-                for desk in self._desks.values():
-                    desk.hold()
+                self.runner.hold(reason)
+                for coordinator in self._coordinators.values():
+                    coordinator.hold()
             case events.Resume():
                 assert self._host.view is not None
-                for desk in self._desks.values():
-                    desk.installed(self._host.view)
-                self.floor.say_again()
+                for coordinator in self._coordinators.values():
+                    coordinator.installed(self._host.view)
+                self.runner.say_again()
             case events.Leave(reason, resync):
                 self._has_view.clear()
                 self._stop_leading()
-                self.floor.hold(reason)
+                self.runner.hold(reason)
                 if self._host.is_banned:
-                    self.floor.give_up()
+                    self.runner.give_up()
                 elif resync:
-                    self.floor.resync()
-            case events.GroupRefused(job, floor, reason) if job in self._desks:
-                self._desks[job].group_refused(floor, reason)
+                    self.runner.resync()
+            case events.GroupRefused(job, floor, reason) if job in self._coordinators:
+                self._coordinators[job].group_refused(floor, reason)
             case _:
                 pass
 
@@ -267,25 +270,25 @@ class JobDispatcher:
         self._has_view.set()
         me = self._host.me
         if view.leader == me:
-            for desk in list(self._desks.values()):
-                desk.installed(view)
-            for job, post in self.floor.posts.items():
-                if job not in self._desks:
-                    desk = JobDesk(
+            for coordinator in list(self._coordinators.values()):
+                coordinator.installed(view)
+            for job, post in self.runner.posts.items():
+                if job not in self._coordinators:
+                    coordinator = JobCoordinator(
                         self._host, post.spec, post.seats, view, is_new=False, before=post.group
                     )
-                    self._lead(desk, view)
+                    self._lead(coordinator, view)
             self._tell_all(self._list())
         else:
             self._stop_leading()
-        self.floor.installed(view)
+        self.runner.installed(view)
         for node, message in self._early.take():
             if node == view.leader:
                 self._ordered(message)
             elif isinstance(message, jobs.Order):
                 text = "does not lead the cluster, and ordered a job: nothing is run for it"
                 self._host.note(f"{self._host.called(node)} {text}")
-        self.floor.say_again()
+        self.runner.say_again()
         for job, watched in self._watched.items():
             if not watched.is_taken:
                 self._host.to_leader(jobs.Submit(watched.spec))
@@ -297,18 +300,18 @@ class JobDispatcher:
         view = self._host.view
         if view is None or view.seat(node) is None:
             return
-        for desk in self._desks.values():
-            desk.order(node)
+        for coordinator in self._coordinators.values():
+            coordinator.order(node)
         if view.leader == self._host.me:
             self._host.send(node, self._list())  # a job may have ended meanwhile
         if node == view.leader:
-            self.floor.say_again()
+            self.runner.say_again()
 
     def _stop_leading(self) -> None:
-        for desk in self._desks.values():
-            desk.lead.close()
-            desk.lead.over.set()
-        self._desks.clear()
+        for coordinator in self._coordinators.values():
+            coordinator.lead.close()
+            coordinator.lead.over.set()
+        self._coordinators.clear()
 
     async def close(self) -> None:
         """End all workers here; no task stays."""
@@ -316,7 +319,7 @@ class JobDispatcher:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.floor.close()
+        await self.runner.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

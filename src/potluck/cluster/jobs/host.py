@@ -15,7 +15,7 @@ from potluck.wire.names import Versions
 from potluck.wire.nodes import View
 
 
-class Shop(Protocol):
+class Runtime(Protocol):
     """What starts processes and judges how a job ended: from the floor above."""
 
     def launcher(
@@ -57,7 +57,7 @@ class JobHost(Protocol):
         """Where workers listen; empty: on all interfaces."""
 
     @property
-    def shop(self) -> Shop: ...
+    def runtime(self) -> Runtime: ...
 
     @property
     def view(self) -> View | None:

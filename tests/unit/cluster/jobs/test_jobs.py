@@ -26,7 +26,7 @@ ME, LEADER, EVE = "me", "leader", "eve"
 
 
 class Machine:
-    """What an agent is to its jobs (``JobHost`` and ``Shop``): what it would do is written down."""
+    """What an agent is to its jobs (``JobHost`` and ``Runtime``): what it would do is written."""
 
     me, port, bind, stands_still, is_banned = ME, 1, "127.0.0.1", "", False
 
@@ -39,7 +39,7 @@ class Machine:
         self.unreachable: set[str] = set()
 
     @property
-    def shop(self) -> Machine:
+    def runtime(self) -> Machine:
         return self
 
     def send(self, node: str, message: peers.PeerMessage) -> bool:
@@ -132,7 +132,7 @@ def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
         bundle = await bundle_of(depot, tmp_path / "code")
         places = (jobs.Place("0", ME, 0),)
         all_jobs.received(LEADER, jobs.Order(spec(bundle, LEADER), places))
-        assert not all_jobs.floor.posts
+        assert not all_jobs.runner.posts
         install(machine, all_jobs, view(LEADER, ME))
         async with asyncio.timeout(20):
             while not reports(machine):
@@ -149,10 +149,10 @@ def test_a_banned_node_ends_its_workers(tmp_path: Path) -> None:
         install(machine, all_jobs, view(LEADER, ME))
         all_jobs.received(LEADER, jobs.Order(spec(bundle, LEADER), ()))
         all_jobs.act(events.Leave("a cut"))
-        assert all_jobs.floor.posts, "it may come back"
+        assert all_jobs.runner.posts, "it may come back"
         machine.is_banned = True
         all_jobs.act(events.Leave("banned"))
-        assert not all_jobs.floor.posts
+        assert not all_jobs.runner.posts
 
     play(tmp_path, story)
 
@@ -165,7 +165,7 @@ def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
         all_jobs.received(EVE, order)
         all_jobs.received(EVE, jobs.StartWorker("job", "0", 0))
         install(machine, all_jobs, view(LEADER, ME, EVE, epoch=4))
-        assert not all_jobs.floor.posts
+        assert not all_jobs.runner.posts
 
     machine = play(tmp_path, story)
     assert machine.launched == []

@@ -64,8 +64,8 @@ class ProcessLauncher:
         )
 
 
-class ClusterShop:
-    """What a node's agent needs to run workers of the cluster's jobs (``jobs.host.Shop``)."""
+class ClusterRuntime:
+    """What a node's agent needs to run workers of the cluster's jobs (``jobs.host.Runtime``)."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

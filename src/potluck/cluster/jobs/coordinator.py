@@ -25,7 +25,7 @@ _LAST_WORDS = 30
 _MAX_UNSENT = 4 << 20
 
 
-class JobDesk:
+class JobCoordinator:
     """One job, on the node that leads the cluster."""
 
     def __init__(
@@ -64,7 +64,7 @@ class JobDesk:
             epoch, members = (view.epoch, ()) if group is None else (group.epoch, group.members)
             state = membership.take_over(names, policy, epoch, members)
         job = Job(spec.job, spec.script, names, policy, wire=spec.wire)
-        chaos = host.shop.chaos(spec.chaos)
+        chaos = host.runtime.chaos(spec.chaos)
         self.lead = Lead(job, state, hands=self, chaos=chaos, on_note=self._noted)
         if not is_new:
             self._tell_of_take_over(view, before)
@@ -375,15 +375,15 @@ class JobDesk:
 
     def summary(self) -> jobs.JobEnded:
         """How it ended."""
-        code, text = self._host.shop.summary(self.spec, self.lead, self.last_words)
+        code, text = self._host.runtime.summary(self.spec, self.lead, self.last_words)
         return jobs.JobEnded(self.spec.job, code, text)
 
 
-def accept(host: JobHost, spec: jobs.JobSpec, view: View) -> JobDesk:
-    """The desk of a new job; ConfigurationError if it can't be run on this cluster."""
+def accept(host: JobHost, spec: jobs.JobSpec, view: View) -> JobCoordinator:
+    """The coordinator of a new job; ConfigurationError if it can't be run on this cluster."""
     places = place(spec, view.nodes, ())
-    desk = JobDesk(host, spec, places, view, is_new=True)
-    objection = desk.objection(view)
+    coordinator = JobCoordinator(host, spec, places, view, is_new=True)
+    objection = coordinator.objection(view)
     if objection:
         raise ConfigurationError(objection)
-    return desk
+    return coordinator

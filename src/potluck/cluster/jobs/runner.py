@@ -56,7 +56,7 @@ class Post:
         return () if self.crew is None else self.crew.alive
 
 
-class JobFloor:
+class JobRunner:
     """All jobs here. ``depot`` has the bundles."""
 
     def __init__(self, host: JobHost, depot: BundleDepot) -> None:
@@ -114,7 +114,7 @@ class JobFloor:
         else:
             if self.posts.get(job) is not post:
                 return
-            launcher = self._host.shop.launcher(
+            launcher = self._host.runtime.launcher(
                 spec,
                 folder,
                 is_starter=spec.starter == self._host.me,
@@ -221,7 +221,7 @@ class JobFloor:
                         cause = f"node {self._host.called(member.node)} left the cluster's view"
                         over = control.GroupOver(before.epoch, member.worker, False, cause)
                         post.crew.tell(post.alive, over)
-            chaos = self._host.shop.chaos(post.spec.chaos)
+            chaos = self._host.runtime.chaos(post.spec.chaos)
             members = tuple(self._seen_from_here(member) for member in group.members)
             for rank, name in enumerate(names):
                 steps = chaos.steps_of(rank)
@@ -331,19 +331,19 @@ class JobFloor:
 class _PostBoss:
     """The leader, as a crew sees it: far away."""
 
-    floor: JobFloor
+    runner: JobRunner
     post: Post
 
     def heard(self, worker: str, message: control.FromClient, member: Member) -> None:
         if not isinstance(message, control.StatusRequest):
-            self.floor.heard(self.post, worker, message)
+            self.runner.heard(self.post, worker, message)
 
     def ended(self, worker: str, code: int) -> None:
-        self.floor.ended(self.post, worker, code)
+        self.runner.ended(self.post, worker, code)
 
     def hung_up(self, worker: str) -> None:
-        self.floor.hung_up(self.post, worker)
+        self.runner.hung_up(self.post, worker)
 
     def say(self, text: str) -> None:
         said = control.Said(control.clip(text))
-        self.floor.heard(self.post, "", said)
+        self.runner.heard(self.post, "", said)
