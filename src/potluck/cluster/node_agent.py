@@ -10,7 +10,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import secrets
 import signal
 import socket
@@ -28,6 +27,8 @@ from potluck.cluster.jobs.log import JobLog
 from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.links.local import CLIENT, Waiting, read_request
 from potluck.cluster.links.peers import KIND, ControlLinks
+from potluck.cluster.names import NodeNames, is_node_id
+from potluck.cluster.report import Report
 from potluck.cluster.topology import measure
 from potluck.cluster.topology.stragglers import stragglers
 from potluck.cluster.topology.surveyor import Surveyor
@@ -43,7 +44,7 @@ from potluck.settings import Settings
 from potluck.transport import aio
 from potluck.types import MeasuredPath
 from potluck.wire import local, peers
-from potluck.wire.facts import Facts, Measured, NodeFacts
+from potluck.wire.facts import Facts, Measured
 from potluck.wire.jobs import JobMessage, ToLeader
 from potluck.wire.messages import Hello, Refusal, Welcome
 from potluck.wire.names import Versions
@@ -51,7 +52,6 @@ from potluck.wire.nodes import Bans, NodeMessage, View
 
 _TRUST_S = 0.5
 _MAX_EVENTS = 20
-_ID = re.compile(r"\b[0-9a-f]{64}\b")
 _GIVEN = "its secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE: change it there, on all nodes"
 
 _log = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class NodeAgent:
         self._finders = all_finders(settings) if finders is None else list(finders)
         self._host = host
         self._name = (settings.name or socket.gethostname())[:256]
+        self.names = NodeNames(self.me, self._name)
         self._runtime = runtime
         self._jobs: JobDispatcher | None = None
         self._addresses: dict[str, str] = {}
@@ -89,7 +90,6 @@ class NodeAgent:
         is_given = settings.psk is not None or settings.passphrase is not None
         self._rotation = rotation.Rotation(_GIVEN if is_given else "")
         self._rotated: asyncio.Future[local.Outcome] | None = None
-        self._names: dict[str, str] = {}
         self._notes: deque[str] = deque(maxlen=_MAX_EVENTS)
         self._saves: asyncio.Queue[events.Save] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
@@ -116,6 +116,9 @@ class NodeAgent:
             )
             self._surveyor = surveyor = Surveyor(
                 self.credentials, links, self.node.health, self._busy, self._rate
+            )
+            self._report = Report(
+                self.me, self.names, links, self.node.health, surveyor, self._introduction_of
             )
             if self._runtime is not None:
                 # To whoever has a link: who is let in asks before all others know that it is in.
@@ -172,7 +175,7 @@ class NodeAgent:
     # What happens on the links (links.peers.Owner).
 
     def linked(self, node: str, introduction: peers.Introduction, namespace: str) -> None:
-        self._names[node] = introduction.name
+        self.names.met(node, introduction.name)
         self._addresses[node] = self._links.address(node)
         self._trust.meet(node, introduction.name)
         self._handle(events.Linked(node, introduction.life))
@@ -182,7 +185,7 @@ class NodeAgent:
             self._jobs.linked(node)
 
     def received(self, node: str, life: int, message: peers.PeerMessage) -> None:
-        if isinstance(message, Bans) and not all(map(_ID.fullmatch, message.nodes)):
+        if isinstance(message, Bans) and not all(map(is_node_id, message.nodes)):
             raise ProtocolError("it bans what is no node id")
         if isinstance(message, NodeMessage):
             self._handle(events.Received(node, life, message))
@@ -199,7 +202,7 @@ class NodeAgent:
             self._rotate(self._rotation.received(node, message, now))
 
     def ended(self, node: str, life: int, reason: str) -> None:
-        _log.info("the link to %s ended: %s", self._called(node), reason)
+        _log.info("the link to %s ended: %s", self.names.called(node), reason)
         self._rotate(self._rotation.lost(node))
         self._surveyor.lost(node)
         if self._jobs is not None:
@@ -210,6 +213,9 @@ class NodeAgent:
 
     def _introduction(self) -> peers.Introduction:
         return peers.Introduction(self._state.life, self._name, self.port, own_versions())
+
+    def _introduction_of(self, node: str) -> peers.Introduction | None:
+        return self._introduction() if node == self.me else self._links.introduction(node)
 
     # Time, disk, and the list of bans.
 
@@ -300,15 +306,9 @@ class NodeAgent:
             self._crash.set_exception(error)
 
     def _note(self, text: str) -> None:
-        line = self.readable(text)[:4096]
+        line = self.names.readable(text)[:4096]
         self._notes.append(line)
         self._on_note(line)
-
-    def _called(self, node: str) -> str:
-        if node == self.credentials.node_id:
-            return f"{self._name} ({node[:8]})"
-        name = self._names.get(node, "")
-        return f"{name} ({node[:8]})" if name else f"node {node[:8]}"
 
     # Who calls.
 
@@ -404,18 +404,6 @@ class NodeAgent:
     def handle(self, event: events.Event) -> None:
         self._handle(event)
 
-    def called(self, node: str) -> str:
-        return self._called(node)
-
-    def readable(self, text: str) -> str:
-        return _ID.sub(lambda found: self._called(found[0]), text)
-
-    def label(self, node: str) -> str:
-        names = self._names | {self.me: self._name}
-        name = names.get(node, "")
-        is_taken = any(other == name for each, other in names.items() if each != node)
-        return f"{name}-{node[:4]}" if is_taken or not name else name
-
     def address(self, node: str) -> str:
         return self._links.address(node) or self._addresses.get(node, "")
 
@@ -433,13 +421,13 @@ class NodeAgent:
 
     def _rate(self) -> float:
         """Samples per second of the workers here."""
-        name = self.label(self.me)
+        name = self.names.label(self.me)
         jobs = () if self._jobs is None else self._jobs.status()
         workers = [each for job in jobs for each in job.workers if each.node == name]
         return sum(each.samples_per_s or 0.0 for each in workers if each.rank >= 0)
 
     def versions(self, node: str) -> Versions | None:
-        said = self._introduction() if node == self.me else self._links.introduction(node)
+        said = self._introduction_of(node)
         return None if said is None else said.versions
 
     def is_dead(self, node: str) -> bool:
@@ -455,42 +443,18 @@ class NodeAgent:
     def status(self) -> local.NodesReply:
         """The cluster as it is seen here now."""
         view = self.node.view
-        seats = () if view is None else view.nodes
-        me = self.credentials.node_id
-        nodes = []
-        for node in sorted({me, *seats, *self._links.nodes}, key=lambda n: (n not in seats, n)):
-            peer = self.node.health.peers.get(node)
-            said = self._introduction() if node == me else self._links.introduction(node)
-            facts = self._surveyor.facts(node) or NodeFacts(node)
-            role = "" if view is None or node not in seats else "member"
-            nodes.append(
-                local.NodeInfo(
-                    node=node,
-                    name=said.name if said else self._names.get(node, ""),
-                    role="leader" if view is not None and node == view.leader else role,
-                    link="self" if node == me else peer.status.value if peer else "none",
-                    host="" if node == me else self._links.address(node),
-                    latency_ms=1000 * peer.latency_s if peer else 0.0,
-                    python=said.versions.python if said else "",
-                    torch=said.versions.torch if said else "",
-                    potluck=said.versions.potluck if said else "",
-                    cores=facts.cores,
-                    memory_bytes=facts.memory_bytes,
-                    accelerators=facts.accelerators,
-                    samples_per_s=facts.samples_per_s,
-                )
-            )
+        nodes = self._report.nodes(view)
         links = self._surveyor.links({each.node for each in nodes})
         return local.NodesReply(
-            node=me,
+            node=self.me,
             pid=os.getpid(),
             port=self.port,
             namespace=self.credentials.namespace,
             epoch=0 if view is None else view.epoch,
             paused=self.node.paused,
-            nodes=tuple(nodes),
+            nodes=nodes,
             links=links,
-            stragglers=stragglers(links, self.label),
+            stragglers=stragglers(links, self.names.label),
             banned=tuple(sorted(self._trust.banned())),
             events=tuple(self._notes),
         )

@@ -70,7 +70,7 @@ class JobCoordinator:
             self._tell_of_take_over(view, before)
 
     def _tell_of_take_over(self, view: View, before: JobGroup | None) -> None:
-        reason, me = self._host.readable(view.reason), self._host.called(self._host.me)
+        reason, me = self._host.names.readable(view.reason), self._host.names.called(self._host.me)
         self.lead.note(f"{reason}; {me} leads the job from now on")
         journal, now = self.lead.journal, time.monotonic()
         for member in () if before is None else before.members:
@@ -98,8 +98,8 @@ class JobCoordinator:
     def _differences(self, node: str) -> list[str]:
         theirs = self._host.versions(node)
         if theirs is None:
-            return [f"there is no link to {self._host.called(node)}"]
-        return differences(self._host.called(node), self.spec.versions, theirs)
+            return [f"there is no link to {self._host.names.called(node)}"]
+        return differences(self._host.names.called(node), self.spec.versions, theirs)
 
     def installed(self, view: View) -> None:
         """``view`` is the one to use, maybe again after a pause: what it says of the job's group,
@@ -109,12 +109,12 @@ class JobCoordinator:
             self.received(node, message)
         group = view.group(self.spec.job)
         if group is not None and (self._group is None or group.epoch > self._group.epoch):
-            self._agreed(group, self._host.readable(view.reason))
+            self._agreed(group, self._host.names.readable(view.reason))
         self._group = group or self._group
         lost = self._nodes - set(view.nodes)
         for node in sorted(lost):
             self._reported.discard(node)
-            reason = f"node {self._host.called(node)} left the cluster's view"
+            reason = f"node {self._host.names.called(node)} left the cluster's view"
             gone = tuple(each.worker for each in self.places if each.node == node)
             self._settled -= set(gone)
             known = {worker.name for worker in self.lead.state.workers}
@@ -161,7 +161,7 @@ class JobCoordinator:
             return
         worker = message.worker
         if isinstance(message, jobs.WorkerSaid) and isinstance(message.message, control.Said):
-            self.lead.note(f"{self._host.label(node)}: {message.message.text}")
+            self.lead.note(f"{self._host.names.label(node)}: {message.message.text}")
             return
         if self.node_of.get(worker) != node or not self._knows(worker):
             return
@@ -210,7 +210,7 @@ class JobCoordinator:
 
     def _report(self, node: str, told: jobs.Reported) -> None:
         if told.error:
-            reason = f"{self._host.called(node)} can't run the job: {told.error}"
+            reason = f"{self._host.names.called(node)} can't run the job: {told.error}"
             if self.has_begun:
                 self.lead.note(reason)
             else:
@@ -222,7 +222,7 @@ class JobCoordinator:
             if {each.node for each in self.places} <= self._reported:
                 self.has_begun = True
                 self._host.send(self.spec.starter, jobs.Submitted(self.spec.job))
-                where = ", ".join(self._host.label(node) for node in self._order_of_nodes())
+                where = ", ".join(self._host.names.label(node) for node in self._order_of_nodes())
                 count = len(self.places)
                 self.lead.note(f"starting {count} worker{'s' if count > 1 else ''} on {where}")
                 self.lead.begin(self._first_actions)
@@ -300,7 +300,9 @@ class JobCoordinator:
         """The nodes don't agree on what was announced last."""
         if self._announced:
             announced = self._announced.pop()
-            self.lead.handle(events.NotAgreed(announced.epoch, floor, self._host.readable(reason)))
+            self.lead.handle(
+                events.NotAgreed(announced.epoch, floor, self._host.names.readable(reason))
+            )
 
     # What was decided (Hands).
 
@@ -350,7 +352,7 @@ class JobCoordinator:
 
     def node(self, worker: str) -> str:
         node = self.node_of.get(worker)
-        return "" if node is None else self._host.label(node)
+        return "" if node is None else self._host.names.label(node)
 
     def _by_node(self, workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
         nodes = self.node_of

@@ -287,7 +287,7 @@ class JobDispatcher:
                 self._ordered(message)
             elif isinstance(message, jobs.Order):
                 text = "does not lead the cluster, and ordered a job: nothing is run for it"
-                self._host.note(f"{self._host.called(node)} {text}")
+                self._host.note(f"{self._host.names.called(node)} {text}")
         self.runner.say_again()
         for job, watched in self._watched.items():
             if not watched.is_taken:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from potluck.cluster.jobs.job import Chaos, Launcher
 from potluck.cluster.jobs.lead import Lead
+from potluck.cluster.names import NodeNames
 from potluck.cluster.views import events
 from potluck.types import MeasuredPath
 from potluck.wire import jobs
@@ -53,6 +54,10 @@ class JobHost(Protocol):
         """Where this agent listens."""
 
     @property
+    def names(self) -> NodeNames:
+        """What people call the nodes."""
+
+    @property
     def bind(self) -> str:
         """Where workers listen; empty: on all interfaces."""
 
@@ -82,15 +87,6 @@ class JobHost(Protocol):
 
     def handle(self, event: events.Event) -> None:
         """Tell the control plane."""
-
-    def called(self, node: str) -> str:
-        """What people call ``node``, with the beginning of its id."""
-
-    def readable(self, text: str) -> str:
-        """``text`` with names in the place of ids."""
-
-    def label(self, node: str) -> str:
-        """A short name, different from those of other nodes."""
 
     def address(self, node: str) -> str:
         """The host at which ``node`` is reached from here."""

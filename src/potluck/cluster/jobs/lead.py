@@ -1,7 +1,8 @@
 """Leading one job: what ``membership`` decides about its workers, carried out by hands.
 
 The hands may be on this machine (``standalone.py``) or on all nodes of a cluster
-(``coordinator.py``). How an announced group comes to count is theirs, too: on one machine at once, else by a vote.
+(``coordinator.py``). How an announced group comes to count is theirs, too: on one machine at once,
+else by a vote.
 """
 
 from __future__ import annotations

@@ -218,7 +218,9 @@ class JobRunner:
             if before is not None:
                 for member in before.members:
                     if member.worker not in names and member.node not in view.nodes:
-                        cause = f"node {self._host.called(member.node)} left the cluster's view"
+                        cause = (
+                            f"node {self._host.names.called(member.node)} left the cluster's view"
+                        )
                         over = control.GroupOver(before.epoch, member.worker, False, cause)
                         post.crew.tell(post.alive, over)
             chaos = self._host.runtime.chaos(post.spec.chaos)

@@ -15,6 +15,7 @@ from potluck.cluster.bundles.depot import KEPT_JOBS, BundleDepot
 from potluck.cluster.jobs.dispatcher import JobDispatcher
 from potluck.cluster.jobs.lead import Lead
 from potluck.cluster.jobs.versions import own_versions
+from potluck.cluster.names import NodeNames
 from potluck.cluster.views import events
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.launch.chaos import ChaosPlan
@@ -37,6 +38,9 @@ class Machine:
         self.notes: list[str] = []
         self.launched: list[str] = []
         self.unreachable: set[str] = set()
+        self.names = NodeNames(ME, ME)
+        for node in (LEADER, EVE):
+            self.names.met(node, node)
 
     @property
     def runtime(self) -> Machine:
@@ -58,10 +62,8 @@ class Machine:
     def log(self, job: str, line: str) -> None:
         self.notes.append(line)
 
-    def called(self, node: str) -> str:
+    def address(self, node: str) -> str:
         return node
-
-    label = readable = address = called
 
     def versions(self, node: str) -> Versions:
         return own_versions()
@@ -170,7 +172,7 @@ def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
     machine = play(tmp_path, story)
     assert machine.launched == []
     assert machine.notes == [
-        "eve does not lead the cluster, and ordered a job: nothing is run for it"
+        "eve (eve) does not lead the cluster, and ordered a job: nothing is run for it"
     ]
     assert not [m for _, m in machine.sent if isinstance(m, peers.BundleWanted | jobs.Reported)]
 
