@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from potluck.engine.native_loop import NativeLoop
-from potluck.engine.progress import ProgressLoop
+from potluck.engine.loop.native import NativeLoop
+from potluck.engine.loop.progress import ProgressLoop
 from potluck.errors import GroupError
 from potluck.testing.worlds import NATIVE_KINDS, open_world
 from potluck.types import ReduceOp

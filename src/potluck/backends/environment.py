@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from potluck.backends.base import StaticBackend
 from potluck.backends.launchers import read_seat
-from potluck.backends.meeting import meet
+from potluck.backends.rendezvous import meet
 from potluck.backends.tcp import TcpBase, taking_master_port
 from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError, LinkError, OperationTimeout, Refused

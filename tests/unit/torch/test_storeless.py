@@ -14,7 +14,7 @@ from potluck.backends.discovery import AutoDiscoveryBackend
 from potluck.backends.environment import EnvironmentBackend
 from potluck.backends.local import LocalBackend
 from potluck.errors import ConfigurationError, LinkError
-from potluck.torch.process_group.shelf import Keeper, Request
+from potluck.torch.process_group.store import Request, StoreServer
 from potluck.torch.process_group.storeless import choose, rendezvous
 
 MPIRUN = {
@@ -89,7 +89,7 @@ def test_a_world_of_another_size_than_was_started_is_refused(
 
 def test_a_store_that_can_serve_nobody_any_more_says_so_to_its_own_rank() -> None:
     """Rank 0 would else wait for keys that no other rank can set."""
-    keeper = Keeper(None)
+    keeper = StoreServer(None)
     answer = keeper.ask(Request(1, "set", ["mine"], [b"1"]), time.monotonic() + 20)
     assert answer.number == 1
 

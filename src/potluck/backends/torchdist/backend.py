@@ -11,7 +11,7 @@ from potluck.backends.base import Communicator, StaticBackend
 from potluck.backends.borrowed import LibraryCommunicator
 from potluck.backends.launchers import read_seat
 from potluck.backends.library import Library
-from potluck.backends.meeting import meet
+from potluck.backends.rendezvous import meet
 from potluck.backends.torchdist.store import Word, open_store
 from potluck.errors import ConfigurationError, GroupError
 from potluck.optional import require

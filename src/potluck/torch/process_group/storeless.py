@@ -22,7 +22,7 @@ from potluck.backends.launchers import detect
 from potluck.backends.local import LocalBackend
 from potluck.errors import ConfigurationError
 from potluck.settings import load_settings
-from potluck.torch.process_group.shelf import Keeper, LinkStore, Visitor
+from potluck.torch.process_group.store import LinkStore, StoreClient, StoreServer
 from potluck.torch.process_group.world import World
 
 WORLD_NAME = "0"
@@ -41,7 +41,7 @@ class FormedStore(LinkStore):
 class _Owner:
     """What a world without a store server must close: the store first, then the links' owner."""
 
-    def __init__(self, backend: Any, asker: Keeper | Visitor) -> None:
+    def __init__(self, backend: Any, asker: StoreServer | StoreClient) -> None:
         self._backend = backend
         self._asker = asker
 
@@ -70,11 +70,11 @@ def rendezvous(
                 "processes were started; leave world_size away, or start as many"
             )
         switchboard = None if isinstance(backend, LocalBackend) else backend._base.switchboard
-        asker: Keeper | Visitor
+        asker: StoreServer | StoreClient
         if group.rank == 0 or switchboard is None:
-            asker = Keeper(switchboard)
+            asker = StoreServer(switchboard)
         else:
-            asker = Visitor(group, switchboard, timeout.total_seconds())
+            asker = StoreClient(group, switchboard, timeout.total_seconds())
     except BaseException:
         backend.close()
         raise

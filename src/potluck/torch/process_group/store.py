@@ -38,7 +38,7 @@ _MESSAGE_S = 30.0
 
 
 class Request(msgspec.Struct, frozen=True):
-    """``what`` is an operation of ``Shelf``; ``number`` comes back with the answer."""
+    """``what`` is an operation of ``Values``; ``number`` comes back with the answer."""
 
     number: int
     what: str
@@ -60,7 +60,7 @@ _ANSWER: MessageFormat[Answer] = MessageFormat(
 )
 
 
-class Shelf:
+class Values:
     """The values. ``ask`` answers a request, or says None: not yet."""
 
     def __init__(self) -> None:
@@ -97,13 +97,13 @@ class Shelf:
                 raise ProtocolError(f"a store has no operation {request.what!r}")
 
 
-class Keeper:
-    """Rank 0: the shelf, its own requests, and one thread that serves the other ranks."""
+class StoreServer:
+    """Rank 0: the values, its own requests, and one thread that serves the other ranks."""
 
     def __init__(self, switchboard: Switchboard | None) -> None:
-        self._shelf = Shelf()
+        self._values = Values()
         self._changed = threading.Condition()
-        self._links: dict[TcpLink, _Mail] = {}
+        self._links: dict[TcpLink, _Client] = {}
         self._arrived: deque[TcpLink] = deque()
         self._is_closed = False
         self._broken: BaseException | None = None
@@ -118,7 +118,7 @@ class Keeper:
     def ask(self, request: Request, deadline: float) -> Answer:
         """The answer; LinkError if there is none by ``deadline``."""
         with self._changed:
-            while (answer := self._shelf.ask(request)) is None:
+            while (answer := self._values.ask(request)) is None:
                 if self._broken is not None:
                     raise LinkError(
                         f"the thread that serves the other ranks broke ({why(self._broken)}): they "
@@ -164,11 +164,11 @@ class Keeper:
                         key.data.is_ready = True
                 while self._arrived:
                     link = self._arrived.popleft()
-                    self._links[link] = mail = _Mail(link)
-                    mail.is_ready = True
-                    self._selector.register(link.fileno(), selectors.EVENT_READ, mail)
-                for mail in list(self._links.values()):
-                    self._attend(mail)
+                    self._links[link] = client = _Client(link)
+                    client.is_ready = True
+                    self._selector.register(link.fileno(), selectors.EVENT_READ, client)
+                for client in list(self._links.values()):
+                    self._attend(client)
         finally:
             for link in [*self._links, *self._arrived]:
                 link.close()
@@ -176,28 +176,28 @@ class Keeper:
             self._wake_reader.close()
             self._wake_writer.close()
 
-    def _attend(self, mail: _Mail) -> None:
+    def _attend(self, client: _Client) -> None:
         """Take what one rank asks, and answer what can be answered now."""
         try:
-            if mail.is_ready:
-                mail.is_ready = False
-                mail.take()
-            if mail.request is not None:
+            if client.is_ready:
+                client.is_ready = False
+                client.take()
+            if client.request is not None:
                 with self._changed:
-                    answer = self._shelf.ask(mail.request)
+                    answer = self._values.ask(client.request)
                     self._changed.notify_all()
                 if answer is not None:
-                    mail.request = None
-                    send_all(mail.link, _ANSWER.encode(answer), time.monotonic() + _MESSAGE_S)
+                    client.request = None
+                    send_all(client.link, _ANSWER.encode(answer), time.monotonic() + _MESSAGE_S)
                     self._wake()  # others may wait for what this one has set
         except (PotluckError, ValueError, IndexError):  # bytes that no rank of ours sends
-            self._selector.unregister(mail.link.fileno())
-            del self._links[mail.link]
-            mail.link.close()
+            self._selector.unregister(client.link.fileno())
+            del self._links[client.link]
+            client.link.close()
 
 
-class _Mail:
-    """One rank's link at the keeper: at most one request waits on it."""
+class _Client:
+    """One rank's link at the server: at most one request waits on it."""
 
     def __init__(self, link: TcpLink) -> None:
         self.link = link
@@ -214,11 +214,11 @@ class _Mail:
             self.request = _REQUEST.decode(body)
 
 
-class Visitor:
+class StoreClient:
     """Any other rank: asks over its link to rank 0."""
 
     def __init__(self, group: Group, switchboard: Switchboard, timeout_s: float) -> None:
-        keeper = group.members[0]
+        server = group.members[0]
         hello = Hello(
             kind=KIND,
             namespace=switchboard.credentials.namespace,
@@ -229,8 +229,8 @@ class Visitor:
             worker=group.me.worker,
         )
         self._link, _ = connect(
-            keeper.host,
-            keeper.port,
+            server.host,
+            server.port,
             hello,
             switchboard.credentials,
             deadline=time.monotonic() + timeout_s,
@@ -255,7 +255,7 @@ class Visitor:
 class LinkStore(Store):
     """The Store that torch gets."""
 
-    def __init__(self, asker: Keeper | Visitor, timeout_s: float) -> None:
+    def __init__(self, asker: StoreServer | StoreClient, timeout_s: float) -> None:
         super().__init__()
         self._asker = asker
         self._timeout_s = timeout_s

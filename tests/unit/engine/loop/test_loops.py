@@ -15,11 +15,10 @@ import pytest
 
 from potluck import native
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
-from potluck.engine import native_loop
 from potluck.engine.call import Call
-from potluck.engine.native_loop import NativeLoop
-from potluck.engine.progress import ProgressLoop
-from potluck.engine.running import RunningPlan
+from potluck.engine.loop.native import NativeLoop, is_available
+from potluck.engine.loop.progress import ProgressLoop
+from potluck.engine.loop.running import RunningPlan
 from potluck.engine.work import Work, deadline_after
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link
@@ -31,7 +30,7 @@ SEGMENT, NUM_SEGMENTS = 64 << 10, 24
 FRAME = FRAME_BYTES + 4 + SEGMENT + 4  # with its two checksums
 KERNEL_BYTES = 8 << 10
 PATIENCE_S = 20.0
-needs_native = pytest.mark.skipif(not native_loop.is_available(), reason="no native loop")
+needs_native = pytest.mark.skipif(not is_available(), reason="no native loop")
 
 
 class NativePlainLink(PlainLink):
