@@ -1,5 +1,6 @@
 #include "core/cpu.hpp"
 
+#include <fstream>
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -9,8 +10,23 @@ namespace potluck {
 
 namespace {
 
+// What is taken where the system does not tell.
+constexpr std::size_t USUAL_CACHE = std::size_t{32} << 20;
+
+// From the system's files, as "32768K": sysconf gives the sum of a processor's parts for some.
+std::size_t last_cache() {
+    std::size_t kib = 0;
+    for (int index = 0;; ++index) {
+        const std::string cache = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index);
+        std::ifstream file(cache + "/size");
+        if (!(file >> kib)) break;
+    }
+    return kib > 0 ? kib << 10 : USUAL_CACHE;
+}
+
 Cpu detect() {
     Cpu found;
+    found.last_cache = last_cache();
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
     __builtin_cpu_init();
     found.sse42 = __builtin_cpu_supports("sse4.2");

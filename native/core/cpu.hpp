@@ -1,6 +1,7 @@
 // What this processor can do, asked once at run time: one build serves all machines.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@ struct Cpu {
     bool vpclmul = false;     // the same on AVX-512 registers
     bool neon = false;        // always there on aarch64
     bool arm_crc32 = false;
+    std::size_t last_cache = 0;  // bytes of the last cache, which cores share
 };
 
 // The processor this runs on.

@@ -26,9 +26,6 @@ inline void claim(char* at, std::size_t length) {
     }
 }
 
-// Results that together are larger than this do not stay in the caches that cores share.
-constexpr std::size_t CACHED_BYTES = std::size_t{32} << 20;
-
 // As memcpy, past the caches: a plain store first reads the line that it overwrites, which for memory
 // that is in no cache costs as much again.
 inline void stream(char* to, const char* from, std::size_t length) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/cpu.hpp"
 #include "core/window_copy.hpp"
 
 namespace potluck::window {
@@ -80,8 +81,10 @@ void Movement::begin(Channel& channel) {
             break;
     }
     most = most / unit * unit;
+    // A result of all_reduce was read as a source just before, so more of it is still in the caches.
     const bool collects = call_.kind == Kind::ALL_GATHER || call_.kind == Kind::ALL_TO_ALL;
-    is_large_ = bytes * world * (collects ? world : 1) > CACHED_BYTES;
+    const bool is_anew = call_.kind != Kind::ALL_REDUCE && call_.kind != Kind::REDUCE;
+    is_large_ = bytes * world * (collects ? world : 1) > cpu().last_cache / (is_anew ? 4 : 1);
     num_blocks_ = static_cast<int>(std::max<std::size_t>(1, (call_.count + most - 1) / most));
     const auto blocks = static_cast<std::size_t>(num_blocks_);
     block_ = std::min(most, round_up((call_.count + blocks - 1) / blocks, unit));
@@ -196,6 +199,12 @@ void Movement::copy_slice(char* to, const char* from, std::size_t length) const 
     if (length != 0 && to != from) std::memcpy(to, from, length * call_.itemsize);
 }
 
+void Movement::copy_own(char* to, const char* from, std::size_t length) const {
+    if (to == from) return;
+    if (is_large_) stream(to, from, length * call_.itemsize);
+    else copy_slice(to, from, length);
+}
+
 void Movement::copy_out(char* to, char* from, std::size_t length, bool is_claimed) const {
     const std::size_t bytes = length * call_.itemsize;
     if (bytes == 0 || to == from) return;
@@ -308,7 +317,7 @@ void Movement::take(int index) {
             for (int i = 0; i < world; ++i) {
                 const int other = (rank + i) % world;
                 const auto part = (static_cast<std::size_t>(other) * call_.count + span.at) * size;
-                if (other == rank) copy_slice(call_.result + part, call_.source + part, span.length);
+                if (other == rank) copy_own(call_.result + part, call_.source + part, span.length);
                 else copy_out(call_.result + part, slot(other, index) + me * block_ * size,
                               span.length, is_only_reader());
             }
@@ -318,7 +327,7 @@ void Movement::take(int index) {
             for (int i = 0; i < world; ++i) {
                 const int other = (rank + i) % world;
                 char* to = result + static_cast<std::size_t>(other) * call_.count * size;
-                if (other == rank) copy_slice(to, call_.source + span.at * size, span.length);
+                if (other == rank) copy_own(to, call_.source + span.at * size, span.length);
                 else copy_out(to, slot(other, index), span.length, is_only_reader());
             }
             break;

@@ -82,8 +82,10 @@ private:
     void bring_home(int index);
     bool is_over_own_part() const;
     bool is_only_reader() const;
-    // Elements from memory of this rank; from another's slot, claimed if it has no other reader.
+    // Elements from memory of this rank, into a slot; into the result, past the caches if that is
+    // large; from another's slot into the result, claimed if the slot has no other reader.
     void copy_slice(char* to, const char* from, std::size_t length) const;
+    void copy_own(char* to, const char* from, std::size_t length) const;
     void copy_out(char* to, char* from, std::size_t length, bool is_claimed) const;
     // All ranks' elements at `offset` of their slots into `total`, and `result` if there is one;
     // this rank's own ones from `own` if that is given.
