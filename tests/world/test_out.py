@@ -73,7 +73,8 @@ def test_memory_that_does_not_fit_is_refused_before_anything_is_sent(
 ) -> None:
     def act(ctx: DistributedContext) -> None:
         before = out.copy()
-        with pytest.raises(ValueError, match=r"all_gather: the result is float32 of shape \(3, 4\)"):
+        text = r"all_gather: the result is float32 of shape \(3, 4\)"
+        with pytest.raises(ValueError, match=text):
             ctx.all_gather(np.zeros(4, np.float32), out=out)
         assert out.tobytes() == before.tobytes()
         ctx.barrier()
