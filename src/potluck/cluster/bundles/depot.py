@@ -126,8 +126,8 @@ class BundleDepot:
             yield
         except OSError as error:
             reason = error.strerror or str(error)
-            if isinstance(error, shutil.Error):  # holds what went wrong with each file
-                reason = str(error.args[0][0][-1])
+            if isinstance(error, shutil.Error):  # holds what went wrong with each file, and where
+                reason = str(error.args[0][0][-1]).partition(": '")[0]
             named = Path(error.filename) if isinstance(error.filename, str) else None
             if folder is not None and named is not None and named.is_relative_to(folder):
                 raise ConfigurationError(
