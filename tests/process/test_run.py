@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -365,6 +366,17 @@ def test_an_output_on_a_full_disk_is_said_in_one_sentence(script) -> None:
         (128 + signal.SIGPIPE, f"potluck: the output can't be written any more ({what})"),
         (1, f"potluck: {what}; make room or write elsewhere"),
     ]
+
+
+def test_more_workers_than_open_files_allow_is_said_with_what_to_do(script) -> None:
+    path = script("print('hi')\n")
+    command = shlex.join([*potluck_command(), "run", "-n", "30", path])
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -n 64; {command}"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 127
+    assert "Too many open files; start fewer workers here, or allow more" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_all_output_of_a_talkative_worker_arrives(script) -> None:

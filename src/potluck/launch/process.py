@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -57,7 +58,10 @@ class WorkerProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            raise ConfigurationError(f"can't start {command[0]}: {error}") from error
+            hint = ""
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                hint = "; start fewer workers here, or allow more open files: ulimit -n 4096"
+            raise ConfigurationError(f"can't start {command[0]}: {error}{hint}") from error
         self.pid = self._popen.pid
         self._readers = []
         for stream, pipe in (("stdout", self._popen.stdout), ("stderr", self._popen.stderr)):
