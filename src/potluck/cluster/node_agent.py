@@ -222,11 +222,13 @@ class NodeAgent:
     def _tick(self) -> None:
         self._handle(events.Tick())
         loop = asyncio.get_running_loop()
-        at = self.node.next_wakeup()
-        self._timer = loop.call_at(at, self._tick)
-        rotation_at = self._rotation.next_wakeup()
-        if rotation_at is not None and rotation_at <= loop.time():
-            self._rotate(self._rotation.tick(loop.time()))
+        try:
+            self._timer = loop.call_at(self.node.next_wakeup(), self._tick)
+            rotation_at = self._rotation.next_wakeup()
+            if rotation_at is not None and rotation_at <= loop.time():
+                self._rotate(self._rotation.tick(loop.time()))
+        except Exception as error:  # no tick, no heartbeat
+            self._fail(error)
 
     async def _save(self) -> None:
         while True:

@@ -144,6 +144,21 @@ def test_an_agent_that_calls_nobody_any_more_ends_instead_of_looking_alive(tmp_p
     run(tmp_path, story)
 
 
+def test_an_agent_whose_heart_stops_ends_instead_of_looking_alive(tmp_path: Path) -> None:
+    async def story(cluster: Cluster) -> None:
+        ada = await cluster.node("ada")
+        await ada.sees(ada)
+
+        def broken() -> float:
+            raise MemoryError("no room")
+
+        ada.agent.node.next_wakeup = broken  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            await asyncio.wait_for(asyncio.shield(ada.task), WAIT_S)
+
+    run(tmp_path, story)
+
+
 def test_three_agents_agree_lose_one_and_take_it_back(tmp_path: Path) -> None:
     async def story(cluster: Cluster) -> None:
         loop = asyncio.get_running_loop()

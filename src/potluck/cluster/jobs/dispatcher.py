@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Coroutine
@@ -25,6 +26,8 @@ from potluck.cluster.views import events
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.wire import control, jobs, local
 from potluck.wire.nodes import View
+
+_log = logging.getLogger(__name__)
 
 _STATUS_S = 0.5
 _VIEW_S = 15.0
@@ -233,9 +236,12 @@ class JobDispatcher:
     async def _tell_status(self) -> None:
         while True:
             await asyncio.sleep(_STATUS_S)
-            for coordinator in self._coordinators.values():
-                if coordinator.has_begun:
-                    self._tell_all(jobs.JobStatus(coordinator.status()))
+            try:
+                for coordinator in self._coordinators.values():
+                    if coordinator.has_begun:
+                        self._tell_all(jobs.JobStatus(coordinator.status()))
+            except Exception:  # what is told next may do again
+                _log.exception("the status of the jobs could not be told")
 
     # What the cluster agreed on.
 

@@ -9,6 +9,7 @@ node run anything.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections import deque
 from collections.abc import Coroutine
@@ -19,11 +20,14 @@ from potluck.cluster.bundles.depot import BundleDepot
 from potluck.cluster.jobs.crew import Crew
 from potluck.cluster.jobs.host import JobHost
 from potluck.errors import LinkError, PotluckError
+from potluck.service import why
 from potluck.transport import aio
 from potluck.types import Member
 from potluck.wire import control, jobs
 from potluck.wire.messages import Hello, Refusal
 from potluck.wire.nodes import JobGroup, View
+
+_log = logging.getLogger(__name__)
 
 _MAX_UNSENT = 1 << 20
 _MAX_KEPT_LINES = 1000
@@ -111,6 +115,9 @@ class JobRunner:
             folder = await asyncio.to_thread(self._depot.open, spec.bundle, job)
         except (PotluckError, OSError) as error:
             post.error = str(error)[:4000]
+        except Exception as error:  # the leader would wait for this node's report for ever
+            _log.exception("preparing job %s broke", job)
+            post.error = f"this is potluck's fault, please report it: {why(error)}"[:4000]
         else:
             if self.posts.get(job) is not post:
                 return

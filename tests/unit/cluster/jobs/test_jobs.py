@@ -145,6 +145,27 @@ def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
     assert reports(machine) == [LEADER]
 
 
+def test_a_node_that_breaks_over_an_order_reports_it_instead_of_leaving_the_leader_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(bundle: bytes, job: str) -> Path:
+        raise KeyError("no room")
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        monkeypatch.setattr(depot, "open", breaks)
+        install(machine, all_jobs, view(LEADER, ME))
+        all_jobs.received(LEADER, jobs.Order(spec(bundle, LEADER), (jobs.Place("0", ME, 0),)))
+        async with asyncio.timeout(20):
+            while not reports(machine):
+                await asyncio.sleep(0)
+
+    machine = play(tmp_path, story)
+    [said] = [message for _, message in machine.sent if isinstance(message, jobs.Reported)]
+    assert said.error == "this is potluck's fault, please report it: KeyError: 'no room'"
+    assert "preparing job job broke" in caplog.text
+
+
 def test_a_banned_node_ends_its_workers(tmp_path: Path) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
         bundle = await bundle_of(depot, tmp_path / "code")
