@@ -167,7 +167,10 @@ void Loop::run() {
 }
 
 void Loop::turn() {
-    for (int rank : ports_.poller.wait(patience())) ports_.ready.insert(rank);
+    for (const Poller::Ready& each : ports_.poller.wait(patience())) {
+        if (each.has_bytes) ports_.ready.insert(each.tag);
+        if (each.has_room) ports_.has_room(each.tag);
+    }
     std::deque<std::function<void()>> inbox;
     {
         const std::lock_guard lock(mutex_);

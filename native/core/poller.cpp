@@ -78,7 +78,7 @@ void Poller::watch(int fd, int tag, bool for_room, bool is_new) {
 
 void Poller::forget(int fd) { ::epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr); }
 
-const std::vector<int>& Poller::wait(double seconds) {
+const std::vector<Poller::Ready>& Poller::wait(double seconds) {
     epoll_event events[64];
     ready_.clear();
     const int count = ::epoll_wait(epoll_, events, 64, milliseconds(seconds));
@@ -87,7 +87,8 @@ const std::vector<int>& Poller::wait(double seconds) {
         if (tag < 0) {
             drain(wake_reader_);
         } else {
-            ready_.push_back(tag);
+            const uint32_t what = events[index].events;
+            ready_.push_back({tag, (what & ~uint32_t{EPOLLOUT}) != 0, (what & EPOLLOUT) != 0});
         }
     }
     return ready_;
@@ -118,7 +119,7 @@ void Poller::watch(int fd, int tag, bool for_room, bool) { watched_[fd] = {tag, 
 
 void Poller::forget(int fd) { watched_.erase(fd); }
 
-const std::vector<int>& Poller::wait(double seconds) {
+const std::vector<Poller::Ready>& Poller::wait(double seconds) {
     std::vector<pollfd> polled;
     std::vector<int> tags;
     for (const auto& [fd, each] : watched_) {
@@ -134,7 +135,8 @@ const std::vector<int>& Poller::wait(double seconds) {
         if (tags[index] < 0) {
             drain(wake_reader_);
         } else {
-            ready_.push_back(tags[index]);
+            const int what = polled[index].revents;
+            ready_.push_back({tags[index], (what & ~POLLOUT) != 0, (what & POLLOUT) != 0});
         }
     }
     return ready_;

@@ -20,8 +20,15 @@ public:
     void watch(int fd, int tag, bool for_room, bool is_new);
     void forget(int fd);
 
-    // The tags of descriptors that are ready, after at most so many seconds.
-    const std::vector<int>& wait(double seconds);
+    // A descriptor that is ready; its end and its failures count as bytes.
+    struct Ready {
+        int tag;
+        bool has_bytes;
+        bool has_room;
+    };
+
+    // What is ready, after at most so many seconds.
+    const std::vector<Ready>& wait(double seconds);
 
     // From any thread: let `wait` return, with nothing for it.
     void wake();
@@ -30,7 +37,7 @@ public:
     void close();
 
 private:
-    std::vector<int> ready_;
+    std::vector<Ready> ready_;
     int wake_reader_ = -1;
     int wake_writer_ = -1;
 #ifdef __linux__

@@ -65,6 +65,7 @@ public:
     bool said_goodbye = false;     // the peer will send nothing more
     bool is_acknowledged = false;  // the peer has everything sent before its own GOODBYE
     bool is_blocked = false;       // the link took less than offered; wait until it is writable
+    bool has_room = false;         // it is writable now
     bool is_garbled = false;       // a checksum did not match: what comes makes no sense any more
     bool said_abort = false;       // the peer has told why the group is over: nothing else matters
 

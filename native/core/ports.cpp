@@ -67,7 +67,16 @@ void Ports::move(const Port::Route& route, const Port::Source& source) {
         }
     }
     for (int rank : std::exchange(dirty, {})) {
-        if (Port* port = find(rank)) write(*port, source);
+        Port* port = find(rank);
+        // A full link says when it has room; until then each try would be a call in vain.
+        if (port != nullptr && (port->has_room || !port->is_blocked)) write(*port, source);
+    }
+}
+
+void Ports::has_room(int rank) {
+    if (Port* port = find(rank)) {
+        port->has_room = true;
+        dirty.insert(rank);
     }
 }
 
@@ -109,6 +118,7 @@ void Ports::read(Port& port, const Port::Route& route) {
 
 void Ports::write(Port& port, const Port::Source& source) {
     const bool was_blocked = port.is_blocked;
+    port.has_room = false;
     try {
         if (port.write(source)) dirty.insert(port.rank());
         if (was_blocked && !port.is_blocked) dirty.merge(std::exchange(held, {}));

@@ -57,6 +57,8 @@ public:
 
     // Read what has come and write what may go, a bounded amount per link.
     void move(const Port::Route& route, const Port::Source& source);
+    // The link that was full has room again.
+    void has_room(int rank);
     // Send a frame before all data; a link is made if there is none.
     void tell(int peer, Outgoing outgoing);
     // Send a frame that is nothing but its kind.

@@ -22,7 +22,7 @@ namespace {
 constexpr uint8_t key_update[] = {SSL3_MT_KEY_UPDATE, 0, 0, 1, SSL_KEY_UPDATE_NOT_REQUESTED};
 constexpr size_t key_update_bytes = sizeof key_update + record_overhead;
 // What one call asks the kernel for, and offers it: full records, and a key update.
-constexpr size_t buffer_bytes = 16 * (record_bytes + record_overhead) + key_update_bytes;
+constexpr size_t buffer_bytes = 8 * (record_bytes + record_overhead) + key_update_bytes;
 // Messages of the handshake's kind that may come later are short.
 constexpr size_t max_handshake = 16 * 1024;
 // More records without bytes than this, one after the other, only keep the loop busy.
