@@ -72,7 +72,7 @@ struct Rank {
         return made;
     }
     Outcome run(const Call& made, std::int64_t patience = 20 * SECOND) {
-        last = std::make_unique<Ticket>(made, now_ns() + patience, made.count * 4);
+        last = std::make_unique<Ticket>(made, patience, made.count * 4);
         if (!queue->reserve()) return Outcome::PENDING;
         return queue->run(*last, last->deadline_ns);
     }
@@ -140,7 +140,7 @@ void check_call(Rank& me, Kind kind, std::size_t count, int root, bool is_async)
     float* target = in_place ? source.data() + 1 : result.data();
     const Call call = me.call(kind, source.data() + 1, target, count, root);
     if (is_async || me.run(call) == Outcome::PENDING) {
-        auto ticket = std::make_shared<Ticket>(call, now_ns() + 20 * SECOND, count * 4, 1);
+        auto ticket = std::make_shared<Ticket>(call, 20 * SECOND, count * 4, 1);
         me.queue->submit(ticket);
         CHECK(me.queue->wait(ticket, now_ns() + 30 * SECOND));
         CHECK(ticket->outcome == Outcome::DONE);
@@ -308,7 +308,7 @@ void check_two_channels() {
             const auto ticket = [&](std::vector<float>& data) {
                 Call call = one.call(Kind::ALL_REDUCE, data.data(), data.data(), data.size());
                 call.number = call.fingerprint = static_cast<std::uint64_t>(round);
-                return std::make_shared<Ticket>(call, now_ns() + 20 * SECOND, 1, 1);
+                return std::make_shared<Ticket>(call, 20 * SECOND, 1, 1);
             };
             auto x = ticket(a), y = ticket(b);
             if (rank == 0) {
