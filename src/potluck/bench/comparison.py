@@ -23,7 +23,7 @@ import numpy as np
 from potluck.bench import operations
 from potluck.bench.crew import Crew
 from potluck.bench.libraries import PEERS
-from potluck.bench.machine import load, machine
+from potluck.bench.machine import core_to_core_s, load, machine
 from potluck.bench.placement import BenchError, Here
 from potluck.bench.sizes import show
 
@@ -155,12 +155,13 @@ class _Row:
         plan = self._plan
         report(f"{self._title()}: checking sums", 0.0)
         self._each(self._begin)
-        copies = []
+        copies, hops = [], []
         for number in range(plan.rounds):
             report(f"{self._title()}: round {number + 1} of {plan.rounds}", number / plan.rounds)
             first = number % max(1, len(self._crews))
             self._each(self._round, first)
             copies.append(_seconds_of_a_copy(self._nbytes))
+            hops.append(core_to_core_s())
         if plan.memory and self._nbytes == plan.largest(self._operation):
             self._each(self._memory)
         for name, cell in self._cells.items():
@@ -170,6 +171,7 @@ class _Row:
             "world_size": self._world_size,
             "nbytes": self._nbytes,
             "copy_s": statistics.median(copies),
+            "core_to_core_s": statistics.median(seen) if (seen := [*filter(None, hops)]) else None,
             "peers": self._cells,
         }
 

@@ -43,6 +43,15 @@ def load() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
+def core_to_core_s() -> float | None:
+    """Seconds until a core sees what another has written, both spinning: about 3 ms to measure.
+
+    None without the native core or a second core. In a virtual machine it may change from one
+    second to the next: the host moves the cores, near to each other or far apart.
+    """
+    return (native.core.window_costs()[0] or None) if native.available else None
+
+
 def memory_gib() -> int | None:
     """Memory of the machine, rounded."""
     try:

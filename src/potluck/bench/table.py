@@ -65,6 +65,10 @@ class Table:
                     f"{row['world_size']} workers, {show(row['nbytes'])}: {shown}"
                 )
         lines += [f"left out: {name}: {why}" for name, why in result["left_out"].items()]
+        hops = [row["core_to_core_s"] for row in result["rows"] if row.get("core_to_core_s")]
+        if hops:
+            near, far = f"{min(hops) * 1e9:.0f}", f"{max(hops) * 1e9:.0f}"
+            lines.append(f"from core to core: {near} ns{f' to {far} ns' if far != near else ''}")
         after = result["machine"].get("load_after")
         if after is not None:
             lines.append(f"load after: {after:g}")
