@@ -39,6 +39,8 @@ using window::Ticket;
 
 constexpr int NOT_QUICK = -1;
 constexpr std::int64_t LONGEST_NS = 1'000'000'000'000'000;
+// The notifier tells this of a call whose caller was interrupted and which then failed.
+constexpr std::uint64_t LEFT_ID = ~std::uint64_t{0};
 // A caller looks this often whether the interpreter has a signal for it.
 constexpr std::int64_t SIGNALS_NS = 100'000'000;
 
@@ -220,6 +222,20 @@ public:
     void note_elsewhere(std::uint64_t number, std::uint64_t fingerprint) {
         queue_->channel.note_elsewhere(number, fingerprint);
     }
+    // Of the calls whose callers were interrupted, one that has failed since (told once): kind,
+    // outcome, culprit, whether that has begun; outcome DONE if there is none.
+    std::tuple<int, int, int, bool> left_failure() {
+        for (auto each = kept_.begin(); each != kept_.end(); ++each) {
+            const Ticket& ticket = *std::get<0>(*each);
+            if (!ticket.is_done() || ended_quietly(ticket)) continue;
+            const std::tuple<int, int, int, bool> told{
+                static_cast<int>(ticket.movement.call().kind), static_cast<int>(ticket.outcome),
+                ticket.culprit, ticket.has_begun};
+            kept_.erase(each);
+            return told;
+        }
+        return {0, static_cast<int>(Outcome::DONE), -1, true};
+    }
     std::tuple<int, bool> blame() const { return {culprit_, culprit_has_begun_}; }
     std::uint64_t last_number() const { return last_number_; }
     bool has_work() { return queue_->has_work(); }
@@ -301,12 +317,24 @@ private:
             return NOT_QUICK;
         }
         const auto count = static_cast<std::int64_t>(described.count());
-        Call call = is_flat ? call_of(kind, described.dtype(), op, root, &count, 1)
-                            : call_of(kind, described.dtype(), op, root, described.dims(),
-                                      described.ndim());
+        const std::int64_t* dims = described.dims();
+        int ndim = described.ndim();
+        if (is_flat) {
+            dims = &count;
+            ndim = 1;
+        } else if (kind == Kind::REDUCE_SCATTER) {  // the shape of the result is its caller's affair
+            dims = from.dims() + 1;
+            ndim = from.ndim() - 1;
+        }
+        Call call = call_of(kind, described.dtype(), op, root, dims, ndim);
         call.source = from.data();
         call.result = into.data();
         return run(call, described.bytes(), timeout_s, source, result);
+    }
+
+    // Well, or with the group, of which others tell.
+    static bool ended_quietly(const Ticket& ticket) {
+        return ticket.outcome == Outcome::DONE || ticket.outcome == Outcome::STOPPED;
     }
 
     Call call_of(Kind kind, int dtype, int op, int root, const std::int64_t* dims,
@@ -345,7 +373,7 @@ private:
         if (!queue_->reserve()) return NOT_QUICK;
         last_number_ = number_++;
         stamp(call, last_number_);
-        Ticket ticket(call, in_ns(timeout_s), nbytes);
+        Ticket ticket(call, in_ns(timeout_s), nbytes, LEFT_ID);
         Outcome outcome = Outcome::PENDING;
         for (std::int64_t until = ticket.began_ns + SIGNALS_NS;; until += SIGNALS_NS) {
             {
@@ -364,7 +392,9 @@ private:
         culprit_ = ticket.culprit;
         culprit_has_begun_ = ticket.has_begun;
         if (!kept_.empty()) {
-            std::erase_if(kept_, [](const auto& each) { return std::get<0>(each)->is_done(); });
+            std::erase_if(kept_, [](const auto& each) {
+                return std::get<0>(each)->is_done() && ended_quietly(*std::get<0>(each));
+            });
         }
         return static_cast<int>(outcome);
     }
@@ -413,6 +443,7 @@ void windows(nb::module_& m) {
         .def("can_combine", &PyWindow::can_combine, "dtype"_a, "op"_a)
         .def("note_elsewhere", &PyWindow::note_elsewhere, "number"_a, "fingerprint"_a)
         .def("blame", &PyWindow::blame)
+        .def("left_failure", &PyWindow::left_failure)
         .def_prop_ro("last_number", &PyWindow::last_number)
         .def("has_work", &PyWindow::has_work)
         .def("stop", &PyWindow::stop, "for_all"_a)

@@ -25,7 +25,7 @@ void combine_into(Dtype dtype, Op op, void* target, const void* a, const void* b
 
 // target[i] = op(...op(op(sources[0][i], sources[1][i]), sources[2][i])...), from left to right.
 // float16 and bfloat16 sums and products are accumulated in float32 and rounded once, at the end.
-// target may be sources[0] (not another one). num_sources >= 1.
+// target may be sources[0], or the other one of two; not another one. num_sources >= 1.
 void combine_many(Dtype dtype, Op op, void* target, const void* const* sources,
                   std::size_t num_sources, std::size_t count);
 

@@ -2,9 +2,11 @@
 //
 //     header | one seat per rank | num_slots blocks of slot_bytes per rank
 //
-// Every word has one writer, the rank it belongs to, except `aborted`, `want` and `bell`. A rank
+// Every word of the seats has one writer, the rank it belongs to, except `want` and `bell`. A rank
 // counts the rounds it has completed in `tick`; what it wrote before a tick may be read by whoever
-// has seen that tick. There are no locks, so a worker that is killed can't hold one.
+// has seen that tick. A block may have other writers than its rank, one at a time: the root of a
+// broadcast, and whoever alone reads a line (window_copy.hpp). They, too, have ended before a tick
+// that the next writer waits for. There are no locks, so a worker that is killed can't hold one.
 #pragma once
 
 #include <atomic>

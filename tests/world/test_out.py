@@ -65,6 +65,19 @@ def test_its_shape_and_layout_are_the_callers(world: World) -> None:
     world.run(act)
 
 
+def test_what_shape_one_rank_wants_is_not_the_others_affair(world: World) -> None:
+    def act(ctx: DistributedContext) -> None:
+        parts = np.ones((3, 2, 2), np.float32)
+        out = np.empty(4, np.float32) if ctx.rank == 1 else None
+        assert ctx.reduce_scatter(parts, out=out).ravel().tolist() == [3] * 4
+        whole = np.empty(12, np.float32) if ctx.rank == 1 else None
+        assert ctx.all_gather(parts[0], out=whole).ravel().tolist() == [1] * 12
+        rows = np.empty(12, np.float32) if ctx.rank == 1 else None
+        assert ctx.all_to_all(parts, out=rows).ravel().tolist() == [1] * 12
+
+    world.run(act)
+
+
 @pytest.mark.parametrize(
     "out", [np.empty((3, 3), np.float32), np.empty((3, 4)), np.empty((2, 4), np.float32)]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from potluck import native
 from potluck.collectives.plan import Operation
 from potluck.context import DistributedContext
 from potluck.engine.windows.group import NUMBERS
-from potluck.errors import Desync
+from potluck.errors import Desync, OperationTimeout
 from potluck.testing.world import WorldError
 from potluck.testing.worlds import World, open_world
 
@@ -280,3 +281,28 @@ def test_ranks_that_disagree_about_a_tensor_are_told_so() -> None:
     assert len(caught.value.errors) == 2
     assert all(isinstance(error, Desync) for error in caught.value.errors.values())
     assert re.search(r"all_reduce\(bfloat16, shape \([89],\)", str(caught.value))
+
+
+class Interrupt(Exception):
+    """What the handler of a signal raises."""
+
+
+def test_a_call_that_fails_after_its_caller_was_interrupted_ends_the_group() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupt
+
+    with open_world("window", 2) as world:
+        world.run(lambda ctx: ctx.barrier())
+        first, second = world.contexts
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Interrupt):
+                first.all_reduce(np.ones(4), timeout=1.5)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        for ctx in (first, second):
+            with pytest.raises(OperationTimeout, match="its caller was interrupted") as caught:
+                ctx.barrier()
+            assert caught.value.rank == 1

@@ -313,6 +313,7 @@ class ChannelWindow:
                 self._memory,
                 self._on_close,
                 self._is_counted,
+                self._ranks,
                 rank=self._rank,
                 world=world,
                 num_slots=NUM_SLOTS,

@@ -103,7 +103,7 @@ class Windows:
         self._is_closed = False
         self._engine: Any = None
         self._thread: threading.Thread | None = None
-        self._open: list[tuple[Any, Callable[[], None], WindowCounts | None]] = []
+        self._open: list[tuple[Any, Callable[[], None], WindowCounts | None, tuple[int, ...]]] = []
         self._left_bytes = MAX_BYTES
         self._inflight: dict[int, WindowWork] = {}
         self._ids = 0
@@ -124,9 +124,17 @@ class Windows:
         return self._left_bytes
 
     def open(
-        self, memory: Any, on_close: Callable[[], None], is_counted: bool, **shape: Any
+        self,
+        memory: Any,
+        on_close: Callable[[], None],
+        is_counted: bool,
+        peers: tuple[int, ...],
+        **shape: Any,
     ) -> Any:
-        """A native window over ``memory``; ``on_close()`` is called when it must not be used."""
+        """A native window over ``memory``; ``on_close()`` is called when it must not be used.
+
+        ``peers`` maps its ranks to the group's.
+        """
         with self._lock:
             if self._engine is None:
                 self._engine = native.core.WindowEngine()
@@ -137,7 +145,7 @@ class Windows:
                 )
             window = native.core.Window(memory=memory, engine=self._engine, **shape)
             counts = WindowCounts(Algorithm.WINDOW, OPERATIONS, window.stats, window.waited_s)
-            self._open.append((window, on_close, counts if is_counted else None))
+            self._open.append((window, on_close, counts if is_counted else None, peers))
             if is_counted:
                 self._metrics.count(counts)
             is_over = self._over.is_set() or self._is_closed
@@ -208,7 +216,7 @@ class Windows:
         with self._lock:
             self._is_closed = True
             windows = list(self._open)
-        for window, on_close, _ in windows:
+        for window, on_close, *_ in windows:
             on_close()
             window.leave()
             window.stop(for_all=False)
@@ -220,7 +228,7 @@ class Windows:
             engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-        for window, _, counts in windows:
+        for window, _, counts, _ in windows:
             window.drain()
             if counts is not None:
                 self._metrics.keep(counts)
@@ -235,7 +243,7 @@ class Windows:
             windows = list(self._open)
             self._over.set()
         for_all = not isinstance(self._loop.error, GroupClosed)
-        for window, _, _ in windows:
+        for window, *_ in windows:
             window.stop(for_all=for_all)
 
     def _broke(self, cause: BaseException) -> None:
@@ -247,6 +255,19 @@ class Windows:
                 work = self._inflight.pop(number, None)
             if work is not None:
                 work.done()
+            else:
+                self._tell_left()
+
+    def _tell_left(self) -> None:
+        """End the group over a quick call that failed after a signal interrupted its caller."""
+        with self._lock:
+            windows = list(self._open)
+        for window, _, _, peers in windows:
+            number, outcome, culprit, has_begun = window.left_failure()
+            if outcome != Outcome.DONE:
+                peer = peers[culprit] if culprit >= 0 else -1
+                call = f"{OPERATIONS[number].value} (its caller was interrupted)"
+                self._loop.abort(self._verdict(outcome, peer, has_begun, call))
 
 
 class WindowWork(Work):
