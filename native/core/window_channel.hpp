@@ -45,6 +45,9 @@ public:
         return blocks_ + index * shape.slot_bytes;
     }
 
+    // Whether there are more ranks than cores.
+    bool shares_cores() const { return spin_ns_ == 0; }
+
     // A call begins: what this rank is in, for the others to compare. `index` counts the calls.
     void publish(std::uint64_t fingerprint);
     // Of `who`, the first rank that is in another call than this rank published last, -1 if none

@@ -81,10 +81,12 @@ void Movement::begin(Channel& channel) {
             break;
     }
     most = most / unit * unit;
-    // A result of all_reduce was read as a source just before, so more of it is still in the caches.
+    // What all_reduce writes it has just read, so that is still in the core's own caches, unless other
+    // ranks were on that core in between.
     const bool collects = call_.kind == Kind::ALL_GATHER || call_.kind == Kind::ALL_TO_ALL;
-    const bool is_anew = call_.kind != Kind::ALL_REDUCE && call_.kind != Kind::REDUCE;
-    is_large_ = bytes * world * (collects ? world : 1) > cpu().last_cache / (is_anew ? 4 : 1);
+    const bool reduces = call_.kind == Kind::ALL_REDUCE || call_.kind == Kind::REDUCE;
+    is_large_ = bytes * world * (collects ? world : 1) > cpu().last_cache / (reduces ? 1 : 4) &&
+                (!reduces || channel.shares_cores());
     num_blocks_ = static_cast<int>(std::max<std::size_t>(1, (call_.count + most - 1) / most));
     const auto blocks = static_cast<std::size_t>(num_blocks_);
     block_ = std::min(most, round_up((call_.count + blocks - 1) / blocks, unit));
