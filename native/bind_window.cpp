@@ -309,7 +309,7 @@ private:
             if (spreads && from.count() != parts * into.count()) return NOT_QUICK;
             if (collects && into.count() != parts * from.count()) return NOT_QUICK;
             if (!spreads && !collects && from.count() != into.count()) return NOT_QUICK;
-            if (kind == Kind::ALL_TO_ALL && is_one) return NOT_QUICK;
+            if (is_one ? kind == Kind::ALL_TO_ALL : collide(from, into, kind)) return NOT_QUICK;
         }
         const Array& described = spreads ? into : from;
         if (kind == Kind::ALL_TO_ALL && described.count() % parts != 0) return NOT_QUICK;
@@ -330,6 +330,19 @@ private:
         call.source = from.data();
         call.result = into.data();
         return run(call, described.bytes(), timeout_s, source, result);
+    }
+
+    // Whether bytes could be written before they are read: the two share memory, but not as the
+    // whole and this rank's part of it, nor as one array that is reduced where it is.
+    bool collide(const Array& from, const Array& into, Kind kind) const {
+        const auto a = reinterpret_cast<std::uintptr_t>(from.data());
+        const auto b = reinterpret_cast<std::uintptr_t>(into.data());
+        const std::size_t given = from.bytes(), got = into.bytes();
+        if (given == 0 || got == 0 || a + given <= b || b + got <= a) return false;
+        const auto rank = static_cast<std::size_t>(queue_->channel.rank);
+        if (given < got) return a != b + rank * given;
+        if (got < given) return b != a + rank * got;
+        return a != b || kind == Kind::ALL_TO_ALL;
     }
 
     // Well, or with the group, of which others tell.

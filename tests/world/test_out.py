@@ -95,6 +95,28 @@ def test_memory_that_does_not_fit_is_refused_before_anything_is_sent(
     world.run(act)
 
 
+def test_it_may_be_the_own_part_of_the_whole_and_nothing_else_of_it(world: World) -> None:
+    def act(ctx: DistributedContext) -> None:
+        whole, rank = np.full((3, 50_000), float(ctx.rank)), ctx.rank
+        ctx.all_gather(whole[rank], out=whole)
+        assert (whole == np.arange(3.0)[:, None]).all()
+        ctx.reduce_scatter(whole, out=whole[rank])
+        assert (whole[rank] == 3 * rank).all()
+        before = whole.copy()
+        for call in (
+            lambda: ctx.reduce_scatter(whole, out=whole[rank - 1]),
+            lambda: ctx.all_gather(whole[rank - 1], out=whole),
+            lambda: ctx.all_to_all(whole, out=whole[:]),
+            lambda: ctx.all_to_all(whole, out=whole),
+        ):
+            with pytest.raises(ValueError, match="out overlaps the array given"):
+                call()
+        assert (whole == before).all()
+        ctx.barrier()
+
+    world.run(act)
+
+
 def test_parts_must_be_one_for_each_rank_also_with_out(world: World) -> None:
     def act(ctx: DistributedContext) -> None:
         ctx.reduce_scatter(np.zeros(6), out=np.empty(2))

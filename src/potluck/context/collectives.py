@@ -15,7 +15,8 @@ links: every value is encoded at most twice, and all ranks end with the same bit
 for error feedback: a float32 array of the array's shape, zeros at first, that keeps what the codec
 lost for the next call. ``out``, where a call returns a new array, is one to fill and return
 instead, of the same dtype and number of elements: what training does again and again need not take
-new memory each time.
+new memory each time. It may be part ``rank`` of the array given (or the array part ``rank`` of it),
+but must not overlap it otherwise.
 """
 
 from __future__ import annotations
@@ -425,6 +426,11 @@ class Collectives:
                 f"{operation}: the result is {dtype} of shape {shape}, but out is "
                 f"{result.array.dtype} of shape {result.array.shape}"
             )
+        if _collide(given.array, result.array, self.rank, self.world_size):
+            raise ValueError(
+                f"{operation}: out overlaps the array given; pass other memory, or where one is "
+                f"larger, its part {self.rank} as the other"
+            )
         return result
 
     def _end(self, work: Work, result: Callable[[], Any], async_op: bool) -> Any:
@@ -460,6 +466,16 @@ class Collectives:
                 f"{operation} takes one part per rank: the first dimension must be "
                 f"{self.world_size}, the shape is {shape}"
             )
+
+
+def _collide(given: Any, result: Any, rank: int, world_size: int) -> bool:
+    """Whether the two share memory, but not as the whole and part ``rank`` of it."""
+    if not np.may_share_memory(given, result):
+        return False
+    part, whole = sorted((given, result), key=lambda array: int(array.nbytes))
+    begin: int = whole.ctypes.data + rank * part.nbytes
+    is_part: bool = world_size * part.nbytes == whole.nbytes and part.ctypes.data == begin
+    return not is_part
 
 
 def _op(name: str) -> ReduceOp:
