@@ -115,7 +115,7 @@ class Ports:
         for rank in dirty:
             port = self.by_rank.get(rank)
             if port is not None:
-                self._write(port, source)
+                self._write(port, source, route)
 
     def tell(self, peer: int, outgoing: Outgoing) -> None:
         """Send a frame before all data; a link is made if there is none."""
@@ -158,13 +158,20 @@ class Ports:
         if more or port.link.readable:
             self.ready.add(port.rank)
 
-    def _write(self, port: Port, source: Callable[[Port], Outgoing | None]) -> None:
+    def _write(
+        self,
+        port: Port,
+        source: Callable[[Port], Outgoing | None],
+        route: Callable[[Port, Frame], Sink],
+    ) -> None:
         was_blocked = port.is_blocked
         try:
             if port.write(source):
                 self.dirty.add(port.rank)
         except LinkError as error:
-            self._ended(port, error)
+            self._read(port, route)  # its last words may name another rank, which it has lost
+            if self.by_rank.get(port.rank) is port:
+                self._ended(port, error)
             return
         if port.is_blocked != was_blocked:
             self.watch(port)
