@@ -7,7 +7,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,14 @@ from potluck.engine.loop.native import NativeLoop, is_available
 from potluck.engine.loop.progress import ProgressLoop
 from potluck.engine.loop.running import RunningPlan
 from potluck.engine.work import Work, deadline_after
+from potluck.errors import PeerLost
 from potluck.metrics import LinkMeter
+from potluck.transport.inproc import inproc_pair
 from potluck.transport.link import Link
 from potluck.transport.plain import PlainLink
 from potluck.types import Group, Member
-from potluck.wire.frames import FRAME_BYTES
+from potluck.wire import frames
+from potluck.wire.frames import FRAME_BYTES, Abort, Frame, Kind
 
 SEGMENT, NUM_SEGMENTS = 64 << 10, 24
 FRAME = FRAME_BYTES + 4 + SEGMENT + 4  # with its two checksums
@@ -67,10 +70,16 @@ class TwoPeers:
 @contextlib.contextmanager
 def sending_to_two(engine: str, nbytes: int) -> Iterator[tuple[Work, dict[int, socket.socket]]]:
     """Rank 0 of three sends one chunk of ``nbytes`` to both others."""
-    members = tuple(Member(worker=str(rank)) for rank in range(3))
-    group = Group(epoch=1, rank=0, members=members)
     connector = TwoPeers(NativePlainLink if engine == "native" else PlainLink)
     made = NativeLoop if engine == "native" else ProgressLoop
+    with sending(made, connector, (1, 2), nbytes) as work:
+        yield work, connector.ends
+
+
+@contextlib.contextmanager
+def sending(made: Any, connector: Any, to: Sequence[int], nbytes: int) -> Iterator[Work]:
+    members = tuple(Member(worker=str(rank)) for rank in range(3))
+    group = Group(epoch=1, rank=0, members=members)
     loop = made(
         group,
         connector,
@@ -80,7 +89,7 @@ def sending_to_two(engine: str, nbytes: int) -> Iterator[tuple[Work, dict[int, s
         meter=lambda name: LinkMeter(),
     )
     work = Work("broadcast")
-    steps = (Step(Action.SEND, 1, 0), Step(Action.SEND, 2, 0))
+    steps = tuple(Step(Action.SEND, rank, 0) for rank in to)
     plan = Plan(Operation.BROADCAST, Algorithm.CENTRALIZED, 3, 0, 1, steps)
     chunk = np.ones(nbytes, np.uint8)
     loop.start(
@@ -97,7 +106,7 @@ def sending_to_two(engine: str, nbytes: int) -> Iterator[tuple[Work, dict[int, s
             conclude=None,
         )
     )
-    yield work, connector.ends
+    yield work
     connector.close(RuntimeError("done"))
     loop.close()
 
@@ -121,6 +130,38 @@ def test_a_link_that_is_ahead_waits_for_one_that_is_full(engine: str) -> None:
             # A segment ahead, one under way, one counted when it began, and what the kernel holds.
             assert came[willing] <= came[slow] + 3 * FRAME + 16 * KERNEL_BYTES
         work.wait(PATIENCE_S)
+
+
+class Parting:
+    """A Connector whose peer, rank 1, says that rank 2 is lost and closes while it is written to."""
+
+    def start(self, deliver: Callable[[int, Link], None], fail: Any) -> None:
+        mine, theirs = inproc_pair("rank 1", "rank 0")
+        send = mine.send
+
+        def send_too_late(data: memoryview) -> int:
+            mine.send = send
+            body = frames.encode_abort(Abort("PeerLost", "lost rank 2", 2, certain=True))
+            words = Frame(Kind.ABORT, 1, length=len(body), source=1)
+            assert theirs.send(memoryview(frames.encode(words) + body)) == FRAME_BYTES + len(body)
+            theirs.close()
+            return send(data)
+
+        mine.send = send_too_late
+        deliver(1, mine)
+
+    def request(self, rank: int) -> None:
+        raise AssertionError(f"rank {rank} has a link")
+
+    def close(self, error: BaseException) -> None:
+        pass
+
+
+def test_the_last_words_of_a_peer_that_can_not_be_written_to_are_heard() -> None:
+    """It has told who is really lost; that its link is gone comes of that."""
+    with sending(ProgressLoop, Parting(), (1,), 1000) as work, pytest.raises(PeerLost) as caught:
+        work.wait(PATIENCE_S)
+    assert caught.value.rank == 2
 
 
 @needs_native
