@@ -133,7 +133,7 @@ def test_a_link_that_is_ahead_waits_for_one_that_is_full(engine: str) -> None:
 
 
 class Parting:
-    """A Connector whose peer, rank 1, says that rank 2 is lost and closes while it is written to."""
+    """A Connector whose peer, rank 1, says that rank 2 is lost and closes while written to."""
 
     def start(self, deliver: Callable[[int, Link], None], fail: Any) -> None:
         mine, theirs = inproc_pair("rank 1", "rank 0")
