@@ -141,6 +141,8 @@ class DistributedContext(Collectives):
             ]
         )
         if outcome.diverged:
+            with contextlib.suppress(GroupError):
+                self.barrier()  # who ends sooner must not keep others from finding the same
             raise Diverged(
                 f"step {step} in epoch {self.epoch}: {outcome.reason} from the others'; resume "
                 "from the last checkpoint"
