@@ -202,20 +202,17 @@ void Movement::copy_slice(char* to, const char* from, std::size_t length) const 
 }
 
 void Movement::copy_own(char* to, const char* from, std::size_t length) const {
-    if (to == from) return;
-    if (is_large_) stream(to, from, length * call_.itemsize);
+    if (is_large_ && to != from) stream(to, from, length * call_.itemsize);
     else copy_slice(to, from, length);
 }
 
 void Movement::copy_out(char* to, char* from, std::size_t length, bool is_claimed) const {
-    const std::size_t bytes = length * call_.itemsize;
-    if (bytes == 0 || to == from) return;
-    const std::size_t bite = is_claimed ? BITE : bytes;
-    for (std::size_t at = 0; at < bytes; at += bite) {
-        const std::size_t some = std::min(bite, bytes - at);
-        if (is_claimed) claim(from + at, some);
-        if (is_large_) stream(to + at, from + at, some);
-        else std::memcpy(to + at, from + at, some);
+    if (!is_claimed) return copy_own(to, from, length);
+    const std::size_t size = call_.itemsize, bite = BITE / size;
+    for (std::size_t done = 0; done < length; done += bite) {
+        const std::size_t some = std::min(bite, length - done), at = done * size;
+        claim(from + at, some * size);
+        copy_own(to + at, from + at, some);
     }
 }
 

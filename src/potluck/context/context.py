@@ -141,8 +141,7 @@ class DistributedContext(Collectives):
             ]
         )
         if outcome.diverged:
-            with contextlib.suppress(GroupError):
-                self.barrier()  # who ends sooner must not keep others from finding the same
+            self.settle(timeout=timeout)
             raise Diverged(
                 f"step {step} in epoch {self.epoch}: {outcome.reason} from the others'; resume "
                 "from the last checkpoint"
@@ -150,6 +149,15 @@ class DistributedContext(Collectives):
         return Commit(
             outcome.committed, outcome.loss, outcome.next_epoch > self.epoch, outcome.reason
         )
+
+    def settle(self, *, timeout: float | None = None) -> None:
+        """Return once every rank has called it, or the group is over.
+
+        For an error that every rank has found for itself: who raised it sooner would end the group
+        while others still look. Costs a barrier.
+        """
+        with contextlib.suppress(GroupError):
+            self.barrier(timeout=timeout)
 
     def reform(self, cause: BaseException | None = None) -> None:
         """Leave the current group and enter the next one.

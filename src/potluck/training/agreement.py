@@ -7,7 +7,6 @@ nobody has a state, the newest checkpoint is loaded by whoever has it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -18,7 +17,7 @@ import numpy as np
 from potluck.checkpoint.state import State
 from potluck.checkpoint.store import CheckpointStore
 from potluck.cluster.groups.commit import Resolution, Standing, reconcile
-from potluck.errors import CheckpointError, Diverged, GroupError
+from potluck.errors import CheckpointError, Diverged
 from potluck.training import saving
 from potluck.training.noise import NoiseEstimate
 from potluck.training.progress import Progress
@@ -168,8 +167,7 @@ class Agreement:
         hashes = self._ctx.all_gather(mine.copy()).reshape(-1, len(mine))
         different = [str(rank) for rank, other in enumerate(hashes) if (other != hashes[0]).any()]
         if different:
-            with contextlib.suppress(GroupError):
-                self._ctx.barrier()  # who ends sooner must not keep others from finding the same
+            self._ctx.settle()
             raise Diverged(
                 f"after step {self._progress.step} the parameters of rank {', '.join(different)} "
                 "differ from those of rank 0"
