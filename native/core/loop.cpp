@@ -65,6 +65,7 @@ Loop::Loop(const LoopSpec& spec)
       messages_(fate_, ports_, spec.segment_bytes),
       route_([this](Port& port, const Frame& frame) { return route(port, frame); }),
       source_([this](Port& port, Outgoing& outgoing) {
+          if (closing_ > 0) return false;
           return messages_.next_outgoing(port, outgoing) || plans_.next_outgoing(port, outgoing);
       }) {
     thread_ = std::thread([this] { run(); });
@@ -207,8 +208,6 @@ const Item* Loop::current() const {
     return first;
 }
 
-bool Loop::is_idle() const { return plans_.pending().empty() && messages_.mailbox().is_idle(); }
-
 void Loop::check_departed() {
     for (const auto& running : plans_.pending()) ports_.check_departed(*running);
     messages_.mailbox().each_pending([&](const Item* item) { ports_.check_departed(*item); });
@@ -272,12 +271,10 @@ void Loop::handle(Port& port, const Frame& frame, const uint8_t* payload) {
 
 // -- the end
 
+// Say goodbye. What is under way here is given up: who needs this rank for it is told, who does not
+// may go on.
 void Loop::begin_close() {
     if (closing_ > 0 || fate_.is_over()) return;
-    if (!is_idle()) {
-        fate_.fail(Fact::Kind::closed, -1, "", nullptr);
-        return;
-    }
     closing_ = now_s() + farewell_s;
     for (const auto& port : ports_.all()) {
         if (port) ports_.say(port->rank(), Kind::goodbye);

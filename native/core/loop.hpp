@@ -109,7 +109,6 @@ private:
     void tell_all();
     bool part(Port& port);
     const Item* current() const;
-    bool is_idle() const;
     void check_departed();
     bool begins(Ticket& ticket);
     Sink route(Port& port, const Frame& frame);

@@ -138,7 +138,6 @@ public:
         for (const auto& [key, item] : receiving) visit(item.get());
     }
 
-    bool is_idle() const { return sending.empty() && posted.empty() && receiving.empty(); }
 
 private:
     std::list<Arrived> early_;

@@ -289,6 +289,33 @@ def test_a_rank_that_left_before_anyone_was_linked_to_it_is_lost_at_once(kind: s
         world.run(act)
 
 
+@pytest.mark.parametrize("kind", WORLD_KINDS)
+def test_who_leaves_over_a_receive_that_nobody_answered_is_lost_only_to_those_who_need_it(
+    kind: str,
+) -> None:
+    left = threading.Event()
+
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier(algorithm="direct")
+        pair = ctx.new_group([0, 1])
+        if ctx.rank == 2:
+            unanswered = ctx.recv(x(), 0, tag=5, async_op=True)
+            ctx.close()
+            with pytest.raises(GroupClosed):
+                unanswered.wait()
+            left.set()
+            return
+        assert left.wait(20)
+        assert pair is not None
+        assert (pair.all_reduce(x()) == 2).all()
+        with pytest.raises(PeerLost, match="left the group") as caught:
+            ctx.send(x(), 2, tag=5)
+        assert caught.value.rank == 2
+
+    with open_world(kind, 3) as world:
+        world.run(act)
+
+
 def test_closing_over_an_operation_under_way_ends_it_here_and_there() -> None:
     begun = threading.Event()
 

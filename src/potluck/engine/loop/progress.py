@@ -252,6 +252,8 @@ class ProgressLoop:
     # -- frames
 
     def _next_outgoing(self, port: Port) -> Outgoing | None:
+        if self._closing is not None:
+            return None
         return self._messages.next_outgoing(port) or self._plans.next_outgoing(port)
 
     def _route(self, port: Port, frame: Frame) -> Sink:
@@ -286,10 +288,9 @@ class ProgressLoop:
     # -- the end
 
     def _begin_close(self) -> None:
+        """Say goodbye. What is under way here is given up: who needs this rank for it is told, who
+        does not may go on."""
         if self._closing is not None or self._fate.error is not None:
-            return
-        if any(True for _ in self._pending()):
-            self._fate.fail(self._fate.closed())
             return
         self._closing = time.monotonic() + _FAREWELL_S
         for rank in self._ports.by_rank:
