@@ -47,12 +47,14 @@ class Training:
         inner: nn.Module = _START,
         policy: Policy = EVERY_STEP,
         on_step: Any = lambda training: None,
+        on_backward: Any = lambda training: None,
         always: bool = False,
     ) -> None:
         self.ctx = ctx
         self.store = store
         self.stop = stop
         self.on_step = on_step
+        self.on_backward = on_backward
         self.model = DDP(copy.deepcopy(inner), ctx)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
         self.scheduler = StepLR(self.optimizer, step_size=4, gamma=0.5)
@@ -81,6 +83,7 @@ class Training:
                 self.optimizer.zero_grad()
                 loss = F.cross_entropy(self.model(x), y)
                 loss.backward()
+                self.on_backward(self)
                 self.job.log(loss=loss)
                 self.optimizer.step()
                 self.scheduler.step()
@@ -285,6 +288,44 @@ def test_a_death_at_any_moment_around_a_sharded_save_leaves_a_checkpoint_that_ca
     found = CheckpointStore(tmp_path).load_latest()
     assert found is not None
     assert found.step == 21
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_save_after_a_step_that_some_voted_for_and_others_lost_is_one_save(
+    tmp_path: Path, step: int
+) -> None:
+    """Worker 1 dies in a vote. Worker 0 has voted too, and asks the next group about it; worker 2
+    has lost its part of the step before, and asks when its script saves."""
+    expected = expected_run()
+    has_voted = threading.Event()
+    vote = 11 + 10 * (step - 1)  # four calls before the first step; in each, one of five
+
+    def dies(worker: str, name: str, number: int) -> bool:
+        if worker == "2" or number != vote:
+            return False
+        assert name == "all_gather"
+        if worker == "0":
+            has_voted.set()
+            return False
+        assert has_voted.wait(20)
+        return True
+
+    def lose(training: Training) -> None:
+        ctx = training.ctx
+        is_then = ctx.epoch == 1 and training.job.step_number == step - 1
+        if is_then and ctx.members[ctx.rank].worker == "2":
+            ctx.recv(np.zeros(1), 1)
+
+    def work(ctx: MortalContext) -> Training:
+        return Training(ctx, CheckpointStore(tmp_path), on_backward=lose, always=True).run()
+
+    results = ElasticWorld(3, work, dies=dies).run()
+    for training in results.values():
+        assert training.job.num_reruns == 1
+        for mine, right in zip(
+            training.model.parameters(), expected.model.parameters(), strict=True
+        ):
+            torch.testing.assert_close(mine, right, rtol=1e-8, atol=1e-11)
 
 
 def test_saving_needs_a_place_and_the_time_between_steps(tmp_path: Path) -> None:

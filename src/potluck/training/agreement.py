@@ -34,8 +34,8 @@ class Agreement:
     """Where this rank stands in the group's history, and what the group owes.
 
     ``cause`` is what ended the group, ``newcomers`` says that a newer view waits, ``hash_due``
-    that parameters must be compared at the next vote, ``save_due`` that a checkpoint which the
-    script asked for was interrupted.
+    that parameters must be compared at the next vote, ``save_due`` that the script, on any rank,
+    has asked for a checkpoint that is not written yet.
     """
 
     def __init__(
@@ -61,6 +61,11 @@ class Agreement:
         self._agreed = False
         self._saved_at = -1
         self._own: list[State] = []  # what each rank of a loaded checkpoint had for itself
+
+    @property
+    def has_place(self) -> bool:
+        """Whether there is a place for checkpoints."""
+        return self._store is not None
 
     @property
     def due(self) -> bool:
@@ -128,29 +133,26 @@ class Agreement:
         self.has_state, self._resolution = True, None
         self.history = max(self.history, resolution.history)
 
-    def save(self, *, due: bool) -> None:
-        """Write a checkpoint if one is ``due``; training goes on if it can't be written."""
-        due, self.save_due = due or self.save_due, False
-        if self._store is None or not due or self._progress.step in (0, self._saved_at):
-            return
+    def save(self, *, due: bool) -> CheckpointError | None:
+        """Write a checkpoint if one is ``due`` or was asked for; why some rank could not, if so.
+
+        Every rank must call it. Training goes on without.
+        """
+        step = self._progress.step
+        is_new = step not in (0, self._saved_at)
+        if self._store is None or not (self.save_due or (due and is_new)):
+            return None
+        failed: CheckpointError | None = None
         try:
-            self._save(self._store)  # where another rank has failed, that one complains
+            own = gather_states(self._ctx, self._replica.capture_own())
+            state = self.capture() | {"own": own}
+            elsewhere = saving.save(self._ctx, self._store, state, step)
+            failed = CheckpointError(elsewhere) if elsewhere else None
         except CheckpointError as error:
-            self._complain(error)
-
-    def save_now(self) -> None:
-        """Write a checkpoint. Every rank must call it; CheckpointError on all if one fails."""
-        if self._store is None:
-            raise ValueError("there is no place for checkpoints: pass checkpoint=DIRECTORY")
-        elsewhere = self._save(self._store)
-        if elsewhere:
-            raise CheckpointError(elsewhere)
-
-    def _save(self, store: CheckpointStore) -> str:
-        own = gather_states(self._ctx, self._replica.capture_own())
-        self._saved_at = self._progress.step
-        state = self.capture() | {"own": own}
-        return saving.save(self._ctx, store, state, self._progress.step)
+            self._complain(error)  # where another rank has failed, that one complains
+            failed = error
+        self._saved_at, self.save_due = step, False  # if this rank is lost before: all do it again
+        return failed
 
     def finish_saving(self) -> None:
         """Wait until everything is on the disk."""

@@ -27,7 +27,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from potluck.checkpoint.store import CheckpointStore
-from potluck.errors import Diverged, Evicted, GroupError, OperationTimeout, PeerLost
+from potluck.errors import (
+    CheckpointError,
+    Diverged,
+    Evicted,
+    GroupError,
+    OperationTimeout,
+    PeerLost,
+)
 from potluck.training.agreement import Agreement
 from potluck.training.callbacks import Callbacks
 from potluck.training.metrics import average
@@ -169,7 +176,7 @@ class ElasticLoop:
 
     def __iter__(self) -> Iterator[Share]:
         while True:
-            self._settle()
+            self._settle(ending=True)
             if not self._begun:
                 self._begun = True
                 self._tell("on_train_begin", self.face)
@@ -239,15 +246,14 @@ class ElasticLoop:
         """
         if self._open:
             raise RuntimeError("a checkpoint is written between steps, not inside job.step()")
-        try:
-            self._agreement.save_now()
-        except LOST as error:
-            self._lost(error)
-            self._agreement.save_due = True  # some may have written theirs: all do it again
-            self._settle()
-        except TypeError as error:  # only the writer knows what a state can't hold
-            self.ctx.abort(error)
-            raise
+        if not self._agreement.has_place:
+            raise ValueError("there is no place for checkpoints: pass checkpoint=DIRECTORY")
+        # Not at once: a rank that has not heard how its step ended, or has lost its group, must do
+        # what the others do, in the same order. All save where their group is settled.
+        self._agreement.save_due = True
+        failed = self._settle()
+        if failed is not None:
+            raise failed
 
     def commit(self, *, loss: float | None = None, ok: bool = True, skipped: bool = False) -> None:
         """Return once this step counts on every rank; else leave the block of the step.
@@ -392,8 +398,12 @@ class ElasticLoop:
 
     # ------------------------------------------------------------ between steps
 
-    def _settle(self) -> None:
-        """Return in a group whose members all stand where this rank stands."""
+    def _settle(self, *, ending: bool = False) -> CheckpointError | None:
+        """Return in a group whose members all stand where this rank stands, and have saved.
+
+        ``ending``: if that is the end, nobody returns before all are there. The result is why a
+        checkpoint that was due could not be written, if one could not.
+        """
         agreement = self._agreement
         while True:
             try:
@@ -403,8 +413,8 @@ class ElasticLoop:
                 agreement.bring_up_to_date()
                 self._pace.exchange(self.ctx, self._progress)
                 every = self._policy.save_every
-                agreement.save(due=self.done or self.step_number % every == 0)
-                if self.done:
+                failed = agreement.save(due=self.done or self.step_number % every == 0)
+                if self.done and ending:
                     agreement.compare_at_the_end()
                 break
             except LOST as error:
@@ -416,6 +426,7 @@ class ElasticLoop:
         known, self._told_of = self._told_of, self.ctx.epoch
         if self._begun and self.ctx.epoch != known:
             self._tell("on_group_change", self.ctx.world_size)
+        return failed
 
     def _finish(self) -> None:
         self._agreement.finish_saving()
