@@ -70,9 +70,11 @@ DISAGREEMENTS: dict[str, tuple[Act, Act]] = {
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_ranks_that_disagree_all_hear_of_it_at_once(what: str, odd: int) -> None:
     usual, other = DISAGREEMENTS[what]
+    linked = threading.Barrier(3)
 
     def act(ctx: DistributedContext) -> float:
         ctx.barrier()
+        linked.wait(20)
         started = time.monotonic()
         with pytest.raises(Desync, match="ranks disagree in epoch 1") as caught:
             (other if ctx.rank == odd else usual)(ctx)
