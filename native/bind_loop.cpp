@@ -67,8 +67,8 @@ using Chunks = std::vector<std::tuple<uint32_t, uintptr_t, uint64_t>>;
 void start(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, uint64_t fingerprint,
            uint32_t channel, uint64_t sequence, double deadline, int dtype, int op,
            uint64_t segment_bytes, std::vector<int> ranks, const Chunks& chunks,
-           const Steps& steps, uintptr_t mean, uint64_t mean_elements, int codec, int own,
-           const std::vector<uintptr_t>& residuals) {
+           const Steps& steps, uintptr_t unfinished, uint64_t num_unfinished, bool is_mean,
+           bool is_computed_by_all, int codec, int own, const std::vector<uintptr_t>& residuals) {
     PlanSpec spec;
     spec.call = std::move(call);
     spec.fingerprint = fingerprint;
@@ -92,8 +92,10 @@ void start(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, uint64_
         spec.steps.push_back(
             {static_cast<Action>(action), spec.ranks[static_cast<size_t>(peer)], chunk});
     }
-    spec.mean = pointer(mean);
-    spec.mean_elements = mean_elements;
+    spec.unfinished = pointer(unfinished);
+    spec.num_unfinished = num_unfinished;
+    spec.is_mean = is_mean;
+    spec.is_computed_by_all = is_computed_by_all;
     spec.is_coded = codec != 0;
     spec.codec = static_cast<Codec>(codec);
     spec.own = static_cast<uint32_t>(own);

@@ -167,9 +167,9 @@ void RunningPlan::advance(uint32_t step) {
 // -- the whole
 
 void RunningPlan::conclude() const {
-    if (spec.mean != nullptr && spec.ranks.size() > 1 && spec.mean_elements > 0) {
-        divide(spec.dtype, spec.mean, spec.mean_elements, spec.ranks.size());
-    }
+    if (spec.unfinished == nullptr || spec.ranks.size() < 2 || spec.num_unfinished == 0) return;
+    if (spec.is_mean) divide(spec.dtype, spec.unfinished, spec.num_unfinished, spec.ranks.size());
+    if (spec.is_computed_by_all) make_nans_alike(spec.dtype, spec.unfinished, spec.num_unfinished);
 }
 
 std::vector<Awaited> RunningPlan::awaited() const {

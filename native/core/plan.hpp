@@ -55,8 +55,10 @@ struct PlanSpec {
     Codec codec = Codec::fp16;
     uint32_t own = UINT32_MAX;      // number of the chunk that this rank encodes once, for all
     std::vector<float*> residuals;  // by index, nullptr where nothing is fed back; empty: nowhere
-    uint8_t* mean = nullptr;  // where a mean divides at the end, by the number of ranks
-    uint64_t mean_elements = 0;
+    uint8_t* unfinished = nullptr;  // what is worked on once all steps are done
+    uint64_t num_unfinished = 0;
+    bool is_mean = false;             // then it is divided by the number of ranks
+    bool is_computed_by_all = false;  // then its NaNs are made alike
 };
 
 struct Segment {

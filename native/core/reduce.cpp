@@ -34,6 +34,17 @@ void combine_many_wide(const Half& half, Op op, void* target, const void* const*
     }
 }
 
+template <typename Bits>
+void make_alike(void* array, std::size_t count, Bits infinity, Bits nan) {
+    const Bits magnitude = static_cast<Bits>(~Bits{0}) >> 1;
+    for (std::size_t i = 0; i < count; ++i) {
+        Bits bits;
+        std::memcpy(&bits, at(array, i * sizeof(Bits)), sizeof(Bits));
+        if ((bits & magnitude) > infinity) bits = nan;
+        std::memcpy(at(array, i * sizeof(Bits)), &bits, sizeof(Bits));
+    }
+}
+
 }  // namespace
 
 bool has_combine(Dtype dtype, Op op) { return kernel(dtype, op) != nullptr; }
@@ -79,6 +90,19 @@ bool has_divide(Dtype dtype) { return kernels().divide[static_cast<int>(dtype)] 
 
 void divide(Dtype dtype, void* array, std::size_t count, std::size_t divisor) {
     kernels().divide[static_cast<int>(dtype)](array, count, static_cast<double>(divisor));
+}
+
+void make_nans_alike(Dtype dtype, void* array, std::size_t count) {
+    switch (dtype) {
+        case Dtype::float16: return make_alike<std::uint16_t>(array, count, 0x7c00, 0x7e00);
+        case Dtype::bfloat16: return make_alike<std::uint16_t>(array, count, 0x7f80, 0x7fc0);
+        case Dtype::complex64: count *= 2; [[fallthrough]];
+        case Dtype::float32: return make_alike<std::uint32_t>(array, count, 0x7f800000, 0x7fc00000);
+        case Dtype::complex128: count *= 2; [[fallthrough]];
+        case Dtype::float64:
+            return make_alike<std::uint64_t>(array, count, 0x7ff0000000000000, 0x7ff8000000000000);
+        default: return;
+    }
 }
 
 }  // namespace potluck

@@ -35,4 +35,7 @@ bool has_divide(Dtype dtype);
 // array[i] /= divisor, in the array's type: how a mean ends.
 void divide(Dtype dtype, void* array, std::size_t count, std::size_t divisor);
 
+// Every NaN becomes the one NaN. Other types than floats and complex numbers have none.
+void make_nans_alike(Dtype dtype, void* array, std::size_t count);
+
 }  // namespace potluck

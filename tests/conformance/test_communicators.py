@@ -17,7 +17,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from potluck.collectives.plan import Operation
+from potluck.collectives import doubling
+from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import algorithms_for
 from potluck.context import DistributedContext, all_reduce_mean, all_reduce_sum
 from potluck.testing.worlds import PLAIN_KINDS, WORLD_KINDS, World, join_world, open_world
@@ -25,6 +26,7 @@ from potluck.testing.worlds import PLAIN_KINDS, WORLD_KINDS, World, join_world, 
 DTYPES = [
     np.dtype(name) for name in ("float16", "float32", "float64", "int8", "int32", "int64", "uint8")
 ] + [np.dtype(ml_dtypes.bfloat16)]
+FLOATS = [dtype for dtype in DTYPES if dtype.kind not in "iu"] + [np.dtype("complex64")]
 OPS = ("sum", "mean", "min", "max", "product")
 FOLD = {
     "sum": np.add,
@@ -125,6 +127,8 @@ def test_random_floats_end_bit_identical_on_every_rank_with_every_algorithm(
     def check(ctx: DistributedContext) -> list[bytes]:
         results = []
         for algorithm, op in itertools.product(algorithms_for(Operation.ALL_REDUCE), OPS):
+            if algorithm is Algorithm.DOUBLING and op not in doubling.OPS:
+                continue
             for dtype in (np.dtype("float64"), np.dtype(ml_dtypes.bfloat16)):
                 arrays = [
                     np.random.default_rng([seed, rank]).normal(size=4321).astype(dtype)
@@ -144,6 +148,26 @@ def test_random_floats_end_bit_identical_on_every_rank_with_every_algorithm(
                 np.testing.assert_allclose(
                     mine.astype(np.float64), reference, rtol=tolerance, atol=tolerance
                 )
+                results.append(mine.tobytes())
+        return results
+
+    first, *others = world.run(check)
+    for other in others:
+        assert other == first
+
+
+def test_ranks_have_the_same_nans_whichever_they_contribute(world: World) -> None:
+    def check(ctx: DistributedContext) -> list[bytes]:
+        results = []
+        for algorithm, op in itertools.product(algorithms_for(Operation.ALL_REDUCE), OPS[:2]):
+            for dtype in FLOATS:
+                some = np.array([np.nan, np.inf, -np.inf, 0, 1], dtype)[np.arange(40) % 5]
+                mine = np.roll(some, ctx.rank * 3)
+                parts = mine.view(np.float32) if dtype.kind == "c" else mine
+                bits = parts.view(f"u{parts.itemsize}")
+                bits[np.isnan(parts)] += bits.dtype.type(ctx.rank)
+                ctx.all_reduce(mine, op, algorithm=algorithm)
+                assert ctx.world_size == 1 or np.isnan(mine).any()
                 results.append(mine.tobytes())
         return results
 

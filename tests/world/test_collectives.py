@@ -34,7 +34,9 @@ def _run_program(ctx: DistributedContext, seed: int, length: int) -> None:
         ranks, group = program.choice(groups)
         kind = program.choice(["all_reduce", "all_gather", "broadcast", "reduce", "message"])
         count = program.choice([0, 1, 5, 511, 3000, 20_000])
-        algorithm = program.choice(ALGORITHMS)
+        algorithm = program.choice(
+            (*ALGORITHMS, "doubling") if kind == "all_reduce" else ALGORITHMS
+        )
         root = program.randrange(len(ranks))
         target = program.randrange(len(ranks))
         if group is None:
@@ -89,7 +91,7 @@ def _check(entry: tuple[int, str, object, np.ndarray, object]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tls", "tls+window"])
-@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "doubling"])
 def test_a_rank_far_behind_holds_the_others_back_and_then_all_completes(
     kind: str, algorithm: str
 ) -> None:
@@ -219,3 +221,15 @@ def test_a_callback_may_begin_the_next_operation() -> None:
 
     with open_world("inproc", 3) as world:
         world.run(act)
+
+
+def test_what_ranks_may_not_compute_for_themselves_is_refused_before_anything_is_sent() -> None:
+    def act(ctx: DistributedContext) -> np.ndarray:
+        for op in ("min", "max", "product"):
+            with pytest.raises(ValueError, match="is for op='sum' and op='mean'"):
+                ctx.all_reduce(np.ones(3), op, algorithm="doubling")
+        return ctx.all_reduce(np.array([1.0, ctx.rank]), "mean", algorithm="doubling")
+
+    with open_world("tls", 3) as world:
+        for result in world.run(act):
+            assert result.tolist() == [1, 1]

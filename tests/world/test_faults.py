@@ -122,7 +122,7 @@ def test_sub_groups_with_the_same_members_in_another_order_are_a_disagreement() 
     run_world(2, act)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "direct", "centralized"])
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "direct", "centralized", "doubling"])
 @pytest.mark.parametrize("silent", [0, 2, 4])
 def test_a_rank_that_does_not_call_is_named_on_all(algorithm: str, silent: int) -> None:
     over = threading.Barrier(5)
@@ -389,7 +389,7 @@ def test_callbacks_run_once_whatever_they_raise(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
-@pytest.mark.parametrize("algorithm", ["ring", "direct", "tree"])
+@pytest.mark.parametrize("algorithm", ["ring", "direct", "tree", "doubling"])
 def test_a_killed_member_is_lost_on_every_survivor_and_the_next_group_works(
     algorithm: str, victim: int, seed: int
 ) -> None:

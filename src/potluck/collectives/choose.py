@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
+from potluck.collectives import doubling
 from potluck.collectives.links import (
     DEFAULT_LINKS,
     SEGMENT_BYTES,
@@ -19,7 +20,7 @@ from potluck.collectives.links import (
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.collectives.registry import algorithms_for, build_plan
 from potluck.collectives.simulate import chunk_sizes, simulate, simulate_rotated
-from potluck.types import Group
+from potluck.types import Group, ReduceOp
 
 ROTATED = frozenset(
     {
@@ -47,18 +48,21 @@ def choose(
     nbytes: int,
     world_size: int,
     *,
+    op: ReduceOp | None = None,
     nodes: tuple[int, ...] | None = None,
     links: LinkModel | None = None,
 ) -> Algorithm:
     """The algorithm with the least simulated time, for ``root=0``.
 
     ``nbytes`` is the whole data, as in :func:`~potluck.collectives.simulate.chunk_sizes`, and is
-    rounded up to a power of two. ``nodes`` is as in ``make_plan``; without it hierarchical is not a
-    candidate. ``links`` is the wires' model (its own ``nodes`` are ignored), else the defaults.
+    rounded up to a power of two. ``op`` is what combines, where something does: not all algorithms
+    are for all of them (``doubling.py``). ``nodes`` is as in ``make_plan``; without it hierarchical
+    is not a candidate. ``links`` is the wires' model (its own ``nodes`` are ignored), else the
+    defaults.
     Cost: about a microsecond when asked before; the first time some tens of milliseconds for 64
     ranks, and more beyond. Raises ``ValueError`` for negative ``nbytes`` and bad worlds.
     """
-    return fastest(operation, nbytes, world_size, nodes=nodes, links=links)[0]
+    return fastest(operation, nbytes, world_size, op=op, nodes=nodes, links=links)[0]
 
 
 def fastest(
@@ -66,6 +70,7 @@ def fastest(
     nbytes: int,
     world_size: int,
     *,
+    op: ReduceOp | None = None,
     nodes: tuple[int, ...] | None = None,
     links: LinkModel | None = None,
 ) -> tuple[Algorithm, float]:
@@ -73,12 +78,11 @@ def fastest(
     if nbytes < 0:
         raise ValueError(f"nbytes must not be negative: {nbytes}")
     bucket = 0 if operation is Operation.BARRIER or nbytes == 0 else (nbytes - 1).bit_length() + 1
-    return _choose(operation, bucket, world_size, nodes, links)
+    may_double = op in doubling.OPS and nbytes <= doubling.MAX_BYTES
+    return _choose(operation, bucket, world_size, may_double, nodes, links)
 
 
-def chooser(
-    group: Group, ranks: Sequence[int], nodes: tuple[int, ...]
-) -> Callable[[Operation, int, int], Algorithm]:
+def chooser(group: Group, ranks: Sequence[int], nodes: tuple[int, ...]) -> Callable[..., Algorithm]:
     """``choose`` for these ``ranks`` of ``group``, with what the group knows of its links.
 
     All ranks hold the same figures, so all choose alike.
@@ -92,6 +96,7 @@ def _choose(
     operation: Operation,
     bucket: int,
     world_size: int,
+    may_double: bool,
     nodes: tuple[int, ...] | None,
     links: LinkModel | None,
 ) -> tuple[Algorithm, float]:
@@ -105,6 +110,7 @@ def _choose(
             build_plan(operation, algorithm, world_size, 0, nodes=nodes)
             for algorithm in algorithms_for(operation)
             if not (flat and algorithm is Algorithm.HIERARCHICAL)
+            and (may_double or algorithm is not Algorithm.DOUBLING)
         )
     ]
     candidates.sort(key=lambda candidate: candidate[0])

@@ -43,6 +43,7 @@ class Algorithm(StrEnum):
     TREE = "tree"
     DIRECT = "direct"
     CENTRALIZED = "centralized"
+    DOUBLING = "doubling"
     HIERARCHICAL = "hierarchical"
     WINDOW = "window"
     """Through memory that the ranks of one node share; it has no plan (see ``window.py``)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from potluck.collectives import centralized, direct, hierarchical, ring, tree
+from potluck.collectives import centralized, direct, doubling, hierarchical, ring, tree
 from potluck.collectives.plan import Algorithm, Operation, Plan
 from potluck.collectives.seat import Builder, Seat
 
@@ -13,6 +13,7 @@ _BUILDERS: dict[Algorithm, dict[Operation, Builder]] = {
     Algorithm.TREE: tree.BUILDERS,
     Algorithm.DIRECT: direct.BUILDERS,
     Algorithm.CENTRALIZED: centralized.BUILDERS,
+    Algorithm.DOUBLING: doubling.BUILDERS,
     Algorithm.HIERARCHICAL: hierarchical.BUILDERS,
 }
 

@@ -28,6 +28,7 @@ from functools import lru_cache
 from potluck.collectives.choose import fastest
 from potluck.collectives.links import DEFAULT_LINKS, LinkModel
 from potluck.collectives.plan import Operation
+from potluck.types import ReduceOp
 
 _BETWEEN = {
     Operation.ALL_REDUCE: Operation.ALL_REDUCE,
@@ -183,13 +184,16 @@ def pays(
     nbytes: int,
     nodes: tuple[int, ...],
     links: LinkModel = DEFAULT_LINKS,
+    *,
+    op: ReduceOp | None = None,
 ) -> bool:
     """Whether the model gives two levels less time than every plan over links, for ``root=0``.
 
-    ``nbytes`` is the whole data, rounded up to a power of two. Cost: as ``choose``.
+    ``nbytes`` is the whole data, rounded up to a power of two, ``op`` as in ``choose``. Cost: as
+    ``choose``.
     """
     if not nbytes or not has_levels(operation, nodes):
         return False
     bucket = (nbytes - 1).bit_length()
-    _, over_links = fastest(operation, nbytes, len(nodes), nodes=nodes, links=links)
+    _, over_links = fastest(operation, nbytes, len(nodes), op=op, nodes=nodes, links=links)
     return _seconds(operation, bucket, nodes, links) < over_links

@@ -1,8 +1,9 @@
 """Proof of a set of plans: a symbolic run of all ranks' steps under the three rules.
 
-The run has no buffers: a SEND completes together with its matching receive. What may run is then a
-fixed graph: the k-th SEND from ``a`` to ``b`` meets the k-th receive from ``a`` at ``b`` (links are
-ordered), and edges come from rule 1 (same chunk) and rule 2 (same link and direction). So:
+The run has no buffers: a SEND completes together with its matching receive (but for doubling, whose
+SENDs complete before: a receiver keeps what comes). What may run is then a fixed graph: the k-th
+SEND from ``a`` to ``b`` meets the k-th receive from ``a`` at ``b`` (links are ordered), and edges
+come from rule 1 (same chunk) and rule 2 (same link and direction). So:
 
 - no deadlock in *any* schedule exactly when the graph has no cycle. Buffers only remove edges, and
   segments refine the graph without adding edges between transfers, so neither brings one back;
@@ -12,6 +13,7 @@ ordered), and edges come from rule 1 (same chunk) and rule 2 (same link and dire
 
 A symbolic value is ``(who made it, whose contributions are in it)``. Every REDUCE makes a value of
 its own, so equal values on two ranks mean equal bits: one rank computed it and the others copied.
+Only in doubling, which is for sums, the same two values give the same third on any rank.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from potluck.collectives.plan import Action, Operation, Plan
+from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 
 _REDUCTIONS = frozenset({Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER})
 
@@ -55,11 +57,15 @@ def verify(plans: Sequence[Plan], *, seed: int | None = None) -> None:
     """
     _check_heads(plans)
     transfers = _match(plans)
-    order = _schedule(plans, transfers, seed)
+    order = _schedule(plans, transfers, seed, is_buffered=_is_doubling(plans))
     if plans[0].operation is Operation.BARRIER:
         _run_barrier(plans, transfers, order)
     else:
         _check_results(plans, _run(plans, transfers, order))
+
+
+def _is_doubling(plans: Sequence[Plan]) -> bool:
+    return plans[0].algorithm is Algorithm.DOUBLING
 
 
 def _at(plan: Plan, index: int) -> str:
@@ -123,14 +129,23 @@ def _match(plans: Sequence[Plan]) -> list[_Transfer]:
     return transfers
 
 
-def _schedule(plans: Sequence[Plan], transfers: list[_Transfer], seed: int | None) -> list[int]:
-    """A topological order of the transfers (Kahn's), or the circle that prevents one."""
+def _schedule(
+    plans: Sequence[Plan], transfers: list[_Transfer], seed: int | None, *, is_buffered: bool
+) -> list[int]:
+    """A topological order of the transfers (Kahn's), or the circle that prevents one.
+
+    If links are buffered, of their ends: ``n`` is where transfer ``n`` is sent, ``~n`` where it is
+    received.
+    """
     of_step = [[0] * len(plan.steps) for plan in plans]
+    after: dict[int, list[int]] = {}
+    num_before: dict[int, int] = {}
     for number, transfer in enumerate(transfers):
+        received = ~number if is_buffered else number
         of_step[transfer.sender][transfer.send_step] = number
-        of_step[transfer.receiver][transfer.receive_step] = number
-    after: list[list[int]] = [[] for _ in transfers]
-    num_before = [0] * len(transfers)
+        of_step[transfer.receiver][transfer.receive_step] = received
+        after[received], after[number] = [], [received] if is_buffered else []
+        num_before[number], num_before[received] = 0, int(is_buffered)
     for plan, numbers in zip(plans, of_step, strict=True):
         last_on_chunk: dict[int, int] = {}
         last_on_link: dict[tuple[int, bool], int] = {}
@@ -142,7 +157,7 @@ def _schedule(plans: Sequence[Plan], transfers: list[_Transfer], seed: int | Non
                     num_before[number] += 1
             last_on_chunk[chunk] = last_on_link[link] = number
     rng = random.Random(seed)
-    ready = [number for number, count in enumerate(num_before) if count == 0]
+    ready = [number for number, count in num_before.items() if count == 0]
     order: list[int] = []
     while ready:
         if seed is not None:
@@ -154,24 +169,30 @@ def _schedule(plans: Sequence[Plan], transfers: list[_Transfer], seed: int | Non
             num_before[later] -= 1
             if num_before[later] == 0:
                 ready.append(later)
-    if len(order) < len(transfers):
+    if len(order) < len(num_before):
         raise VerificationError(_circle(plans, transfers, after, set(order)))
     return order
 
 
 def _circle(
-    plans: Sequence[Plan], transfers: list[_Transfer], after: list[list[int]], done: set[int]
+    plans: Sequence[Plan], transfers: list[_Transfer], after: dict[int, list[int]], done: set[int]
 ) -> str:
     """The text of a deadlock: the transfers that wait for each other, in order."""
     waits_for: dict[int, int] = {}
-    for number, laters in enumerate(after):
+    for number, laters in after.items():
         if number not in done:
             waits_for.update((later, number) for later in laters)
     path = [next(iter(waits_for))]
     while path[-1] not in path[:-1]:
         path.append(waits_for[path[-1]])
     circle = path[path.index(path[-1]) :]
-    waits = [_at(plans[transfers[n].sender], transfers[n].send_step) for n in circle]
+    ends = [
+        (transfers[n].sender, transfers[n].send_step)
+        if n >= 0
+        else (transfers[~n].receiver, transfers[~n].receive_step)
+        for n in circle
+    ]
+    waits = [_at(plans[rank], step) for rank, step in ends]
     return "deadlock: " + "; which waits for ".join(waits)
 
 
@@ -208,12 +229,21 @@ def _run(
 ) -> list[dict[int, _Value]]:
     """What every rank holds in every chunk at the end; a chunk it does not hold is garbage."""
     held = [dict.fromkeys(_inputs(plan), _Value(plan.rank, 1 << plan.rank)) for plan in plans]
+    is_doubling = _is_doubling(plans)
+    made: dict[frozenset[_Value], _Value] = {}
     next_maker = len(plans)
-    for number in order:
+    moving: dict[int, _Value] = {}
+    for end in order:
+        number = end if end >= 0 else ~end
         sender, send_step, receiver, receive_step, chunk, action = transfers[number]
-        theirs, mine = held[sender].get(chunk), held[receiver].get(chunk)
-        if theirs is None:
-            raise VerificationError(f"{_at(plans[sender], send_step)}: sends garbage")
+        if end >= 0:
+            value = held[sender].get(chunk)
+            if value is None:
+                raise VerificationError(f"{_at(plans[sender], send_step)}: sends garbage")
+            moving[number] = value
+            if is_doubling:
+                continue
+        theirs, mine = moving.pop(number), held[receiver].get(chunk)
         if action is Action.COPY:
             held[receiver][chunk] = theirs
             continue
@@ -223,8 +253,11 @@ def _run(
         if mine.ranks & theirs.ranks:
             twice = _names(mine.ranks & theirs.ranks)
             raise VerificationError(f"{where}: counts the contribution of {twice} twice")
-        held[receiver][chunk] = _Value(next_maker, mine.ranks | theirs.ranks)
+        value = _Value(next_maker, mine.ranks | theirs.ranks)
         next_maker += 1
+        if is_doubling:
+            value = made.setdefault(frozenset((mine, theirs)), value)
+        held[receiver][chunk] = value
     return held
 
 

@@ -6,9 +6,10 @@ make the same calls in the same order with the same shapes and dtypes; if they d
 gets ``Desync``. ``timeout`` is in seconds; past it every rank gets ``OperationTimeout``. A member
 that dies gives ``PeerLost`` on every other. ``async_op=True`` returns a ``Work`` whose ``wait()``
 gives the result; until then leave the arrays alone. ``algorithm`` is ``ring``, ``tree``,
-``direct``, ``centralized``, ``hierarchical`` or, where nodes have several workers, ``two-level``
-(windows inside the nodes); by default the one with the least modelled time, and ``window`` (memory
-that they share) where all ranks are on one node and have the native core.
+``direct``, ``centralized``, ``doubling`` (sums and means only), ``hierarchical`` or, where nodes
+have several workers, ``two-level`` (windows inside the nodes); by default the one with the least
+modelled time, and ``window`` (memory that they share) where all ranks are on one node and have the
+native core.
 Gloo, NCCL and MPI choose their own: there ``algorithm`` has no effect. ``codec`` (``fp16``,
 ``bf16``, ``int8``; see ``potluck.codecs``) sends float32 arrays in fewer bytes, over potluck's own
 links: every value is encoded at most twice, and all ranks end with the same bits. ``residual`` is

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from potluck.collectives import doubling
 from potluck.collectives.choose import chooser
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import make_plan
@@ -353,6 +354,8 @@ class Communicator:
             raise ValueError(NO_LEVELS)
         if encoding is not None:
             request.algorithm = chosen = Algorithm.DIRECT
+        if chosen is Algorithm.DOUBLING and op not in doubling.OPS:
+            raise ValueError(doubling.ONLY_SUMS)
         if chosen not in (None, Algorithm.WINDOW):  # ValueError if there is no such plan
             make_plan(operation, chosen, self.world_size, self.rank, root=root, nodes=self._nodes)
         if self._window is not None:
@@ -375,7 +378,9 @@ class Communicator:
         operation, described, root = request.operation, request.described, request.root
         result, encoding = request.result, request.encoding
         nodes, world = self._nodes, self.world_size
-        chosen = request.algorithm or self._choose(operation, described.nbytes, world)
+        chosen = request.algorithm or self._choose(
+            operation, described.nbytes, world, op=request.op
+        )
         plan = make_plan(operation, chosen, world, self.rank, root=root, nodes=nodes)
         call = self._call(request, chosen, on_behalf_of)
         work = work or Work(str(call), result)
@@ -395,7 +400,7 @@ class Communicator:
                 work=work,
                 peers=self._ranks,
                 nbytes=described.nbytes,
-                conclude=_flat(result) if request.op is ReduceOp.MEAN else None,
+                result=_flat(result),
                 coding=coding.Coding(encoding.codec, plan, _flat(encoding.residual))
                 if encoding is not None
                 else None,

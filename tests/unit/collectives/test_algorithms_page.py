@@ -14,6 +14,7 @@ from potluck.collectives.plan import Action, Algorithm, Operation
 from potluck.collectives.registry import algorithms_for, make_plan
 from potluck.collectives.simulate import chunk_sizes, simulate
 from potluck.collectives.two_level import pays
+from potluck.types import ReduceOp
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- computed: {} -->", "<!-- end of {} -->"
@@ -68,7 +69,10 @@ def choices() -> str:
     ]
     for operation in Operation:
         for name, (world_size, nodes) in WORLDS.items():
-            chosen = [choose(operation, size, world_size, nodes=nodes) for size in SIZES.values()]
+            chosen = [
+                choose(operation, size, world_size, op=ReduceOp.SUM, nodes=nodes)
+                for size in SIZES.values()
+            ]
             rows.append(f"| {operation} | {name} | " + " | ".join(chosen) + " |")
     return "\n".join(rows)
 
@@ -79,8 +83,8 @@ def levels() -> str:
         nodes = tuple(node for node, count in enumerate(counts) for _ in range(count))
         chosen = [
             Algorithm.TWO_LEVEL
-            if pays(Operation.ALL_REDUCE, size, nodes)
-            else choose(Operation.ALL_REDUCE, size, len(nodes), nodes=nodes)
+            if pays(Operation.ALL_REDUCE, size, nodes, op=ReduceOp.SUM)
+            else choose(Operation.ALL_REDUCE, size, len(nodes), op=ReduceOp.SUM, nodes=nodes)
             for size in SIZES.values()
         ]
         rows.append(f"| {' + '.join(map(str, counts))} | " + " | ".join(chosen) + " |")

@@ -9,10 +9,12 @@ import pytest
 
 from potluck.collectives import choose
 from potluck.collectives.choose import ROTATED, _choose, estimate, least_seconds
+from potluck.collectives.doubling import MAX_BYTES
 from potluck.collectives.links import DEFAULT_LINKS, LinkModel, Wire
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.collectives.registry import algorithms_for, make_plan
 from potluck.collectives.simulate import simulate
+from potluck.types import ReduceOp
 
 PAIRS = [(operation, a) for operation in Operation for a in algorithms_for(operation)]
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -32,8 +34,9 @@ def test_nothing_is_faster_in_the_model_than_what_was_chosen(
         seconds = {
             algorithm: simulate(world_of(operation, algorithm, nodes), nbytes, links).seconds
             for algorithm in algorithms_for(operation)
+            if algorithm is not Algorithm.DOUBLING or nbytes <= MAX_BYTES
         }
-        chosen = choose(operation, nbytes, len(nodes), nodes=nodes)
+        chosen = choose(operation, nbytes, len(nodes), op=ReduceOp.SUM, nodes=nodes)
         assert seconds[chosen] <= min(seconds.values()) * 1.01
 
 
@@ -41,6 +44,13 @@ def test_ring_moves_much_and_fewer_hops_move_little() -> None:
     assert choose(Operation.ALL_REDUCE, 100 << 20, 8) is Algorithm.RING
     assert choose(Operation.ALL_REDUCE, 4, 8) is not Algorithm.RING
     assert choose(Operation.ALL_REDUCE, 100 << 20, 8, nodes=NODES) is Algorithm.HIERARCHICAL
+
+
+def test_only_small_sums_are_exchanged_whole() -> None:
+    for world_size in (2, 3, 4, 8):
+        assert choose(Operation.ALL_REDUCE, 4096, world_size, op=ReduceOp.MEAN) == "doubling"
+        for op, nbytes in ((ReduceOp.MAX, 4096), (ReduceOp.SUM, MAX_BYTES + 1), (None, 4)):
+            assert choose(Operation.ALL_REDUCE, nbytes, world_size, op=op) != "doubling"
 
 
 def test_without_nodes_or_on_flat_ones_hierarchical_is_no_candidate() -> None:

@@ -38,6 +38,11 @@ CLOSED_FORMS: dict[tuple[Operation, Algorithm], Formula] = {
         (p - 1) * ALPHA + (p - 1) / p * n * (BETA + GAMMA)
     ),
     (Operation.ALL_GATHER, Algorithm.RING): lambda p, n: (p - 1) * (ALPHA + n / p * BETA),
+    (Operation.ALL_REDUCE, Algorithm.DOUBLING): lambda p, n: (
+        (p.bit_length() - 1) * (ALPHA + n * (BETA + GAMMA))
+        + (2 * (ALPHA + n * BETA) + n * GAMMA) * (p.bit_count() > 1)
+        - ALPHA * (p == 3)  # rank 1, which has no partner beyond, sends meanwhile
+    ),
     (Operation.BROADCAST, Algorithm.RING): lambda p, n: (p - 1) * (ALPHA + n * BETA),
     (Operation.REDUCE, Algorithm.RING): lambda p, n: (p - 1) * (ALPHA + n * (BETA + GAMMA)),
     # The root's port sends w-1 chunks; the last of them has one hop to go.

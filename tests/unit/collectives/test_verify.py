@@ -161,7 +161,7 @@ def test_a_contribution_counted_twice_is_refused() -> None:
 
 
 def test_two_ranks_that_both_send_first_are_a_deadlock() -> None:
-    """With buffers they would get away with it; a plan must not need buffers."""
+    """With buffers they would get away with it; a plan must not need buffers, but for doubling."""
     plans = make_world(
         Operation.ALL_REDUCE,
         1,

@@ -61,6 +61,14 @@ def combine_many(op: ReduceOp, target: Array, sources: Sequence[Array]) -> None:
         target[:] = total
 
 
+def make_nans_alike(array: Array) -> None:
+    """Every NaN becomes the one NaN, so that ranks that computed them themselves have the same."""
+    if array.dtype.kind in "iub":
+        return
+    parts = array.view(array.real.dtype) if array.dtype.kind == "c" else array
+    parts[np.isnan(parts)] = np.nan
+
+
 def conclude(op: ReduceOp, array: Array, world_size: int) -> None:
     """What is left to do once all contributions are in: a mean divides, in the array's dtype."""
     if op is ReduceOp.MEAN and world_size > 1:

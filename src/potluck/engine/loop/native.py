@@ -126,7 +126,7 @@ class NativeLoop:
         chunks = [
             (number, _address(chunk), chunk.shape[0]) for number, chunk in running.chunks.items()
         ]
-        mean = running.mean
+        unfinished = running.unfinished
         residuals = coding.residuals if coding is not None else {}
         self._post(
             running.work,
@@ -143,8 +143,10 @@ class NativeLoop:
                 running.peers,
                 chunks,
                 [(step.action, step.peer, numbers[step.chunk]) for step in plan.steps],
-                0 if mean is None else _address(mean),
-                0 if mean is None else mean.shape[0],
+                0 if unfinished is None else _address(unfinished),
+                0 if unfinished is None else unfinished.shape[0],
+                call.op is ReduceOp.MEAN,
+                running.is_computed_by_all,
                 0 if coding is None else coding.codec.code,
                 -1 if coding is None else coding.own,
                 [_address(residuals[n]) if n in residuals else 0 for n in running.chunks]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from potluck.collectives.plan import Action, Plan
+from potluck.collectives.plan import Action, Algorithm, Plan
 from potluck.engine.arrays import kernels
 from potluck.engine.arrays.coding import Coding
 from potluck.engine.arrays.layout import Array, Chunks
@@ -49,10 +49,11 @@ class RunningPlan:
         work: Work,
         peers: tuple[int, ...],
         nbytes: int,
-        conclude: Array | None = None,
+        result: Array | None = None,
         coding: Coding | None = None,
     ) -> None:
-        """``peers`` maps the plan's ranks to engine ranks; ``conclude`` is where a mean divides.
+        """``peers`` maps the plan's ranks to engine ranks; ``result`` is the whole of what this
+        rank ends with, if anything.
 
         ``coding`` says how segments look on the wire, None: as in memory.
         """
@@ -70,7 +71,7 @@ class RunningPlan:
         self.peers = peers
         self.early: dict[int, deque[tuple[Frame, bytearray]]] = {}
         self._chunks = chunks
-        self._conclude = conclude
+        self._result = result
         self.coding = coding
         self._sends: dict[int, deque[int]] = {}
         self._receives: dict[int, deque[int]] = {}
@@ -102,9 +103,15 @@ class RunningPlan:
         return self._chunks
 
     @property
-    def mean(self) -> Array | None:
-        """What is divided by the world size at the end, if this is a mean."""
-        return self._conclude
+    def unfinished(self) -> Array | None:
+        """What is left to be worked on once all steps are done, if anything is."""
+        is_mean = self.call.op is ReduceOp.MEAN
+        return self._result if is_mean or self.is_computed_by_all else None
+
+    @property
+    def is_computed_by_all(self) -> bool:
+        """Whether each rank computes the result itself, so that they may have different NaNs."""
+        return self.plan.algorithm is Algorithm.DOUBLING
 
     # -- sending
 
@@ -198,8 +205,11 @@ class RunningPlan:
         return self._left == 0
 
     def conclude(self) -> None:
-        if self._conclude is not None and self.call.op is not None:
-            kernels.conclude(self.call.op, self._conclude, self.plan.world_size)
+        array = self.unfinished
+        if array is not None and self.call.op is not None:
+            kernels.conclude(self.call.op, array, self.plan.world_size)
+            if self.is_computed_by_all:
+                kernels.make_nans_alike(array)
 
     def awaited(self) -> list[tuple[int, str]]:
         """(peer, what is missing) for every link this rank still waits on, for errors."""

@@ -147,7 +147,7 @@ class TwoLevel:
             nbytes *= len(self._nodes)
             if request.encoding is not None:
                 return False
-        return pays(request.operation, nbytes, self._nodes)
+        return pays(request.operation, nbytes, self._nodes, op=request.op)
 
     def start(
         self, call: Call, request: Request, source: Array | None, target: Array | None

@@ -103,7 +103,6 @@ def sending(made: Any, connector: Any, to: Sequence[int], nbytes: int) -> Iterat
             work=work,
             peers=(0, 1, 2),
             nbytes=chunk.nbytes,
-            conclude=None,
         )
     )
     yield work

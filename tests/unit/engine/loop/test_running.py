@@ -21,7 +21,7 @@ def running(
     segment_bytes: int = 16,
     op: ReduceOp = ReduceOp.SUM,
     peers: tuple[int, ...] = (0, 1, 2, 3),
-    conclude: np.ndarray | None = None,
+    result: np.ndarray | None = None,
 ) -> RunningPlan:
     """Chunks are 5 int64 each unless given: three segments of 16 bytes."""
     names = {chunk for _, _, chunk in steps}
@@ -38,7 +38,7 @@ def running(
         work=Work("test"),
         peers=peers,
         nbytes=40,
-        conclude=conclude,
+        result=result,
     )
 
 
@@ -137,7 +137,7 @@ def test_segments_are_whole_elements_however_small_the_bound() -> None:
 
 def test_a_mean_divides_once_all_is_in() -> None:
     array = np.array([4.0, 8.0])
-    run = running((COPY, 1, 0), chunks={0: array}, op=ReduceOp.MEAN, conclude=array)
+    run = running((COPY, 1, 0), chunks={0: array}, op=ReduceOp.MEAN, result=array)
     run.conclude()
     assert array.tolist() == [1.0, 2.0]
 
