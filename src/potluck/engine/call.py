@@ -35,6 +35,10 @@ class Call:
     """The user's call of which this is a part: that is what errors name. Not counted."""
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
         if self.on_behalf_of:
             return self.on_behalf_of
         if self.whole is not None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from potluck.collectives import doubling
 from potluck.collectives.choose import chooser
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import make_plan
@@ -20,13 +19,13 @@ from potluck.collectives.two_level import has_levels
 from potluck.engine.arrays import coding
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.arrays.layout import Array, lay_out
-from potluck.engine.arrays.reduction import check
 from potluck.engine.call import Call
 from potluck.engine.connector import Connector
 from potluck.engine.family import Family, open_family
 from potluck.engine.loop.mailbox import ANY_SOURCE, Receiving, sending
 from potluck.engine.loop.running import RunningPlan, as_bytes
-from potluck.engine.windows.channel import NO_WINDOW, ChannelWindow, Request
+from potluck.engine.request import Request
+from potluck.engine.windows.channel import NO_WINDOW, ChannelWindow
 from potluck.engine.windows.group import WindowWork
 from potluck.engine.windows.two_level import NO_LEVELS, TwoLevel, summed
 from potluck.engine.work import Work, deadline_after, finished
@@ -334,19 +333,11 @@ class Communicator:
         encoding: Encoding | None = None,
         whole: Call | None = None,
     ) -> Work:
-        dtype = described.dtype
-        code_of(dtype)
-        if op is not None:
-            check(op, dtype)
-        if encoding is not None:
-            assert source is not None
-            coding.check(encoding, operation, source, op, algorithm)
-        if not 0 <= root < self.world_size:
-            raise ValueError(f"root {root} is outside a world of {self.world_size}")
         chosen = None if algorithm is None else Algorithm(algorithm)
         request = Request(
             operation, source, result, described, op, root, timeout_s, chosen, encoding, whole
         )
+        request.check(self.world_size)
         if self._levels is not None and self._levels.takes(request):
             call = self._call(request, Algorithm.TWO_LEVEL)
             return self._levels.start(call, request, _flat(source), _flat(result))
@@ -354,8 +345,6 @@ class Communicator:
             raise ValueError(NO_LEVELS)
         if encoding is not None:
             request.algorithm = chosen = Algorithm.DIRECT
-        if chosen is Algorithm.DOUBLING and op not in doubling.OPS:
-            raise ValueError(doubling.ONLY_SUMS)
         if chosen not in (None, Algorithm.WINDOW):  # ValueError if there is no such plan
             make_plan(operation, chosen, self.world_size, self.rank, root=root, nodes=self._nodes)
         if self._window is not None:
@@ -409,17 +398,9 @@ class Communicator:
         return work
 
     def _call(self, request: Request, algorithm: Algorithm, on_behalf_of: str = "") -> Call:
-        return Call(
-            request.operation,
-            algorithm,
-            *(request.described.dtype.name, request.described.shape),
-            *(request.op, request.root),
-            self._family.loop.segment_bytes,
-            self._ranks if self._channel else (),
-            request.encoding.codec.name if request.encoding is not None else "",
-            on_behalf_of,
-            request.whole,
-        )
+        ranks = self._ranks if self._channel else ()
+        segment_bytes = self._family.loop.segment_bytes
+        return request.call(algorithm, segment_bytes, ranks, on_behalf_of=on_behalf_of)
 
     def _take_number(self, call: Call) -> int:
         """The number of the next call of this channel, one that goes over links."""

@@ -17,7 +17,6 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -25,11 +24,10 @@ import msgspec
 import numpy as np
 
 from potluck import native
-from potluck.collectives.plan import Algorithm, Operation
+from potluck.collectives.plan import Algorithm
 from potluck.collectives.window import NUM_SLOTS, Costs, credible, small_bytes, spin_s
-from potluck.engine.arrays.coding import Encoding
 from potluck.engine.arrays.layout import Array
-from potluck.engine.call import Call
+from potluck.engine.request import Request, label
 from potluck.engine.windows.group import MAX_BYTES, NUMBERS, OPERATIONS, OPS, Windows, WindowWork
 from potluck.engine.work import Work
 from potluck.transport import memory
@@ -66,56 +64,6 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     """Seconds, see ``collectives.window``: rank 0's, so that all choose alike."""
     cpus: bytes = b""
     """The processors that it may use, one bit each."""
-
-
-class Request:
-    """One call, as the native core wants it."""
-
-    __slots__ = (
-        "algorithm",
-        "described",
-        "encoding",
-        "number",
-        "op",
-        "operation",
-        "result",
-        "root",
-        "source",
-        "timeout_s",
-        "whole",
-    )
-
-    def __init__(
-        self,
-        operation: Operation,
-        source: Array | None,
-        result: Array | None,
-        described: Array,
-        op: ReduceOp | None,
-        root: int,
-        timeout_s: float,
-        algorithm: Algorithm | None = None,
-        encoding: Encoding | None = None,
-        whole: Call | None = None,
-    ) -> None:
-        """``algorithm``: what the caller wants, None for the best. ``whole``: see ``Call``."""
-        self.operation = operation
-        self.source = source
-        self.result = result
-        self.described = described
-        self.op = op
-        self.root = root
-        self.timeout_s = timeout_s
-        self.algorithm = algorithm
-        self.encoding = encoding
-        self.whole = whole
-        self.number = 0
-
-    def label(self) -> str:
-        """The call, as errors name it."""
-        if self.whole is not None:
-            return str(self.whole)
-        return _label(self.operation, self.algorithm, self.described, self.op, self.root)
 
 
 Fallback = Callable[[Request, WindowWork], None]
@@ -224,7 +172,7 @@ class ChannelWindow:
         """The error of a quick call of operation ``number`` that ended so."""
         window = self._window
         reduction = ReduceOp(op) if op is not None else None
-        call = _label(OPERATIONS[number], None, array, reduction, root)
+        call = label(OPERATIONS[number], None, array, reduction, root)
         culprit, has_begun = window.blame() if window is not None else (-1, True)
         peer = self._ranks[culprit] if culprit >= 0 else -1
         return self._windows.failure(outcome, peer, has_begun, call)
@@ -422,30 +370,6 @@ def _usable_cpus() -> bytes:
     bits = sum(1 << cpu for cpu in os.sched_getaffinity(0))
     encoded = bits.to_bytes(-(-bits.bit_length() // 8), "little")
     return encoded if len(encoded) <= _OFFER_BYTES // 2 else b""
-
-
-def _label(
-    operation: Operation,
-    algorithm: Algorithm | None,
-    array: Any,
-    op: ReduceOp | None,
-    root: int,
-) -> str:
-    """A call on ``array`` (NumPy's or a torch tensor), as errors name it."""
-    return _spelled(operation, algorithm, array.dtype, tuple(array.shape), op, root)
-
-
-@lru_cache(maxsize=1024)  # a training makes the same calls over and over
-def _spelled(
-    operation: Operation,
-    algorithm: Algorithm | None,
-    dtype: Any,
-    shape: tuple[int, ...],
-    op: ReduceOp | None,
-    root: int,
-) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return str(Call(operation, algorithm or Algorithm.WINDOW, name, shape, op, root))
 
 
 def _address(array: Array | None) -> int:

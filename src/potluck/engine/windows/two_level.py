@@ -27,7 +27,7 @@ from potluck.engine.arrays.coding import Encoding
 from potluck.engine.arrays.layout import Array, part
 from potluck.engine.call import Call
 from potluck.engine.failures.inquest import ANSWER_S
-from potluck.engine.windows.channel import Request
+from potluck.engine.request import Request
 from potluck.engine.work import Work, deadline_after
 from potluck.types import ReduceOp
 
