@@ -103,7 +103,7 @@ def check(
     if algorithm not in known:
         raise ValueError(
             f"codec={codec.name!r} is lossy, and the direct plan encodes a value only twice; "
-            f"leave algorithm={algorithm!r} out, or the codec"
+            f"leave algorithm={str(algorithm)!r} out, or the codec"
         )
     if residual is not None and (residual.dtype != np.float32 or residual.size != array.size):
         raise ValueError(
