@@ -53,8 +53,8 @@ Loop::Loop(const LoopSpec& spec)
       events_(std::make_shared<Events>()),
       counters_(make_counters(spec.seat.world_size)),
       ports_(fate_, spec.seat,
-             // Less than a few segments could not be counted in quarters.
-             std::max(spec.max_early_bytes, 4 * (spec.segment_bytes + share_overhead)), counters_,
+             // With less than three segments a sender would wait for each report.
+             std::max(spec.max_early_bytes, 3 * (spec.segment_bytes + share_overhead)), counters_,
              {[this] { return current(); }, [this] { check_departed(); },
               [this](int rank) { plans_.announce(rank); },
               [this](int rank) {

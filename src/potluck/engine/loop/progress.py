@@ -74,8 +74,8 @@ class ProgressLoop:
         self._ports = Ports(
             self._fate,
             connector,
-            # Less than a few segments could not be counted in quarters.
-            max_early_bytes=max(max_early_bytes, 4 * (segment_bytes + OVERHEAD)),
+            # With less than three segments a sender would wait for each report.
+            max_early_bytes=max(max_early_bytes, 3 * (segment_bytes + OVERHEAD)),
             meter=meter,
             pending=self._pending,
             on_hold=lambda rank: self._plans.announce(rank),
