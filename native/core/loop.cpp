@@ -186,6 +186,7 @@ void Loop::turn() {
         throw;
     }
     ports_.move(route_, source_);
+    if (closing_ > 0) return;  // what is under way is given up
     const double now = now_s();
     plans_.check_deadlines(now);
     messages_.check_deadlines(now);
@@ -194,8 +195,8 @@ void Loop::turn() {
 // How long there is nothing to do unless something comes.
 double Loop::patience() const {
     if (!ports_.ready.empty() || !ports_.dirty.empty()) return 0;
-    double until = std::min(plans_.wakes_at(), messages_.wakes_at());
-    if (closing_ > 0) until = std::min(until, closing_);
+    const double until =
+        closing_ > 0 ? closing_ : std::min(plans_.wakes_at(), messages_.wakes_at());
     return std::clamp(until - now_s(), 0.0, idle_s);
 }
 
@@ -209,6 +210,7 @@ const Item* Loop::current() const {
 }
 
 void Loop::check_departed() {
+    if (closing_ > 0) return;  // what is under way is given up: who leaves has lost nobody
     for (const auto& running : plans_.pending()) ports_.check_departed(*running);
     messages_.mailbox().each_pending([&](const Item* item) { ports_.check_departed(*item); });
 }

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext
 from potluck.errors import CallbackError, MissingDependency, RemoteError
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world
 from potluck.torch import DDP, ElasticLoop, Policy, ProgressBar, TensorBoardLogger
-from potluck.training import average
+from potluck.training import average, saving
 
 GENERATOR = torch.Generator().manual_seed(2)
 X = torch.randn(20, 3, generator=GENERATOR, dtype=torch.float64)
@@ -156,6 +157,44 @@ def test_a_callback_may_communicate() -> None:
 
 
 # ---------------------------------------------------------------- metrics
+
+
+def test_callbacks_that_communicate_end_early_on_all_ranks_when_one_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 dies before it averages. Worker 0 has saved by then, and is lost where it averages;
+    worker 2 is lost in the save, so that it stands at its average in the next group already."""
+
+    class Saver:
+        def on_train_begin(self, job: Any) -> None:
+            self.job = job
+
+        def on_step_end(self, step: int, loss: float) -> None:
+            self.job.save()
+
+    class Averager(Saver):
+        def __init__(self, ctx: MortalContext) -> None:
+            self.ctx = ctx
+
+        def on_step_end(self, step: int, loss: float) -> None:
+            if step == 3 and self.ctx.epoch == 1 and self.ctx.backend.worker == "1":
+                self.ctx.die()
+            self.job.average(one=1.0)
+
+    save = saving.save
+
+    def lose(ctx: MortalContext, store: Any, state: Any, step: int) -> str:
+        result = save(ctx, store, state, step)
+        if step == 3 and ctx.epoch == 1 and ctx.backend.worker == "2":
+            ctx.recv(np.zeros(1), 1)  # as if its part of the save's last call had never come
+        return result
+
+    monkeypatch.setattr(saving, "save", lose)
+    results = ElasticWorld(
+        3, lambda ctx: train(ctx, Saver(), Averager(ctx), checkpoint=CheckpointStore(tmp_path))
+    ).run()
+    assert sorted(results) == ["0", "2"]
+    assert all(job.step_number == 6 for job in results.values())
 
 
 def test_metrics_are_averaged_by_weight_and_what_is_unknown_is_left_out() -> None:

@@ -328,10 +328,45 @@ def test_a_save_after_a_step_that_some_voted_for_and_others_lost_is_one_save(
             torch.testing.assert_close(mine, right, rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.parametrize("then", ["nothing", "average", "save"])
+def test_a_newcomer_is_let_in_between_turns_and_not_by_a_save(tmp_path: Path, then: str) -> None:
+    """What the script calls after its save, in the same turn, newcomers do not call."""
+    has_joined = threading.Event()
+
+    def join(training: Training) -> None:
+        is_first = training.ctx.members[training.ctx.rank].worker == "0"
+        if is_first and training.job.step_number == 2 and not has_joined.is_set():
+            has_joined.set()
+            world.join()
+
+    def work(ctx: MortalContext) -> Training:
+        training = Training(ctx, CheckpointStore(tmp_path), on_step=join)
+        for x, y, _ in training.job:
+            with training.job.step():
+                training.on_step(training)
+                training.optimizer.zero_grad()
+                loss = F.cross_entropy(training.model(x), y)
+                loss.backward()
+                training.optimizer.step()
+            training.job.save()
+            if then == "average":
+                assert training.job.average(one=1.0) == {"one": 1.0}
+            elif then == "save":
+                training.job.save()
+        return training
+
+    world = ElasticWorld(2, work)
+    results = world.run()
+    assert sorted(results) == ["0", "1", "2"]
+    assert all(training.ctx.world_size == 3 for training in results.values())
+
+
 def test_saving_needs_a_place_and_the_time_between_steps(tmp_path: Path) -> None:
     with DistributedContext(LocalBackend()) as ctx:
         training = Training(ctx, None)
         for _ in training.job:
+            with pytest.raises(RuntimeError, match=r"after job.step\(\), not before"):
+                training.job.save()
             with training.job.step(), pytest.raises(RuntimeError, match="between steps"):
                 training.job.save()
             with pytest.raises(ValueError, match="pass checkpoint=DIRECTORY"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -316,6 +317,44 @@ def test_who_leaves_over_a_receive_that_nobody_answered_is_lost_only_to_those_wh
 
     with open_world(kind, 3) as world:
         world.run(act)
+
+
+def test_who_leaves_has_lost_nobody_and_aborts_nobodys_group() -> None:
+    """Rank 2 gives up its receive from rank 3, which leaves while rank 0 has not answered yet."""
+    linked, begun, departed = threading.Barrier(4), threading.Event(), threading.Event()
+    loops: dict[int, Any] = {}
+
+    def act(ctx: DistributedContext) -> None:
+        for source, target in ((0, 1), (0, 2), (2, 3)):  # all the links there are
+            if ctx.rank == source:
+                ctx.send(x(), target)
+            elif ctx.rank == target:
+                ctx.recv(x(), source)
+        pair = ctx.new_group([0, 1])
+        loop = loops[ctx.rank] = ctx.communicator._family.loop
+        linked.wait(20)
+        if ctx.rank == 0:
+            loop._post(lambda: departed.wait(0.9))
+        elif ctx.rank == 2:
+            given_up = ctx.recv(x(), 3, tag=9, async_op=True)
+            loop._post(loop._begin_close)
+            loop._post(begun.set)
+            ctx.close()
+            with pytest.raises(GroupClosed):
+                given_up.wait()
+        elif ctx.rank == 3:
+            assert begun.wait(20)
+            ctx.close()
+            deadline = time.monotonic() + 0.8
+            while 3 in loops[2]._ports.by_rank and time.monotonic() < deadline:
+                time.sleep(0.001)
+            departed.set()
+        if pair is not None:
+            assert begun.wait(20)
+            for _ in range(20):
+                assert (pair.all_reduce(x()) == 2).all()
+
+    run_world(4, act)
 
 
 def test_closing_over_an_operation_under_way_ends_it_here_and_there() -> None:

@@ -138,7 +138,7 @@ class CheckpointStore:
         if self.asynchronous:
             # The tensors of a state are the model's own memory, and training goes on.
             copies = {n: replace(entry, data=entry.data.copy()) for n, entry in entries.items()}
-            self._writer.submit(partial(self._write, replace(job, entries=copies)))
+            self._writer.submit(partial(self._write_later, replace(job, entries=copies)))
             return None
         return self._write(job)
 
@@ -149,7 +149,10 @@ class CheckpointStore:
     close = wait
 
     def give_up(self) -> None:
-        """A rank is gone: parts that are not there yet are not waited for."""
+        """A rank is gone: parts that are not there yet are not waited for.
+
+        A checkpoint that then is not complete is in the log, and no error of a later save.
+        """
         self._given_up.set()
 
     def next_number(self) -> int:
@@ -189,6 +192,14 @@ class CheckpointStore:
         return None
 
     # ------------------------------------------------------------ writing
+
+    def _write_later(self, job: _Job) -> None:
+        try:
+            self._write(job)
+        except CheckpointError as error:
+            if not job.given_up.is_set():
+                raise
+            _log.warning("%s; a rank was lost meanwhile", error)  # nobody's disk is at fault
 
     def _write(self, job: _Job) -> Path:
         try:

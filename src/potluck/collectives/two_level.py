@@ -155,13 +155,19 @@ def _block_s(num_nodes: int, links: LinkModel) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _seconds(operation: Operation, bucket: int, nodes: tuple[int, ...], links: LinkModel) -> float:
+def _seconds(
+    operation: Operation,
+    bucket: int,
+    op: ReduceOp | None,
+    nodes: tuple[int, ...],
+    links: LinkModel,
+) -> float:
     nbytes = 1 << bucket
     num_nodes = len(set(nodes))
     num_blocks = len(schedule(operation, nbytes, nodes, links=links).blocks)
     inside = _inside_s(nbytes, links)
     # reduce_scatter and all_gather are as many reduces and broadcasts, each of its own part.
-    _, between = fastest(_LIKE[operation], nbytes, num_nodes, links=links)
+    _, between = fastest(_LIKE[operation], nbytes, num_nodes, op=op, links=links)
     block_s = _block_s(num_nodes, links)
     # Blocks are begun while others are under way: only the first one's cost is waited for, unless
     # beginning them is what takes longest.
@@ -196,4 +202,4 @@ def pays(
         return False
     bucket = (nbytes - 1).bit_length()
     _, over_links = fastest(operation, nbytes, len(nodes), op=op, nodes=nodes, links=links)
-    return _seconds(operation, bucket, nodes, links) < over_links
+    return _seconds(operation, bucket, op, nodes, links) < over_links

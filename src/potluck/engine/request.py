@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class Request:
         self.result = result
         self.described = described
         self.op = op
-        self.root = root
+        self.root = index(root)
         self.timeout_s = timeout_s
         self.algorithm = algorithm
         self.encoding = encoding
@@ -71,7 +72,7 @@ class Request:
             coding.check(self.encoding, self.operation, self.source, self.op, self.algorithm)
         if not 0 <= self.root < world_size:
             raise ValueError(f"root {self.root} is outside a world of {world_size}")
-        if self.algorithm is Algorithm.DOUBLING and self.op not in doubling.OPS:
+        if self.algorithm is Algorithm.DOUBLING and self.op not in (None, *doubling.OPS):
             raise ValueError(doubling.ONLY_SUMS)
 
     def call(

@@ -59,7 +59,7 @@ class Agreement:
         self._store = store
         self._resolution: Resolution | None = None
         self._agreed = False
-        self._saved_at = -1
+        self._tried_at = self._saved_at = -1
         self._own: list[State] = []  # what each rank of a loaded checkpoint had for itself
 
     @property
@@ -68,9 +68,9 @@ class Agreement:
         return self._store is not None
 
     @property
-    def due(self) -> bool:
-        """Whether the members must agree before they train on."""
-        return not self._agreed or self.cause is not None or self.newcomers
+    def is_lost(self) -> bool:
+        """Whether the members must agree before they do anything together."""
+        return not self._agreed or self.cause is not None
 
     def agree(self, pending: int) -> tuple[Resolution, float]:
         """Form the next group if one is due, and decide with its members what counts.
@@ -98,7 +98,7 @@ class Agreement:
         self._adopt(rows[max(resolution.source, 0)])
         self._resolution, self._agreed, self.hash_due = resolution, True, True
         self.save_due = bool(rows[:, 8].any())
-        self._saved_at = -1  # what only some have heard of does not count
+        self._tried_at = self._saved_at = -1  # what only some have heard of does not count
         if reformed and self.has_state:
             since = began if self.lost_at is None else self.lost_at
             seconds = time.monotonic() - since
@@ -129,7 +129,7 @@ class Agreement:
             self._replica.restore_own(self._own[ctx.rank])
         self._own = []
         if afresh:
-            self._saved_at = self._progress.step
+            self._tried_at = self._progress.step
         self.has_state, self._resolution = True, None
         self.history = max(self.history, resolution.history)
 
@@ -139,8 +139,9 @@ class Agreement:
         Every rank must call it. Training goes on without.
         """
         step = self._progress.step
-        is_new = step not in (0, self._saved_at)
-        if self._store is None or not (self.save_due or (due and is_new)):
+        is_asked = self.save_due and step != self._saved_at
+        if self._store is None or not (is_asked or (due and step not in (0, self._tried_at))):
+            self.save_due = False
             return None
         failed: CheckpointError | None = None
         try:
@@ -151,7 +152,9 @@ class Agreement:
         except CheckpointError as error:
             self._complain(error)  # where another rank has failed, that one complains
             failed = error
-        self._saved_at, self.save_due = step, False  # if this rank is lost before: all do it again
+        # Only now: if this rank is lost before, all do it again.
+        self._tried_at, self.save_due = step, False
+        self._saved_at = -1 if failed else step
         return failed
 
     def finish_saving(self) -> None:

@@ -9,9 +9,9 @@
     ElasticLoop(..., callbacks=[Report()])
 
 Every method is optional; every rank calls its own objects. A committed step is told once, on each
-rank that was there; a step that was run again is not told twice. A callback may communicate, if
-all ranks' callbacks do; a peer lost meanwhile ends it early. Any other exception of a callback
-ends the training on all ranks with a CallbackError that names it.
+rank that was there; a step that was run again is not told twice. A callback may call
+``job.average`` and ``job.save``, if all ranks' callbacks do; a peer lost meanwhile ends it early.
+Any other exception of a callback ends the training on all ranks with a CallbackError that names it.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from potluck.checkpoint.store import CheckpointStore
+from potluck.engine.work import again
 from potluck.errors import (
     CheckpointError,
     Diverged,
@@ -95,6 +96,9 @@ class ElasticLoop:
         self._attempts = 0
         self._begun = False
         self._told_of = 0  # the group that callbacks know of
+        # What ended the last group, if this rank has entered another since its step began: until
+        # the next one others may stand elsewhere in their scripts.
+        self._moved_on: GroupError | None = None
         # The step under way.
         self._share: Share | None = None
         self._batch: Batch | None = None
@@ -176,7 +180,7 @@ class ElasticLoop:
 
     def __iter__(self) -> Iterator[Share]:
         while True:
-            self._settle(ending=True)
+            self._settle(at_step=True)
             if not self._begun:
                 self._begun = True
                 self._tell("on_train_begin", self.face)
@@ -234,8 +238,12 @@ class ElasticLoop:
     def average(self, **metrics: Any) -> dict[str, float]:
         """The means of ``metrics`` over all ranks: in a step by samples, else by equal parts.
 
-        Every rank must call it with the same names; in a step before its commit.
+        Every rank must call it with the same names; in a step before its commit. A peer lost
+        between steps is PeerLost, also after the next group has formed and until the next step: not
+        all ranks are at this call then.
         """
+        if self._share is None and self._moved_on is not None:
+            raise again(self._moved_on)
         weight = 1.0 if self._share is None else self._share.weight
         return average(self.ctx, metrics, weight=weight)
 
@@ -244,8 +252,10 @@ class ElasticLoop:
 
         CheckpointError on all ranks if one could not write; ValueError without a place for it.
         """
-        if self._open:
-            raise RuntimeError("a checkpoint is written between steps, not inside job.step()")
+        if self._share is not None:  # the group may change here, and with it this rank's share
+            raise RuntimeError(
+                "a checkpoint is written between steps: after job.step(), not before or inside it"
+            )
         if not self._agreement.has_place:
             raise ValueError("there is no place for checkpoints: pass checkpoint=DIRECTORY")
         # Not at once: a rank that has not heard how its step ended, or has lost its group, must do
@@ -304,6 +314,7 @@ class ElasticLoop:
         """
         while True:
             self._lost(error)
+            self._moved_on = error
             try:
                 resolution, loss = self._agreement.agree(pending)
             except LOST as again:
@@ -370,7 +381,8 @@ class ElasticLoop:
         try:
             self._callbacks.call(event, *arguments)
         except LOST as error:
-            self._lost(error)
+            if self._moved_on is None:
+                self._lost(error)
         except GroupError:
             raise
         except Exception as error:
@@ -398,34 +410,38 @@ class ElasticLoop:
 
     # ------------------------------------------------------------ between steps
 
-    def _settle(self, *, ending: bool = False) -> CheckpointError | None:
+    def _settle(self, *, at_step: bool = False) -> CheckpointError | None:
         """Return in a group whose members all stand where this rank stands, and have saved.
 
-        ``ending``: if that is the end, nobody returns before all are there. The result is why a
-        checkpoint that was due could not be written, if one could not.
+        ``at_step``: the next step follows, whatever happens. Then newcomers who wait are let in,
+        and if that is the end, nobody returns before all are there. The result is why a checkpoint
+        that was due could not be written, if one could not.
         """
         agreement = self._agreement
         while True:
             try:
-                if agreement.due:
+                if agreement.is_lost or (at_step and agreement.newcomers):
                     agreement.agree(0)
                     self._pace.new_group()
                 agreement.bring_up_to_date()
                 self._pace.exchange(self.ctx, self._progress)
                 every = self._policy.save_every
                 failed = agreement.save(due=self.done or self.step_number % every == 0)
-                if self.done and ending:
+                if self.done and at_step:
                     agreement.compare_at_the_end()
                 break
             except LOST as error:
                 self._lost(error)
+                self._moved_on = error
             except Exception as error:
                 if not isinstance(error, GroupError | Diverged):
                     self.ctx.abort(error)
                 raise
-        known, self._told_of = self._told_of, self.ctx.epoch
-        if self._begun and self.ctx.epoch != known:
-            self._tell("on_group_change", self.ctx.world_size)
+        if at_step:
+            self._moved_on = None
+            known, self._told_of = self._told_of, self.ctx.epoch
+            if self._begun and self.ctx.epoch != known:
+                self._tell("on_group_change", self.ctx.world_size)
         return failed
 
     def _finish(self) -> None:

@@ -77,7 +77,7 @@ class ProgressLoop:
             # With less than three segments a sender would wait for each report.
             max_early_bytes=max(max_early_bytes, 3 * (segment_bytes + OVERHEAD)),
             meter=meter,
-            pending=self._pending,
+            pending=self._wanted,
             on_hold=lambda rank: self._plans.announce(rank),
             wake=self._wake_for,
         )
@@ -205,16 +205,19 @@ class ProgressLoop:
             self._inbox.popleft()
         ports.move(self._route, self._next_outgoing)
         now = time.monotonic()
-        self._plans.check_deadlines(now)
-        self._messages.check_deadlines(now)
+        if self._closing is None:
+            self._plans.check_deadlines(now)
+            self._messages.check_deadlines(now)
 
     def _patience(self) -> float:
         """How long there is nothing to do unless something comes."""
         if self._ports.ready or self._ports.dirty or self._inbox or self._woken:
             return 0.0
-        times = [*self._plans.wake_times(), *(item.deadline for item in self._messages.pending())]
         if self._closing is not None:
-            times.append(self._closing)
+            times = [self._closing]
+        else:
+            deadlines = (item.deadline for item in self._messages.pending())
+            times = [*self._plans.wake_times(), *deadlines]
         if not times:
             return _IDLE_S
         return max(0.0, min(_IDLE_S, min(times) - time.monotonic()))
@@ -229,6 +232,10 @@ class ProgressLoop:
     def _pending(self) -> Iterable[RunningPlan | Sending | Receiving]:
         yield from self._plans.pending()
         yield from self._messages.pending()
+
+    def _wanted(self) -> Iterable[RunningPlan | Sending | Receiving]:
+        """What is under way and not given up: who leaves has lost nobody."""
+        return self._pending() if self._closing is None else ()
 
     def _begin(self, work: Work, begin: Callable[[], None]) -> None:
         """Begin an operation, unless the group is over or being left."""
