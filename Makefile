@@ -48,6 +48,11 @@ soak: ## 10,000 seeds of the cluster simulator; names those that fail (ARGS="--c
 	@tools/environment dev
 	@$(BIN)/python -m potluck.testing.cluster_sim $(ARGS)
 
+.PHONY: jitter
+jitter: ## The tests of whole worlds on links that dawdle, other ones each time (ARGS="-k save")
+	@tools/environment dev
+	@$(BIN)/pytest -n 2 --jitter tests/world $(ARGS)
+
 .PHONY: faults
 faults: ## The table of faults, on hosts (root); into docs/reliability.md and docs/security.md
 	@tools/environment dev

@@ -22,6 +22,7 @@ import hypothesis
 import pytest
 
 from potluck.testing.figures import Figures
+from potluck.testing.jitter import dawdle
 
 SEED = int(os.environ.get("POTLUCK_TEST_SEED") or random.SystemRandom().randrange(2**32))
 GRACE_S = 2.0
@@ -54,6 +55,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", type=Path, help="a file that gets what tests measure, as JSON")
+    parser.addoption("--jitter", action="store_true", help="in-process links dawdle at random")
     parser.addoption("--long", action="store_true", help="run the tests that take minutes, too")
 
 
@@ -95,6 +97,12 @@ def own_environment(
     monkeypatch.setenv("POTLUCK_HOME", str(home))
     random.seed(SEED)
     return home
+
+
+@pytest.fixture(autouse=True)
+def jitter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.config.getoption("--jitter"):
+        dawdle(monkeypatch, request.getfixturevalue("seed"))
 
 
 @pytest.fixture(autouse=True)
