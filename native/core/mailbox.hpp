@@ -138,7 +138,6 @@ public:
         for (const auto& [key, item] : receiving) visit(item.get());
     }
 
-
 private:
     std::list<Arrived> early_;
 };

@@ -47,8 +47,8 @@ def choose(
     operation: Operation,
     nbytes: int,
     world_size: int,
-    *,
     op: ReduceOp | None = None,
+    *,
     nodes: tuple[int, ...] | None = None,
     links: LinkModel | None = None,
 ) -> Algorithm:
@@ -62,15 +62,15 @@ def choose(
     Cost: about a microsecond when asked before; the first time some tens of milliseconds for 64
     ranks, and more beyond. Raises ``ValueError`` for negative ``nbytes`` and bad worlds.
     """
-    return fastest(operation, nbytes, world_size, op=op, nodes=nodes, links=links)[0]
+    return fastest(operation, nbytes, world_size, op, nodes=nodes, links=links)[0]
 
 
 def fastest(
     operation: Operation,
     nbytes: int,
     world_size: int,
-    *,
     op: ReduceOp | None = None,
+    *,
     nodes: tuple[int, ...] | None = None,
     links: LinkModel | None = None,
 ) -> tuple[Algorithm, float]:
@@ -82,7 +82,9 @@ def fastest(
     return _choose(operation, bucket, world_size, may_double, nodes, links)
 
 
-def chooser(group: Group, ranks: Sequence[int], nodes: tuple[int, ...]) -> Callable[..., Algorithm]:
+def chooser(
+    group: Group, ranks: Sequence[int], nodes: tuple[int, ...]
+) -> Callable[[Operation, int, int, ReduceOp | None], Algorithm]:
     """``choose`` for these ``ranks`` of ``group``, with what the group knows of its links.
 
     All ranks hold the same figures, so all choose alike.

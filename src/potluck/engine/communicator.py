@@ -367,9 +367,7 @@ class Communicator:
         operation, described, root = request.operation, request.described, request.root
         result, encoding = request.result, request.encoding
         nodes, world = self._nodes, self.world_size
-        chosen = request.algorithm or self._choose(
-            operation, described.nbytes, world, op=request.op
-        )
+        chosen = request.algorithm or self._choose(operation, described.nbytes, world, request.op)
         plan = make_plan(operation, chosen, world, self.rank, root=root, nodes=nodes)
         call = self._call(request, chosen, on_behalf_of)
         work = work or Work(str(call), result)

@@ -6,8 +6,6 @@ from functools import lru_cache
 from operator import index
 from typing import Any
 
-import numpy as np
-
 from potluck.collectives import doubling
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.engine.arrays import coding
@@ -84,13 +82,12 @@ class Request:
         on_behalf_of: str = "",
     ) -> Call:
         """This request, made by ``algorithm``, as ranks compare it. The arguments: see ``Call``."""
-        operation, array, op, root = self.operation, self.described, self.op, self.root
-        codec = self.encoding.codec.name if self.encoding is not None else ""
-        if on_behalf_of or self.whole is not None:
-            spelled = (operation, algorithm, array.dtype.name, array.shape, op, root)
-            return Call(*spelled, segment_bytes, ranks, codec, on_behalf_of, self.whole)
         return _call(
-            operation, algorithm, array.dtype, array.shape, op, root, segment_bytes, ranks, codec
+            *(self.operation, algorithm, self.described.dtype, self.described.shape),
+            *(self.op, self.root, segment_bytes, ranks),
+            self.encoding.codec.name if self.encoding is not None else "",
+            on_behalf_of,
+            self.whole,
         )
 
     def label(self) -> str:
@@ -108,25 +105,10 @@ def label(
     root: int,
 ) -> str:
     """A call on ``array`` (NumPy's or a torch tensor), as errors name it."""
-    return _spelled(operation, algorithm, array.dtype, tuple(array.shape), op, root)
+    how = algorithm or Algorithm.WINDOW
+    return str(_call(operation, how, array.dtype, tuple(array.shape), op, root))
 
 
-# A training makes the same calls over and over.
-
-
-@lru_cache(maxsize=1024)
-def _spelled(
-    operation: Operation,
-    algorithm: Algorithm | None,
-    dtype: Any,
-    shape: tuple[int, ...],
-    op: ReduceOp | None,
-    root: int,
-) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return str(Call(operation, algorithm or Algorithm.WINDOW, name, shape, op, root))
-
-
-@lru_cache(maxsize=1024)
-def _call(operation: Operation, algorithm: Algorithm, dtype: np.dtype[Any], *rest: Any) -> Call:
-    return Call(operation, algorithm, dtype.name, *rest)
+@lru_cache(maxsize=1024)  # a training makes the same calls over and over
+def _call(operation: Operation, algorithm: Algorithm, dtype: Any, *rest: Any) -> Call:
+    return Call(operation, algorithm, str(dtype).removeprefix("torch."), *rest)

@@ -96,9 +96,9 @@ class ElasticLoop:
         self._attempts = 0
         self._begun = False
         self._told_of = 0  # the group that callbacks know of
-        # What ended the last group, if this rank has entered another since its step began: until
-        # the next one others may stand elsewhere in their scripts.
-        self._moved_on: GroupError | None = None
+        # What ended a group since the last step began: until the next one others may stand
+        # elsewhere in their scripts.
+        self._interrupted: GroupError | None = None
         # The step under way.
         self._share: Share | None = None
         self._batch: Batch | None = None
@@ -242,8 +242,8 @@ class ElasticLoop:
         between steps is PeerLost, also after the next group has formed and until the next step: not
         all ranks are at this call then.
         """
-        if self._share is None and self._moved_on is not None:
-            raise again(self._moved_on)
+        if self._share is None and self._interrupted is not None:
+            raise again(self._interrupted)
         weight = 1.0 if self._share is None else self._share.weight
         return average(self.ctx, metrics, weight=weight)
 
@@ -314,11 +314,10 @@ class ElasticLoop:
         """
         while True:
             self._lost(error)
-            self._moved_on = error
             try:
                 resolution, loss = self._agreement.agree(pending)
-            except LOST as again:
-                error = again
+            except LOST as another:
+                error = another
                 continue
             self._pace.new_group()
             if self.ctx.rank in resolution.apply:
@@ -381,7 +380,7 @@ class ElasticLoop:
         try:
             self._callbacks.call(event, *arguments)
         except LOST as error:
-            if self._moved_on is None:
+            if self._interrupted is None:
                 self._lost(error)
         except GroupError:
             raise
@@ -399,7 +398,7 @@ class ElasticLoop:
         if self._agreement.lost_at is None:
             self._agreement.lost_at = now
         self._attempts += 1
-        self._agreement.cause = error
+        self._agreement.cause = self._interrupted = error
         if not self.ctx.elastic:
             raise error
         waited = now - self._agreement.lost_at
@@ -432,13 +431,12 @@ class ElasticLoop:
                 break
             except LOST as error:
                 self._lost(error)
-                self._moved_on = error
             except Exception as error:
                 if not isinstance(error, GroupError | Diverged):
                     self.ctx.abort(error)
                 raise
         if at_step:
-            self._moved_on = None
+            self._interrupted = None
             known, self._told_of = self._told_of, self.ctx.epoch
             if self._begun and self.ctx.epoch != known:
                 self._tell("on_group_change", self.ctx.world_size)

@@ -57,11 +57,6 @@ def conclude(op: ReduceOp, array: Array, world_size: int) -> None:
         reduction.conclude(op, array, world_size)
 
 
-def make_nans_alike(array: Array) -> None:
-    """Every NaN becomes the one NaN, so that ranks that computed them themselves have the same."""
-    reduction.make_nans_alike(array)
-
-
 def crc32c(data: memoryview, before: int = 0) -> int:
     """CRC-32C of ``data``, after bytes whose checksum is ``before``."""
     if native.available:

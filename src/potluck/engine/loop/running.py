@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from potluck.collectives.plan import Action, Algorithm, Plan
-from potluck.engine.arrays import kernels
+from potluck.engine.arrays import kernels, reduction
 from potluck.engine.arrays.coding import Coding
 from potluck.engine.arrays.layout import Array, Chunks
 from potluck.engine.call import Call
@@ -209,7 +209,7 @@ class RunningPlan:
         if array is not None and self.call.op is not None:
             kernels.conclude(self.call.op, array, self.plan.world_size)
             if self.is_computed_by_all:
-                kernels.make_nans_alike(array)
+                reduction.make_nans_alike(array)
 
     def awaited(self) -> list[tuple[int, str]]:
         """(peer, what is missing) for every link this rank still waits on, for errors."""
