@@ -406,6 +406,9 @@ def test_the_first_error_stays_and_a_fresh_one_is_raised_each_time() -> None:
 
 
 def test_callbacks_run_once_whatever_they_raise(caplog: pytest.LogCaptureFixture) -> None:
+    def too_late(work: object) -> None:
+        raise RuntimeError("when all was over")
+
     def act(ctx: DistributedContext) -> None:
         called = []
 
@@ -420,11 +423,13 @@ def test_callbacks_run_once_whatever_they_raise(caplog: pytest.LogCaptureFixture
         late: list[object] = []
         work.add_done_callback(late.append)
         assert late == [work]
+        work.add_done_callback(too_late)
         ctx.barrier()
         assert called == [work]
 
     run_world(2, act)
     assert "in a callback" in caplog.text
+    assert "when all was over" in caplog.text
 
 
 # ---------------------------------------------------------------- killed members

@@ -110,12 +110,15 @@ class Work:
         return self
 
     def add_done_callback(self, callback: Callable[[Work], None]) -> None:
-        """Call ``callback(work)`` when the operation ends, on the progress loop, or now."""
+        """Call ``callback(work)`` when the operation ends, on the progress loop, or now.
+
+        What it raises is logged, wherever it is called.
+        """
         with self._lock:
             if not self._event.is_set():
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._call(callback)
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the operation (called by whoever runs it). Later calls are ignored."""
@@ -125,10 +128,13 @@ class Work:
             self._error = error
             self._event.set()
         for callback in self._callbacks:
-            try:
-                callback(self)
-            except Exception:  # the progress loop must live on for everybody else
-                _log.exception("a done-callback of %s raised", self.call)
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Work], None]) -> None:
+        try:
+            callback(self)
+        except Exception:  # the progress loop must live on for everybody else
+            _log.exception("a done-callback of %s raised", self.call)
 
 
 def finished(call: str, result: Any) -> Work:
