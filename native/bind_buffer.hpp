@@ -29,10 +29,13 @@ private:
     Py_buffer view_{};
 };
 
-// Runs `work`, without the interpreter lock where it takes longer than handing the lock over.
+// Work on fewer bytes takes less long than handing the interpreter lock over, and taking it again.
+constexpr std::size_t WORTH_UNLOCKING = 32768;
+
+// Runs `work`, without the interpreter lock where that is worth it.
 template <class Work>
 void without_lock(std::size_t bytes, Work&& work) {
-    if (bytes < 32768) return work();
+    if (bytes < WORTH_UNLOCKING) return work();
     nanobind::gil_scoped_release released;
     work();
 }

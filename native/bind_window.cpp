@@ -387,14 +387,14 @@ private:
         last_number_ = number_++;
         stamp(call, last_number_);
         Ticket ticket(call, in_ns(timeout_s), nbytes, LEFT_ID);
-        Outcome outcome = Outcome::PENDING;
-        for (std::int64_t until = ticket.began_ns + SIGNALS_NS;; until += SIGNALS_NS) {
+        Outcome outcome = nbytes < WORTH_UNLOCKING ? queue_->dash(ticket) : Outcome::PENDING;
+        for (std::int64_t until = ticket.began_ns + SIGNALS_NS; outcome == Outcome::PENDING;
+             until += SIGNALS_NS) {
             {
                 nb::gil_scoped_release released;
                 outcome = queue_->run(ticket, until);
             }
-            if (outcome != Outcome::PENDING) break;
-            if (PyErr_CheckSignals() != 0) {
+            if (outcome == Outcome::PENDING && PyErr_CheckSignals() != 0) {
                 // The call goes on without its caller, so its arrays must stay.
                 auto left = std::make_shared<Ticket>(ticket);
                 kept_.emplace_back(left, nb::borrow(source), nb::borrow(result));

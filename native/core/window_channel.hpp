@@ -61,6 +61,8 @@ public:
     // Block until `need` is met (DONE) or can't be (then `culprit` tells who is to blame), or
     // until the moment `until_ns` (PENDING).
     Outcome wait(const Need& need, std::int64_t until_ns);
+    // The same, but for a microsecond or two at most, if it is worth it.
+    Outcome glance(const Need& need);
     // For a thread that waits for several channels: what to sleep on, or that there is no need to.
     bool prepare_sleep(const Need& need, Watch* watch);
     void awake() { mine().want.store(0, std::memory_order_relaxed); }

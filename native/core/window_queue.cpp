@@ -95,7 +95,10 @@ bool Queue::reserve() {
 }
 
 Outcome Queue::run(Ticket& ticket, std::int64_t until_ns) {
-    Outcome outcome = drive(ticket, std::min(until_ns, ticket.deadline_ns));
+    return end_or_keep(ticket, drive(ticket, std::min(until_ns, ticket.deadline_ns)));
+}
+
+Outcome Queue::end_or_keep(Ticket& ticket, Outcome outcome) {
     const std::int64_t now = now_ns();
     if (outcome == Outcome::PENDING) {
         if (now < ticket.deadline_ns) return outcome;
@@ -210,13 +213,14 @@ Tickets Queue::front() {
     return calls_.empty() ? nullptr : calls_.front();
 }
 
-Outcome Queue::drive(Ticket& ticket, std::int64_t until_ns) {
+Outcome Queue::drive(Ticket& ticket, std::int64_t until_ns, bool is_hasty) {
     // A call that has all it needs ends well, whatever became of the group since it began.
     if (!ticket.movement.has_begun() && channel.is_stopped()) return Outcome::STOPPED;
     while (true) {
         Outcome outcome = ticket.movement.step(channel);
-        if (outcome == Outcome::PENDING) outcome = channel.wait(ticket.movement.need(), until_ns);
-        else return outcome;
+        if (outcome != Outcome::PENDING) return outcome;
+        const Need& need = ticket.movement.need();
+        outcome = is_hasty ? channel.glance(need) : channel.wait(need, until_ns);
         if (outcome != Outcome::DONE) return outcome;
     }
 }

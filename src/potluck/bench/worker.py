@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +68,26 @@ class Worker:
     def time(self, operation: str, nbytes: int, calls: int, warm: bool) -> dict[str, Any]:
         """Seconds and CPU seconds of ``calls`` calls, after one that is not counted if ``warm``."""
         call = self.case(operation, nbytes).call
-        clock = time.perf_counter
-        stamps = [0.0] * (calls + 1)
         if warm:
             call()
         self.library.barrier()
-        cpu = time.process_time()
+        cpu, start = time.process_time(), time.perf_counter()
+        for _ in repeat(None, calls):
+            call()
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "cpu_s": time.process_time() - cpu}
+
+    def one_call(self, operation: str, nbytes: int, calls: int) -> dict[str, Any]:
+        """Median seconds of one call of ``calls``, of a clock's reading, too: `time` reads none."""
+        call = self.case(operation, nbytes).call
+        clock = time.perf_counter
+        stamps = [0.0] * (calls + 1)
+        self.library.barrier()
         stamps[0] = clock()
         for number in range(1, calls + 1):
             call()
             stamps[number] = clock()
-        cpu = time.process_time() - cpu
-        each = np.diff(stamps)
-        return {
-            "seconds": stamps[-1] - stamps[0],
-            "cpu_s": cpu,
-            "call_median_s": float(np.median(each)),
-        }
+        return {"seconds": float(np.median(np.diff(stamps)))}
 
     def memory(self, operation: str, nbytes: int) -> dict[str, Any]:
         """Bytes above the user's buffers: the most that this process holds during three calls,
@@ -180,6 +184,13 @@ def serve(peer: Peer) -> int:
                     "warm": bool(warm),
                 }:
                     channel.send(**worker.time(operation, nbytes, calls, warm))
+                case {
+                    "do": "one_call",
+                    "operation": str(operation),
+                    "nbytes": int(nbytes),
+                    "calls": int(calls),
+                }:
+                    channel.send(**worker.one_call(operation, nbytes, calls))
                 case {"do": "memory", "operation": str(operation), "nbytes": int(nbytes)}:
                     channel.send(**worker.memory(operation, nbytes))
                 case {"do": "describe"}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,26 +31,26 @@ class Gloo:
         whole = torch.empty(mine.size * self.world_size if operation == "all-gather" else mine.size)
         match operation:
             case "all-reduce":
-                return Case(lambda: dist.all_reduce(tensor), tensor.numpy, mine.nbytes)
+                return Case(partial(dist.all_reduce, tensor), tensor.numpy, mine.nbytes)
             case "broadcast":
-                return Case(lambda: dist.broadcast(tensor, 0), tensor.numpy, mine.nbytes)
+                return Case(partial(dist.broadcast, tensor, 0), tensor.numpy, mine.nbytes)
             case "reduce":
-                return Case(lambda: dist.reduce(tensor, 0), tensor.numpy, mine.nbytes)
+                return Case(partial(dist.reduce, tensor, 0), tensor.numpy, mine.nbytes)
             case "reduce-scatter":
                 return Case(
-                    lambda: dist.reduce_scatter_tensor(part, tensor),
+                    partial(dist.reduce_scatter_tensor, part, tensor),
                     part.numpy,
                     mine.nbytes + part.nbytes,
                 )
             case "all-gather":
                 return Case(
-                    lambda: dist.all_gather_into_tensor(whole, tensor),
+                    partial(dist.all_gather_into_tensor, whole, tensor),
                     whole.numpy,
                     mine.nbytes + whole.nbytes,
                 )
             case "all-to-all":
                 return Case(
-                    lambda: dist.all_to_all_single(whole, tensor),
+                    partial(dist.all_to_all_single, whole, tensor),
                     whole.numpy,
                     mine.nbytes + whole.nbytes,
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -25,25 +26,25 @@ class Mpi:
         is_root = self.rank == 0
         match operation:
             case "all-reduce":
-                return Case(lambda: comm.Allreduce(MPI.IN_PLACE, mine), lambda: mine, mine.nbytes)
+                return Case(partial(comm.Allreduce, MPI.IN_PLACE, mine), lambda: mine, mine.nbytes)
             case "broadcast":
-                return Case(lambda: comm.Bcast(mine), lambda: mine, mine.nbytes)
+                return Case(partial(comm.Bcast, mine), lambda: mine, mine.nbytes)
             case "reduce":
                 send, receive = (MPI.IN_PLACE, mine) if is_root else (mine, None)
-                return Case(lambda: comm.Reduce(send, receive), lambda: mine, mine.nbytes)
+                return Case(partial(comm.Reduce, send, receive), lambda: mine, mine.nbytes)
             case "reduce-scatter":
                 return Case(
-                    lambda: comm.Reduce_scatter_block(mine, part),
+                    partial(comm.Reduce_scatter_block, mine, part),
                     lambda: part,
                     mine.nbytes + part.nbytes,
                 )
             case "all-gather":
                 return Case(
-                    lambda: comm.Allgather(mine, whole), lambda: whole, mine.nbytes + whole.nbytes
+                    partial(comm.Allgather, mine, whole), lambda: whole, mine.nbytes + whole.nbytes
                 )
             case "all-to-all":
                 return Case(
-                    lambda: comm.Alltoall(mine, whole), lambda: whole, mine.nbytes + whole.nbytes
+                    partial(comm.Alltoall, mine, whole), lambda: whole, mine.nbytes + whole.nbytes
                 )
         return None
 
