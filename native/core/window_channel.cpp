@@ -8,8 +8,8 @@ namespace {
 
 // Nobody sleeps longer without looking: a waker may have been stopped before it could ring.
 constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
-constexpr int LOOKS_PER_CLOCK = 8;
-constexpr int LOOKS_AT_A_GLANCE = 32;
+constexpr int FEW_LOOKS = 8;
+constexpr int MORE_LOOKS = 24;
 
 }  // namespace
 
@@ -38,6 +38,7 @@ int Channel::dissenter(int who, std::uint64_t fingerprint) const {
 
 void Channel::arrive() {
     ++tick_;
+    mine().core.store(current_core(), std::memory_order_relaxed);
     // Sequentially consistent, as is the sleeper's `want`: one of the two sees the other.
     mine().tick.store(tick_, std::memory_order_seq_cst);
     for (int i = 1; i < shape.world; ++i) {
@@ -128,13 +129,26 @@ bool Channel::prepare_sleep(const Need& need, Watch* watch) {
     return !has({need.who, need.tick + need.ahead}) && verdict(need) == Outcome::PENDING;
 }
 
+// Whether the first rank that is awaited was last seen on this very core: the system may take many
+// milliseconds to part the two.
+bool Channel::is_in_the_way(const Need& need) const {
+    const int late = laggard(need), here = current_core();
+    return late >= 0 && here >= 0 && seat(late).core.load(std::memory_order_relaxed) == here;
+}
+
+bool Channel::looks_for(const Need& need, int looks) {
+    for (int look = 0; look < looks; ++look) {
+        relax();
+        if (has(need)) return true;
+    }
+    return false;
+}
+
 bool Channel::spins_until(const Need& need) {
     std::int64_t until = 0;  // most waits end before the clock needs to be read
     while (true) {
-        for (int look = 0; look < LOOKS_PER_CLOCK; ++look) {
-            relax();
-            if (has(need)) return true;
-        }
+        if (looks_for(need, FEW_LOOKS)) return true;
+        if (is_in_the_way(need)) yield();
         const std::int64_t now = now_ns();
         if (until == 0) until = now + spin_ns_;
         if (now >= until || is_stopped()) return false;
@@ -142,12 +156,10 @@ bool Channel::spins_until(const Need& need) {
 }
 
 Outcome Channel::glance(const Need& need) {
-    const int looks = shares_cores() ? 0 : LOOKS_AT_A_GLANCE;
-    for (int look = 0; look < looks; ++look) {
-        relax();
-        if (has(need)) return Outcome::DONE;
-    }
-    return has(need) ? Outcome::DONE : Outcome::PENDING;
+    const bool is_met =
+        has(need) || (!shares_cores() && (looks_for(need, FEW_LOOKS) ||
+                                          (!is_in_the_way(need) && looks_for(need, MORE_LOOKS))));
+    return is_met ? Outcome::DONE : Outcome::PENDING;
 }
 
 Outcome Channel::wait(const Need& need, std::int64_t until_ns) {

@@ -91,6 +91,8 @@ private:
     Seat& mine() const { return seats_[rank]; }
     void ring(int of_rank);
     bool is_met(std::uint64_t wish) const;
+    bool is_in_the_way(const Need& need) const;
+    bool looks_for(const Need& need, int looks);
     bool spins_until(const Need& need);
 
     Header* header_;

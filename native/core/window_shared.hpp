@@ -35,10 +35,12 @@ struct Elsewhere {
 };
 
 struct alignas(128) Seat {
-    // One line, read by all: how far this rank is, and in which of its last calls.
+    // One line, read by all: how far this rank is, in which of its last calls, and on which core it
+    // was at its last tick.
     Word tick;
     Word left;
     std::atomic<std::uint64_t> calls[NUM_CALLS];
+    std::atomic<std::int32_t> core;
 
     // Another line: what this rank sleeps for (0: nothing), as `wish` packs it.
     alignas(128) std::atomic<std::uint64_t> want;
@@ -48,7 +50,7 @@ struct alignas(128) Seat {
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
-static_assert(offsetof(Seat, calls) + sizeof(Seat::calls) <= 64);
+static_assert(offsetof(Seat, core) + sizeof(Seat::core) <= 64);
 
 constexpr std::uint64_t wish(int who, std::uint32_t tick) {
     return 1ull << 63 | static_cast<std::uint64_t>(who) << 32 | tick;

@@ -77,6 +77,14 @@ int usable_cores() {
     return std::max(1u, std::thread::hardware_concurrency());
 }
 
+int current_core() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
 void yield() { std::this_thread::yield(); }
 
 void sleep_on(Watch watch, std::int64_t timeout_ns) {

@@ -26,6 +26,9 @@ std::int64_t now_ns();
 // How many processors this process may use.
 int usable_cores();
 
+// The processor that this thread runs on now, -1 where the system does not tell.
+int current_core();
+
 // Let another thread that could run have this core.
 void yield();
 
