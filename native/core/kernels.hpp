@@ -12,6 +12,9 @@ namespace potluck {
 
 // out[i] = op(a[i], b[i]); out may be a or b.
 using Combine = void (*)(void* out, const void* a, const void* b, std::size_t count);
+// The same, and a copy of it at `also`, which may be a or b, too.
+using CombineTwice = void (*)(void* out, void* also, const void* a, const void* b,
+                              std::size_t count);
 using Divide = void (*)(void* array, std::size_t count, double divisor);
 using Convert = void (*)(void* target, const void* source, std::size_t count);
 
@@ -29,6 +32,7 @@ using DecodeBlock = void (*)(void* target, const void* codes, float scale, std::
 
 struct Kernels {
     Combine combine[num_dtypes][num_ops] = {};
+    CombineTwice combine_twice[num_dtypes] = {};  // sums
     Divide divide[num_dtypes] = {};
     Half float16, bfloat16;
     EncodeBlock encode_block = nullptr;

@@ -163,6 +163,20 @@ void combine_loop(void* out, const void* a, const void* b, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) o[i].value = Operation::of(x[i].value, y[i].value);
 }
 
+template <class T, class Operation>
+void combine_twice_loop(void* out, void* also, const void* a, const void* b, std::size_t count) {
+    auto* o = static_cast<Any<T>*>(out);
+    auto* p = static_cast<Any<T>*>(also);
+    const auto* x = static_cast<const Any<T>*>(a);
+    const auto* y = static_cast<const Any<T>*>(b);
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) {
+        const T value = Operation::of(x[i].value, y[i].value);
+        o[i].value = value;
+        p[i].value = value;
+    }
+}
+
 #if defined(__F16C__)
 
 constexpr std::size_t lanes = 8;
@@ -418,6 +432,7 @@ void fill_integers(Kernels& table, Dtype dtype_signed, Dtype dtype_unsigned) {
     for (const Dtype dtype : {dtype_signed, dtype_unsigned}) {
         auto& row = table.combine[static_cast<int>(dtype)];
         row[static_cast<int>(Op::sum)] = combine_loop<Unsigned, Sum>;
+        table.combine_twice[static_cast<int>(dtype)] = combine_twice_loop<Unsigned, Sum>;
         row[static_cast<int>(Op::product)] = combine_loop<Unsigned, Product>;
         row[static_cast<int>(Op::band)] = combine_loop<Unsigned, Band>;
         row[static_cast<int>(Op::bor)] = combine_loop<Unsigned, Bor>;
@@ -436,6 +451,7 @@ void fill_floats(Kernels& table, Dtype dtype) {
     auto& row = table.combine[static_cast<int>(dtype)];
     row[static_cast<int>(Op::sum)] = combine_loop<T, Sum>;
     row[static_cast<int>(Op::product)] = combine_loop<T, Product>;
+    table.combine_twice[static_cast<int>(dtype)] = combine_twice_loop<T, Sum>;
     table.divide[static_cast<int>(dtype)] = divide_loop<T>;
 }
 

@@ -58,6 +58,14 @@ void combine_into(Dtype dtype, Op op, void* target, const void* a, const void* b
     kernel(dtype, op)(target, a, b, count);
 }
 
+void combine_twice(Dtype dtype, Op op, void* target, void* also, const void* a, const void* b,
+                   std::size_t count) {
+    const CombineTwice twice = kernels().combine_twice[static_cast<int>(dtype)];
+    if (op == Op::sum && twice != nullptr) return twice(target, also, a, b, count);
+    kernel(dtype, op)(target, a, b, count);
+    if (count != 0) std::memcpy(also, target, count * item_bytes(dtype));
+}
+
 void combine_many(Dtype dtype, Op op, void* target, const void* const* sources,
                   std::size_t num_sources, std::size_t count) {
     const std::size_t item = item_bytes(dtype);

@@ -23,6 +23,10 @@ void combine(Dtype dtype, Op op, void* target, const void* source, std::size_t c
 void combine_into(Dtype dtype, Op op, void* target, const void* a, const void* b,
                   std::size_t count);
 
+// also[i] = target[i] = op(a[i], b[i]). Each may be a or b.
+void combine_twice(Dtype dtype, Op op, void* target, void* also, const void* a, const void* b,
+                   std::size_t count);
+
 // target[i] = op(...op(op(sources[0][i], sources[1][i]), sources[2][i])...), from left to right.
 // float16 and bfloat16 sums and products are accumulated in float32 and rounded once, at the end.
 // target may be sources[0], or the other one of two; not another one. num_sources >= 1.

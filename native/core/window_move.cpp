@@ -202,25 +202,25 @@ void Movement::copy_slice(char* to, const char* from, std::size_t length) const 
 }
 
 void Movement::copy_own(char* to, const char* from, std::size_t length) const {
-    if (is_large_ && to != from) stream(to, from, length * call_.itemsize);
+    if (is_large_ && to != from && length != 0) stream<false>(to, from, length * call_.itemsize);
     else copy_slice(to, from, length);
 }
 
 void Movement::copy_out(char* to, char* from, std::size_t length, bool is_claimed) const {
-    if (!is_claimed) return copy_own(to, from, length);
-    const std::size_t size = call_.itemsize, bite = BITE / size;
-    for (std::size_t done = 0; done < length; done += bite) {
-        const std::size_t some = std::min(bite, length - done), at = done * size;
-        claim(from + at, some * size);
-        copy_own(to + at, from + at, some);
-    }
+    if (length == 0) return;
+    if (!is_claimed) copy_own(to, from, length);
+    else if (is_large_) stream<true>(to, from, length * call_.itemsize);
+    else copy_claimed(to, from, length * call_.itemsize);
 }
 
 void Movement::combine(int index, std::size_t offset, std::size_t length, const char* own,
                        char* total, char* result) const {
     const int rank = channel_->rank, world = channel_->shape.world;
     const std::size_t size = call_.itemsize;
-    const bool is_claimed = is_only_reader();
+    // One of two claims the other's part by writing there: the sum, or else a copy of it.
+    char* const others = world == 2 ? slot(1 - rank, index) + offset : nullptr;
+    if (result == nullptr && total != others) result = others;
+    const bool is_claimed = world > 2 && is_only_reader();
     const std::size_t bite =
         std::max(LEAST_BITE, BITE / static_cast<std::size_t>(world - 1) / LINE * LINE) / size;
     const void* sources[MAX_WORLD];
@@ -231,8 +231,8 @@ void Movement::combine(int index, std::size_t offset, std::size_t length, const 
             if (is_claimed && other != rank) claim(theirs, some * size);
             sources[other] = other == rank && own != nullptr ? own + at : theirs;
         }
-        combine_all(call_.combination, total + at, sources, world, some);
-        if (result != nullptr) copy_slice(result + at, total + at, some);
+        combine_all(call_.combination, total + at, sources, world, some,
+                    result != nullptr ? result + at : nullptr);
     }
 }
 

@@ -106,6 +106,20 @@ uint32_t digest_of(uint32_t digest, Dtype dtype, std::vector<uint8_t> values) {
     return crc32c(digest, values.data(), values.size());
 }
 
+// The two results of `combine_twice`, over its sources or elsewhere, are those of `combine_into`.
+void check_twice(Dtype dtype, Op op, const std::vector<std::vector<uint8_t>>& memory,
+                 const std::vector<uint8_t>& expected, size_t count) {
+    std::vector<uint8_t> a = memory[0], b = memory[1], out(expected.size()), also(expected.size());
+    const auto same = [&](const uint8_t* found) {
+        const std::vector<uint8_t> values(found, found + expected.size());
+        return digest_of(0, dtype, values) == digest_of(0, dtype, expected);
+    };
+    combine_twice(dtype, op, out.data(), also.data(), a.data(), b.data() + 1, count);
+    CHECK(same(out.data()) && out == also);
+    combine_twice(dtype, op, b.data() + 1, a.data(), a.data(), b.data() + 1, count);
+    CHECK(same(a.data()) && same(b.data() + 1));
+}
+
 uint32_t digest() {
     uint32_t total = 0;
     for (int code = 1; code < num_dtypes; ++code) {
@@ -127,6 +141,7 @@ uint32_t digest() {
                 std::vector<uint8_t> out(count * item);
                 combine_into(dtype, op, out.data(), sources[0], sources[1], count);
                 total = digest_of(total, dtype, out);
+                check_twice(dtype, op, memory, out, count);
                 combine_many(dtype, op, out.data(), sources.data(), sources.size(), count);
                 total = digest_of(total, dtype, out);
                 if (has_divide(dtype)) {
