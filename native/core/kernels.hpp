@@ -15,6 +15,10 @@ using Combine = void (*)(void* out, const void* a, const void* b, std::size_t co
 // The same, and a copy of it at `also`, which may be a or b, too.
 using CombineTwice = void (*)(void* out, void* also, const void* a, const void* b,
                               std::size_t count);
+// out[i] = op(op(sources[0][i], sources[1][i]), ...) of three or four; out may be any of them.
+using CombineMany = void (*)(void* out, const void* const* sources, std::size_t num_sources,
+                             std::size_t count);
+constexpr std::size_t most_sources = 4;
 using Divide = void (*)(void* array, std::size_t count, double divisor);
 using Convert = void (*)(void* target, const void* source, std::size_t count);
 
@@ -32,7 +36,8 @@ using DecodeBlock = void (*)(void* target, const void* codes, float scale, std::
 
 struct Kernels {
     Combine combine[num_dtypes][num_ops] = {};
-    CombineTwice combine_twice[num_dtypes] = {};  // sums
+    CombineTwice combine_twice[num_dtypes] = {};  // sums, as the next ones
+    CombineMany combine_many[num_dtypes] = {};
     Divide divide[num_dtypes] = {};
     Half float16, bfloat16;
     EncodeBlock encode_block = nullptr;

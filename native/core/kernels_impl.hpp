@@ -177,6 +177,29 @@ void combine_twice_loop(void* out, void* also, const void* a, const void* b, std
     }
 }
 
+template <class T, class Operation>
+void combine_many_loop(void* out, const void* const* sources, std::size_t num_sources,
+                       std::size_t count) {
+    static_assert(most_sources == 4);
+    auto* o = static_cast<Any<T>*>(out);
+    const auto* x = static_cast<const Any<T>*>(sources[0]);
+    const auto* y = static_cast<const Any<T>*>(sources[1]);
+    const auto* z = static_cast<const Any<T>*>(sources[2]);
+    const auto* last = static_cast<const Any<T>*>(sources[num_sources - 1]);
+    if (num_sources == 3) {
+        POTLUCK_LOOP
+        for (std::size_t i = 0; i < count; ++i) {
+            o[i].value = Operation::of(Operation::of(x[i].value, y[i].value), z[i].value);
+        }
+        return;
+    }
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) {
+        const T three = Operation::of(Operation::of(x[i].value, y[i].value), z[i].value);
+        o[i].value = Operation::of(three, last[i].value);
+    }
+}
+
 #if defined(__F16C__)
 
 constexpr std::size_t lanes = 8;
@@ -433,6 +456,7 @@ void fill_integers(Kernels& table, Dtype dtype_signed, Dtype dtype_unsigned) {
         auto& row = table.combine[static_cast<int>(dtype)];
         row[static_cast<int>(Op::sum)] = combine_loop<Unsigned, Sum>;
         table.combine_twice[static_cast<int>(dtype)] = combine_twice_loop<Unsigned, Sum>;
+        table.combine_many[static_cast<int>(dtype)] = combine_many_loop<Unsigned, Sum>;
         row[static_cast<int>(Op::product)] = combine_loop<Unsigned, Product>;
         row[static_cast<int>(Op::band)] = combine_loop<Unsigned, Band>;
         row[static_cast<int>(Op::bor)] = combine_loop<Unsigned, Bor>;
@@ -452,6 +476,7 @@ void fill_floats(Kernels& table, Dtype dtype) {
     row[static_cast<int>(Op::sum)] = combine_loop<T, Sum>;
     row[static_cast<int>(Op::product)] = combine_loop<T, Product>;
     table.combine_twice[static_cast<int>(dtype)] = combine_twice_loop<T, Sum>;
+    table.combine_many[static_cast<int>(dtype)] = combine_many_loop<T, Sum>;
     table.divide[static_cast<int>(dtype)] = divide_loop<T>;
 }
 

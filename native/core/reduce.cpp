@@ -83,13 +83,19 @@ void combine_many(Dtype dtype, Op op, void* target, const void* const* sources,
             return combine_many_wide(kernels().bfloat16, op, target, sources, num_sources, count);
         }
     }
-    const std::size_t block = block_bytes / item;
+    const CombineMany many =
+        op == Op::sum ? kernels().combine_many[static_cast<int>(dtype)] : nullptr;
+    const std::size_t most = many != nullptr ? most_sources : 2, block = block_bytes / item;
     for (std::size_t begin = 0; begin < count; begin += block) {
-        const std::size_t n = std::min(block, count - begin);
-        const std::size_t offset = begin * item;
-        two(at(target, offset), at(sources[0], offset), at(sources[1], offset), n);
-        for (std::size_t i = 2; i < num_sources; ++i) {
-            two(at(target, offset), at(target, offset), at(sources[i], offset), n);
+        const std::size_t n = std::min(block, count - begin), offset = begin * item;
+        void* const total = at(target, offset);
+        for (std::size_t next = 0; next < num_sources;) {
+            const void* some[most_sources];
+            std::size_t num = 0;
+            if (next > 0) some[num++] = total;
+            while (num < most && next < num_sources) some[num++] = at(sources[next++], offset);
+            if (num == 2) two(total, some[0], some[1], n);
+            else many(total, some, num, n);
         }
     }
 }
