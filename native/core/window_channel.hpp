@@ -42,7 +42,8 @@ public:
     char* slot(int of_rank, std::uint32_t round) const {
         const auto index = static_cast<std::size_t>(of_rank) * shape.num_slots +
                            round % static_cast<std::uint32_t>(shape.num_slots);
-        return blocks_ + index * shape.slot_bytes;
+        return blocks_ + index * shape.slot_bytes +
+               static_cast<std::size_t>(of_rank) * Shape::STAGGER;
     }
 
     // Whether there are more ranks than cores.

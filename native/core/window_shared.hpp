@@ -1,6 +1,6 @@
 // What lies in the memory that the workers of one channel share.
 //
-//     header | one seat per rank | num_slots blocks of slot_bytes per rank
+//     header | one seat per rank | num_slots blocks of slot_bytes per rank, staggered
 //
 // Every word of the seats has one writer, the rank it belongs to, except `want` and `bell`. A rank
 // counts the rounds it has completed in `tick`; what it wrote before a tick may be read by whoever
@@ -71,13 +71,15 @@ struct Shape {
     std::size_t small_bytes = 0;  // up to here everyone reduces everything
 
     static constexpr std::size_t PAGE = 4096;
+    // If all ranks' slots began with a page, what is combined would share few sets of the first cache.
+    static constexpr std::size_t STAGGER = 1088;
 
     std::size_t blocks_at() const {
         const std::size_t head = PAGE + static_cast<std::size_t>(world) * sizeof(Seat);
         return (head + PAGE - 1) / PAGE * PAGE;
     }
     std::size_t total_bytes() const {
-        return blocks_at() + static_cast<std::size_t>(world) * num_slots * slot_bytes;
+        return blocks_at() + static_cast<std::size_t>(world) * (num_slots * slot_bytes + STAGGER);
     }
 };
 
