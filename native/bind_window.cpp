@@ -13,6 +13,7 @@
 #include "bind.hpp"
 #include "bind_array.hpp"
 #include "bind_buffer.hpp"
+#include "core/window_copy.hpp"
 #include "core/window_costs.hpp"
 #include "core/window_engine.hpp"
 #include "core/window_queue.hpp"
@@ -173,7 +174,7 @@ public:
           engine_(engine.engine), salt_(salt), number_(number) {
         const Shape shape{world, num_slots, slot_bytes, std::min(small_bytes, slot_bytes)};
         if (world < 2 || world > window::MAX_WORLD || rank < 0 || rank >= world ||
-            num_slots < 4 || slot_bytes < 4096 || memory_->size() < shape.total_bytes()) {
+            num_slots < 4 || slot_bytes < 4096 || slot_bytes % window::LINE != 0 || memory_->size() < shape.total_bytes()) {
             throw nb::value_error("this memory is no window for so many ranks");
         }
         const auto spin_ns = static_cast<std::int64_t>(spin_s * 1e9);
@@ -281,7 +282,7 @@ private:
         if (kind == Kind::BARRIER) {
             const std::int64_t nothing[] = {0};
             Call call = call_of(kind, static_cast<int>(Dtype::uint8), op, root, nothing, 1);
-            return run(call, 0, timeout_s, source, result);
+            return run(call, 0, 0, timeout_s, source, result);
         }
         // What is None must be that on this rank.
         const bool is_root = rank == root;
@@ -329,7 +330,9 @@ private:
         Call call = call_of(kind, described.dtype(), op, root, dims, ndim);
         call.source = from.data();
         call.result = into.data();
-        return run(call, described.bytes(), timeout_s, source, result);
+        const std::size_t most = std::max(from.bytes(), into.bytes());
+        const std::size_t moved = combines(kind) && !spreads ? parts * most : most;
+        return run(call, described.bytes(), moved, timeout_s, source, result);
     }
 
     // Whether bytes could be written before they are read: the two share memory, but not as the
@@ -381,13 +384,14 @@ private:
         call.fingerprint = mixed(call.fingerprint, number);
     }
 
-    int run(Call& call, std::size_t nbytes, double timeout_s, nb::handle source,
-            nb::handle result) {
+    // `moved`: bytes that this rank reads or writes in the call.
+    int run(Call& call, std::size_t nbytes, std::size_t moved, double timeout_s,
+            nb::handle source, nb::handle result) {
         if (!queue_->reserve()) return NOT_QUICK;
         last_number_ = number_++;
         stamp(call, last_number_);
         Ticket ticket(call, in_ns(timeout_s), nbytes, LEFT_ID);
-        Outcome outcome = nbytes < WORTH_UNLOCKING ? queue_->dash(ticket) : Outcome::PENDING;
+        Outcome outcome = moved < WORTH_UNLOCKING ? queue_->dash(ticket) : Outcome::PENDING;
         for (std::int64_t until = ticket.began_ns + SIGNALS_NS; outcome == Outcome::PENDING;
              until += SIGNALS_NS) {
             {

@@ -38,7 +38,7 @@ int Channel::dissenter(int who, std::uint64_t fingerprint) const {
 
 void Channel::arrive() {
     ++tick_;
-    mine().core.store(current_core(), std::memory_order_relaxed);
+    if (!shares_cores()) mine().core.store(current_core() + 1, std::memory_order_relaxed);
     // Sequentially consistent, as is the sleeper's `want`: one of the two sees the other.
     mine().tick.store(tick_, std::memory_order_seq_cst);
     for (int i = 1; i < shape.world; ++i) {
@@ -132,8 +132,8 @@ bool Channel::prepare_sleep(const Need& need, Watch* watch) {
 // Whether the first rank that is awaited was last seen on this very core: the system may take many
 // milliseconds to part the two.
 bool Channel::is_in_the_way(const Need& need) const {
-    const int late = laggard(need), here = current_core();
-    return late >= 0 && here >= 0 && seat(late).core.load(std::memory_order_relaxed) == here;
+    const int late = laggard(need), here = current_core() + 1;
+    return late >= 0 && here > 0 && seat(late).core.load(std::memory_order_relaxed) == here;
 }
 
 bool Channel::looks_for(const Need& need, int looks) {

@@ -30,7 +30,7 @@ inline void claim(char* at, std::size_t length) {
     for (std::size_t offset = 0; offset < length; offset += LINE) claim_line(at + offset);
 }
 
-// As memcpy; claims what it reads.
+// As memcpy; claims what it reads, which begins a line.
 inline void copy_claimed(char* to, char* from, std::size_t length) {
     std::size_t at = 0;
     for (; at + LINE <= length; at += LINE) {
@@ -56,12 +56,13 @@ inline void stream(char* to, std::conditional_t<claims, char*, const char*> from
         auto* target = reinterpret_cast<__m128i*>(to + at);
         const __m128i a = _mm_loadu_si128(lane), b = _mm_loadu_si128(lane + 1);
         const __m128i c = _mm_loadu_si128(lane + 2), d = _mm_loadu_si128(lane + 3);
-        if constexpr (claims) claim_line(from + at);
+        if constexpr (claims) claim_line(from + at / LINE * LINE);  // `from` begins a line
         _mm_stream_si128(target, a);
         _mm_stream_si128(target + 1, b);
         _mm_stream_si128(target + 2, c);
         _mm_stream_si128(target + 3, d);
     }
+    if constexpr (claims) claim(from + at / LINE * LINE, length - at / LINE * LINE);
     std::memcpy(to + at, from + at, length - at);
     _mm_sfence();
 #else

@@ -10,8 +10,8 @@ namespace potluck::window {
 
 namespace {
 
-// So much is claimed and combined or copied at a time: what is read again right after is still in
-// the first cache.
+// So much is claimed and combined at a time: what is read again right after is still in the first
+// cache.
 constexpr std::size_t BITE = 16 * 1024;
 constexpr std::size_t LEAST_BITE = 2 * 1024;
 // A slot is written in one round and read in the next; with slices, which are results until then, in
@@ -162,8 +162,8 @@ char* Movement::slot(int of_rank, int index) const {
     return channel_->slot(of_rank, base_ + static_cast<std::uint32_t>(index));
 }
 
-// Where the sum of `owner`'s slice of a block lies. Of two ranks, where the other has put its part of
-// it: there are the lines that the owner has just claimed, and where they are needed next.
+// Where the sum of `owner`'s slice of a block lies. Of two ranks, over the other's part of it: the
+// owner takes those lines anyway, and there they are needed next.
 char* Movement::total_slot(int owner, int index) const {
     return slot(channel_->shape.world == 2 ? 1 - owner : owner, index);
 }

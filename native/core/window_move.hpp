@@ -88,7 +88,7 @@ private:
     void copy_own(char* to, const char* from, std::size_t length) const;
     void copy_out(char* to, char* from, std::size_t length, bool is_claimed) const;
     // All ranks' elements at `offset` of their slots into `total`, and `result` if there is one;
-    // this rank's own ones from `own` if that is given.
+    // this rank's own ones from `own` if that is given. Of two ranks, the other's are written over.
     void combine(int index, std::size_t offset, std::size_t length, const char* own, char* total,
                  char* result) const;
     char* slot(int of_rank, int index) const;

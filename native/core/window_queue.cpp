@@ -98,6 +98,11 @@ Outcome Queue::run(Ticket& ticket, std::int64_t until_ns) {
     return end_or_keep(ticket, drive(ticket, std::min(until_ns, ticket.deadline_ns)));
 }
 
+Outcome Queue::dash(Ticket& ticket) {
+    const Outcome outcome = drive(ticket, 0, true);
+    return outcome == Outcome::PENDING ? outcome : end_or_keep(ticket, outcome);
+}
+
 Outcome Queue::end_or_keep(Ticket& ticket, Outcome outcome) {
     const std::int64_t now = now_ns();
     if (outcome == Outcome::PENDING) {

@@ -95,7 +95,7 @@ public:
     // or until `until_ns` (PENDING: run on, or `hand_over`). `dash` is `run` that waits for others no
     // longer than a microsecond or two, for callers that hold a lock.
     bool reserve();
-    Outcome dash(Ticket& ticket) { return end_or_keep(ticket, drive(ticket, 0, true)); }
+    Outcome dash(Ticket& ticket);
     Outcome run(Ticket& ticket, std::int64_t until_ns);
     void hand_over(Tickets ticket);
 

@@ -6,7 +6,8 @@
 // counts the rounds it has completed in `tick`; what it wrote before a tick may be read by whoever
 // has seen that tick. A block may have other writers than its rank, one at a time: the root of a
 // broadcast, and whoever alone reads a line (window_copy.hpp). They, too, have ended before a tick
-// that the next writer waits for. There are no locks, so a worker that is killed can't hold one.
+// that the next writer waits for. Of two ranks, one writes sums over the other's part, so whoever gave
+// that must not need it any more: it combines its own part from where it was. There are no locks, so a worker that is killed can't hold one.
 #pragma once
 
 #include <atomic>
@@ -35,8 +36,8 @@ struct Elsewhere {
 };
 
 struct alignas(128) Seat {
-    // One line, read by all: how far this rank is, in which of its last calls, and on which core it
-    // was at its last tick.
+    // One line, read by all: how far this rank is, in which of its last calls, and on which core (from
+    // 1; 0: not told) it was at its last tick.
     Word tick;
     Word left;
     std::atomic<std::uint64_t> calls[NUM_CALLS];
@@ -84,5 +85,6 @@ struct Shape {
 };
 
 static_assert(sizeof(Header) <= Shape::PAGE);
+static_assert(Shape::STAGGER % 64 == 0);
 
 }  // namespace potluck::window

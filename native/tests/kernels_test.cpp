@@ -120,6 +120,26 @@ void check_twice(Dtype dtype, Op op, const std::vector<std::vector<uint8_t>>& me
     CHECK(same(a.data()) && same(b.data() + 1));
 }
 
+// However many sources are added in one pass: what two at a time give, also over the first of them.
+void check_many(Dtype dtype, Op op, const std::vector<const void*>& sources, size_t count) {
+    const size_t size = count * item_bytes(dtype);
+    const bool is_half = dtype == Dtype::float16 || dtype == Dtype::bfloat16;  // is rounded once
+    if (is_half || size == 0) return;
+    for (size_t num = 2; num <= 9; ++num) {
+        std::vector<const void*> all;
+        for (size_t i = 0; i < num; ++i) all.push_back(sources[i % sources.size()]);
+        std::vector<uint8_t> expected(size), out(size), first(size);
+        std::memcpy(expected.data(), all[0], size);
+        std::memcpy(first.data(), all[0], size);
+        for (size_t i = 1; i < num; ++i) combine(dtype, op, expected.data(), all[i], count);
+        combine_many(dtype, op, out.data(), all.data(), num, count);
+        all[0] = first.data();
+        combine_many(dtype, op, first.data(), all.data(), num, count);
+        CHECK(out == first);
+        CHECK(digest_of(0, dtype, out) == digest_of(0, dtype, expected));
+    }
+}
+
 uint32_t digest() {
     uint32_t total = 0;
     for (int code = 1; code < num_dtypes; ++code) {
@@ -142,6 +162,7 @@ uint32_t digest() {
                 combine_into(dtype, op, out.data(), sources[0], sources[1], count);
                 total = digest_of(total, dtype, out);
                 check_twice(dtype, op, memory, out, count);
+                check_many(dtype, op, sources, count);
                 combine_many(dtype, op, out.data(), sources.data(), sources.size(), count);
                 total = digest_of(total, dtype, out);
                 if (has_divide(dtype)) {

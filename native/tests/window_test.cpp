@@ -74,7 +74,8 @@ struct Rank {
     Outcome run(const Call& made, std::int64_t patience = 20 * SECOND) {
         last = std::make_unique<Ticket>(made, patience, made.count * 4);
         if (!queue->reserve()) return Outcome::PENDING;
-        return queue->run(*last, last->deadline_ns);
+        const Outcome outcome = number % 2 != 0 ? queue->dash(*last) : Outcome::PENDING;
+        return outcome != Outcome::PENDING ? outcome : queue->run(*last, last->deadline_ns);
     }
 
     std::shared_ptr<Engine> engine;
@@ -361,7 +362,7 @@ int main(int argc, char** argv) {
         return bench(std::atoi(argv[2]), std::strtoull(argv[3], nullptr, 10), slot, small);
     }
     for (const int world : {2, 3, 5}) check_kinds(world);
-    check_large(3);
+    for (const int world : {2, 3}) check_large(world);
     for (unsigned seed = 0; seed < 3; ++seed) check_programs(2 + static_cast<int>(seed), seed);
     check_disagreement();
     check_absence();

@@ -41,6 +41,13 @@ def world() -> Iterator[World]:
         yield world
 
 
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    with open_world("window", 2) as world:
+        world.run(lambda ctx: ctx.barrier())
+        yield world
+
+
 def quick(ctx: DistributedContext, array: Any) -> int:
     outcome: int = ctx.communicator.quick(ALL_REDUCE, array, array, "sum", 0, 10.0)
     return outcome
@@ -186,42 +193,51 @@ def test_flat_calls_agree_whatever_the_shape(world: World) -> None:
     world.run(act)
 
 
-def test_parts_may_lie_in_the_whole(world: World) -> None:
+def test_parts_may_lie_in_the_whole(world: World, pair: World) -> None:
     """As sharding has it: what a rank gives or gets is a view of all ranks' tensor."""
 
     def act(ctx: DistributedContext) -> None:
         quickly = ctx.communicator.quick_flat
-        whole = torch.zeros(3 * 50_000)
-        mine = whole.view(3, -1)[ctx.rank]
+        world_size = ctx.world_size
+        whole = torch.zeros(world_size * 50_000)
+        mine = whole.view(world_size, -1)[ctx.rank]
         mine.fill_(ctx.rank)
         assert quickly(NUMBERS[Operation.ALL_GATHER], mine, whole, None, 0, 10.0) == 0
-        assert (whole.view(3, -1) == torch.arange(3.0)[:, None]).all()
+        assert (whole.view(world_size, -1) == torch.arange(float(world_size))[:, None]).all()
         assert quickly(NUMBERS[Operation.REDUCE_SCATTER], whole, mine, "sum", 0, 10.0) == 0
-        assert (mine == 3 * ctx.rank).all()
+        assert (mine == world_size * ctx.rank).all()
 
     world.run(act)
+    pair.run(act)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(data=st.data())
-def test_arrays_of_any_length_at_any_address(world: World, data: st.DataObject) -> None:
+def test_arrays_of_any_length_at_any_address(
+    world: World, pair: World, data: st.DataObject
+) -> None:
     """Also at addresses that are no multiple of their item's size; all ranks at different ones."""
+    chosen = data.draw(st.sampled_from([world, pair]))  # two ranks write over each other's parts
+    world_size = len(chosen.contexts)
     operation = data.draw(
-        st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
+        st.sampled_from(["all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast"])
     )
     dtype = np.dtype(data.draw(st.sampled_from(["f4", "f8", "f2", "i1", "i8", "u2", "?"])))
-    op = data.draw(st.sampled_from(["sum", "max", "product"] if dtype != "?" else ["max"]))
+    ops = ["max"] if dtype == "?" else ["sum", "max", "product"]
+    op = data.draw(st.sampled_from([*ops, "mean"] if dtype in ("f4", "f8") else ops))
     count = data.draw(st.integers(0, 40) | st.integers(0, 150_000))
-    root = data.draw(st.integers(0, WORLD_SIZE - 1))
-    offsets = data.draw(st.lists(st.integers(0, 17), min_size=WORLD_SIZE, max_size=WORLD_SIZE))
+    root = data.draw(st.integers(0, world_size - 1))
+    offsets = data.draw(st.lists(st.integers(0, 17), min_size=world_size, max_size=world_size))
     seed = data.draw(st.integers(0, 2**32 - 1))
-    shape = (WORLD_SIZE, count) if operation == "reduce_scatter" else (count,)
+    shape = (world_size, count) if operation == "reduce_scatter" else (count,)
     inputs = [
         np.random.default_rng([seed, rank]).integers(0, 4, shape).astype(dtype)
-        for rank in range(WORLD_SIZE)
+        for rank in range(world_size)
     ]
-    combine = {"sum": np.add, "max": np.maximum, "product": np.multiply}[op]
+    combine = {"max": np.maximum, "product": np.multiply}.get(op, np.add)
     total = functools.reduce(combine, inputs)
+    if op == "mean":
+        total = total / dtype.type(world_size)
 
     def act(ctx: DistributedContext) -> None:
         mine = inputs[ctx.rank]
@@ -231,6 +247,9 @@ def test_arrays_of_any_length_at_any_address(world: World, data: st.DataObject) 
         array[...] = mine
         if operation == "all_reduce":
             assert np.array_equal(ctx.all_reduce(array, op), total)
+        elif operation == "reduce":
+            reduced = ctx.reduce(array, root, op)
+            assert np.array_equal(reduced, total if ctx.rank == root else mine)
         elif operation == "broadcast":
             assert np.array_equal(ctx.broadcast(array, root), inputs[root])
         elif operation == "all_gather":
@@ -240,7 +259,7 @@ def test_arrays_of_any_length_at_any_address(world: World, data: st.DataObject) 
         assert not memory[:begin].any()
         assert memory[-1] == 0
 
-    world.run(act)
+    chosen.run(act)
 
 
 @pytest.mark.parametrize(

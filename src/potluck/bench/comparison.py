@@ -32,6 +32,8 @@ Report = Callable[[str, float], None]
 
 
 _MAX_CALLS = 20_000
+_MANY_CALLS = 1_000
+"""Of so many calls in a round, as many are timed one by one; of fewer, all together."""
 _LONG_S = 0.25
 """A call of this length is not made twice to count once: what it warms is gone at its end."""
 
@@ -162,7 +164,6 @@ class _Row:
             self._each(self._round, first)
             copies.append(_seconds_of_a_copy(self._nbytes))
             hops.append(core_to_core_s())
-        self._each(self._one_call)
         if plan.memory and self._nbytes == plan.largest(self._operation):
             self._each(self._memory)
         for name, cell in self._cells.items():
@@ -202,6 +203,7 @@ class _Row:
             "same_bits": same,
             "samples_s": [],
             "cpu_s": 0.0,
+            "call_medians_s": [],
         }
 
     def _calls_for(self, crew: Crew) -> int:
@@ -221,6 +223,11 @@ class _Row:
         answer = self._time(crew, calls, warm=self._is_short[crew.peer.name])
         cell["samples_s"].append(answer["seconds"] / calls)
         cell["cpu_s"] += answer["cpu_s"]
+        if calls >= _MANY_CALLS:
+            answers = crew.ask("one_call", **self._what, calls=_MANY_CALLS)
+            cell["call_medians_s"].append(max(each["seconds"] for each in answers))
+        else:
+            cell["call_medians_s"].append(answer["seconds"] / calls)
 
     def _time(self, crew: Crew, calls: int, *, warm: bool = True) -> dict[str, float]:
         answers = crew.ask("time", **self._what, calls=calls, warm=warm)
@@ -228,12 +235,6 @@ class _Row:
             "seconds": max(answer["seconds"] for answer in answers),
             "cpu_s": sum(answer["cpu_s"] for answer in answers),
         }
-
-    def _one_call(self, crew: Crew) -> None:
-        if crew.peer.name in self._cells:
-            calls = self._calls[crew.peer.name]
-            answers = crew.ask("one_call", **self._what, calls=calls)
-            self._cells[crew.peer.name]["call_median_s"] = max(a["seconds"] for a in answers)
 
     def _memory(self, crew: Crew) -> None:
         if crew.peer.name in self._cells:
@@ -246,6 +247,7 @@ class _Row:
         moved = self._nbytes * calls * len(cell["samples_s"])
         cell["calls_per_round"] = calls
         cell["median_s"] = median
+        cell["call_median_s"] = statistics.median(cell.pop("call_medians_s"))
         cell["bus_bytes_per_s"] = operations.bus_bandwidth(
             self._operation, self._world_size, self._nbytes, median
         )

@@ -78,7 +78,7 @@ class Worker:
         return {"seconds": seconds, "cpu_s": time.process_time() - cpu}
 
     def one_call(self, operation: str, nbytes: int, calls: int) -> dict[str, Any]:
-        """Median seconds of one call of ``calls``, of a clock's reading, too: `time` reads none."""
+        """Median seconds of one call of ``calls``, with a clock's reading: `time` reads none."""
         call = self.case(operation, nbytes).call
         clock = time.perf_counter
         stamps = [0.0] * (calls + 1)

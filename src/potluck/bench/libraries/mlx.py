@@ -24,14 +24,10 @@ class Mlx:
         array = mx.array(mine)
         match operation:
             case "all-reduce":
-                return _evaluated(
-                    lambda: mx.distributed.all_sum(array, group=self._group), 2 * mine.nbytes
-                )
+                return _evaluated(mx.distributed.all_sum, array, self._group, 2 * mine.nbytes)
             case "all-gather":
-                return _evaluated(
-                    lambda: mx.distributed.all_gather(array, group=self._group),
-                    mine.nbytes * (self.world_size + 1),
-                )
+                nbytes = mine.nbytes * (self.world_size + 1)
+                return _evaluated(mx.distributed.all_gather, array, self._group, nbytes)
         return None  # its ring has neither broadcast nor reduce_scatter
 
     def barrier(self) -> None:
@@ -49,12 +45,12 @@ def open_library(arguments: Mapping[str, str]) -> Mlx:
     return Mlx()
 
 
-def _evaluated(call: Callable[[], Any], nbytes: int) -> Case:
+def _evaluated(function: Callable[..., Any], array: Any, group: Any, nbytes: int) -> Case:
     last: list[Any] = [None]
 
     def run() -> None:
         last[0] = None
-        last[0] = call()
+        last[0] = function(array, group=group)
         mx.eval(last[0])
 
     return Case(run, lambda: np.array(last[0]).reshape(-1), nbytes)

@@ -41,7 +41,7 @@ NO_WINDOW = (
 )
 
 _OFFER_BYTES = 512
-_MAGIC = b"potluck\x02"
+_MAGIC = b"potluck\x03"
 _SLOT_BYTES = (252 * 1024, 60 * 1024)
 """A slot while at least half of the worker's share of memory is left, and after that."""
 
