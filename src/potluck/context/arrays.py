@@ -126,3 +126,13 @@ def _adapt_to_device(user: Any, writable: bool, device: str) -> Adapted:
             host.write_back()
 
     return Adapted(user, moved, store)
+
+
+def collide(given: Any, result: Any, rank: int, world_size: int) -> bool:
+    """Whether the two share memory, but not as the whole and part ``rank`` of it."""
+    if not np.may_share_memory(given, result):
+        return False
+    part, whole = sorted((given, result), key=lambda array: int(array.nbytes))
+    begin: int = whole.ctypes.data + rank * part.nbytes
+    is_part: bool = world_size * part.nbytes == whole.nbytes and part.ctypes.data == begin
+    return not is_part

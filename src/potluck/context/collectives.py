@@ -31,7 +31,7 @@ import numpy as np
 from potluck.backends.base import Communicator
 from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
-from potluck.context.arrays import Adapted, adapt, empty_like, is_array
+from potluck.context.arrays import Adapted, adapt, collide, empty_like, is_array
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.windows.group import NUMBERS
 from potluck.engine.work import Work
@@ -441,7 +441,7 @@ class Collectives:
                 f"{operation}: the result is {dtype} of shape {shape}, but out is "
                 f"{result.array.dtype} of shape {result.array.shape}"
             )
-        if _collide(given.array, result.array, self.rank, self.world_size):
+        if collide(given.array, result.array, self.rank, self.world_size):
             raise ValueError(
                 f"{operation}: out overlaps the array given; pass other memory, or where one is "
                 f"larger, its part {self.rank} as the other"
@@ -481,16 +481,6 @@ class Collectives:
                 f"{operation} takes one part per rank: the first dimension must be "
                 f"{self.world_size}, the shape is {shape}"
             )
-
-
-def _collide(given: Any, result: Any, rank: int, world_size: int) -> bool:
-    """Whether the two share memory, but not as the whole and part ``rank`` of it."""
-    if not np.may_share_memory(given, result):
-        return False
-    part, whole = sorted((given, result), key=lambda array: int(array.nbytes))
-    begin: int = whole.ctypes.data + rank * part.nbytes
-    is_part: bool = world_size * part.nbytes == whole.nbytes and part.ctypes.data == begin
-    return not is_part
 
 
 def _op(name: str) -> ReduceOp:
