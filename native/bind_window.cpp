@@ -13,7 +13,6 @@
 #include "bind.hpp"
 #include "bind_array.hpp"
 #include "bind_buffer.hpp"
-#include "core/window_copy.hpp"
 #include "core/window_costs.hpp"
 #include "core/window_engine.hpp"
 #include "core/window_queue.hpp"
@@ -174,7 +173,8 @@ public:
           engine_(engine.engine), salt_(salt), number_(number) {
         const Shape shape{world, num_slots, slot_bytes, std::min(small_bytes, slot_bytes)};
         if (world < 2 || world > window::MAX_WORLD || rank < 0 || rank >= world ||
-            num_slots < 4 || slot_bytes < 4096 || slot_bytes % window::LINE != 0 || memory_->size() < shape.total_bytes()) {
+            num_slots < 4 || slot_bytes < 4096 || slot_bytes % window::LINE != 0 ||
+            memory_->size() < shape.total_bytes()) {
             throw nb::value_error("this memory is no window for so many ranks");
         }
         const auto spin_ns = static_cast<std::int64_t>(spin_s * 1e9);

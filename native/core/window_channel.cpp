@@ -8,6 +8,7 @@ namespace {
 
 // Nobody sleeps longer without looking: a waker may have been stopped before it could ring.
 constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
+// A look takes 10 to 50 ns; most waits end within few.
 constexpr int FEW_LOOKS = 8;
 constexpr int MORE_LOOKS = 24;
 

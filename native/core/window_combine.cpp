@@ -22,20 +22,24 @@ bool has_combination(const Combination& what) {
 void combine_all(const Combination& what, void* target, const void* const* sources, int num,
                  std::size_t count, void* also) {
     const auto num_sources = static_cast<std::size_t>(num);
-    if (num == 2 && !what.is_mean && also != nullptr) {
-        return combine_twice(what.dtype, what.op, target, also, sources[0], sources[1], count);
-    }
     const std::size_t size = item_bytes(what.dtype);
-    const std::size_t bite = what.is_mean ? BITE / size : count;
+    if (!what.is_mean) {
+        if (num == 2 && also != nullptr) {
+            return combine_twice(what.dtype, what.op, target, also, sources[0], sources[1], count);
+        }
+        combine_many(what.dtype, what.op, target, sources, num_sources, count);
+        if (also != nullptr) std::memcpy(also, target, count * size);
+        return;
+    }
     const void* parts[MAX_WORLD];
-    for (std::size_t at = 0; at < count; at += bite) {
-        const std::size_t length = std::min(bite, count - at);
+    for (std::size_t at = 0; at < count; at += BITE / size) {
+        const std::size_t length = std::min(BITE / size, count - at);
         for (std::size_t i = 0; i < num_sources; ++i) {
             parts[i] = static_cast<const char*>(sources[i]) + at * size;
         }
         char* total = static_cast<char*>(target) + at * size;
         combine_many(what.dtype, what.op, total, parts, num_sources, length);
-        if (what.is_mean) divide(what.dtype, total, length, num_sources);
+        divide(what.dtype, total, length, num_sources);
     }
     if (also != nullptr) std::memcpy(also, target, count * size);
 }

@@ -7,13 +7,13 @@
 #include <cstring>
 #include <type_traits>
 
+#include "core/window_shared.hpp"
+
 #if defined(__x86_64__) || defined(_M_X64)
 #include <emmintrin.h>
 #endif
 
 namespace potluck::window {
-
-constexpr std::size_t LINE = 64;
 
 // Reading what another core has written, and will write again, and nobody else reads. A line that was
 // only read stays shared, and then its writer has to ask for it back: that takes several times as long

@@ -94,25 +94,41 @@ bool Queue::reserve() {
     return false;
 }
 
+template <class Wait>
+Outcome Queue::drive(Ticket& ticket, Wait&& wait) {
+    // A call that has all it needs ends well, whatever became of the group since it began.
+    if (!ticket.movement.has_begun() && channel.is_stopped()) return Outcome::STOPPED;
+    while (true) {
+        Outcome outcome = ticket.movement.step(channel);
+        if (outcome != Outcome::PENDING) return outcome;
+        outcome = wait(ticket.movement.need());
+        if (outcome != Outcome::DONE) return outcome;
+    }
+}
+
 Outcome Queue::run(Ticket& ticket, std::int64_t until_ns) {
-    return end_or_keep(ticket, drive(ticket, std::min(until_ns, ticket.deadline_ns)));
+    Outcome outcome = drive(ticket, [&](const Need& need) {
+        return channel.wait(need, std::min(until_ns, ticket.deadline_ns));
+    });
+    if (outcome == Outcome::PENDING) {
+        if (now_ns() < ticket.deadline_ns) return outcome;
+        outcome = Outcome::TIMEOUT;
+    }
+    end(ticket, outcome);
+    return outcome;
 }
 
 Outcome Queue::dash(Ticket& ticket) {
-    const Outcome outcome = drive(ticket, 0, true);
-    return outcome == Outcome::PENDING ? outcome : end_or_keep(ticket, outcome);
+    const Outcome outcome = drive(ticket, [&](const Need& need) { return channel.glance(need); });
+    if (outcome != Outcome::PENDING) end(ticket, outcome);
+    return outcome;
 }
 
-Outcome Queue::end_or_keep(Ticket& ticket, Outcome outcome) {
+void Queue::end(Ticket& ticket, Outcome outcome) {
     const std::int64_t now = now_ns();
-    if (outcome == Outcome::PENDING) {
-        if (now < ticket.deadline_ns) return outcome;
-        outcome = Outcome::TIMEOUT;
-    }
     conclude(ticket, outcome, now);
     blocked_.add(static_cast<std::uint64_t>(now - ticket.began_ns));
     release();
-    return outcome;
 }
 
 void Queue::hand_over(Tickets ticket) {
@@ -142,7 +158,9 @@ bool Queue::wait(const Tickets& ticket, std::int64_t until_ns) {
         }
         while (!ticket->is_done()) {
             const Tickets first = front();
-            Outcome outcome = drive(*first, std::min(until_ns, first->deadline_ns));
+            Outcome outcome = drive(*first, [&](const Need& need) {
+                return channel.wait(need, std::min(until_ns, first->deadline_ns));
+            });
             if (outcome == Outcome::PENDING) {
                 if (now_ns() < first->deadline_ns) break;  // the caller's patience has ended
                 outcome = Outcome::TIMEOUT;
@@ -216,18 +234,6 @@ void Queue::release() {
 Tickets Queue::front() {
     const std::lock_guard hold(lock_);
     return calls_.empty() ? nullptr : calls_.front();
-}
-
-Outcome Queue::drive(Ticket& ticket, std::int64_t until_ns, bool is_hasty) {
-    // A call that has all it needs ends well, whatever became of the group since it began.
-    if (!ticket.movement.has_begun() && channel.is_stopped()) return Outcome::STOPPED;
-    while (true) {
-        Outcome outcome = ticket.movement.step(channel);
-        if (outcome != Outcome::PENDING) return outcome;
-        const Need& need = ticket.movement.need();
-        outcome = is_hasty ? channel.glance(need) : channel.wait(need, until_ns);
-        if (outcome != Outcome::DONE) return outcome;
-    }
 }
 
 void Queue::conclude(Ticket& ticket, Outcome outcome, std::int64_t now) {

@@ -122,8 +122,11 @@ private:
     bool take();
     void release();
     Tickets front();
-    Outcome drive(Ticket& ticket, std::int64_t until_ns, bool is_hasty = false);
-    Outcome end_or_keep(Ticket& ticket, Outcome outcome);
+    // Step by step; `wait(need)` between them, until it is not DONE.
+    template <class Wait>
+    Outcome drive(Ticket& ticket, Wait&& wait);
+    // A call that was `run` is over: give the channel back.
+    void end(Ticket& ticket, Outcome outcome);
     void conclude(Ticket& ticket, Outcome outcome, std::int64_t now);
     void finish_front(const Tickets& ticket, Outcome outcome);
 

@@ -7,7 +7,8 @@
 // has seen that tick. A block may have other writers than its rank, one at a time: the root of a
 // broadcast, and whoever alone reads a line (window_copy.hpp). They, too, have ended before a tick
 // that the next writer waits for. Of two ranks, one writes sums over the other's part, so whoever gave
-// that must not need it any more: it combines its own part from where it was. There are no locks, so a worker that is killed can't hold one.
+// that must not need it any more: it combines its own part from where it was. There are no locks, so a
+// worker that is killed can't hold one.
 #pragma once
 
 #include <atomic>
@@ -18,6 +19,7 @@
 
 namespace potluck::window {
 
+constexpr std::size_t LINE = 64;  // of the caches
 constexpr int MAX_WORLD = 64;
 constexpr int ALL = 0xffff;
 constexpr std::uint32_t NUM_CALLS = 6;
@@ -51,7 +53,7 @@ struct alignas(128) Seat {
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
-static_assert(offsetof(Seat, core) + sizeof(Seat::core) <= 64);
+static_assert(offsetof(Seat, core) + sizeof(Seat::core) <= LINE);
 
 constexpr std::uint64_t wish(int who, std::uint32_t tick) {
     return 1ull << 63 | static_cast<std::uint64_t>(who) << 32 | tick;
@@ -85,6 +87,6 @@ struct Shape {
 };
 
 static_assert(sizeof(Header) <= Shape::PAGE);
-static_assert(Shape::STAGGER % 64 == 0);
+static_assert(Shape::STAGGER % LINE == 0);
 
 }  // namespace potluck::window

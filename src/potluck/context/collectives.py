@@ -103,15 +103,13 @@ class Collectives:
         """
         if algorithm is None and codec is None and residual is None and not async_op:
             # As _is_done, without the call: at 4 KiB that is a tenth of the time, so below, too.
-            communicator = self.communicator
-            quick = communicator.quick
+            quick = self.communicator.quick
             if quick is not None:
                 patience = self.timeout_s if timeout is None else timeout
                 outcome: int = quick(_ALL_REDUCE, array, array, op, 0, patience)
                 if outcome == 0:
                     return array
-                if outcome > 0:
-                    raise communicator.quick_failure(outcome, _ALL_REDUCE, array, op, 0)
+                self._check_quick(outcome, _ALL_REDUCE, array, op)
         mine = self._adapt(array)
         work = self.communicator.all_reduce(
             mine.array,
@@ -142,15 +140,13 @@ class Collectives:
             output = out
             if out is None and self._has_parts(array):
                 output = self._room(array, array.shape[1:])
-            communicator = self.communicator
-            quick = communicator.quick
+            quick = self.communicator.quick
             if quick is not None:
                 patience = self.timeout_s if timeout is None else timeout
                 outcome: int = quick(_REDUCE_SCATTER, array, output, op, 0, patience)
                 if outcome == 0:
                     return output
-                if outcome > 0:
-                    raise communicator.quick_failure(outcome, _REDUCE_SCATTER, output, op, 0)
+                self._check_quick(outcome, _REDUCE_SCATTER, output, op)
         parts = self._adapt(array, writable=False)
         self._check_parts(parts.array.shape, "reduce_scatter")
         shape = parts.array.shape[1:]
@@ -182,15 +178,13 @@ class Collectives:
         """
         if algorithm is None and codec is None and residual is None and not async_op:
             output = self._room_for_all(array) if out is None else out
-            communicator = self.communicator
-            quick = communicator.quick
+            quick = self.communicator.quick
             if quick is not None:
                 patience = self.timeout_s if timeout is None else timeout
                 outcome: int = quick(_ALL_GATHER, array, output, None, 0, patience)
                 if outcome == 0:
                     return output
-                if outcome > 0:
-                    raise communicator.quick_failure(outcome, _ALL_GATHER, array, None, 0)
+                self._check_quick(outcome, _ALL_GATHER, array, None)
         mine = self._adapt(array, writable=False)
         shape = (self.world_size, *mine.array.shape)
         result = self._result("all_gather", array, mine, shape, out)
@@ -403,15 +397,20 @@ class Collectives:
 
         ``described``: one rank's part, as errors tell its shape and dtype.
         """
-        communicator = self.communicator
-        quick = communicator.quick
+        quick = self.communicator.quick
         if quick is None:
             return False
         patience = self.timeout_s if timeout is None else timeout
         outcome: int = quick(number, source, result, op, root, patience)
-        if outcome > 0:
-            raise communicator.quick_failure(outcome, number, described, op, root)
+        self._check_quick(outcome, number, described, op, root)
         return outcome == 0
+
+    def _check_quick(
+        self, outcome: int, number: int, described: Any, op: str | None, root: int = 0
+    ) -> None:
+        """Raise what a quick call failed with, if it did."""
+        if outcome > 0:
+            raise self.communicator.quick_failure(outcome, number, described, op, root)
 
     def _has_parts(self, array: Any, part: Any = None) -> bool:
         """Whether ``array`` has one row per rank (of the shape of ``part``)."""

@@ -83,8 +83,14 @@ class Request:
     ) -> Call:
         """This request, made by ``algorithm``, as ranks compare it. The arguments: see ``Call``."""
         return _call(
-            *(self.operation, algorithm, self.described.dtype, self.described.shape),
-            *(self.op, self.root, segment_bytes, ranks),
+            self.operation,
+            algorithm,
+            self.described.dtype,
+            self.described.shape,
+            self.op,
+            self.root,
+            segment_bytes,
+            ranks,
             self.encoding.codec.name if self.encoding is not None else "",
             on_behalf_of,
             self.whole,
