@@ -1,0 +1,90 @@
+"""Lines on stderr that say what a long wait is for: after 3 s, then every 10 s.
+
+A wait that takes slices calls ``Reminder.tick`` between them. A call that blocks in other code runs
+inside ``reminding``, which ticks on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from potluck.service import start_thread
+
+FIRST_S = 3.0
+EVERY_S = 10.0
+
+
+def to_stderr(text: str) -> None:
+    """Write one line for people."""
+    with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more, or it is closed
+        print(f"potluck: {text}", file=sys.stderr, flush=True)
+
+
+class Reminder:
+    """Says what one wait is for, whenever a line is due.
+
+    ``describe()`` names the missing ranks and what to check. It is asked when a line is due; an
+    empty answer says nothing this time, for example because another process of this machine speaks.
+    ``deadline`` is in the time of ``clock``; None: the wait has none.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[[], str],
+        deadline: float | None = None,
+        *,
+        say: Callable[[str], None] = to_stderr,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._describe = describe
+        self._deadline = deadline
+        self._say = say
+        self._clock = clock
+        self._began = clock()
+        self._due = self._began + FIRST_S
+
+    def patience(self) -> float:
+        """Seconds until ``tick`` has something to do or the deadline has passed; 0 if one is so."""
+        until = self._due if self._deadline is None else min(self._due, self._deadline)
+        return max(0.0, until - self._clock())
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._deadline is not None and self._clock() >= self._deadline
+
+    def tick(self) -> None:
+        """Say what is missing, if a line is due."""
+        now = self._clock()
+        if now < self._due or self.is_overdue:
+            return
+        self._due = now + EVERY_S
+        text = self._describe()
+        if text:
+            left = "" if self._deadline is None else f", {self._deadline - now:.0f} s left"
+            self._say(f"{text} ({now - self._began:.0f} s so far{left})")
+
+
+@contextlib.contextmanager
+def reminding(reminder: Reminder) -> Iterator[None]:
+    """Tick ``reminder`` on a thread while the body blocks.
+
+    ``describe`` is called on that thread; what it raises is logged and ends the lines, not the
+    wait.
+    """
+    over = threading.Event()
+
+    def run() -> None:
+        while not reminder.is_overdue and not over.wait(reminder.patience()):
+            reminder.tick()
+
+    thread = start_thread(run, name="potluck-reminder", on_broken=lambda _: None)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
