@@ -24,7 +24,7 @@ class Clock:
 def lines_of(reminder: Reminder, clock: Clock, lines: list[str], until: float) -> list[float]:
     """Go through a wait as its loop would; when each line was said, from its beginning."""
     began, times = clock.now, []
-    while clock.now < began + until:
+    while clock.now + reminder.patience() < began + until:
         before = len(lines)
         clock.now += max(reminder.patience(), 0.001)
         reminder.tick()
@@ -65,7 +65,7 @@ def test_each_line_names_who_is_missing_then() -> None:
 def test_a_process_that_is_not_the_one_to_speak_says_nothing_and_asks_again_later() -> None:
     clock, lines, answers = Clock(), list[str](), iter(["", "rank 2 is missing"])
     reminder = Reminder(lambda: next(answers), say=lines.append, clock=clock)
-    assert lines_of(reminder, clock, lines, 15.0) == [13.0]
+    assert lines_of(reminder, clock, lines, 14.0) == [13.0]
 
 
 def test_a_call_that_blocks_elsewhere_is_spoken_for_by_a_thread() -> None:
