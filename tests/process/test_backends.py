@@ -104,6 +104,49 @@ def test_the_same_script_runs_under_every_launcher(start: list[str], told: str) 
         run.wait_for(told)
 
 
+PODS = {
+    "stateful-set": {"HOSTNAME": "ml-workers-{}", "RANK": "ml-workers-{}"},
+    "indexed-job": {"HOSTNAME": "train-{}", "JOB_COMPLETION_INDEX": "{}"},
+    "pod-index": {"HOSTNAME": "ml-workers-{}", "POD_INDEX": "{}"},
+}
+"""What tells pods apart: the kubelet's HOSTNAME, and what controller or specification add."""
+
+PROCESS_GROUP = """
+import torch, torch.distributed as dist
+dist.init_process_group("potluck", init_method="potluck://")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+if dist.get_rank() == 0:
+    print(f"world {dist.get_world_size()} sum {total.item():g}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kind", PODS)
+@pytest.mark.parametrize("script", ["context", "process-group"])
+def test_pods_of_kubernetes_take_their_numbers_as_ranks(kind: str, script: str) -> None:
+    arguments = [SAME] if script == "context" else ["-c", PROCESS_GROUP]
+    cluster = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+    with contextlib.ExitStack() as stack:
+        port = str(free_ports(1)[0])
+        runs = []
+        for number in range(3):
+            named = {name: value.format(number) for name, value in PODS[kind].items()}
+            meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            variables = cluster | meeting | named | {"OMP_NUM_THREADS": "1"}
+            runs.append(stack.enter_context(Command([sys.executable, *arguments], env=variables)))
+        for run in runs:
+            assert run.finish() == 0, run.text
+        runs[0].wait_for("world 3 sum 6")
+
+
+def test_a_pod_that_lacks_half_of_the_description_does_not_train_alone() -> None:
+    variables = {"WORLD_SIZE": "3", "POD_INDEX": "", "MASTER_ADDR": "ml-workers-0.ml-workers"}
+    with Command([sys.executable, SAME], env=variables) as run:
+        assert run.finish() == 1
+        assert "ConfigurationError: RANK is not set" in run.text
+
+
 @pytest.mark.parametrize(
     "start",
     [

@@ -1,9 +1,9 @@
 """``EnvironmentBackend``: the world that a launcher's variables describe, on potluck's own links.
 
-The launcher is torchrun, mpirun, Slurm, or whoever sets RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT (``launchers.py``). Rank 0 listens at MASTER_ADDR:MASTER_PORT. The others call there,
-say where they listen, and get the roster of all members once everyone has called. After that all
-links are between peers.
+The launcher is torchrun, mpirun, Slurm, Kubernetes, or a user who sets RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT (``launchers.py``). Rank 0 listens at MASTER_ADDR:MASTER_PORT. The
+others call there, say where they listen, and get the roster of all members once everyone has
+called. After that all links are between peers.
 """
 
 from __future__ import annotations
@@ -172,9 +172,9 @@ class _Rendezvous:
             if not 0 < hello.port < 65536:
                 return _refuse("port", f"rank {rank} listens nowhere: {hello.port} is no port")
             if not 0 < rank < world:
-                return _refuse("rank", f"RANK={rank} is taken or outside 0 to {world - 1}")
+                return _refuse("rank", f"rank {rank} is taken or outside 0 to {world - 1}")
             if rank in self.members:
-                return _refuse("duplicate", f"RANK={rank} has called already from another process")
+                return _refuse("duplicate", f"rank {rank} has called already from another process")
             self.members[rank] = Member(
                 str(rank), node=node, port=hello.port, local_rank=hello.local_rank
             )

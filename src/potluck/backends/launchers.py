@@ -1,7 +1,8 @@
-"""What a launcher told this process about its world: torchrun's variables, mpirun's, Slurm's.
+"""A process's place in its world, from the variables of torchrun, mpirun, Slurm or Kubernetes.
 
-Pure: variables in, a seat out. ``RANK`` and ``WORLD_SIZE`` win, because somebody may have set them
-on purpose under another launcher.
+Pure: variables in, a seat out. ``RANK`` and ``WORLD_SIZE`` win, because a user may have set them
+on purpose under another launcher. The numbers of Kubernetes' pods come last: mpirun and srun, where
+they run, run inside pods.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ DEFAULT_PORT = 29500
 
 _PORTS = range(15_000, 25_000)
 """Below the ports that systems hand out by themselves."""
+
+POD_NUMBERS = ("JOB_COMPLETION_INDEX", "POD_INDEX")
+"""Where a pod's number may be. The Job controller sets the first in every pod of an Indexed Job, so
+under JobSet too; the second is for the label ``apps.kubernetes.io/pod-index``, by downward API."""
+
+_POD_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?-(0|[1-9][0-9]{0,4})")
+"""The name of a StatefulSet's pod, such as ``ml-workers-3``: it ends in the pod's number."""
 
 Variables = Mapping[str, str]
 
@@ -55,15 +63,34 @@ def detect(variables: Variables) -> Seat | None:
 
 
 def read_seat(variables: Variables) -> Seat:
-    """The seat; ConfigurationError if no launcher has given one."""
+    """The seat; ConfigurationError, with the variable that is missing, if there is none."""
     seat = detect(variables)
     if seat is None:
-        missing = "WORLD_SIZE" if variables.get("RANK") else "RANK"
+        missing = "WORLD_SIZE" if rank_variable(variables) else "RANK"
         raise ConfigurationError(
             f"{missing} is not set; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe a group "
-            "(`potluck run`, torchrun, mpirun and srun set these or their like)"
+            "(`potluck run`, torchrun, mpirun and srun set these or their like; in a pod of "
+            f"Kubernetes {' or '.join(POD_NUMBERS)} may stand for RANK)"
         )
     return seat
+
+
+def is_half_described(variables: Variables) -> bool:
+    """Whether the variables speak of other processes, but not enough of them are set for a seat.
+
+    Such a process must not train alone without a word. ``RANK`` or a pod's number without
+    ``MASTER_ADDR`` speaks of nobody: the pods of an Indexed Job may be independent of each other.
+    """
+    if detect(variables) is not None:
+        return False
+    if variables.get("WORLD_SIZE"):
+        return variables["WORLD_SIZE"] != "1"
+    return bool(variables.get("MASTER_ADDR") and rank_variable(variables))
+
+
+def rank_variable(variables: Variables) -> str:
+    """The first variable that is set and may name this process's rank, empty if there is none."""
+    return next((name for name in ("RANK", *POD_NUMBERS) if variables.get(name)), "")
 
 
 def number(
@@ -84,8 +111,10 @@ def number(
 
 
 def _plain(variables: Variables) -> Seat:
-    """torchrun, ``potluck run``, Kubernetes operators, or a person."""
+    """torchrun, ``potluck run``, Kubernetes operators, a StatefulSet's pods, or a person."""
     is_torchrun = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if _POD_NAME.fullmatch(variables["RANK"]):
+        return _pod(variables)
     return _seat(
         variables,
         "torchrun" if is_torchrun else "environment",
@@ -133,6 +162,26 @@ def _slurm(variables: Variables) -> Seat:
     )
 
 
+def _pod(variables: Variables) -> Seat:
+    """A pod of a StatefulSet, an Indexed Job or a JobSet. No other pod can be met at this one's
+    loopback address, so here MASTER_ADDR has no default."""
+    source = rank_variable(variables)
+    host = variables.get("MASTER_ADDR", "")
+    if not host and variables["WORLD_SIZE"] != "1":
+        first = re.sub("[0-9]+$", "0", variables[source]) if source == "RANK" else "POD-0"
+        raise ConfigurationError(
+            "MASTER_ADDR is not set; each pod has an address of its own, so set it to that of pod "
+            f"0 ({source}={variables[source]!r}, with a headless service: {first}.SERVICE)"
+        )
+    return _seat(
+        variables,
+        "kubernetes",
+        *(source, "WORLD_SIZE", "LOCAL_RANK"),
+        host=host or LOOPBACK,
+        port=number(variables, "MASTER_PORT", 1, 65535, default=DEFAULT_PORT),
+    )
+
+
 def _under_mpirun(
     variables: Variables,
     rank: str,
@@ -168,11 +217,12 @@ def _seat(
     uses_agent_store: bool = False,
     attempt: int = 0,
 ) -> Seat:
-    rank = number(variables, rank_name, 0, MAX_WORLD - 1)
+    rank = _rank(variables, rank_name)
     world_size = number(variables, size_name, 1, MAX_WORLD)
     if rank >= world_size:
         raise ConfigurationError(
-            f"{rank_name}={rank} is not below {size_name}={world_size}; ranks begin at 0"
+            f"{rank_name}={variables[rank_name]} is not below {size_name}={world_size}; ranks "
+            "begin at 0"
         )
     return Seat(
         launcher=launcher,
@@ -184,6 +234,21 @@ def _seat(
         uses_agent_store=uses_agent_store,
         attempt=attempt,
     )
+
+
+def _rank(variables: Variables, name: str) -> int:
+    """The integer in ``name``, or the one that a StatefulSet pod's name ends in."""
+    text = variables.get(name, "")
+    pod = _POD_NAME.fullmatch(text)
+    if pod is not None:
+        return number({name: pod[2]}, name, 0, MAX_WORLD - 1)
+    if name == "RANK" and not text.isdigit():
+        raise ConfigurationError(
+            f"RANK={text[:80]!r} is not an integer from 0 to {MAX_WORLD - 1}, nor the name of a "
+            "StatefulSet's pod (ml-workers-3); in the pods of an Indexed Job leave RANK unset: "
+            "JOB_COMPLETION_INDEX is read"
+        )
+    return number(variables, name, 0, MAX_WORLD - 1)
 
 
 def _port(variables: Variables, job: str) -> int:
@@ -217,4 +282,5 @@ _LAUNCHERS: tuple[tuple[Callable[[Variables], bool], Callable[[Variables], Seat]
     (_has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
     (_has("PMI_RANK", "PMI_SIZE"), _mpich),
     (_is_slurm_step, _slurm),
+    *((_has(name, "WORLD_SIZE"), _pod) for name in POD_NUMBERS),
 )

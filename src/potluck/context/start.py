@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from potluck.backends.base import Backend
-from potluck.backends.launchers import detect
+from potluck.backends.launchers import detect, is_half_described
 from potluck.context.context import DistributedContext
 from potluck.errors import ConfigurationError
 from potluck.settings import Settings, load_settings
@@ -30,8 +30,8 @@ def init(
     ``backend`` says where the group comes from, and whose links it uses:
 
     - ``"agent"``: the agent that started this worker (``potluck run``); survives lost workers;
-    - ``"env"``: the variables of torchrun, mpirun, Slurm, or RANK, WORLD_SIZE, MASTER_ADDR and
-      MASTER_PORT (LOCAL_RANK if set);
+    - ``"env"``: the variables of torchrun, mpirun, Slurm, of a Kubernetes pod that has a number,
+      or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (LOCAL_RANK if set);
     - ``"discovery"``: POTLUCK_MIN_PEERS processes that find each other on the network;
     - ``"local"``: nobody else, a world of one;
     - ``"ring"``: a fixed list of ``peers``, each ``"host:port"``, of which this is ``rank``;
@@ -100,6 +100,6 @@ def _make(
 def _detect(settings: Settings) -> str:
     if os.environ.get("POTLUCK_AGENT"):
         return "agent"
-    if detect(os.environ) is not None:
-        return "env"
+    if detect(os.environ) is not None or is_half_described(os.environ):
+        return "env"  # which names what is missing
     return "discovery" if settings.min_peers > 1 else "local"

@@ -173,7 +173,7 @@ def test_two_processes_with_the_same_rank(port: str) -> None:
     )
     refused = [error for error in results if error is not None]
     assert len(refused) == 1
-    assert "RANK=1 has called already from another process" in str(refused[0])
+    assert "rank 1 has called already from another process" in str(refused[0])
 
 
 def test_another_secret_is_refused_and_harms_nobody(port: str) -> None:

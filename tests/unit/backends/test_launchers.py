@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from potluck.backends.launchers import Seat, detect, read_seat
+from potluck.backends.launchers import Seat, detect, is_half_described, read_seat
 from potluck.errors import ConfigurationError
 
 TORCHRUN = {
@@ -41,6 +41,19 @@ SRUN = {
     "SLURM_NODELIST": "gpu-[01-03,07],login",
     "MASTER_PORT": "4000",
 }
+POD = {
+    # What the kubelet sets in every container, and what the pod's specification adds.
+    "HOSTNAME": "ml-workers-3",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "KUBERNETES_SERVICE_PORT": "443",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "ml-workers-0.ml-workers",
+    "MASTER_PORT": "4000",
+}
+STATEFUL_SET = POD | {"RANK": "ml-workers-3"}
+INDEXED_JOB = POD | {"HOSTNAME": "train-3", "JOB_COMPLETION_INDEX": "3"}
+POD_INDEX = POD | {"POD_INDEX": "3"}
+IN_POD = Seat("kubernetes", 3, 4, 0, "ml-workers-0.ml-workers", 4000)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +72,16 @@ SRUN = {
         (SRUN | {"SLURM_STEP_ID": ""}, None),  # in the batch script itself: alone
         (MPIRUN | TORCHRUN, Seat("torchrun", 3, 4, 1, "10.0.0.7", 4000, True, 2)),
         (SRUN | MPIRUN, Seat("mpirun", 1, 4, 1, "127.0.0.1", 4000)),  # mpirun in a Slurm job
+        (STATEFUL_SET, IN_POD),
+        (STATEFUL_SET | {"RANK": "a.b-2-0"}, Seat("kubernetes", 0, 4, 0, IN_POD.host, 4000)),
+        (INDEXED_JOB, IN_POD),
+        (POD_INDEX, IN_POD),
+        (INDEXED_JOB | {"RANK": "1"}, Seat("environment", 1, 4, 0, IN_POD.host, 4000)),
+        (INDEXED_JOB | {"POD_INDEX": "1"}, IN_POD),
+        (INDEXED_JOB | TORCHRUN, Seat("torchrun", 3, 4, 1, "10.0.0.7", 4000, True, 2)),
+        (INDEXED_JOB | MPIRUN, Seat("mpirun", 1, 4, 1, IN_POD.host, 4000)),  # mpirun in a pod
+        ({"RANK": "ml-0", "WORLD_SIZE": "1"}, Seat("kubernetes", 0, 1, 0, "127.0.0.1", 29500)),
+        ({"JOB_COMPLETION_INDEX": "3"}, None),  # independent tasks
     ],
 )
 def test_a_launchers_variables_give_a_seat(variables: dict[str, str], seat: Seat | None) -> None:
@@ -79,6 +102,39 @@ def test_a_launchers_variables_give_a_seat(variables: dict[str, str], seat: Seat
         (MPICH | {"MPI_LOCALNRANKS": "1"}, "mpirun -genv MASTER_ADDR ADDRESS"),
         (SRUN | {"SLURM_NTASKS": ""}, "SLURM_NTASKS is not set; it must be an integer from 1"),
         (SRUN | {"SLURM_NODELIST": ""}, "names no host; set MASTER_ADDR"),
+        *(
+            (
+                POD | {"RANK": name},
+                f"RANK={name!r} is not an integer from 0 to 65535, nor the name of a StatefulSet's "
+                "pod (ml-workers-3); in the pods of an Indexed Job leave RANK unset",
+            )
+            # A Deployment's pod, an Indexed Job's, a host counted from 01, and mistakes.
+            for name in (
+                "ml-7d9f8b6c5-x2k4j",
+                "train-3-zxcvb",
+                "node-01",
+                "3.0",
+                "-3",
+                "ml--",
+                "W-1",
+            )
+        ),
+        (
+            POD | {"RANK": "ml-workers-7"},
+            "RANK=ml-workers-7 is not below WORLD_SIZE=4; ranks begin at 0",
+        ),
+        (POD | {"POD_INDEX": "three"}, "POD_INDEX='three' is not an integer from 0"),
+        (INDEXED_JOB | {"JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX=4 is not below WORLD"),
+        (STATEFUL_SET | {"WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not an integer from 1"),
+        (
+            STATEFUL_SET | {"MASTER_ADDR": ""},
+            "so set it to that of pod 0 (RANK='ml-workers-3', with a headless service: "
+            "ml-workers-0.SERVICE)",
+        ),
+        (
+            INDEXED_JOB | {"MASTER_ADDR": ""},
+            "(JOB_COMPLETION_INDEX='3', with a headless service: P",
+        ),
     ],
 )
 def test_a_variable_that_means_nothing_is_named(variables: dict[str, str], text: str) -> None:
@@ -101,5 +157,30 @@ def test_two_jobs_on_one_machine_meet_at_two_ports_and_all_ranks_of_one_at_the_s
 def test_without_a_launcher_the_variables_to_set_are_named() -> None:
     with pytest.raises(ConfigurationError, match="RANK is not set; RANK, WORLD_SIZE, MASTER_ADDR"):
         read_seat({})
-    with pytest.raises(ConfigurationError, match="WORLD_SIZE is not set"):
-        read_seat({"RANK": "1"})
+    for name in ("RANK", "JOB_COMPLETION_INDEX", "POD_INDEX"):
+        with pytest.raises(ConfigurationError, match="WORLD_SIZE is not set"):
+            read_seat({name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_half"),
+    [
+        ({}, False),
+        (STATEFUL_SET, False),
+        ({"WORLD_SIZE": "1"}, False),
+        ({"RANK": "0"}, False),
+        ({"JOB_COMPLETION_INDEX": "3"}, False),
+        ({"MASTER_ADDR": "10.0.0.7"}, False),
+        ({"WORLD_SIZE": "4"}, True),
+        (POD | {"POD_INDEX": ""}, True),  # Kubernetes before 1.28 does not know the label
+        (INDEXED_JOB | {"WORLD_SIZE": ""}, True),
+        (STATEFUL_SET | {"WORLD_SIZE": ""}, True),
+    ],
+)
+def test_half_of_a_description_is_no_reason_to_train_alone(
+    variables: dict[str, str], is_half: bool
+) -> None:
+    assert is_half_described(variables) is is_half
+    if is_half:
+        with pytest.raises(ConfigurationError, match=r"(RANK|WORLD_SIZE) is not set"):
+            read_seat(variables)

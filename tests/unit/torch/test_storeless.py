@@ -23,6 +23,7 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 RANKS = {"RANK": "1", "WORLD_SIZE": "2"}
+POD = {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "localhost"}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,10 @@ RANKS = {"RANK": "1", "WORLD_SIZE": "2"}
         ("potluck://", RANKS, EnvironmentBackend),
         ("potluck://", MPIRUN, EnvironmentBackend),
         ("potluck://?world_size=2", MPIRUN, EnvironmentBackend),
+        ("potluck://", POD | {"WORLD_SIZE": "2"}, EnvironmentBackend),
+        ("potluck://?world_size=2", POD, EnvironmentBackend),
+        ("potluck://?world_size=1", {"JOB_COMPLETION_INDEX": "1"}, LocalBackend),
+        ("potluck://?world_size=3", {"JOB_COMPLETION_INDEX": "1"}, AutoDiscoveryBackend),
         ("potluck://10.0.0.1:7000?rank=1&world_size=2", {}, EnvironmentBackend),
         ("potluck://?world_size=3", {}, AutoDiscoveryBackend),
         ("potluck://", {"POTLUCK_MIN_PEERS": "3"}, AutoDiscoveryBackend),

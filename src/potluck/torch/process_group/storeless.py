@@ -2,9 +2,9 @@
 
 The ranks find each other as ``potluck.init()`` would: through the agent under ``potluck run``,
 else by a launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, of which
-``potluck://host:port`` names the last two; mpirun's; Slurm's), else by discovery, if ``world_size``
-or POTLUCK_MIN_PEERS says for how many to look, else this process is alone. What torch wants a store
-for then travels over potluck's links.
+``potluck://host:port`` names the last two; mpirun's; Slurm's; a Kubernetes pod's number), else by
+discovery, if ``world_size`` or POTLUCK_MIN_PEERS says for how many to look, else this process is
+alone. What torch wants a store for then travels over potluck's links.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 from potluck.backends.agent import AgentBackend
 from potluck.backends.discovery import AutoDiscoveryBackend
 from potluck.backends.environment import EnvironmentBackend
-from potluck.backends.launchers import detect
+from potluck.backends.launchers import detect, rank_variable
 from potluck.backends.local import LocalBackend
 from potluck.errors import ConfigurationError
 from potluck.settings import load_settings
@@ -105,7 +105,8 @@ def choose(url: str) -> Backend:
         environment["MASTER_PORT"] = str(parts.port)
     if rank >= 0:
         environment["RANK"] = str(rank)
-    if world_size >= 0 and environment.get("RANK"):
+    is_pod = bool(environment.get("MASTER_ADDR") and rank_variable(environment))
+    if world_size >= 0 and (environment.get("RANK") or is_pod):
         environment["WORLD_SIZE"] = str(world_size)
     seat = detect(environment)
     named = environment.get("RANK") or environment.get("WORLD_SIZE") or parts.hostname
