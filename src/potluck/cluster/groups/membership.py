@@ -24,15 +24,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, assert_never
+from typing import assert_never
 
+from potluck.cluster.groups import inquiry
 from potluck.cluster.groups.events import (
     Action,
     Agreed,
     Announce,
     Away,
     Disconnected,
-    EndGroup,
     Event,
     Exited,
     Failed,
@@ -46,23 +46,20 @@ from potluck.cluster.groups.events import (
     Placed,
     ProbeReply,
     Ready,
-    SendProbe,
     Start,
-    StopWorkers,
     Tick,
 )
 from potluck.cluster.groups.roster import (
     EXPECTED,
     Failure,
-    Inquiry,
     LiveGroup,
     Phase,
     Policy,
-    Report,
     State,
     Worker,
     name_exit,
 )
+from potluck.cluster.groups.turn import Turn
 from potluck.cluster.topology.graph import in_ring
 from potluck.types import Member
 
@@ -98,13 +95,8 @@ def handle(state: State, event: Event, now: float) -> tuple[State, tuple[Action,
     return turn.state, tuple(turn.actions)
 
 
-class _Turn:
-    """One call of ``handle``: the state so far and the actions so far."""
-
-    def __init__(self, state: State, now: float) -> None:
-        self.state = state
-        self.now = now
-        self.actions: list[Action] = []
+class _Turn(Turn):
+    """What each event means, and what follows."""
 
     def take(self, event: Event) -> None:
         match event:
@@ -113,9 +105,9 @@ class _Turn:
             case Installed(name, epoch):
                 self.update(name, installed=max(epoch, self.state.worker(name).installed))
             case Lost():
-                self.lost(event)
+                inquiry.lost(self, event)
             case ProbeReply():
-                self.probe_reply(event)
+                inquiry.probe_reply(self, event)
             case Finished(name):
                 self.finished(self.state.worker(name))
             case Failed(name, text, secondary):
@@ -148,45 +140,8 @@ class _Turn:
         if worker.phase in (Phase.STARTING, Phase.READY, Phase.EVICTED, Phase.AWAY):
             self.update(worker.name, phase=Phase.READY, member=event.member)
         elif worker.phase is Phase.MEMBER and event.after_epoch >= self.state.epoch:
-            self.lost(Lost(worker.name, event.after_epoch, certain=True, cause="asked for a view"))
-
-    def lost(self, event: Lost) -> None:
-        worker = self.state.worker(event.worker)
-        if worker.member is not None and worker.phase in (Phase.EVICTED, Phase.AWAY):
-            self.update(worker.name, phase=Phase.READY)
-        group = self.state.group(event.epoch)
-        if worker.phase is not Phase.MEMBER or group is None:
-            return
-        blamed = group.members[event.rank] if 0 <= event.rank < len(group.members) else None
-        if blamed is not None and self.state.worker(blamed).phase is not Phase.MEMBER:
-            self.end_groups({event.epoch}, f"worker {blamed} has left")
-            return
-        inquiry = self.state.inquiry or self.open_inquiry(event)
-        report = Report(worker.name, event.epoch, blamed, event.certain)
-        self.change(
-            inquiry=replace(
-                inquiry,
-                waiting=inquiry.waiting - {worker.name},
-                reports=(*inquiry.reports, report),
-            )
-        )
-
-    def open_inquiry(self, event: Lost) -> Inquiry:
-        probe = self.state.num_probes + 1
-        names = [worker.name for worker in self.state.having(Phase.MEMBER)]
-        others = tuple(name for name in names if name != event.worker)
-        reason = f"worker {event.worker} can't go on in epoch {event.epoch}: {event.cause}"
-        self.change(num_probes=probe)
-        self.actions.append(SendProbe(probe, others, reason))
-        deadline = self.now + self.state.policy.probe_timeout_s
-        return Inquiry(probe, deadline, frozenset(names), ())
-
-    def probe_reply(self, event: ProbeReply) -> None:
-        inquiry = self.state.inquiry
-        if inquiry is not None and inquiry.probe == event.probe:
-            blocked = inquiry.blocked | {event.worker} if event.blocked else inquiry.blocked
-            waiting = inquiry.waiting - {event.worker}
-            self.change(inquiry=replace(inquiry, waiting=waiting, blocked=blocked))
+            asked = Lost(worker.name, event.after_epoch, certain=True, cause="asked for a view")
+            inquiry.lost(self, asked)
 
     def finished(self, worker: Worker) -> None:
         if worker.alive and worker.phase is not Phase.STOPPING:
@@ -320,7 +275,7 @@ class _Turn:
     def settle(self) -> None:
         if self.state.stopping:
             return
-        self.judge_inquiry()
+        inquiry.judge(self)
         self.give_up_or_wind_up()
         self.renew()
         for worker in self.state.having(Phase.WAITING):
@@ -328,63 +283,6 @@ class _Turn:
                 self.update(worker.name, phase=Phase.STARTING)
                 why = f"restart {worker.restarts} of {self.state.policy.max_restarts}"
                 self.actions.append(Start(worker.name, worker.attempt, why))
-
-    def judge_inquiry(self) -> None:
-        inquiry = self.state.inquiry
-        if inquiry is None:
-            return
-        policy = self.state.policy
-        members = {worker.name for worker in self.state.having(Phase.MEMBER)}
-        reports = tuple(
-            report
-            for report in inquiry.reports
-            if self.state.group(report.epoch) or (not report.certain and report.blamed in members)
-        )
-        waiting = inquiry.waiting & members
-        inquiry = replace(inquiry, waiting=waiting, reports=reports)
-        self.change(inquiry=inquiry if reports else None)
-        if not reports:
-            return
-        if waiting and self.now >= inquiry.deadline:
-            if self.now > inquiry.deadline + policy.late_s:
-                self.change(inquiry=replace(inquiry, deadline=self.now + policy.probe_timeout_s))
-                self.actions.append(Log("this agent was late itself: it waits for probes longer"))
-                return
-            self.change(inquiry=None)
-            for name in sorted(waiting):
-                reason = f"worker {name} gave no sign of life for {policy.probe_timeout_s:g} s"
-                self.remove({name}, Phase.EVICTED, certain=False, reason=reason)
-        elif not waiting and inquiry.closing_at is None:
-            self.change(inquiry=replace(inquiry, closing_at=self.now + policy.grace_s))
-        elif inquiry.closing_at is not None and self.now >= inquiry.closing_at:
-            self.change(inquiry=None)
-            self.conclude(inquiry, members)
-
-    def conclude(self, inquiry: Inquiry, members: set[str]) -> None:
-        """Everybody answered the probe: evict who holds the others up, or renew their group."""
-        silences = [report for report in inquiry.reports if not report.certain]
-        excused = inquiry.blocked | {report.worker for report in inquiry.reports}
-        for report in silences:
-            excused |= self.still_busy(report.epoch)
-        blamed = {report.blamed for report in silences if report.blamed in members} - excused
-        if silences and not blamed:
-            groups = (self.state.group(report.epoch) for report in silences)
-            blamed = {name for group in groups if group for name in group.members}
-            blamed = (blamed & members) - excused
-        for name in sorted(filter(None, blamed)):
-            reason = f"worker {name} did not take part while others waited for it"
-            self.remove({name}, Phase.EVICTED, certain=False, reason=reason)
-        if not blamed:
-            epochs = {report.epoch for report in inquiry.reports}
-            self.end_groups(epochs, "its links failed and nobody is to blame")
-
-    def still_busy(self, epoch: int) -> set[str]:
-        """The members that rightly have not entered ``epoch``: as long as none of their group has,
-        they are in a long step there, and only the newcomers wait."""
-        seniors = [worker for worker in self.state.having(Phase.MEMBER) if worker.joined < epoch]
-        if any(worker.installed >= epoch for worker in seniors):
-            return set()
-        return {worker.name for worker in seniors}
 
     def give_up_or_wind_up(self) -> None:
         """End what can't or need not go on."""
@@ -439,62 +337,3 @@ class _Turn:
         )
 
     # Means.
-
-    def change(self, **changes: Any) -> None:
-        self.state = replace(self.state, **changes)
-
-    def update(self, name: str, **changes: Any) -> None:
-        self.state = self.state.with_worker(replace(self.state.worker(name), **changes))
-
-    def remove(self, names: set[str], phase: Phase, *, certain: bool, reason: str) -> None:
-        """Take workers out of every live group and end those groups under the others."""
-        view = self.state.view
-        for name in sorted(names):
-            others = tuple(worker.name for worker in self.state.having(Phase.MEMBER))
-            self.update(name, phase=phase)
-            to = tuple(other for other in others if other != name or phase is Phase.EVICTED)
-            self.actions.append(EndGroup(self.state.epoch, name, certain, to, reason))
-        if view is not None and names & set(view.members):
-            self.change(broken="; ".join(filter(None, (self.state.broken, reason))))
-        groups = (group for group in self.state.groups if not names & set(group.members))
-        self.change(groups=tuple(groups))
-
-    def end_groups(self, epochs: set[int], reason: str) -> None:
-        """End exactly these groups; their members go on together in the newest view, or a new."""
-        view = self.state.view
-        members = {worker.name for worker in self.state.having(Phase.MEMBER)}
-        for group in self.state.groups:
-            if group.epoch in epochs:
-                to = tuple(name for name in group.members if name in members)
-                self.actions.append(EndGroup(group.epoch, "", True, to, reason))
-        if view is not None and view.epoch in epochs:
-            self.change(broken=reason)
-        groups = (group for group in self.state.groups if group.epoch not in epochs)
-        self.change(groups=tuple(groups))
-
-    def fail(self, failure: Failure) -> None:
-        """The job fails; a failure that only followed another gives way to that one."""
-        first = self.state.failure
-        if first is None or (first.secondary and not failure.secondary):
-            self.change(failure=failure)
-        elif first.worker == failure.worker and first.code is None:
-            self.change(failure=replace(first, code=failure.code))
-        if not self.state.stopping:
-            self.stop(failure.text, 0)
-
-    def stop(self, reason: str, number: int) -> None:
-        """End the whole job."""
-        self.change(stopping=reason, inquiry=None)
-        self.stop_workers(reason, number)
-
-    def stop_workers(self, reason: str, number: int, spared: Phase | None = None) -> None:
-        """Ask all but the ``spared`` to end; nobody is started any more."""
-        stopped = []
-        for worker in self.state.workers:
-            if worker.phase in (Phase.WAITING, Phase.AWAY):
-                self.update(worker.name, phase=Phase.GONE)
-            elif worker.alive and worker.phase not in (Phase.STOPPING, spared):
-                self.update(worker.name, phase=Phase.STOPPING)
-                stopped.append(worker.name)
-        if stopped:
-            self.actions.append(StopWorkers(tuple(stopped), number, reason))

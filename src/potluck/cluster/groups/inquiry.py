@@ -1,0 +1,114 @@
+"""The inquiry: a group does not work and nobody is known to be dead. Who is to blame?
+
+All members are probed. A member that does not answer is evicted; if all answer, those who are
+blamed and not blocked themselves; if nobody is to blame, the same members get a new epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from potluck.cluster.groups.events import Log, Lost, ProbeReply, SendProbe
+from potluck.cluster.groups.roster import Inquiry, Phase, Report
+from potluck.cluster.groups.turn import Turn
+
+
+def lost(turn: Turn, event: Lost) -> None:
+    worker = turn.state.worker(event.worker)
+    if worker.member is not None and worker.phase in (Phase.EVICTED, Phase.AWAY):
+        turn.update(worker.name, phase=Phase.READY)
+    group = turn.state.group(event.epoch)
+    if worker.phase is not Phase.MEMBER or group is None:
+        return
+    blamed = group.members[event.rank] if 0 <= event.rank < len(group.members) else None
+    if blamed is not None and turn.state.worker(blamed).phase is not Phase.MEMBER:
+        turn.end_groups({event.epoch}, f"worker {blamed} has left")
+        return
+    inquiry = turn.state.inquiry or _open(turn, event)
+    report = Report(worker.name, event.epoch, blamed, event.certain)
+    turn.change(
+        inquiry=replace(
+            inquiry,
+            waiting=inquiry.waiting - {worker.name},
+            reports=(*inquiry.reports, report),
+        )
+    )
+
+
+def _open(turn: Turn, event: Lost) -> Inquiry:
+    probe = turn.state.num_probes + 1
+    names = [worker.name for worker in turn.state.having(Phase.MEMBER)]
+    others = tuple(name for name in names if name != event.worker)
+    reason = f"worker {event.worker} can't go on in epoch {event.epoch}: {event.cause}"
+    turn.change(num_probes=probe)
+    turn.actions.append(SendProbe(probe, others, reason))
+    deadline = turn.now + turn.state.policy.probe_timeout_s
+    return Inquiry(probe, deadline, frozenset(names), ())
+
+
+def probe_reply(turn: Turn, event: ProbeReply) -> None:
+    inquiry = turn.state.inquiry
+    if inquiry is not None and inquiry.probe == event.probe:
+        blocked = inquiry.blocked | {event.worker} if event.blocked else inquiry.blocked
+        waiting = inquiry.waiting - {event.worker}
+        turn.change(inquiry=replace(inquiry, waiting=waiting, blocked=blocked))
+
+
+def judge(turn: Turn) -> None:
+    inquiry = turn.state.inquiry
+    if inquiry is None:
+        return
+    policy = turn.state.policy
+    members = {worker.name for worker in turn.state.having(Phase.MEMBER)}
+    reports = tuple(
+        report
+        for report in inquiry.reports
+        if turn.state.group(report.epoch) or (not report.certain and report.blamed in members)
+    )
+    waiting = inquiry.waiting & members
+    inquiry = replace(inquiry, waiting=waiting, reports=reports)
+    turn.change(inquiry=inquiry if reports else None)
+    if not reports:
+        return
+    if waiting and turn.now >= inquiry.deadline:
+        if turn.now > inquiry.deadline + policy.late_s:
+            turn.change(inquiry=replace(inquiry, deadline=turn.now + policy.probe_timeout_s))
+            turn.actions.append(Log("this agent was late itself: it waits for probes longer"))
+            return
+        turn.change(inquiry=None)
+        for name in sorted(waiting):
+            reason = f"worker {name} gave no sign of life for {policy.probe_timeout_s:g} s"
+            turn.remove({name}, Phase.EVICTED, certain=False, reason=reason)
+    elif not waiting and inquiry.closing_at is None:
+        turn.change(inquiry=replace(inquiry, closing_at=turn.now + policy.grace_s))
+    elif inquiry.closing_at is not None and turn.now >= inquiry.closing_at:
+        turn.change(inquiry=None)
+        _conclude(turn, inquiry, members)
+
+
+def _conclude(turn: Turn, inquiry: Inquiry, members: set[str]) -> None:
+    """Everybody answered the probe: evict who holds the others up, or renew their group."""
+    silences = [report for report in inquiry.reports if not report.certain]
+    excused = inquiry.blocked | {report.worker for report in inquiry.reports}
+    for report in silences:
+        excused |= _still_busy(turn, report.epoch)
+    blamed = {report.blamed for report in silences if report.blamed in members} - excused
+    if silences and not blamed:
+        groups = (turn.state.group(report.epoch) for report in silences)
+        blamed = {name for group in groups if group for name in group.members}
+        blamed = (blamed & members) - excused
+    for name in sorted(filter(None, blamed)):
+        reason = f"worker {name} did not take part while others waited for it"
+        turn.remove({name}, Phase.EVICTED, certain=False, reason=reason)
+    if not blamed:
+        epochs = {report.epoch for report in inquiry.reports}
+        turn.end_groups(epochs, "its links failed and nobody is to blame")
+
+
+def _still_busy(turn: Turn, epoch: int) -> set[str]:
+    """The members that rightly have not entered ``epoch``: as long as none of their group has,
+    they are in a long step there, and only the newcomers wait."""
+    seniors = [worker for worker in turn.state.having(Phase.MEMBER) if worker.joined < epoch]
+    if any(worker.installed >= epoch for worker in seniors):
+        return set()
+    return {worker.name for worker in seniors}

@@ -1,0 +1,79 @@
+"""One call of ``membership.handle``: the state so far, the actions so far, and the means to change
+both, which the rules of ``membership``, ``inquiry`` and ``worlds`` share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from potluck.cluster.groups.events import Action, EndGroup, StopWorkers
+from potluck.cluster.groups.roster import Failure, Phase, State
+
+
+class Turn:
+    """``now`` is any monotonic clock in seconds."""
+
+    def __init__(self, state: State, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.actions: list[Action] = []
+
+    def change(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+
+    def update(self, name: str, **changes: Any) -> None:
+        self.state = self.state.with_worker(replace(self.state.worker(name), **changes))
+
+    def remove(self, names: set[str], phase: Phase, *, certain: bool, reason: str) -> None:
+        """Take workers out of every live group and end those groups under the others."""
+        view = self.state.view
+        for name in sorted(names):
+            others = tuple(worker.name for worker in self.state.having(Phase.MEMBER))
+            self.update(name, phase=phase)
+            to = tuple(other for other in others if other != name or phase is Phase.EVICTED)
+            self.actions.append(EndGroup(self.state.epoch, name, certain, to, reason))
+        if view is not None and names & set(view.members):
+            self.change(broken="; ".join(filter(None, (self.state.broken, reason))))
+        groups = (group for group in self.state.groups if not names & set(group.members))
+        self.change(groups=tuple(groups))
+
+    def end_groups(self, epochs: set[int], reason: str) -> None:
+        """End exactly these groups; their members go on together in the newest view, or a new."""
+        view = self.state.view
+        members = {worker.name for worker in self.state.having(Phase.MEMBER)}
+        for group in self.state.groups:
+            if group.epoch in epochs:
+                to = tuple(name for name in group.members if name in members)
+                self.actions.append(EndGroup(group.epoch, "", True, to, reason))
+        if view is not None and view.epoch in epochs:
+            self.change(broken=reason)
+        groups = (group for group in self.state.groups if group.epoch not in epochs)
+        self.change(groups=tuple(groups))
+
+    def fail(self, failure: Failure) -> None:
+        """The job fails; a failure that only followed another gives way to that one."""
+        first = self.state.failure
+        if first is None or (first.secondary and not failure.secondary):
+            self.change(failure=failure)
+        elif first.worker == failure.worker and first.code is None:
+            self.change(failure=replace(first, code=failure.code))
+        if not self.state.stopping:
+            self.stop(failure.text, 0)
+
+    def stop(self, reason: str, number: int) -> None:
+        """End the whole job."""
+        self.change(stopping=reason, inquiry=None)
+        self.stop_workers(reason, number)
+
+    def stop_workers(self, reason: str, number: int, spared: Phase | None = None) -> None:
+        """Ask all but the ``spared`` to end; nobody is started any more."""
+        stopped = []
+        for worker in self.state.workers:
+            if worker.phase in (Phase.WAITING, Phase.AWAY):
+                self.update(worker.name, phase=Phase.GONE)
+            elif worker.alive and worker.phase not in (Phase.STOPPING, spared):
+                self.update(worker.name, phase=Phase.STOPPING)
+                stopped.append(worker.name)
+        if stopped:
+            self.actions.append(StopWorkers(tuple(stopped), number, reason))
