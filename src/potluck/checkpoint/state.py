@@ -23,6 +23,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
+from potluck.context.arrays import memory_of
 from potluck.errors import CheckpointError
 from potluck.optional import require
 
@@ -212,7 +213,7 @@ def _torch_entry(torch: Any, tensor: Any, where: str) -> Entry:
             f"{where} is a {tensor.layout} tensor of dtype {tensor.dtype}, which a state can't hold"
         )
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return Entry(name, tuple(tensor.shape), plain.view(torch.uint8).numpy())
+    return Entry(name, tuple(tensor.shape), memory_of(plain, np.dtype(np.uint8)))
 
 
 def _unflatten(node: Any, left: dict[str, Entry], depth: int) -> Any:

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.wire.dtypes import code_of
+from potluck.wire.dtypes import code_of, dtype_named
 
 Array = NDArray[Any]
 
@@ -95,13 +95,33 @@ def _adapt_tensor(user: Any) -> Adapted:
         raise TypeError(f"tensors of layout {user.layout} can't be communicated; use .to_dense()")
     host = detached.cpu().resolve_conj().resolve_neg().contiguous()
     shares_memory = host.data_ptr() == detached.data_ptr() and host.device == detached.device
-    store = None if shares_memory else lambda: detached.copy_(host)
-    if host.dtype == torch.bfloat16:
-        array = host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    else:
-        array = host.numpy()
-    code_of(array.dtype)
-    return Adapted(user, array, store)
+    store = None if shares_memory else lambda: user.data.copy_(host)
+    dtype = dtype_named(str(host.dtype).removeprefix("torch."))
+    return Adapted(user, memory_of(host, dtype).reshape(user.shape), store)
+
+
+def memory_of(tensor: Any, dtype: np.dtype[Any]) -> Array:
+    """The memory of a contiguous host tensor as a flat array of ``dtype``, which keeps the tensor.
+
+    ``tensor.numpy()`` would do the same, but it also marks the storage as not resizable, for good:
+    later ``resize_`` and ``out=`` calls on the user's tensor would fail.
+    """
+    return np.asarray(_Memory(tensor)).view(dtype)
+
+
+class _Memory:
+    """Bytes of a tensor, in the form that NumPy asks other libraries' objects for."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "typestr": "|u1",
+        }
 
 
 def _adapt_to_device(user: Any, writable: bool, device: str) -> Adapted:
@@ -118,7 +138,7 @@ def _adapt_to_device(user: Any, writable: bool, device: str) -> Adapted:
     moved = source.to(device).contiguous()
     if is_tensor(user):
         is_shared = moved.data_ptr() == source.data_ptr() and moved.device == source.device
-        store = None if is_shared else lambda: source.copy_(moved)
+        store = None if is_shared else lambda: user.data.copy_(moved)
     else:
 
         def store() -> None:

@@ -40,14 +40,23 @@ def code_of(dtype: np.dtype[Any]) -> int:
     code = _CODES_OF.get(dtype)
     if code is not None:
         return code
-    try:
-        return _CODES[dtype.name]
-    except KeyError:
-        raise TypeError(
-            f"arrays of dtype {dtype} can't be communicated; supported: {', '.join(NAMES)}"
-        ) from None
+    return _code_of_name(dtype.name)
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The dtype of this name, as NumPy and torch call it; TypeError as from ``code_of``."""
+    return _DTYPES[_code_of_name(name)]
 
 
 def dtype_of(code: int) -> np.dtype[Any] | None:
     """The dtype behind a wire code, None if there is no such code."""
     return _DTYPES.get(code)
+
+
+def _code_of_name(name: str) -> int:
+    try:
+        return _CODES[name]
+    except KeyError:
+        raise TypeError(
+            f"arrays of dtype {name} can't be communicated; supported: {', '.join(NAMES)}"
+        ) from None

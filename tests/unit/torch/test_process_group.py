@@ -14,9 +14,9 @@ from torch import Tensor
 
 from potluck.context import DistributedContext
 from potluck.errors import Desync, OperationTimeout, PeerLost, RemoteError
+from potluck.testing.process_groups import process_group
 from potluck.testing.world import WorldError, run_world
 from potluck.torch.process_group.group import PotluckProcessGroup
-from potluck.torch.process_group.world import World
 
 T = TypeVar("T")
 WORLD = 3
@@ -27,22 +27,12 @@ REDUCIBLE = [
 ]
 
 
-class _Nobody:
-    def close(self) -> None:
-        """The context closes its links itself."""
-
-
 def on_groups(function: Callable[[PotluckProcessGroup], T], world_size: int = WORLD) -> list[T]:
     """``[function(group) for each rank]``, at the same time."""
 
     def rank(ctx: DistributedContext) -> T:
-        world = World("0", ctx.communicator, _Nobody())
-        group = PotluckProcessGroup(world, ctx.communicator, name="0", timeout=MINUTE)
-        try:
+        with process_group(ctx) as group:
             return function(group)
-        finally:
-            ctx.close()
-            world.close()
 
     return run_world(world_size, rank)
 

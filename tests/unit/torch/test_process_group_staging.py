@@ -7,7 +7,6 @@ operation that posts too early, or brings back too little, gives another result.
 
 from __future__ import annotations
 
-import datetime
 import threading
 from collections.abc import Callable, Sequence
 
@@ -17,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.context import DistributedContext
+from potluck.testing.process_groups import process_group
 from potluck.testing.world import run_world
 from potluck.torch.process_group import staging
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.work import Completions
-from potluck.torch.process_group.world import World
 
 PIECES = 3
 LENGTH = 2 * 1024 + 100
@@ -64,11 +63,6 @@ class FakeLane:
         self.diary.append("finish")
 
 
-class _Nobody:
-    def close(self) -> None:
-        """The context closes its links itself."""
-
-
 def on_groups(
     monkeypatch: pytest.MonkeyPatch,
     operation: Operation,
@@ -89,15 +83,8 @@ def on_groups(
 
     def rank(ctx: DistributedContext) -> tuple[list[Tensor], list[str]]:
         here.diary = [] if has_device(ctx.rank) else None
-        world = World("0", ctx.communicator, _Nobody())
-        world.has_devices = any_device
-        minute = datetime.timedelta(minutes=1)
-        group = PotluckProcessGroup(world, ctx.communicator, name="0", timeout=minute)
-        try:
+        with process_group(ctx, has_devices=any_device) as group:
             return list(operation(group)), here.diary or []
-        finally:
-            ctx.close()
-            world.close()
 
     found = run_world(world_size, rank)
     monkeypatch.undo()

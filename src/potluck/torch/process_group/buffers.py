@@ -2,27 +2,40 @@
 
 The dtypes NumPy has no name for travel as others of their size: bfloat16 as ml_dtypes' own (it can
 be combined), float8 and kin as bytes (they can only be moved).
+
+A user's tensor stays what it was, except for its values: storage (also that it can be resized),
+strides, flags, ``requires_grad`` and the version counter. So autograd doesn't learn that an
+operation wrote into a tensor that it has saved, as with Gloo's and NCCL's operations in place. For
+that, results are copied through ``tensor.data``, whose counter is its own, not ``detach()``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 
+from potluck.context.arrays import memory_of
 from potluck.engine.arrays.layout import Array
 
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_PLAIN = frozenset(
-    {
+_PLAIN: dict[torch.dtype, np.dtype[Any]] = {
+    dtype: np.dtype(str(dtype).removeprefix("torch."))
+    for dtype in (
         torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int16,
         torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128, torch.uint16,
         torch.uint32, torch.uint64,
-    }
-)  # fmt: skip
+    )
+}  # fmt: skip
+_ARRAYS = _PLAIN | {
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.complex32: np.dtype(np.float16),
+}
+"""The dtypes whose values the engine knows; of others it sees bytes."""
+_BYTES = np.dtype(np.uint8)
 
 
 def check(tensor: Tensor, operation: str) -> None:
@@ -56,22 +69,12 @@ def on_host(tensor: Tensor) -> tuple[Array, bool]:
 
 def as_array(host: Tensor) -> Array:
     """A contiguous host tensor's memory as a flat array."""
-    dtype = host.dtype
-    array: Array
-    if dtype in _PLAIN:
-        array = host.numpy()
-    elif dtype is torch.bfloat16:
-        array = host.view(torch.int16).numpy().view(_BFLOAT16)
-    elif dtype is torch.complex32:
-        array = torch.view_as_real(host).numpy()
-    else:
-        array = host.reshape(-1).view(torch.uint8).numpy()
-    return array.reshape(-1)
+    return memory_of(host, _ARRAYS.get(host.dtype, _BYTES))
 
 
 def store(array: Array, tensor: Tensor) -> None:
     """Copy a flat array that ``on_host`` made back into ``tensor``."""
-    tensor.detach().copy_(as_tensor(array, tensor.dtype).view(tensor.shape))
+    tensor.data.copy_(as_tensor(array, tensor.dtype).view(tensor.shape))
 
 
 def as_tensor(array: Array, dtype: torch.dtype) -> Tensor:
@@ -85,7 +88,7 @@ def as_tensor(array: Array, dtype: torch.dtype) -> Tensor:
 
 def can_reduce(dtype: torch.dtype) -> bool:
     """Whether the engine knows these values; of other dtypes it sees bytes only."""
-    return dtype in _PLAIN or dtype in (torch.bfloat16, torch.complex32)
+    return dtype in _ARRAYS
 
 
 def pack(tensors: Sequence[Tensor], operation: str) -> Array:
@@ -118,7 +121,7 @@ def unpack(array: Array, tensors: Sequence[Tensor]) -> None:
     offset = 0
     for tensor in tensors:
         part = flat[offset : offset + tensor.numel()]
-        tensor.detach().copy_(part.view(tensor.shape))
+        tensor.data.copy_(part.view(tensor.shape))
         offset += tensor.numel()
 
 

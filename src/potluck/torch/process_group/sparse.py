@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from potluck.torch.process_group import buffers
 from potluck.torch.process_group.options import reduction, seconds
@@ -39,7 +40,7 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
         mine.shape,
         check_invariants=True,
     ).coalesce()
-    with torch.no_grad():
+    with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
         tensor.copy_(total)  # a detached alias would keep its own indices
     return GroupWork((), [tensor], seat.completions)
 

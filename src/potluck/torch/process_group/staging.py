@@ -177,7 +177,7 @@ class Flat:
     """A tensor as one contiguous row on its own device; a copy of it where it is not one."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
+        self._tensor = tensor.data  # a version counter of its own
         self.row = self._tensor.resolve_conj().resolve_neg().contiguous().view(-1)
 
     def copy_back(self) -> None:
