@@ -5,6 +5,8 @@
 
 #include <cstddef>
 
+#include "bind_unlocked.hpp"
+
 namespace potluck::bind {
 
 // Contiguous memory, held while this lives. Raises what the object raises (BufferError, TypeError).
@@ -36,7 +38,7 @@ constexpr std::size_t WORTH_UNLOCKING = 32768;
 template <class Work>
 void without_lock(std::size_t bytes, Work&& work) {
     if (bytes < WORTH_UNLOCKING) return work();
-    nanobind::gil_scoped_release released;
+    const Unlocked unlocked;
     work();
 }
 

@@ -13,6 +13,7 @@
 
 #include "bind.hpp"
 #include "bind_buffer.hpp"
+#include "bind_unlocked.hpp"
 
 #ifdef POTLUCK_OPENSSL
 #include "core/loop.hpp"
@@ -44,7 +45,7 @@ bool wait(Ticket& ticket, double seconds) {
         const double left = seconds < 0 ? signal_s : until - now_s();
         Ticket::State state;
         {
-            const nb::gil_scoped_release release;
+            const Unlocked unlocked;
             state = ticket.wait_for(std::clamp(left, 0.0, signal_s));
         }
         if (state != Ticket::State::running) return true;
@@ -182,7 +183,7 @@ const char* name_of(Fact::Kind kind) {
 nb::list events(Loop& loop, double seconds) {
     std::vector<Event> taken;
     {
-        const nb::gil_scoped_release release;
+        const Unlocked unlocked;
         taken = loop.events().take(seconds);
     }
     nb::list told;
@@ -237,7 +238,7 @@ void loop(nb::module_& m) {
                  return std::make_shared<TlsStream>(std::move(context), fd, std::move(peer));
              }),
              nb::arg("context"), nb::arg("fd"), nb::arg("peer"))
-        .def("handshake", &TlsStream::handshake, nb::call_guard<nb::gil_scoped_release>())
+        .def("handshake", &TlsStream::handshake, nb::call_guard<Unlocked>())
         .def(
             "read_into",
             [](TlsStream& stream, nb::handle target, size_t count) {
@@ -245,7 +246,7 @@ void loop(nb::module_& m) {
                 size_t taken = 0;
                 TlsStatus status;
                 {
-                    const nb::gil_scoped_release release;
+                    const Unlocked unlocked;
                     status = stream.read_some(static_cast<uint8_t*>(buffer.data()),
                                               std::min(count, buffer.size()), taken);
                 }
@@ -254,7 +255,7 @@ void loop(nb::module_& m) {
         .def("write_all",
              [](TlsStream& stream, nb::handle source) {
                  const Buffer buffer(source, false);
-                 const nb::gil_scoped_release release;
+                 const Unlocked unlocked;
                  return stream.write_all(static_cast<const uint8_t*>(buffer.data()), buffer.size());
              })
         .def("pending", &TlsStream::pending)
@@ -300,7 +301,7 @@ void loop(nb::module_& m) {
         .def("no_link", &Loop::no_link)
         .def("stop", &Loop::stop)
         .def("close", &Loop::close)
-        .def("join", &Loop::join, nb::call_guard<nb::gil_scoped_release>())
+        .def("join", &Loop::join, nb::call_guard<Unlocked>())
         .def("say",
              [](Loop& loop, nb::bytes body, bool has_abort) {
                  const auto* at = static_cast<const uint8_t*>(body.data());

@@ -13,6 +13,7 @@
 #include "bind.hpp"
 #include "bind_array.hpp"
 #include "bind_buffer.hpp"
+#include "bind_unlocked.hpp"
 #include "core/window_costs.hpp"
 #include "core/window_engine.hpp"
 #include "core/window_queue.hpp"
@@ -121,12 +122,12 @@ struct PyEngine {
     ~PyEngine() { close(); }
 
     void close() {
-        nb::gil_scoped_release released;
+        const Unlocked unlocked;
         engine->close();
         notifier->close();
     }
     std::uint64_t next_ended() {
-        nb::gil_scoped_release released;
+        const Unlocked unlocked;
         return notifier->next();
     }
 };
@@ -150,7 +151,7 @@ public:
             const std::int64_t now = now_ns();
             if (now >= until) return false;
             {
-                nb::gil_scoped_release released;
+                const Unlocked unlocked;
                 queue_->wait(ticket_, std::min(until, now + SIGNALS_NS));
             }
             if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -183,7 +184,7 @@ public:
         engine_->serve(queue_);
     }
     ~PyWindow() {
-        nb::gil_scoped_release released;
+        const Unlocked unlocked;
         engine_->close();  // it looks into the memory
     }
 
@@ -241,16 +242,16 @@ public:
     std::uint64_t last_number() const { return last_number_; }
     bool has_work() { return queue_->has_work(); }
     void stop(bool for_all) {
-        nb::gil_scoped_release released;
+        const Unlocked unlocked;
         queue_->stop(for_all);
     }
     void leave() {
-        nb::gil_scoped_release released;
+        const Unlocked unlocked;
         queue_->leave();
     }
     // After the engine was closed: let everything that still waits end.
     void drain() {
-        nb::gil_scoped_release released;
+        const Unlocked unlocked;
         std::int64_t until = 0;
         queue_->poll(nullptr, &until);
     }
@@ -395,7 +396,7 @@ private:
         for (std::int64_t until = ticket.began_ns + SIGNALS_NS; outcome == Outcome::PENDING;
              until += SIGNALS_NS) {
             {
-                nb::gil_scoped_release released;
+                const Unlocked unlocked;
                 outcome = queue_->run(ticket, until);
             }
             if (outcome == Outcome::PENDING && PyErr_CheckSignals() != 0) {
@@ -470,7 +471,7 @@ void windows(nb::module_& m) {
         .def("stats", &PyWindow::stats);
     m.def("window_bytes", window_bytes, "world"_a, "num_slots"_a, "slot_bytes"_a);
     m.def("window_costs", [] {
-        nb::gil_scoped_release released;
+        const Unlocked unlocked;
         const window::Costs costs = window::measure_costs();
         return std::make_tuple(costs.wait_s, costs.turn_s, costs.wake_s, costs.byte_s);
     });

@@ -241,4 +241,5 @@ def _close_at_exit(context: DistributedContext) -> None:
                 alive.close()
 
     atexit.register(close)
-    weakref.finalize(context, atexit.unregister, close)
+    # Not at exit: finalizers run before ``close`` then, and this one would cancel it.
+    weakref.finalize(context, atexit.unregister, close).atexit = False

@@ -64,4 +64,5 @@ def _close_at_exit(world: World) -> None:
             alive.close()
 
     atexit.register(close)
-    weakref.finalize(world, atexit.unregister, close)
+    # Not at exit: finalizers run before ``close`` then, and this one would cancel it.
+    weakref.finalize(world, atexit.unregister, close).atexit = False

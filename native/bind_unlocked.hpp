@@ -1,0 +1,35 @@
+// Native work without the interpreter lock.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <chrono>
+#include <thread>
+
+namespace potluck::bind {
+
+// Gives the interpreter lock up until the end of the scope.
+//
+// Unlike nanobind's own guard it survives the end of the interpreter. Before Python 3.14 a daemon
+// thread that asks for the lock of an interpreter that is shutting down is ended by pthread_exit,
+// which unwinds the C++ frames above it: through a destructor (noexcept) that is std::terminate,
+// and the script's exit code is lost. So such a thread sleeps here until the process has ended, as
+// Python 3.14 has it do.
+class Unlocked {
+public:
+    Unlocked() noexcept : state_(PyEval_SaveThread()) {}
+    Unlocked(const Unlocked&) = delete;
+    Unlocked& operator=(const Unlocked&) = delete;
+    ~Unlocked() {
+        try {
+            PyEval_RestoreThread(state_);
+        } catch (...) {  // pthread_exit's unwinding; glibc aborts if this block is ever left
+            while (true) std::this_thread::sleep_for(std::chrono::hours(1));
+        }
+    }
+
+private:
+    PyThreadState* state_;
+};
+
+}  // namespace potluck::bind
