@@ -60,7 +60,8 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"potluck.{name}")
     else:
-        raise AttributeError(f"module 'potluck' has no attribute {name!r}")
+        hints = importlib.import_module("potluck.hints")  # `from potluck import` would ask again
+        raise AttributeError(hints.of_module(name), name=name)
     globals()[name] = value
     return value
 

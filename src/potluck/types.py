@@ -5,18 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from potluck import hints
+
 
 class ReduceOp(StrEnum):
-    """How a collective combines contributions, element by element; the last three bit by bit."""
+    """How a collective combines contributions, element by element; the last three bit by bit.
+
+    ``"avg"`` and ``"average"`` are taken for ``"mean"``; AVG and AVERAGE are MEAN.
+    """
 
     SUM = "sum"
     MEAN = "mean"
+    AVG = "mean"
+    AVERAGE = "mean"
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
     BAND = "band"
     BOR = "bor"
     BXOR = "bxor"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ReduceOp:
+        if value in ("avg", "average"):
+            return cls.MEAN
+        raise ValueError(hints.operation(value, [op.value for op in cls]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,27 @@ def test_a_step_that_is_run_again_is_told_once_and_so_is_the_new_group() -> None
         assert [event[1] for event in events if event[0] == "group"] == [2]
 
 
+def test_a_function_is_called_with_epoch_and_loss_at_the_end_of_each_epoch() -> None:
+    def work(ctx: DistributedContext) -> tuple[list[Any], list[Any]]:
+        told: list[Any] = []
+        recorder = Recorder()
+        train(ctx, recorder, lambda epoch, loss: told.append((epoch, loss)))
+        return told, recorder.events
+
+    for told, events in run_world(2, work):
+        assert [epoch for epoch, _ in told] == [0, 1]
+        assert told == [event[1:] for event in events if event[0] == "epoch"]
+
+
+def test_an_error_in_a_function_names_it() -> None:
+    def report(epoch: int, loss: float) -> None:
+        raise KeyError("accuracy")
+
+    with pytest.raises(WorldError, match=r"report raised KeyError: 'accuracy'") as caught:
+        run_world(1, lambda ctx: train(ctx, report))
+    assert isinstance(caught.value.errors[0], CallbackError)
+
+
 def test_an_error_in_one_ranks_callback_names_it_on_all_ranks() -> None:
     class Broken:
         def __init__(self, ctx: DistributedContext) -> None:

@@ -54,6 +54,8 @@ MISTAKES: list[tuple[Callable[[DistributedContext], Any], type[Exception], str]]
     (lambda c: loop(c, also={"s": 3}), TypeError, r"also\['s'\] is a int: it needs state_dict"),
     (lambda c: loop(c, callbacks=ProgressBar()), TypeError, "callbacks is a ProgressBar; pass a"),
     (lambda c: loop(c, callbacks=[ProgressBar]), TypeError, r"pass ProgressBar\(\)"),
+    (lambda c: loop(c, callbacks=[print, lambda loss: 0]), TypeError, r"be called as f\(epoch, l"),
+    (lambda c: loop(c, callbacks=[object()]), TypeError, "object has none of them; a callback has"),
     (lambda c: Policy(save_every=0), ValueError, "save_every is 0; it must be at least 1"),
     (lambda c: Policy(shares=True), TypeError, r"shares is True: pass a ProportionalShares\("),
     (lambda c: Policy(batching=8), TypeError, r"batching is 8: pass a NoiseBatching\("),

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from potluck import hints
 from potluck.backends.base import Communicator
 from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
@@ -98,7 +99,7 @@ class Collectives:
     ) -> Any:
         """Combine all ranks' arrays, in place, and return the array.
 
-        Bit-identical on every rank. ``op``: sum, mean (floats only), min, max, product.
+        Bit-identical on every rank. ``op``: sum, mean or avg (floats only), min, max, product.
         Ring: ``2 (w - 1)`` steps and ``2 (w - 1) / w`` times the array's bytes from each rank.
         """
         if algorithm is None and codec is None and residual is None and not async_op:
@@ -113,7 +114,7 @@ class Collectives:
         mine = self._adapt(array)
         work = self.communicator.all_reduce(
             mine.array,
-            _op(op),
+            ReduceOp(op),
             algorithm=algorithm,
             encoding=self._encoding(codec, residual),
             timeout_s=self._patience(timeout),
@@ -154,7 +155,7 @@ class Collectives:
         work = self.communicator.reduce_scatter(
             result.array.reshape(shape),
             parts.array,
-            _op(op),
+            ReduceOp(op),
             algorithm=algorithm,
             encoding=self._encoding(codec, residual),
             timeout_s=self._patience(timeout),
@@ -236,7 +237,7 @@ class Collectives:
                 return array
         mine = self._adapt(array, writable=self.rank == root)
         work = self.communicator.reduce(
-            mine.array, _op(op), root, algorithm=algorithm, timeout_s=self._patience(timeout)
+            mine.array, ReduceOp(op), root, algorithm=algorithm, timeout_s=self._patience(timeout)
         )
         done = mine.write_back if self.rank == root else (lambda: array)
         return self._end(work, done, async_op)
@@ -383,6 +384,14 @@ class Collectives:
 
     # -- inside
 
+    if not TYPE_CHECKING:  # else a type checker would find every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that raised AttributeError itself
+                return object.__getattribute__(self, name)
+            said = hints.of_context(type(self).__name__, name, dir(type(self)))
+            raise AttributeError(said, name=name, obj=self)
+
     def _is_done(
         self,
         number: int,
@@ -480,15 +489,6 @@ class Collectives:
                 f"{operation} takes one part per rank: the first dimension must be "
                 f"{self.world_size}, the shape is {shape}"
             )
-
-
-def _op(name: str) -> ReduceOp:
-    try:
-        return ReduceOp(name)
-    except ValueError:
-        raise ValueError(
-            f"op {name!r} is unknown; choose from {', '.join(op.value for op in ReduceOp)}"
-        ) from None
 
 
 def _tag(tag: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from potluck import hints
 from potluck.backends.base import Backend, Communicator
 from potluck.cluster.groups.commit import Vote, tally
 from potluck.context.collectives import Collectives, Waits
@@ -51,11 +52,17 @@ class Commit:
 class DistributedContext(Collectives):
     """One worker's place in a cluster, and every operation on its current group."""
 
+    @hints.arguments(hints.CONTEXT, hints.CONTEXT["world_size"])
     def __init__(self, backend: Backend, *, timeout_s: float = PEER_TIMEOUT_S) -> None:
         """Forms the first group; blocks until all its members are there, at most ``timeout_s``.
 
         ``timeout_s`` is also the default deadline of every operation.
         """
+        if not hasattr(backend, "form"):
+            raise TypeError(
+                f"DistributedContext takes a backend, such as RingBackend(peers, rank), not "
+                f"{backend!r}; potluck.init() makes backend and context"
+            )
         super().__init__(timeout_s)
         self._backend = backend
         self._is_closed = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from potluck import hints
 from potluck.backends.base import Backend
 from potluck.backends.launchers import detect, is_half_described
 from potluck.context.context import DistributedContext
@@ -18,6 +19,7 @@ _FOR_RING = (
 )
 
 
+@hints.arguments(hints.INIT)
 def init(
     backend: str = "auto",
     *,
@@ -45,9 +47,7 @@ def init(
     if the backend can't be used here.
     """
     if backend not in BACKENDS:
-        raise ConfigurationError(
-            f"backend {backend!r} is unknown; choose from {', '.join(BACKENDS)}"
-        )
+        raise ConfigurationError(hints.backend(backend, BACKENDS))
     if backend != "ring" and not (peers is None and rank is None):
         raise ConfigurationError(f"peers and rank are for backend='ring', not for {backend!r}")
     settings = load_settings(peer_timeout_s=timeout_s)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from potluck import hints
 from potluck.context import DistributedContext, init
 from potluck.torch.reducer import Reducer
 
@@ -39,6 +40,7 @@ class DistributedDataParallel(nn.Module):
     Wire cost per backward: one all_reduce of all gradients.
     """
 
+    @hints.arguments(hints.DDP)
     def __init__(
         self,
         module: nn.Module,
@@ -48,6 +50,8 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers: bool = True,
     ) -> None:
         super().__init__()
+        if ctx is not None and not hasattr(ctx, "all_reduce"):
+            raise TypeError(f"DDP takes the module and a context, potluck.init(), not {ctx!r}")
         trained = [p for p in module.parameters() if p.requires_grad]
         if not trained:
             raise ValueError("no parameter of the module requires a gradient")

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from potluck import hints
 from potluck.context import DistributedContext, init
 from potluck.training.sampler import Schedule
 
@@ -32,6 +33,7 @@ class DistributedSampler(Sampler[list[int]]):
     ``weight`` says 0. (The ElasticLoop does all of this by itself.)
     """
 
+    @hints.arguments(hints.SAMPLER, hints.SAMPLER["num_replicas"])
     def __init__(
         self,
         dataset: Sized,

@@ -1,4 +1,4 @@
-"""Callbacks: plain objects whose methods the loop calls between steps.
+"""Callbacks: objects whose methods the loop calls between steps, or functions for epoch ends.
 
 ::
 
@@ -6,17 +6,19 @@
         def on_epoch_end(self, epoch: int, loss: float) -> None:
             print(f"epoch {epoch}: loss {loss:.4f}")
 
-    ElasticLoop(..., callbacks=[Report()])
+    ElasticLoop(..., callbacks=[Report(), lambda epoch, loss: print(epoch, loss)])
 
-Every method is optional; every rank calls its own objects. A committed step is told once, on each
-rank that was there; a step that was run again is not told twice. A callback may call
+Every method is optional; a function stands for ``on_epoch_end``. Every rank calls its own
+objects. A committed step is told once, on each rank that was there; a step that was run again is
+not told twice. A callback may call
 ``job.average`` and ``job.save``, if all ranks' callbacks do; a peer lost meanwhile ends it early.
 Any other exception of a callback ends the training on all ranks with a CallbackError that names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from potluck.errors import CallbackError, GroupError
@@ -32,7 +34,7 @@ EVENTS = {
 
 
 class Callbacks:
-    """The callback objects of one loop, called in the order they were given."""
+    """The callbacks of one loop, called in the order they were given."""
 
     def __init__(self, objects: Sequence[object]) -> None:
         if not isinstance(objects, Sequence):
@@ -43,6 +45,9 @@ class Callbacks:
                     f"{each.__name__} is a class; a callback is an object: pass {each.__name__}()"
                 )
             names = [name for name in dir(each) if name.startswith("on_")]
+            if callable(each) and not names:
+                _check_takes_epoch_and_loss(each)
+                continue
             unknown = [name for name in names if name not in EVENTS]
             if unknown or not names:
                 wrong = f"has {unknown[0]}" if unknown else "has none of them"
@@ -59,14 +64,31 @@ class Callbacks:
         the loop can form the next group.
         """
         for each in self._objects:
-            method = getattr(each, event, None)
-            if method is None:
+            if hasattr(each, event):
+                function, name = getattr(each, event), f"{type(each).__name__}.{event}"
+            elif callable(each) and event == "on_epoch_end":
+                function, name = each, _name_of(each)
+            else:
                 continue
             try:
-                method(*arguments)
+                function(*arguments)
             except GroupError:
                 raise
             except Exception as error:
-                raise CallbackError(
-                    f"{type(each).__name__}.{event} raised {type(error).__name__}: {error}"
-                ) from error
+                raise CallbackError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def _check_takes_epoch_and_loss(function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind(0, 0.0)
+    except TypeError as error:
+        raise TypeError(
+            f"{_name_of(function)} can't be called as f(epoch, loss), as functions in callbacks "
+            f"are at the end of each epoch: {error}"
+        ) from None
+    except ValueError:
+        pass  # written in C, without a signature to look at
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)

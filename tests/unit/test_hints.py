@@ -1,0 +1,226 @@
+"""What people type who come from another library, and what the error tells them to write."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import potluck
+from potluck import hints
+from potluck.context import DistributedContext
+from potluck.errors import ConfigurationError
+from potluck.testing.world import run_world
+
+X = np.ones(3)
+
+
+def context() -> Any:
+    return DistributedContext(potluck.LocalBackend())
+
+
+ON_A_CONTEXT = {
+    "allreduce": "ctx.all_reduce",
+    "Allreduce": "ctx.all_reduce",
+    "all_reduce_": "ctx.all_reduce",
+    "ring_all_reduce": 'ctx.all_reduce(array, "mean", algorithm="ring")',
+    "Bcast": "ctx.broadcast(array, root=0)",
+    "Alltoall": "ctx.all_to_all",
+    "reducescatter": "ctx.reduce_scatter",
+    "Get_rank": "ctx.rank",
+    "get_world_size": "ctx.world_size",
+    "size": "ctx.world_size",
+    "receive": "ctx.recv(array, src)",
+    "Split": "ctx.new_group(ranks), called by all ranks",
+    "isend": "ctx.send(array, dst, async_op=True), a Work with wait()",
+    "get_communication_stats": "ctx.stats()",
+    "destroy_process_group": "ctx.close(), or use the context in a with statement",
+}
+
+
+@pytest.mark.parametrize("name", ON_A_CONTEXT)
+def test_another_librarys_name_on_a_context(name: str) -> None:
+    with context() as ctx, pytest.raises(AttributeError) as caught:
+        getattr(ctx, name)
+    assert str(caught.value) == (
+        f"'DistributedContext' object has no attribute {name!r}; write {ON_A_CONTEXT[name]}"
+    )
+
+
+def test_an_attribute_that_nobody_has_and_one_that_is_broken_stay_plain_errors() -> None:
+    class Broken(DistributedContext):
+        @property
+        def rank(self) -> int:
+            return self.nothing  # type: ignore[attr-defined,no-any-return]
+
+    with context() as ctx:
+        with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
+            _ = ctx.nonsense
+        assert not hasattr(ctx, "allreduce")
+    with (
+        Broken(potluck.LocalBackend()) as ctx,
+        pytest.raises(AttributeError, match=r"no attribute 'nothing'$"),
+    ):
+        _ = ctx.rank
+
+
+ON_THE_MODULE = {
+    "rank": "ctx.rank, with ctx = potluck.init()",
+    "get_rank": "ctx.rank, with ctx = potluck.init()",
+    "size": "ctx.world_size, with ctx = potluck.init()",
+    "allreduce": "ctx.all_reduce, with ctx = potluck.init()",
+    "barrier": "ctx.barrier, with ctx = potluck.init()",
+    "Average": 'op="mean"',
+    "init_process_group": "ctx = potluck.init(); or torch's own, init_process_group('potluck')",
+    "World": "ctx = potluck.init()",
+    "DDP": "potluck.torch.DDP",
+    "DistributedSampler": "potluck.torch.DistributedSampler",
+    "MockBackend": "potluck.InProcessBackend.world(n), or potluck.testing.world.run_world",
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_MODULE)
+def test_another_librarys_name_on_the_module(name: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(potluck, name)
+    assert str(caught.value) == (
+        f"module 'potluck' has no attribute {name!r}; write {ON_THE_MODULE[name]}"
+    )
+
+
+def test_what_hints_name_exists() -> None:
+    pytest.importorskip("torch")
+    tables = (hints.OPERATIONS, hints.MODULE, hints.BACKENDS)
+    told = "; ".join(hint for table in tables for hint in table.values())
+    with context() as ctx:
+        for name in {*hints.COLLECTIVES, *re.findall(r"\bctx\.(\w+)", told)}:
+            assert hasattr(ctx, name), name
+    for path in re.findall(r"\bpotluck((?:\.\w+)+)", told):
+        thing: Any = potluck
+        for name in path[1:].split("."):
+            if not hasattr(thing, name):
+                importlib.import_module(f"{thing.__name__}.{name}")
+            thing = getattr(thing, name)
+
+
+def test_asking_for_a_name_that_is_not_there_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, potluck; assert not hasattr(potluck, 'allreduce');"
+        "print(*sorted({m for m in ('numpy', 'torch', 'potluck.context') if m in sys.modules}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""
+
+
+def alone(call: Callable[[Any], Any]) -> Callable[[], Any]:
+    def run() -> None:
+        with context() as ctx:
+            call(ctx)
+
+    return run
+
+
+# Called as a user without a type checker would.
+context_class: Any = DistributedContext
+init: Any = potluck.init
+all_reduce_sum: Any = potluck.all_reduce_sum
+all_reduce_mean: Any = potluck.all_reduce_mean
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "words"),
+    [
+        (lambda: init(world_size=2, rank=0), TypeError, "start the script with `potluck run"),
+        (lambda: init(timeout=3), TypeError, "init has no argument 'timeout'; timeout_s=, in sec"),
+        (lambda: init(init_method="env://"), TypeError, "set MASTER_ADDR and MASTER_PORT in the"),
+        (lambda: init("mock"), ConfigurationError, "potluck.InProcessBackend.world(n), or potluck"),
+        (lambda: init("potluck"), ConfigurationError, "here it is 'auto'"),
+        (lambda: context_class(world_size=4, rank=0), TypeError, "ctx = potluck.init(); how many"),
+        (lambda: context_class(4, 0), TypeError, "ctx = potluck.init(); how many processes"),
+        (lambda: context_class(4), TypeError, "such as RingBackend(peers, rank), not 4; potluck.i"),
+        (lambda: context_class("gloo"), TypeError, "not 'gloo'; potluck.init() makes backend and"),
+        (lambda: all_reduce_sum(X), TypeError, "potluck.all_reduce_sum(ctx, array)"),
+        (
+            alone(lambda ctx: all_reduce_mean(X, ctx)),
+            TypeError,
+            "potluck.all_reduce_mean(ctx, array); the first argument is a ndarray",
+        ),
+        (alone(lambda ctx: ctx.all_reduce(X, "prod")), ValueError, '(write "product")'),
+        (alone(lambda ctx: ctx.all_reduce(X, "SUM")), ValueError, '(write "sum")'),
+        (
+            alone(lambda ctx: ctx.reduce(X, op=SimpleNamespace(name="MPI_MAX"))),
+            ValueError,
+            '(write "max")',
+        ),
+        (alone(lambda ctx: ctx.all_reduce(X, "median")), ValueError, "choose from sum, mean, min"),
+        (alone(lambda ctx: ctx.all_reduce(X, None)), ValueError, "op None is unknown; choose from"),
+    ],
+)
+def test_an_argument_of_another_library_brings_the_right_one(
+    mistake: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        mistake()
+
+
+def test_what_a_function_raises_itself_is_left_as_it_is() -> None:
+    @hints.arguments({"wrong": "right="}, "otherwise")
+    def function(right: int) -> int:
+        return right + "1"  # type: ignore[operator,no-any-return]
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        function(1)
+    with pytest.raises(TypeError, match=r"function has no argument 'wrong'; right=$"):
+        function(wrong=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"function: missing .*; otherwise$"):
+        function()  # type: ignore[call-arg]
+
+
+def test_average_and_avg_are_the_mean_and_meet_a_mean() -> None:
+    assert potluck.ReduceOp.AVERAGE is potluck.ReduceOp.AVG is potluck.ReduceOp.MEAN
+    assert [op.value for op in potluck.ReduceOp][:2] == ["sum", "mean"]
+
+    def work(ctx: DistributedContext) -> list[float]:
+        word = ("average", "avg", "mean", potluck.ReduceOp.AVERAGE)[ctx.rank]
+        value = np.array([float(ctx.rank)])
+        scattered = ctx.reduce_scatter(np.full((4, 1), float(ctx.rank)), word)
+        return [ctx.all_reduce(value, word)[0], scattered[0], ctx.reduce(value, 0, word)[0]]
+
+    assert run_world(4, work) == [[1.5, 1.5, 1.5]] * 4
+
+
+@pytest.mark.parametrize("given", [3, 2.5, [1, 2.5], (4, 5), [[1.0], [2.0]], np.float32(7)])
+def test_sums_and_means_of_numbers_and_lists_are_arrays(given: Any) -> None:
+    def work(ctx: DistributedContext) -> tuple[Any, Any]:
+        scaled = np.asarray(given) * (ctx.rank + 1)
+        mine = type(given)(scaled) if np.isscalar(given) else scaled.tolist()
+        return potluck.all_reduce_sum(ctx, mine), potluck.all_reduce_mean(ctx, mine)
+
+    for total, mean in run_world(2, work):
+        assert isinstance(total, np.ndarray)
+        assert isinstance(mean, np.ndarray)
+        np.testing.assert_array_equal(total, np.asarray(given) * 3)
+        np.testing.assert_array_equal(mean, np.asarray(given) * 1.5)
+        assert mean.dtype.kind == "f"
+
+
+def test_other_operations_say_how_a_number_or_list_becomes_an_array() -> None:
+    def work(ctx: DistributedContext) -> None:
+        calls: list[Callable[[Any], Any]] = [
+            *(ctx.all_reduce, ctx.all_gather, ctx.broadcast, ctx.reduce, ctx.gather, ctx.scatter),
+            *(ctx.reduce_scatter, ctx.all_to_all, ctx.recv, lambda array: ctx.send(array, 0)),
+        ]
+        for given in (3.0, [1.0, 2.0]):
+            for call in calls:
+                words = f"got {type(given).__name__}; wrap it with numpy.asarray"
+                with pytest.raises(TypeError, match=words):
+                    call(given)
+
+    run_world(2, work)
