@@ -322,6 +322,8 @@ def test_progress_and_the_end_are_reported() -> None:
         assert first["loss"] == 1.0
         assert first["device"] == "cpu"
         assert first["samples_per_s"] > 0
+        told = [(f["committed_samples"], f["total_samples"]) for f in reports if "step" in f]
+        assert told == [(2 * step, 20) for step in steps]
         end = next(facts for facts in reports if "committed_steps" in facts)
         assert end["committed_steps"] == 10
         assert end["steps_run_again"] == 0

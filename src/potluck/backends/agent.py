@@ -138,8 +138,9 @@ class AgentBackend:
             self._changed.wait_for(lambda: self._chaos_done == step or self._stopped is not None)
 
     def report(self, facts: dict[str, Any]) -> None:
-        """``step`` (number of committed steps), ``loss``, ``samples_per_s`` and ``device`` are
-        progress, ``event`` alone a line for people; all else is kept for the summary."""
+        """``step`` (number of committed steps), ``committed_samples`` of ``total_samples``,
+        ``loss``, ``samples_per_s`` and ``device`` are progress, ``event`` alone a line for people;
+        all else is kept for the summary."""
         communicator = self._communicator
         if "event" in facts and len(facts) == 1:
             self._talk.say(control.Said(control.clip(str(facts["event"]))))

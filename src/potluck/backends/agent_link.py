@@ -29,6 +29,9 @@ _REPORT_EVERY_S = 0.1
 _GOODBYE_S = 2.0
 _ORPHAN_S = 5.0
 
+_PROGRESS = {"step", "loss", "samples_per_s", "device", "committed_samples", "total_samples"}
+"""Reported names that a message has fields for; all others are facts."""
+
 
 class Progress:
     """Facts on their way to the agent: only the newest of each is sent."""
@@ -41,9 +44,10 @@ class Progress:
 
     def add(self, facts: dict[str, Any], epoch: int) -> None:
         with self._lock:
-            self._epoch = epoch
+            if "step" in facts or "step" not in self._known:
+                self._epoch = epoch  # of the group in which the step was committed
             for name, value in facts.items():
-                if name in ("step", "loss", "samples_per_s", "device"):
+                if name in _PROGRESS:
                     self._known[name] = value
                 elif name not in ("event", "epoch") and len(self._facts) < control.MAX_FACTS:
                     self._facts[str(name)[:256]] = _plain(value)
@@ -63,6 +67,8 @@ class Progress:
                 samples_per_s=_number(known.get("samples_per_s")),
                 device=str(known.get("device", ""))[:256],
                 facts=facts,
+                committed_samples=_count(known.get("committed_samples")),
+                total_samples=_count(known.get("total_samples")),
             )
 
 
@@ -254,6 +260,14 @@ def _plain(value: Any) -> control.Fact:
     if isinstance(value, int) and abs(value) < 2**63:
         return value
     return control.clip(str(value))
+
+
+def _count(value: Any) -> int:
+    """A whole number for a message; 0, for "not told", where ``value`` is none."""
+    try:
+        return min(max(int(value), 0), 2**63 - 1)
+    except (TypeError, ValueError, OverflowError):
+        return 0
 
 
 def _number(value: Any) -> float | None:

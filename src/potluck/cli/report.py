@@ -33,6 +33,9 @@ def _lines(summary: Summary) -> list[str]:
     for name, value in summary.facts.items():
         rows.append((name.replace("_", " "), _shown(value)))
     if summary.committed_steps:
+        if summary.samples is not None:
+            committed, total = summary.samples.committed, summary.samples.total
+            rows.append(("committed samples", f"{committed:,} of {total:,}"))
         rows.append(("committed steps", str(summary.committed_steps)))
         rows.append(("steps run again", str(summary.steps_run_again)))
         rows.append(("seconds", duration(summary.seconds)))

@@ -38,9 +38,10 @@ def status(
     deviation_s, bandwidth (bytes per second; 0: not measured), interface, address (of the
     source). Its stragglers are sentences, one for each node or link that is far behind the best
     link. Each job has job, node, pid, script, started (Unix time), epoch, step, loss, events,
-    wire (sealed or plain), and workers with worker, rank (-1: not in the group now), phase, pid,
-    restarts, device, step, samples_per_s, node (its name, empty for a job of this machine alone).
-    In a job of the cluster `node` leads it. Fields may be added, none will change.
+    wire (sealed or plain), samples (null unless the script reports them) with committed, total
+    and per_s (null: not known yet), and workers with worker, rank (-1: not in the group now),
+    phase, pid, restarts, device, step, samples_per_s, node (its name, empty for a job of this
+    machine alone). In a job of the cluster `node` leads it. Fields may be added, none will change.
     """
     from potluck.settings import load_settings
 
@@ -126,7 +127,7 @@ def _show(jobs: list[StatusReply]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from potluck.cli.views import duration, number
+    from potluck.cli.views import duration, how_far, number
     from potluck.wire.messages import PLAIN
 
     console = Console(markup=False)
@@ -136,7 +137,8 @@ def _show(jobs: list[StatusReply]) -> None:
             title=f"{Path(job.script).name} · {job.job} · {_where(job)} · "
             f"{duration(time.time() - job.started)}",
             caption=f"epoch {job.epoch} · step {max(job.step, 0)} · loss {loss}"
-            + (" · links not encrypted (plain)" if job.wire == PLAIN else ""),
+            + (" · links not encrypted (plain)" if job.wire == PLAIN else "")
+            + ("" if job.samples is None else f"\n{how_far(job.samples)}"),
             title_justify="left",
             caption_justify="left",
         )

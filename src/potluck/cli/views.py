@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, TextIO
 from potluck.service import start_thread
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.console import Group as RichGroup
 
     from potluck.launch.job import Watched, Watcher
+    from potluck.wire.control import Samples
 
 _log = logging.getLogger(__name__)
 
@@ -201,6 +202,7 @@ class LiveView(_Written):
         step = f" · step {state.step}" if state.step >= 0 else ""
         plain = " · links not encrypted" if state.wire == PLAIN else ""
         is_narrow = self._console.width < _WIDE
+        lines = [] if state.samples is None else [_bar(state.samples, is_narrow=is_narrow)]
         table = Table(
             title=f"{Path(state.script).name} · {duration(time.time() - state.started)} · "
             f"epoch {state.epoch}{step}{loss}{plain}",
@@ -221,13 +223,29 @@ class LiveView(_Written):
                 "step": str(worker.step) if worker.step >= 0 else "-",
             }
             table.add_row(*(cells[title] for title in titles))
-        return Group(table)
+        return Group(table, *lines)
+
+
+def _bar(samples: Samples, *, is_narrow: bool) -> RenderableType:
+    """How far the training is, in a bar (where there is room for one) and in words."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    if is_narrow:
+        return f"{_percent(samples)}  {time_left(samples)}".strip()
+    line = Table.grid(padding=(0, 1))
+    line.add_row(
+        ProgressBar(total=samples.total, completed=samples.committed, width=_BAR),
+        how_far(samples),
+    )
+    return line
 
 
 _TITLES = ("worker", "rank", "state", "device", "samples/s", "step")
 _NARROW_TITLES = ("worker", "state", "step")
 _WIDE = 60
 """Columns of a terminal on which all titles can be read."""
+_BAR = 20
 
 _STYLES = {
     "member": "green",
@@ -246,6 +264,25 @@ def number(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def how_far(samples: Samples) -> str:
+    """``12,800 of 60,000 samples (21%)  3,100/s  about 15 s left``."""
+    text = f"{samples.committed:,} of {samples.total:,} samples ({_percent(samples)})"
+    left = time_left(samples)
+    return f"{text}  {number(samples.per_s)}/s  {left}" if left else text
+
+
+def time_left(samples: Samples) -> str:
+    """``about 15 s left``; empty at the end, and while the rate is not known."""
+    left = samples.total - samples.committed
+    if left <= 0 or not samples.per_s:
+        return ""
+    return f"about {duration(math.ceil(left / samples.per_s))} left"
+
+
+def _percent(samples: Samples) -> str:
+    return f"{100 * samples.committed // samples.total}%"  # 100% only when all is done
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ import msgspec
 
 from potluck.cluster.groups.roster import State, name_exit
 from potluck.cluster.jobs.journal import Journal
-from potluck.wire.control import Fact
+from potluck.wire.control import Fact, Samples
 
 HASH = "parameter_hash"
 _COMMITTED = "committed_steps"
@@ -45,7 +45,7 @@ class Summary(msgspec.Struct, frozen=True):
     """What ``potluck run --json`` writes. ``version`` rises when a field changes its meaning.
 
     ``hashes_equal`` is None when no worker reported a parameter hash. ``problems`` are sentences;
-    ``exit_code`` is 0 exactly if there are none.
+    ``exit_code`` is 0 exactly if there are none. ``samples`` is None where the script told of none.
     """
 
     job: str
@@ -61,6 +61,7 @@ class Summary(msgspec.Struct, frozen=True):
     problems: tuple[str, ...]
     events: tuple[str, ...]
     version: int = 1
+    samples: Samples | None = None
 
 
 def summarize(
@@ -109,6 +110,7 @@ def summarize(
         ),
         problems=tuple(problems),
         events=tuple(f"{note.at:.1f} s: {note.text}" for note in journal.notes),
+        samples=journal.course.samples(now),
     )
 
 

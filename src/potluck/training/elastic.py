@@ -356,6 +356,8 @@ class ElasticLoop:
             self._told["loss"] = loss
         self.ctx.report(
             step=self.step_number,
+            committed_samples=self.committed,
+            total_samples=self.schedule.total,
             samples_per_s=self._rate,
             device=self._replica.device,
             **{name: _plain(value) for name, value in self._told.items()},

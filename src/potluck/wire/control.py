@@ -24,6 +24,7 @@ MAX_FACTS = 128
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Fact = int | float | bool | Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Facts = Annotated[dict[Name, Fact], msgspec.Meta(max_length=MAX_FACTS)]
 
 
@@ -67,7 +68,9 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """What the training loop last said about itself. ``step`` is the number of committed steps,
-    -1 while there is nothing to say about it; ``facts`` are those that are new."""
+    -1 while there is nothing to say about it; ``epoch`` that of the group in which the last of
+    them was committed; ``committed_samples`` of ``total_samples`` are the samples of these steps
+    (0: not told); ``facts`` are those that are new."""
 
     epoch: int = 0
     step: int = -1
@@ -75,6 +78,8 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     samples_per_s: float | None = None
     device: Name = ""
     facts: Facts = {}
+    committed_samples: Count = 0
+    total_samples: Count = 0
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
@@ -192,8 +197,18 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     node: Name = ""
 
 
+class Samples(msgspec.Struct, frozen=True):
+    """How far a training is: ``committed`` samples of ``total``, over all epochs of its data set,
+    and how many per second of late (None: not known yet)."""
+
+    committed: Count
+    total: Annotated[int, msgspec.Meta(ge=1)]
+    per_s: float | None = None
+
+
 class StatusReply(msgspec.Struct, frozen=True, tag=True):
-    """One job as its agent sees it. ``started`` is Unix time in seconds."""
+    """One job as its agent sees it. ``started`` is Unix time in seconds; ``samples`` is None where
+    the script does not tell of them."""
 
     job: Name
     node: Name
@@ -206,6 +221,7 @@ class StatusReply(msgspec.Struct, frozen=True, tag=True):
     workers: Annotated[tuple[WorkerStatus, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     events: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
     wire: Name = SEALED
+    samples: Samples | None = None
 
 
 FromWorker = Ready | Installed | Lost | Progress | Said | Failed | Finished | ChaosDue | ProbeReply

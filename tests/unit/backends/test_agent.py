@@ -413,14 +413,36 @@ def test_progress_is_sent_as_plain_values(agent: ScriptedAgent, backend: AgentBa
             "num": 2**70,
             "names": ["a"],
             "event": "not alone",
+            "committed_samples": np.int64(640),
+            "total_samples": 6400.0,
         }
     )
     told = agent.hear(control.Progress)
+    assert (told.committed_samples, told.total_samples) == (640, 6400)
     assert (told.epoch, told.step, told.loss, told.device) == (1, 3, 0.5, "cpu")
     assert told.facts == {"accuracy": 0.97, "num": str(2**70), "names": "['a']"}
     backend.report({"event": "resumed"})
     assert agent.hear(control.Said).text == "resumed"
     communicator.close()
+
+
+def test_what_is_said_in_a_new_group_before_its_first_commit_is_of_the_group_before(
+    agent: ScriptedAgent, backend: AgentBackend
+) -> None:
+    first = formed(agent, backend, view(1, "1"))
+    backend.report({"step": 3, "committed_samples": "all", "total_samples": -1})
+    told = agent.hear(control.Progress)
+    assert (told.epoch, told.step, told.committed_samples, told.total_samples) == (1, 3, 0, 0)
+    agent.say(control.GroupOver(1, "2", True, "killed"))
+    second = formed(agent, backend, view(2, "1"), after=1)
+    backend.report({"phase": "warm-up"})
+    told = agent.hear(control.Progress)
+    assert (told.epoch, told.step, told.facts) == (1, 3, {"phase": "warm-up"})
+    backend.report({"step": 4})
+    told = agent.hear(control.Progress)
+    assert (told.epoch, told.step) == (2, 4)
+    for communicator in (first, second):
+        communicator.close()
 
 
 def test_many_reports_are_few_messages_and_the_last_one_arrives(

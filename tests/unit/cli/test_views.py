@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from potluck.cli.report import print_summary
-from potluck.cli.views import LiveView, PlainView, Writer, duration, number, watcher_for
+from potluck.cli.views import LiveView, PlainView, Writer, duration, how_far, number, watcher_for
 from potluck.cluster.jobs.job import Job
 from potluck.cluster.jobs.standalone import Agent
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.launch.chaos import parse_chaos
 from potluck.launch.summary import RecoverySummary, Summary, WorkerSummary
 from potluck.settings import load_settings
-from potluck.wire.control import Progress
+from potluck.wire.control import Progress, Samples
 
 
 class NoLauncher:
@@ -73,6 +74,43 @@ def test_the_live_view_shows_lines_above_a_table_of_workers(agent: Agent) -> Non
     assert "step 60 · loss 0.2500" in shown
     assert "cuda:0" in shown
     assert "812" in shown
+
+
+def on_screen(agent: Agent, width: int) -> str:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
+    watch(LiveView(console), agent)
+    return screen.getvalue()
+
+
+def test_the_live_view_shows_how_far_the_training_is(agent: Agent) -> None:
+    began = time.monotonic()
+    for seconds in range(11):
+        told = Progress(1, seconds, committed_samples=100 * seconds, total_samples=60_000)
+        agent.lead.journal.progress("0", told, began - 10 + seconds)
+    assert "1,000 of 60,000 samples (1%)  100/s  about 9 min 50 s left" in on_screen(agent, 100)
+    narrow = on_screen(agent, 30)
+    assert "1%  about 9 min 50 s left" in narrow
+    assert "samples" not in narrow
+
+
+def test_a_script_that_tells_of_no_samples_is_shown_as_ever(agent: Agent) -> None:
+    agent.lead.journal.progress("0", Progress(1, 60, 0.25), 1.0)
+    assert "samples (" not in on_screen(agent, 100)
+
+
+@pytest.mark.parametrize(
+    ("samples", "text"),
+    [
+        (Samples(12_800, 60_000, 3e3), "12,800 of 60,000 samples (21%)  3,000/s  about 16 s left"),
+        (Samples(59_999, 60_000, None), "59,999 of 60,000 samples (99%)"),
+        (Samples(60_000, 60_000, 3100.0), "60,000 of 60,000 samples (100%)"),
+        (Samples(1, 9, 0.0), "1 of 9 samples (11%)"),
+        (Samples(10, 9, 1.0), "10 of 9 samples (111%)"),
+    ],
+)
+def test_how_far_a_training_is_in_words(samples: Samples, text: str) -> None:
+    assert how_far(samples) == text
 
 
 def test_without_a_terminal_lines_are_plain() -> None:
@@ -145,11 +183,13 @@ def test_the_summary_says_what_counts(capsys: pytest.CaptureFixture[str]) -> Non
             ),
             problems=("the workers ended with different parameters",),
             events=(),
+            samples=Samples(9_600, 9_600, 812.0),
         )
     )
     shown = capsys.readouterr()
     assert [line for line in shown.out.splitlines() if line] == [
         "test accuracy           0.9812",
+        "committed samples       9,600 of 9,600",
         "committed steps         300",
         "steps run again         1",
         "seconds                 1 min 01 s",

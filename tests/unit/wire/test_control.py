@@ -33,6 +33,7 @@ FROM_AGENT = [
         *("job", "node", 1, "s.py", 1.0, 4, 60, None),
         (control.WorkerStatus("0", 0, "member", 1, 0, "cpu", 60, 3.0),),
         ("event",),
+        samples=control.Samples(640, 6400, 812.5),
     ),
 ]
 

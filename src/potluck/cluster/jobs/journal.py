@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from potluck.cluster.jobs.course import Course
 from potluck.wire.control import Fact, Progress
 
 MAX_NOTES = 1000
@@ -43,8 +44,10 @@ class Recovery:
 
 @dataclass(slots=True)
 class WorkerFacts:
-    """What one worker last said about itself, restarts included."""
+    """What one worker last said about itself, restarts included. ``training`` numbers the loops
+    that its script runs one after the other."""
 
+    training: int = 0
     epoch: int = 0
     step: int = -1
     loss: float | None = None
@@ -64,6 +67,8 @@ class Journal:
         self.epoch = 0
         self.step = -1
         self.loss: float | None = None
+        self.course = Course()
+        self._newest = (0, 0, -1)
         self._members: tuple[str, ...] = ()
         self._entered: set[str] = set()
         self._rejoining: dict[str, int] = {}
@@ -133,15 +138,20 @@ class Journal:
     def progress(self, worker: str, told: Progress, now: float) -> None:
         """A worker committed ``told.step``, or said something else about itself."""
         facts = self.facts_of(worker)
-        is_newer = (told.epoch, told.step) > (facts.epoch, facts.step)
+        known = (facts.training, facts.epoch, facts.step)
+        if told.epoch == facts.epoch and 0 <= told.step < facts.step:
+            facts.training += 1
+        newest = (facts.training, told.epoch, told.step)
         facts.epoch, facts.step = told.epoch, told.step
         facts.loss, facts.samples_per_s = told.loss, told.samples_per_s
         facts.device = told.device or facts.device
         facts.facts |= told.facts
-        if told.step < 0 or not is_newer:
+        if told.step < 0 or newest <= known:
             return
-        if told.step >= self.step or told.epoch >= self.epoch:
-            self.step, self.loss = told.step, told.loss if told.loss is not None else self.loss
+        if newest > self._newest:  # workers tell of one step at different times
+            self._newest, self.step = newest, told.step
+            self.loss = told.loss if told.loss is not None else self.loss
+            self.course.tell(told.committed_samples, told.total_samples, now)
         self._conclude_recovery(told, now)
         if self._rejoining.get(worker, told.epoch + 1) <= told.epoch:
             del self._rejoining[worker]

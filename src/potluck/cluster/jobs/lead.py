@@ -143,6 +143,7 @@ class Lead:
             workers=tuple(workers),
             events=tuple(control.clip(note.text) for note in notes),
             wire=self.job.wire,
+            samples=self.journal.course.samples(time.monotonic()),
         )
 
     def note(self, text: str) -> None:

@@ -124,3 +124,55 @@ def test_notes_are_bounded() -> None:
         journal.note(str(number), 1.0)
     assert len(journal.notes) == MAX_NOTES
     assert journal.notes[-1].text == str(MAX_NOTES + 9)
+
+
+def samples(number: int, *, epoch: int = 1) -> Progress:
+    """A worker has committed step ``number``, of 10 samples as all of 100 steps."""
+    return step(number, epoch=epoch, committed_samples=10 * number, total_samples=1000)
+
+
+def test_workers_that_tell_of_one_step_late_take_nothing_back() -> None:
+    journal = Journal(["0", "1"], now=0.0)
+    journal.announced(1, ("0", "1"), ("0", "1"))
+    seen = []
+    for name, number in (("0", 1), ("0", 2), ("1", 1), ("0", 3), ("1", 2), ("1", 3)):
+        journal.progress(name, samples(number), 1.0)
+        seen.append((journal.step, journal.course.committed))
+    assert seen == [(1, 10), (2, 20), (2, 20), (3, 30), (3, 30), (3, 30)]
+
+
+def test_a_lost_worker_and_one_that_comes_back_take_nothing_back() -> None:
+    journal = training()
+    for name in "012":
+        journal.progress(name, samples(60), 9.5)
+        journal.progress(name, samples(61), 10.0)
+    journal.lost("2", "worker 2 lost", 10.1)
+    journal.announced(2, ("0", "1"), ())
+    journal.progress("1", samples(62, epoch=2), 11.0)
+    journal.progress("0", samples(61), 11.1)
+    journal.progress("2", Progress(), 11.2)
+    assert (journal.step, journal.course.committed) == (62, 620)
+    journal.announced(3, ("0", "1", "2"), ("2",))
+    journal.progress("2", samples(63, epoch=3), 12.0)
+    journal.progress("0", samples(62, epoch=2), 12.1)
+    assert (journal.step, journal.course.committed) == (63, 630)
+
+
+def test_a_training_that_goes_on_from_a_checkpoint_is_where_that_was() -> None:
+    journal = training()
+    journal.progress("0", samples(61), 10.0)
+    journal.announced(2, ("0", "1", "2"), ("0", "1", "2"))
+    journal.progress("1", samples(51, epoch=2), 20.0)
+    assert (journal.step, journal.course.committed) == (51, 510)
+
+
+def test_a_second_training_of_one_script_begins_at_its_own_beginning() -> None:
+    journal = Journal(["0", "1"], now=0.0)
+    journal.announced(1, ("0", "1"), ("0", "1"))
+    for name in "01":
+        journal.progress(name, samples(100), 1.0)
+    seen = []
+    for name, number in (("0", 1), ("1", 1), ("0", 2), ("1", 2)):
+        journal.progress(name, samples(number), 2.0)
+        seen.append((journal.step, journal.course.committed))
+    assert seen == [(1, 10), (1, 10), (2, 20), (2, 20)]

@@ -1,0 +1,117 @@
+"""``potluck run`` on a terminal, with a table that is drawn again and again."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from potluck.testing.commands import potluck_command
+
+DEADLINE_S = 90.0
+
+TRAINING = """
+import pathlib, sys, time
+import numpy as np
+import potluck
+from potluck.training import ElasticLoop, Schedule, StateReplica
+
+state = {"steps": np.zeros(1)}
+
+def restore(found):
+    state["steps"] = found["steps"].copy()
+
+ctx = potluck.init()
+job = ElasticLoop(ctx, Schedule(80, 8, epochs=4), StateReplica(lambda: state, restore))
+for share in job:
+    while job.step_number == 10 and not pathlib.Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+    with job.step():
+        done = ctx.all_reduce(np.ones(1), op="mean")
+        job.commit(loss=0.5)
+        state["steps"] = state["steps"] + done
+"""
+
+
+class Terminal:
+    """A command on a terminal of its own, 100 columns wide. All that it draws is kept."""
+
+    def __init__(self, *command: str) -> None:
+        self.drawn = ""
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
+            start_new_session=True,
+        )
+        os.close(slave)
+
+    def read_until(self, wanted: Callable[[str], bool]) -> None:
+        """Until ``wanted`` accepts what was drawn, or the command ends."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not wanted(self.drawn):
+            ready, _, _ = select.select([self._master], [], [], deadline - time.monotonic())
+            assert ready, f"{DEADLINE_S:g} s have passed; drawn so far:\n{self.drawn[-3000:]}"
+            try:
+                data = os.read(self._master, 65536)
+            except OSError:  # Linux: nobody holds the other side any more
+                return
+            if not data:
+                return
+            self.drawn += self._decode(data)
+
+    def finish(self) -> int:
+        self.read_until(lambda drawn: False)
+        return self.process.wait(DEADLINE_S)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        os.close(self._master)
+
+
+def counts(drawn: str) -> list[int]:
+    """The committed samples of every table that was drawn, in order."""
+    return [int(found) for found in re.findall(r"(\d+) of 320 samples", drawn)]
+
+
+@pytest.mark.parametrize("chaos", ["", "kill rank 0 at step 20", "kill all at step 20"])
+def test_a_training_shows_how_far_it_is_and_never_goes_back(tmp_path: Path, chaos: str) -> None:
+    script, go = tmp_path / "training.py", tmp_path / "go"
+    script.write_text(TRAINING)
+    options = ["--workers", "2", "--chaos", chaos]
+    with Terminal(*potluck_command(), "run", *options, str(script), str(go)) as terminal:
+        terminal.read_until(lambda drawn: " left" in drawn)
+        assert re.search(r"80 of 320 samples \(25%\)  [\d.,]+/s  about .+ left", terminal.drawn)
+        go.touch()
+        assert terminal.finish() == 0, terminal.drawn
+        seen = counts(terminal.drawn)
+        if chaos != "kill all at step 20":  # then nothing is left, and it begins anew
+            assert seen == sorted(seen)
+        assert re.search(r"committed samples +320 of 320", terminal.drawn)
+
+
+def test_a_script_that_reports_no_samples_shows_none(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import potluck\nctx = potluck.init()\nctx.report(step=7)\nctx.close()\n")
+    with Terminal(*potluck_command(), "run", "--workers", "2", str(script)) as terminal:
+        assert terminal.finish() == 0, terminal.drawn
+        assert "script.py" in terminal.drawn
+        assert " samples (" not in terminal.drawn
