@@ -1,10 +1,10 @@
 """How a context gets its group and its communicator.
 
-On potluck's own links: ``ring.py`` (a list of peers, no agent), ``discovery.py`` (whoever is found
-on the network, no agent), ``environment.py`` (MASTER_ADDR and
-kin, mpirun's and Slurm's variables), ``inprocess.py`` (threads of one process), ``agent.py`` (the
-agent that started this worker), ``local.py`` (one worker, no network). On somebody else's:
-``torchdist.py`` (Gloo and NCCL, through torch), ``mpi.py`` (mpi4py).
+On potluck's own links: ``ring.py`` (a list of peers, no agent), ``discovery.py`` (processes that
+find each other on the network, no agent), ``environment.py`` (the variables of torchrun, mpirun,
+Slurm or Kubernetes), ``inprocess.py`` (threads of one process), ``agent.py`` (the agent that
+started this worker), ``local.py`` (one worker, no network). On links of other libraries:
+``torchdist/`` (Gloo and NCCL, through torch), ``mpi.py`` (mpi4py).
 """
 
 from __future__ import annotations

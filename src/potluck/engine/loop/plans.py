@@ -3,7 +3,7 @@
 Frames carry the number and the fingerprint of their call. One that comes before this rank has
 called, or before the memory it goes to is ready, is kept (``early``); one of another call ends the
 group with Desync on every rank. Runs on the progress loop. What a plan allows next is decided in
-``running.py``, who holds up an operation that does not end in ``inquest.py``.
+``running.py``, which rank holds up an operation in ``engine/failures/inquest.py``.
 """
 
 from __future__ import annotations
