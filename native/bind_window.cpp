@@ -240,7 +240,7 @@ public:
     }
     std::tuple<int, bool> blame() const { return {culprit_, culprit_has_begun_}; }
     std::uint64_t last_number() const { return last_number_; }
-    bool has_work() { return queue_->has_work(); }
+    std::int64_t ongoing() { return queue_->ongoing(); }
     void stop(bool for_all) {
         const Unlocked unlocked;
         queue_->stop(for_all);
@@ -463,7 +463,7 @@ void windows(nb::module_& m) {
         .def("blame", &PyWindow::blame)
         .def("left_failure", &PyWindow::left_failure)
         .def_prop_ro("last_number", &PyWindow::last_number)
-        .def("has_work", &PyWindow::has_work)
+        .def("ongoing", &PyWindow::ongoing)
         .def("stop", &PyWindow::stop, "for_all"_a)
         .def("leave", &PyWindow::leave)
         .def("drain", &PyWindow::drain)

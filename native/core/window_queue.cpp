@@ -79,6 +79,18 @@ bool Queue::has_work() {
     return !calls_.empty();
 }
 
+std::int64_t Queue::ongoing() {
+    {
+        const std::lock_guard hold(lock_);
+        if (!is_driven_ && calls_.empty()) return -1;
+    }
+    std::uint64_t ended = 0;
+    for (const Stats& each : stats_) {
+        for (const Counter& counter : each.seconds) ended += counter.get();
+    }
+    return static_cast<std::int64_t>(ended);
+}
+
 bool Queue::reserve() {
     for (int attempt = 0; attempt < MOST_ATTEMPTS; ++attempt) {
         {

@@ -111,6 +111,9 @@ public:
     // The group is over, here or for all: everything that waits ends with STOPPED.
     void stop(bool for_all);
     bool has_work();
+    // The number of calls that have ended, if a call is under way; -1 if none is. Two equal answers:
+    // the same call. For any thread.
+    std::int64_t ongoing();
     // This rank makes no more calls.
     void leave() { channel.leave(); }
 

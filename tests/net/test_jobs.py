@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,38 @@ def test_a_host_that_is_cut_off_pauses_and_comes_back_into_the_job(tmp_path: Pat
             (tmp_path / "stop").touch()
             assert run.finish() == 0, run.text
             assert check_sums(run).keys() == {each.name for each in machines}
+
+
+def test_a_stopped_worker_is_named_by_its_own_node_and_comes_back(tmp_path: Path) -> None:
+    """Its agent runs, so no heartbeat is missed; the others' deadline is 30 s."""
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
+        starter, other = (each for each in machines if each is not leader)
+        with starter.run(TRAINING, tmp_path / "stop") as run:
+            run.wait_for("step 5 of 3")
+            [job] = starter.status()["jobs"]
+            [(worker, pid)] = [
+                (each["worker"], each["pid"])
+                for each in job["workers"]
+                if each["node"] == other.name
+            ]
+            since, began = run.mark, time.monotonic()
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                named = (
+                    f"worker {worker} on {other.name} stands still: its process {pid} is stopped"
+                )
+                noticed = run.when(named, since=since) - began
+                run.when("of 2", since=since)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            run.when("of 3", since=run.mark)
+            (tmp_path / "stop").touch()
+            assert run.finish() == 0, run.text
+            assert check_sums(run).keys() == {each.name for each in machines}
+    print(f"\na worker of another node: SIGSTOP noticed after {noticed:.2f} s")
+    assert noticed < 15.0
 
 
 def test_ctrl_c_ends_the_job_everywhere(tmp_path: Path) -> None:

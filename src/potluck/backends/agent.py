@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from potluck.backends.agent_link import AgentLink
+from potluck.backends.agent_waits import Waits
 from potluck.backends.tcp import TcpBase, is_port_taken
 from potluck.engine.communicator import Communicator
 from potluck.errors import (
@@ -67,6 +68,7 @@ class AgentBackend:
         self._stopped: PotluckError | None = None
         self._communicator: Communicator | None = None
         self._asking_after: int | None = None
+        self._waits = Waits()
         self._chaos_steps: frozenset[int] = frozenset()
         self._chaos_done = -1
         self._step = -1
@@ -79,7 +81,13 @@ class AgentBackend:
         )
         try:
             self._talk = AgentLink(
-                host, port, hello, credentials, take=self.take, on_lost=self.lost_agent
+                host,
+                port,
+                hello,
+                credentials,
+                take=self.take,
+                look=self.look,
+                on_lost=self.lost_agent,
             )
         except BaseException:
             self._base.close()
@@ -272,6 +280,15 @@ class AgentBackend:
         if over.worker == self.worker and asking is not None and self._usable(asking) is None:
             return self._request(asking, None)
         return None
+
+    def look(self) -> control.FromWorker | None:
+        """Called every now and then: what to tell the agent if an operation does not end."""
+        communicator = self._communicator
+        if communicator is None or communicator.error is not None:
+            return None
+        epoch = communicator.group.epoch
+        names = [(epoch, name) for name in communicator.ongoing()]
+        return control.Waiting(epoch) if self._waits.is_long(names, time.monotonic()) else None
 
     def lost_agent(self, cause: Exception) -> None:
         """The control link ended though nobody closed it, or its thread here broke."""

@@ -15,9 +15,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from potluck.backends.agent_waits import LOOK_EVERY_S
 from potluck.cluster.links.control import ControlLink
 from potluck.errors import LinkError, PotluckError
-from potluck.service import start_thread, why
+from potluck.service import start_task, start_thread, why
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire import control
@@ -83,15 +84,18 @@ class AgentLink:
         credentials: Credentials,
         *,
         take: Callable[[control.FromAgent], control.FromWorker | None],
+        look: Callable[[], control.FromWorker | None],
         on_lost: Callable[[PotluckError], None],
     ) -> None:
         """Connects; LinkError, Refused or a SecurityError if that fails.
 
-        On the link's thread, ``take`` gets each message (and may answer it), ``on_lost`` the error
-        that ended the link when nobody here had ended it.
+        On the link's thread, ``take`` gets each message (and may answer it), ``look`` is called
+        every ``LOOK_EVERY_S`` (and may have something to say), ``on_lost`` gets the error that
+        ended the link when nobody here had ended it.
         """
         self.progress = Progress()
         self._take = take
+        self._look = look
         self._on_lost = on_lost
         self._host, self._port = host, port
         self._hello = hello
@@ -180,15 +184,21 @@ class AgentLink:
             failure = LinkError(f"the agent at {self._host}:{self._port} can't be reached: {error}")
             self._failure = error if isinstance(error, PotluckError) else failure
             return
-        self._link = ControlLink(reader, writer, received=control.FROM_AGENT, sent=control.TO_AGENT)
-        listening = asyncio.create_task(self._listen(self._link))
+        self._link = link = ControlLink(
+            reader, writer, received=control.FROM_AGENT, sent=control.TO_AGENT
+        )
+        listening = asyncio.create_task(self._listen(link))
+        looking = start_task(
+            lambda: self._look_around(link), name="potluck-look", on_broken=_untold_waits
+        )
         self._connected.set()
         await self._done.wait()
         if self._finished:  # closing first, with something unread, could lose our last words
             await asyncio.wait([listening], timeout=_GOODBYE_S)
         listening.cancel()
-        await asyncio.gather(listening, *self._tasks, return_exceptions=True)
-        await self._link.close(_GOODBYE_S)
+        looking.cancel()
+        await asyncio.gather(listening, looking, *self._tasks, return_exceptions=True)
+        await link.close(_GOODBYE_S)
 
     async def _listen(self, link: ControlLink[control.FromAgent, control.FromClient]) -> None:
         try:
@@ -203,6 +213,13 @@ class AgentLink:
             _log.exception("listening to the agent broke")
             link.send(control.Failed("agent link", control.clip(_broke(error))))
             self._lost(LinkError(_broke(error)))
+
+    async def _look_around(self, link: ControlLink[control.FromAgent, control.FromClient]) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            said = self._look()
+            if said is not None:
+                link.send(said)
 
     def _lost(self, error: PotluckError) -> None:
         self._on_lost(error)
@@ -242,6 +259,10 @@ class AgentLink:
 def _end_orphan() -> None:
     """The agent is gone and the script has not ended by itself: nobody would ever end it."""
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _untold_waits(error: BaseException) -> None:
+    """Looking broke: a stopped worker is noticed at the deadline of an operation, not earlier."""
 
 
 def _broke(error: BaseException) -> str:

@@ -7,7 +7,7 @@ pair of ranks; ``channel`` keeps their frames apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -297,6 +297,10 @@ class Communicator:
     @property
     def metrics(self) -> Metrics:
         return self._family.metrics
+
+    def ongoing(self) -> list[Hashable]:
+        """A name for each operation under way, the same for as long as it is. For any thread."""
+        return self._family.ongoing()
 
     def abort(self, error: PotluckError) -> None:
         """End the group with ``error``, here and on every rank that can be reached."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,11 @@ class Family:
         if before != name:
             raise ValueError(f"the group {name} can't be told from {before}; choose another key")
         return communicator
+
+    def ongoing(self) -> list[Hashable]:
+        """A name for each operation under way, the same for as long as it is. For any thread."""
+        windows = () if self.windows is None else self.windows.ongoing()
+        return [*self.loop.ongoing(), *windows]
 
     def on_end(self, call: Call, nbytes: int, seconds: float, error: BaseException | None) -> None:
         """Count a call that has ended."""

@@ -115,6 +115,12 @@ class ProbeReply(msgspec.Struct, frozen=True, tag=True):
     blocked: bool
 
 
+class Waiting(msgspec.Struct, frozen=True, tag=True):
+    """An operation of mine in group ``epoch`` has been under way for long: do the others run?"""
+
+    epoch: int
+
+
 # From an agent to a worker.
 
 
@@ -224,7 +230,9 @@ class StatusReply(msgspec.Struct, frozen=True, tag=True):
     samples: Samples | None = None
 
 
-FromWorker = Ready | Installed | Lost | Progress | Said | Failed | Finished | ChaosDue | ProbeReply
+FromWorker = (
+    Ready | Installed | Lost | Progress | Said | Failed | Finished | ChaosDue | ProbeReply | Waiting
+)
 FromAgent = View | GroupOver | Probe | ChaosDone | Hold | Stop | StatusReply
 FromClient = FromWorker | StatusRequest
 

@@ -215,8 +215,16 @@ class WorkerHungUp(msgspec.Struct, frozen=True, tag=True):
     worker: Name
 
 
+class WorkerStalled(msgspec.Struct, frozen=True, tag=True):
+    """A worker's process does not run, for this ``reason``, and did not answer a probe."""
+
+    job: Job
+    worker: Name
+    reason: control.Text
+
+
 FromLeader = Order | JobList | StartWorker | StopWorkers | SignalWorkers | TellWorkers | JobStatus
 ToStarter = Submitted | Shown | JobNote | JobEnded
-FromNode = Reported | WorkerSaid | Output | WorkerEnded | WorkerHungUp
+FromNode = Reported | WorkerSaid | Output | WorkerEnded | WorkerHungUp | WorkerStalled
 ToLeader = Submit | InterruptJob | FromNode
 JobMessage = FromLeader | ToStarter | ToLeader

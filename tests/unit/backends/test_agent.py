@@ -216,6 +216,18 @@ def test_a_death_ends_a_blocked_call_with_who_and_why(
     communicator.close()
 
 
+def test_the_agent_is_told_of_a_call_that_does_not_end(
+    agent: ScriptedAgent, backend: AgentBackend, silent_port: int
+) -> None:
+    communicator = formed(agent, backend, view(4, "0", "1", port=silent_port))
+    call = blocked_in(communicator)
+    assert agent.hear(control.Waiting).epoch == 4
+    assert agent.hear(control.Waiting).epoch == 4
+    agent.say(control.GroupOver(4, "0", False, "its process is stopped"))
+    assert isinstance(call.result(), PeerLost)
+    communicator.close()
+
+
 def test_the_next_group_after_a_loss_is_asked_for_with_its_cause(
     agent: ScriptedAgent, backend: AgentBackend, silent_port: int
 ) -> None:

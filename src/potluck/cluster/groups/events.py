@@ -50,6 +50,14 @@ class ProbeReply:
 
 
 @dataclass(frozen=True, slots=True)
+class Stalled:
+    """The process of ``worker`` does not run although others wait for it, as its agent sees."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """``worker`` is done and leaves without being lost."""
 
@@ -135,6 +143,7 @@ Event = (
     | Installed
     | Lost
     | ProbeReply
+    | Stalled
     | Finished
     | Failed
     | Disconnected

@@ -46,6 +46,7 @@ from potluck.cluster.groups.events import (
     Placed,
     ProbeReply,
     Ready,
+    Stalled,
     Start,
     Tick,
 )
@@ -108,6 +109,9 @@ class _Turn(Turn):
                 inquiry.lost(self, event)
             case ProbeReply():
                 inquiry.probe_reply(self, event)
+            case Stalled(name, reason):
+                if self.state.worker(name).phase is Phase.MEMBER:
+                    self.remove({name}, Phase.EVICTED, certain=False, reason=reason)
             case Finished(name):
                 self.finished(self.state.worker(name))
             case Failed(name, text, secondary):

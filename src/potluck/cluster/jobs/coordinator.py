@@ -176,6 +176,8 @@ class JobCoordinator:
                 self.lead.ended(worker, code)
             case jobs.WorkerHungUp():
                 self.lead.hung_up(worker)
+            case jobs.WorkerStalled(_, _, reason):
+                self.lead.stalled(worker, reason)
 
     def _knows(self, worker: str) -> bool:
         return any(each.name == worker for each in self.lead.state.workers)

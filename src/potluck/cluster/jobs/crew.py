@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from potluck.cluster.jobs.job import Launcher, Process
+from potluck.cluster.jobs.pulse import Pulse
 from potluck.cluster.links.control import ControlLink
 from potluck.errors import ConfigurationError, LinkError, PotluckError
 from potluck.transport import aio
@@ -35,6 +36,9 @@ class Boss(Protocol):
     def hung_up(self, worker: str) -> None:
         """The control link of ``worker`` ended; its process lives."""
 
+    def stalled(self, worker: str, reason: str) -> None:
+        """The process of ``worker`` does not run, and did not answer a probe."""
+
     def say(self, text: str) -> None:
         """Something to tell a person."""
 
@@ -51,6 +55,7 @@ class Crew:
         self._links: dict[str, ControlLink[control.FromClient, control.FromAgent]] = {}
         self._unlinked: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pulse = Pulse(boss.stalled)
 
     @property
     def alive(self) -> tuple[str, ...]:
@@ -91,6 +96,8 @@ class Crew:
             link = self._links.get(worker)
             if link is not None:
                 link.send(message)
+                if isinstance(message, control.Probe):
+                    self._pulse.probed(worker, self.pid(worker))
 
     def stop(self, workers: Sequence[str], reason: str) -> None:
         """Ask ``workers`` to end: over their links, by SIGTERM those that have none."""
@@ -105,6 +112,7 @@ class Crew:
 
     async def put_away(self) -> None:
         """Whatever happened: no process, link or task stays. The boss is told nothing more."""
+        self._pulse.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -156,6 +164,7 @@ class Crew:
         with contextlib.suppress(LinkError):
             try:
                 while not isinstance(message := await link.receive(), control.Finished):
+                    self._pulse.answered(worker)
                     self._boss.heard(worker, message, member)
                 self._boss.heard(worker, message, member)
             except PotluckError as error:
@@ -177,6 +186,7 @@ class Crew:
                 async with asyncio.timeout(_LAST_MESSAGES_S):
                     await self._unlinked[worker].wait()
         self._alive.discard(worker)
+        self._pulse.answered(worker)
         link = self._links.pop(worker, None)
         if link is not None:
             link.abort()

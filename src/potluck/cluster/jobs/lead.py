@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 
 _MAX_STATUS_EVENTS = 20
 _PATIENCE_S = 20.0
+_A_LOOK = 0
+"""The number of probes that belong to no inquiry of ``membership``, which counts from 1."""
+_LOOK_AGAIN_S = 1.0
 
 
 class Hands(Protocol):
@@ -83,6 +86,7 @@ class Lead:
         self._events: deque[events.Event] = deque()
         self._is_handling = False
         self._is_closed = False
+        self._looked_at = float("-inf")
         self._wakeup: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -176,6 +180,8 @@ class Lead:
             case control.Lost(epoch, rank, certain, cause, step):
                 self.journal.reported(epoch, step, now)
                 self.handle(events.Lost(worker, epoch, rank, certain, cause))
+            case control.Waiting(epoch):
+                self._look_at_members(epoch)
             case control.ProbeReply(probe, _, blocked):
                 self.handle(events.ProbeReply(worker, probe, blocked))
             case control.Failed(_, text, secondary):
@@ -203,6 +209,12 @@ class Lead:
         """The link of ``worker`` ended while its process lives."""
         self.handle(events.Disconnected(worker))
 
+    def stalled(self, worker: str, reason: str) -> None:
+        """The process of ``worker`` does not run, as its node's agent sees."""
+        node = self._hands.node(worker)
+        where = f" on {node}" if node else ""
+        self.handle(events.Stalled(worker, f"worker {worker}{where} stands still: {reason}"))
+
     def chaos_steps(self, rank: int) -> tuple[int, ...]:
         """The steps before which ``rank`` has to ask."""
         return self._chaos.steps_of(rank)
@@ -222,6 +234,13 @@ class Lead:
             delay = max(0.0, at - time.monotonic())
             loop = asyncio.get_running_loop()
             self._wakeup = loop.call_later(delay, self.handle, events.Tick())
+
+    def _look_at_members(self, epoch: int) -> None:
+        """A member waits for long: have the agents of all members look whether they run."""
+        group, now = self.state.group(epoch), time.monotonic()
+        if group is not None and now - self._looked_at >= _LOOK_AGAIN_S:
+            self._looked_at = now
+            self._hands.tell(group.members, control.Probe(_A_LOOK))
 
     def _say_who_is_missing(self) -> None:
         ready = self.state.having(Phase.READY)

@@ -324,6 +324,9 @@ class JobRunner:
     def hung_up(self, post: Post, worker: str) -> None:
         self._host.to_leader(jobs.WorkerHungUp(post.spec.job, worker))
 
+    def stalled(self, post: Post, worker: str, reason: str) -> None:
+        self._host.to_leader(jobs.WorkerStalled(post.spec.job, worker, control.clip(reason)))
+
     async def close(self) -> None:
         """End all workers here."""
         self.give_up()
@@ -352,6 +355,9 @@ class _PostBoss:
 
     def hung_up(self, worker: str) -> None:
         self.runner.hung_up(self.post, worker)
+
+    def stalled(self, worker: str, reason: str) -> None:
+        self.runner.stalled(self.post, worker, reason)
 
     def say(self, text: str) -> None:
         said = control.Said(control.clip(text))

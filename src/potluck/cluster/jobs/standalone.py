@@ -143,6 +143,9 @@ class Agent:
     def hung_up(self, worker: str) -> None:
         self.lead.hung_up(worker)
 
+    def stalled(self, worker: str, reason: str) -> None:
+        self.lead.stalled(worker, reason)
+
     def say(self, text: str) -> None:
         self.lead.note(text)
 

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -118,6 +118,10 @@ class NativeLoop:
     def when_over(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` once ``error`` is set; it must not block."""
         self._fate.when_over(callback)
+
+    def ongoing(self) -> list[Hashable]:
+        """A name for each operation under way, the same for as long as it is."""
+        return list(self._items)
 
     def start(self, running: RunningPlan) -> None:
         """Run a plan; its work ends with the result or an error."""

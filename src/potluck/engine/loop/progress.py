@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import numpy as np
 
@@ -123,6 +123,11 @@ class ProgressLoop:
     def when_over(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` once ``error`` is set; it must not block."""
         self._fate.when_over(callback)
+
+    def ongoing(self) -> list[Hashable]:
+        """A name for each operation under way, the same for as long as it is."""
+        calls = [("call", each.channel, each.sequence) for each in [*self._plans.pending()]]
+        return [*calls, *(id(message) for message in self._messages.pending())]
 
     def start(self, running: RunningPlan) -> None:
         """Run a plan; its work ends with the result or an error."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol
@@ -152,6 +152,12 @@ class Windows:
         if is_over:
             window.stop(for_all=False)
         return window
+
+    def ongoing(self) -> list[Hashable]:
+        """A name for each window's first call under way, the same for as long as it is."""
+        with self._lock:
+            ended = [window.ongoing() for window, *_ in self._open]
+        return [("window", index, count) for index, count in enumerate(ended) if count >= 0]
 
     def start(self, work: WindowWork, begin: Callable[[int], Any]) -> None:
         """Let ``begin(id)`` start the native call of ``work``, and keep both while it runs."""

@@ -24,6 +24,7 @@ from potluck.cluster.groups.events import (
     ProbeReply,
     Ready,
     SendProbe,
+    Stalled,
     Start,
     StopWorkers,
     Tick,
@@ -323,6 +324,25 @@ def test_a_stopped_worker_is_found_by_probing_and_comes_back() -> None:
     story.enter()
     story.tell(ready("1", after_epoch=1))
     assert story.view == (3, "0 2 3 1")
+
+
+def test_a_member_whose_process_stands_still_is_out_at_once_and_comes_back() -> None:
+    story = training(3)
+    story.tell(Stalled("1", "worker 1 stands still: its process 7 is stopped"), at=10.0)
+    assert story.view == (2, "0 2")
+    ended = story.only(EndGroup)
+    assert (ended.worker, ended.certain, ended.to) == ("1", False, ("0", "1", "2"))
+    assert ended.reason == "worker 1 stands still: its process 7 is stopped"
+    story.enter()
+    story.tell(ready("1", after_epoch=1))
+    assert story.view == (3, "0 2 1")
+
+
+def test_a_worker_in_no_group_may_stand_still() -> None:
+    story = Story(2)
+    story.tell(ready("0"))
+    assert story.tell(Stalled("1", "worker 1 stands still")) == ()
+    assert story.phase("1") is Phase.STARTING
 
 
 def test_an_evicted_worker_that_reports_a_loss_is_a_newcomer() -> None:

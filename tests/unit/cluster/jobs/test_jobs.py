@@ -17,11 +17,13 @@ from potluck.cluster.jobs.lead import Lead
 from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.names import NodeNames
 from potluck.cluster.views import events
+from potluck.cluster.views.events import WantGroup
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.launch.chaos import ChaosPlan
+from potluck.types import MeasuredPath
 from potluck.wire import control, jobs, local, peers
 from potluck.wire.names import Versions
-from potluck.wire.nodes import Seat, View
+from potluck.wire.nodes import JobGroup, Seat, View
 
 ME, LEADER, EVE = "me", "leader", "eve"
 
@@ -73,6 +75,12 @@ class Machine:
 
     def is_dead(self, node: str) -> bool:
         return False
+
+    def ring(self) -> tuple[str, ...]:
+        return ()
+
+    def paths(self, nodes: set[str]) -> tuple[MeasuredPath, ...]:
+        return ()
 
     def free_port(self) -> int:
         return 1
@@ -228,6 +236,53 @@ def test_a_node_speaks_for_its_own_workers_only(tmp_path: Path) -> None:
         all_jobs.received(LEADER, jobs.WorkerEnded("job", "0", 1))
         [status] = all_jobs.status()
         assert status.workers[0].phase == "gone"
+
+    play(tmp_path, story)
+
+
+def told(machine: Machine, node: str) -> list[control.FromAgent]:
+    """What the leader has ``node`` tell its workers."""
+    return [
+        message.message
+        for to, message in machine.sent
+        if to == node and isinstance(message, jobs.TellWorkers)
+    ]
+
+
+def test_a_wait_is_passed_on_to_all_nodes_and_a_stopped_worker_named_by_its_own(
+    tmp_path: Path,
+) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+        bundle = await bundle_of(depot, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER, EVE))
+        all_jobs.received(LEADER, jobs.Submit(spec(bundle, LEADER)))
+        nodes = (ME, LEADER, EVE)
+        for node in nodes:
+            all_jobs.received(node, jobs.Reported("job"))
+        workers = {place.node: place.worker for place in all_jobs._coordinators["job"].places}
+        for node in nodes:
+            ready = control.Ready(0, 1, 1)
+            all_jobs.received(node, jobs.WorkerSaid("job", workers[node], ready))
+        group = next(each for each in machine.events if isinstance(each, WantGroup))
+        agreed = JobGroup("job", 4, group.members)
+        install(machine, all_jobs, msgspec.structs.replace(view(*nodes, epoch=4), groups=(agreed,)))
+
+        waiting = jobs.WorkerSaid("job", workers[ME], control.Waiting(4))
+        all_jobs.received(ME, waiting)
+        all_jobs.received(ME, waiting)
+        for node in nodes:
+            assert told(machine, node) == [control.Probe(0)], "once, however many wait"
+
+        stalled = jobs.WorkerStalled("job", workers[EVE], "its process 7 is stopped")
+        all_jobs.received(LEADER, stalled)
+        assert told(machine, ME) == [control.Probe(0)], "a node speaks for its own workers"
+        all_jobs.received(EVE, stalled)
+        *_, over = told(machine, ME)
+        assert isinstance(over, control.GroupOver)
+        assert over.worker == workers[EVE]
+        assert over.cause == (
+            f"worker {workers[EVE]} on {EVE} stands still: its process 7 is stopped"
+        )
 
     play(tmp_path, story)
 

@@ -1,0 +1,63 @@
+"""A stopped worker is named by the agent of its machine long before its operations are overdue.
+
+Nobody else is: not a worker that computes for long, and not one that holds the interpreter's lock
+in native code. The figures are printed (``pytest -s``) and kept in docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from potluck.testing.commands import run_command
+from potluck.testing.notes import Notebook
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SOON_S = 15.0
+"""Half of the deadline of an operation: whoever notices earlier did not wait for that."""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_a_stopped_worker_is_named_to_those_that_wait_for_it(
+    tmp_path: Path, num_workers: int
+) -> None:
+    notes = Notebook(tmp_path / "notes")
+    options = ("--workers", str(num_workers), str(SCRIPTS / "elastic_regression.py"))
+    with run_command(*options, str(notes.folder), "1000") as command:
+        notes.wait_for("all to commit", lambda: len(notes.all("commit")) >= 4 * num_workers)
+        victim = next(note.pid for note in notes.all("begin") if note.facts[0] == "1")
+        stopped = time.monotonic()
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            notes.wait_for(
+                "all others to notice",
+                lambda: len({note.pid for note in notes.all("lost", stopped)}) == num_workers - 1,
+            )
+            losses = notes.all("lost", stopped)
+        finally:
+            os.kill(victim, signal.SIGCONT)
+        (notes.folder / "stop").touch()
+        assert command.finish() == 0, command.text
+    noticed = max(note.at for note in losses) - stopped
+    print(f"\n{num_workers} workers: SIGSTOP noticed after {noticed:.2f} s")
+    for note in losses:
+        assert f"worker 1 stands still: its process {victim} is stopped" in " ".join(note.facts)
+    assert f"kill -CONT {victim}" in command.text
+    assert noticed < SOON_S
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", ["computes", "holds the lock"])
+@pytest.mark.parametrize("seconds", [7, pytest.param(60, marks=pytest.mark.long)])
+def test_a_worker_that_comes_late_is_not_blamed(how: str, seconds: int) -> None:
+    """The others look after it every two seconds of their wait."""
+    options = ("--workers", "3", "--peer-timeout", "100", str(SCRIPTS / "one_comes_late.py"))
+    with run_command(*options, how, str(seconds)) as command:
+        assert command.finish() == 0, command.text
+    for rank in range(3):
+        assert f"rank {rank} of epoch 1: 3" in command.text
