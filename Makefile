@@ -28,7 +28,10 @@ demo-cluster: ## Three hosts on this machine train one model, one is cut off and
 check: ## Lint, types and floors: ruff, mypy --strict, import-linter
 	@tools/environment dev
 	@echo 'potluck: ruff' && $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
-	@echo 'potluck: mypy' && $(BIN)/mypy --no-error-summary
+	@for system in linux darwin win32; do \
+		echo "potluck: mypy for $$system" && \
+		$(BIN)/mypy --no-error-summary --platform $$system --cache-dir .mypy_cache/$$system || exit; \
+	done
 	@echo 'potluck: import-linter' && \
 		{ report=$$($(BIN)/lint-imports --no-logo) || { echo "$$report"; false; }; }
 

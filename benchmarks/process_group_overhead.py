@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import potluck.torch.process_group.creation  # noqa: F401  (before the forks)
+from potluck.system import need_posix
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.types import ReduceOp
 
@@ -72,6 +73,7 @@ def _microseconds(way: Callable[[], object], calls: int) -> float:
 
 def world(world_size: int) -> list[list[float]]:
     """Rank 0's rounds."""
+    need_posix("forking the ranks")
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         store = (Path(folder) / "store").as_uri()

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import potluck.torch.process_group.creation  # noqa: F401  (before the forks, not in each)
+from potluck.system import need_posix
 
 WORLD_SIZE = 3
 LIMIT_S = 1.0
@@ -73,6 +74,7 @@ def train(kind: str, rank: int, store: str, pipe: Connection) -> None:
 
 def attempt(kind: str, victim: int, delay_s: float) -> tuple[float, list[str]]:
     """One try: the slowest survivor's seconds from the kill to the error, and what was wrong."""
+    need_posix("forking the ranks")
     fork = multiprocessing.get_context("fork")
     faults: list[str] = []
     slowest = 0.0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from potluck.system import SIGCONT, SIGSTOP
 
 PERIOD_S = 0.010
 GROUPS = Path("/sys/fs/cgroup")
@@ -69,9 +70,9 @@ def duty_cycle(pid: int, share: float) -> Iterator[None]:
     def cycle() -> None:
         with contextlib.suppress(ProcessLookupError):
             while not ended.is_set():
-                os.kill(pid, signal.SIGSTOP)
+                os.kill(pid, SIGSTOP)
                 time.sleep(PERIOD_S * (1 - share))
-                os.kill(pid, signal.SIGCONT)
+                os.kill(pid, SIGCONT)
                 time.sleep(PERIOD_S * share)
 
     thread = threading.Thread(target=cycle)

@@ -12,10 +12,13 @@ import hmac
 import json
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from potluck.system import need_posix
 
 _HELLO_S = 10.0
 _LOOK_S = 0.2
@@ -37,6 +40,7 @@ class Channel:
         """The worker's end, opened with a first message."""
         kind, _, where = address.partition(":")
         if kind == "unix":
+            need_posix("a Unix socket")
             sock = socket.socket(socket.AF_UNIX)
             sock.connect(where)
         else:
@@ -80,7 +84,7 @@ class Switchboard:
 
     def __init__(self, folder: Path) -> None:
         self.token = secrets.token_hex(16)
-        if hasattr(socket, "AF_UNIX"):
+        if sys.platform != "win32":
             path = folder / f"{secrets.token_hex(4)}.sock"
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.bind(str(path))

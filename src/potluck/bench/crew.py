@@ -18,6 +18,7 @@ from typing import Any
 from potluck.bench.channel import Channel, ChannelClosed, Switchboard
 from potluck.bench.libraries import Peer
 from potluck.bench.placement import BenchError, Here, reserved_ports
+from potluck.system import SIGKILL
 
 START_S = 120.0
 ANSWER_S = 300.0
@@ -150,7 +151,7 @@ class Crew:
         for process in self._processes:
             if process.poll() is None:
                 # mpirun takes its ranks along when it is asked, not when it is killed.
-                process.send_signal(signal.SIGTERM if self.peer.one_launcher else signal.SIGKILL)
+                process.send_signal(signal.SIGTERM if self.peer.one_launcher else SIGKILL)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)

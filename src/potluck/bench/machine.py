@@ -10,7 +10,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from potluck import native
+from potluck.system import usable_cpus
 
 PACKAGES = ("potluck", "numpy", "torch", "mpi4py", "mlx")
 
@@ -33,9 +36,7 @@ def machine() -> dict[str, Any]:
 
 def cores() -> int:
     """How many this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(usable_cpus())
 
 
 def load() -> float | None:
@@ -52,12 +53,10 @@ def core_to_core_s() -> float | None:
     return (native.core.window_costs()[0] or None) if native.available else None
 
 
-def memory_gib() -> int | None:
+def memory_gib() -> int:
     """Memory of the machine, rounded."""
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30))
-    except (AttributeError, ValueError, OSError):
-        return None
+    total: int = psutil.virtual_memory().total
+    return round(total / (1 << 30))
 
 
 def processor() -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from potluck import system
 from potluck.errors import CheckpointError
 
 TEMPORARY = ".writing"
@@ -30,10 +30,11 @@ def make_directory(path: Path) -> None:
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[int]:
     """Hold the only writer's lock on ``directory``; yields a descriptor of it."""
+    system.need_posix("writing a checkpoint")
     fd = os.open(directory, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(fd)
         except BlockingIOError as error:
             raise CheckpointError(
                 f"another process is writing a checkpoint to {directory}"

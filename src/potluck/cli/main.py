@@ -21,6 +21,8 @@ from potluck.cli.run import run
 from potluck.cli.status import status
 from potluck.cli.up import up
 from potluck.cli.views import silence
+from potluck.errors import ConfigurationError
+from potluck.system import need_posix
 
 
 class _Commands(typer.Typer):
@@ -91,6 +93,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     _: Annotated[
         bool,
         typer.Option(
@@ -102,3 +105,9 @@ def main(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a worker may write what this terminal can't show
             stream.reconfigure(errors="backslashreplace")
+    if context.invoked_subcommand != "doctor":
+        try:
+            need_posix(f"potluck {context.invoked_subcommand}")
+        except ConfigurationError as error:
+            typer.echo(f"potluck: {error}", err=True)
+            raise typer.Exit(2) from error

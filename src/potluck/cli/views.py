@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import queue
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from potluck.service import start_thread
+from potluck.system import SIGPIPE
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -112,7 +112,7 @@ class _Written:
 
         def on_broken() -> None:
             with contextlib.suppress(RuntimeError):  # the job may just have ended
-                loop.call_soon_threadsafe(job.interrupt, int(signal.SIGPIPE))
+                loop.call_soon_threadsafe(job.interrupt, int(SIGPIPE))
 
         self._job = job
         self._writer = Writer(on_broken)

@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import secrets
-import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -41,6 +40,7 @@ from potluck.cluster.views.node import Node
 from potluck.errors import ConfigurationError, PotluckError, ProtocolError
 from potluck.service import start_task
 from potluck.settings import Settings
+from potluck.system import SIGHUP
 from potluck.transport import aio
 from potluck.types import MeasuredPath
 from potluck.wire import local, peers
@@ -360,7 +360,7 @@ class NodeAgent:
                         client.send(local.Outcome(False, "this agent takes part in no jobs"))
         finally:
             if self._jobs is not None:
-                self._jobs.abandon(job, signal.SIGHUP)
+                self._jobs.abandon(job, SIGHUP)
 
     async def _order_rotation(self) -> local.Outcome:
         if self._rotated is not None and not self._rotated.done():

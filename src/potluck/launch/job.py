@@ -22,6 +22,7 @@ from potluck.launch.chaos import ChaosPlan, check_ranks
 from potluck.launch.runtime import ProcessLauncher, worker_environment
 from potluck.launch.summary import Summary, summarize
 from potluck.settings import Settings
+from potluck.system import SIGHUP
 from potluck.wire.control import StatusReply
 
 MAX_WORKERS = 256
@@ -147,7 +148,7 @@ async def _run(options: Options, settings: Settings, watcher: Watcher) -> Summar
 def signals(interrupt: Callable[[int], None]) -> Iterator[None]:
     """Have signals that ask for the end passed to ``interrupt``."""
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, interrupt, number)
     try:

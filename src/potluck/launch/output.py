@@ -6,6 +6,8 @@ import asyncio
 import os
 from collections.abc import Callable
 
+from potluck.system import need_posix
+
 MAX_LINE = 64 * 1024
 _READ = 64 * 1024
 _PAUSE_S = 0.05
@@ -60,6 +62,7 @@ class PipeReader:
         self._pause: asyncio.TimerHandle | None = None
         self._splitter = LineSplitter()
         self.ended = asyncio.Event()
+        need_posix("reading the output of workers")
         os.set_blocking(descriptor, False)
         self._resume()
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 from potluck.errors import ConfigurationError
 from potluck.launch.output import PipeReader
 from potluck.service import start_thread
+from potluck.system import SIGKILL, need_posix, wait_for_exit
 
 _SHIM = Path(__file__).with_name("shim.py")
 _LAST_WORDS_S = 1.0
@@ -77,6 +77,7 @@ class WorkerProcess:
 
     def signal(self, number: int) -> None:
         """Send ``number`` to the worker and all processes it started."""
+        need_posix("a worker process")
         if not self._is_reaped:  # until then its number belongs to nobody else
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -110,20 +111,20 @@ class WorkerProcess:
 
     def _wait(self) -> None:
         """Where the system has no descriptor for a process: a thread that waits."""
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        wait_for_exit(self.pid)
         self._loop.call_soon_threadsafe(self._reap, -1)
 
     def _not_watched(self, error: BaseException) -> None:
         """Nobody would see its end: it ends now. The loop may have been closed, with the job."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.signal, signal.SIGKILL)
+            self._loop.call_soon_threadsafe(self.signal, SIGKILL)
             self._loop.call_soon_threadsafe(self._reap, -1)
 
     def _reap(self, descriptor: int) -> None:
         if descriptor >= 0:
             self._loop.remove_reader(descriptor)
             os.close(descriptor)
-        self.signal(signal.SIGKILL)  # what it started ends with it
+        self.signal(SIGKILL)  # what it started ends with it
         self._is_reaped = True
         code = self._popen.wait()
         self._exited.set()

@@ -17,6 +17,7 @@ from potluck.launch.chaos import ChaosPlan, parse_chaos
 from potluck.launch.process import WorkerProcess
 from potluck.launch.summary import Summary, summarize
 from potluck.settings import Settings
+from potluck.system import usable_cpus
 from potluck.wire.jobs import MAX_SUMMARY, JobSpec
 
 LAST_WORDS = 30
@@ -138,15 +139,9 @@ def worker_environment(settings: Settings, num_workers: int) -> dict[str, str]:
     environment["MASTER_PORT"] = str(free_port("127.0.0.1"))
     chosen = {name: value for name, value in environment.items() if value}
     environment["PYTHONUNBUFFERED"] = chosen.get("PYTHONUNBUFFERED", "1")
-    share = max(1, _num_cores() // num_workers)
+    share = max(1, len(usable_cpus()) // num_workers)
     environment["OMP_NUM_THREADS"] = chosen.get("OMP_NUM_THREADS", str(share))
     return environment
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def free_port(host: str) -> int:

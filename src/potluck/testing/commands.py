@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
+
+from potluck.system import SIGKILL, need_posix
 
 START_S = 60.0
 
@@ -152,7 +153,8 @@ class Command:
         traceback: TracebackType | None,
     ) -> None:
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            need_posix("testing commands")
+            os.killpg(self.process.pid, SIGKILL)
             self.process.wait()
         for thread in self._threads:
             thread.join()

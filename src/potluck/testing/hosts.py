@@ -28,14 +28,16 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
+
+from potluck.system import SIGKILL
 
 INTERFACE = "eth0"
 """Every host's interface to its network."""
@@ -55,7 +57,7 @@ class HostError(RuntimeError):
 @functools.cache
 def missing() -> str:
     """Why this machine can't make hosts, and what would help; empty if it can."""
-    if os.name != "posix" or os.geteuid() != 0:
+    if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root, to make network namespaces"
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
@@ -349,7 +351,7 @@ def _remove(namespace: str) -> None:
     while pids := _run(["ip", "netns", "pids", namespace]).stdout.split():
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(int(pid), SIGKILL)
         if time.monotonic() > deadline:
             raise HostError(f"{namespace}: processes {' '.join(pids)} do not end")
         time.sleep(0.005)

@@ -6,13 +6,13 @@ import contextlib
 import functools
 import hashlib
 import queue
-import select
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from potluck.system import wait_ready
 from potluck.transport import native_tls
 from potluck.transport.credentials import Credentials, make_credentials
 from potluck.transport.handshake import connect
@@ -46,16 +46,16 @@ class Blocking:
     def send_all(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
         while len(view):
-            view = view[self._wait(functools.partial(self.link.send, view), select.POLLOUT) :]
+            view = view[self._wait(functools.partial(self.link.send, view), True) :]
 
     def receive(self, count: int) -> bytes:
         data = bytearray(count)
         view = memoryview(data)
         while len(view):
-            view = view[self._wait(functools.partial(self.link.recv_into, view), select.POLLIN) :]
+            view = view[self._wait(functools.partial(self.link.recv_into, view), False) :]
         return bytes(data)
 
-    def _wait(self, attempt: Callable[[], int], event: int) -> int:
+    def _wait(self, attempt: Callable[[], int], write: bool) -> int:
         deadline = time.monotonic() + self._timeout_s
         while True:
             self._woken.clear()
@@ -67,9 +67,7 @@ class Blocking:
             if self.link.fileno() < 0:
                 self._woken.wait(left)
             else:
-                poll = select.poll()
-                poll.register(self.link.fileno(), event)
-                poll.poll(left * 1000)
+                wait_ready(self.link.fileno(), write=write, timeout_s=left)
 
 
 @contextlib.contextmanager

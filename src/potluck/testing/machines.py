@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.cluster.trust.identity import load_or_create_identity
+from potluck.system import SIGCONT, SIGKILL
 from potluck.testing.commands import Command, potluck_command
 from potluck.testing.hosts import Host, Network
 from potluck.transport.credentials import node_id_of
@@ -107,7 +108,7 @@ class Machine:
 
     def kill(self) -> float:
         """End the agent with SIGKILL, if one runs; when."""
-        return self._end(signal.SIGKILL)
+        return self._end(SIGKILL)
 
     def down(self) -> float:
         """End the agent as Ctrl-C does, if one runs; when."""
@@ -118,7 +119,7 @@ class Machine:
             return time.monotonic()
         when = self.signal(number)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGCONT)
+            os.kill(self.pid, SIGCONT)
         self.command.wait_for("agent: ended", WAIT_S, since=self._began)
         self.pid = 0
         return when

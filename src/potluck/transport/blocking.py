@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import select
 import time
 from typing import TypeVar
 
 from potluck.errors import LinkError
+from potluck.system import wait_ready
 from potluck.transport.tcp import TcpLink
 from potluck.wire.format import PREFIX_BYTES, MessageFormat
 
@@ -20,7 +20,7 @@ def send_all(link: TcpLink, data: bytes, deadline: float) -> None:
         taken = link.send(left)
         left = left[taken:]
         if not taken:
-            _wait(link, select.POLLOUT, deadline)
+            _wait(link, deadline, write=True)
 
 
 def recv_exactly(link: TcpLink, count: int, deadline: float) -> bytes:
@@ -31,7 +31,7 @@ def recv_exactly(link: TcpLink, count: int, deadline: float) -> bytes:
         taken = link.recv_into(left)
         left = left[taken:]
         if not taken and not link.readable:
-            _wait(link, select.POLLIN, deadline)
+            _wait(link, deadline, write=False)
     return bytes(buffer)
 
 
@@ -42,9 +42,7 @@ def receive(link: TcpLink, messages: MessageFormat[T], deadline: float) -> T:
     return messages.decode(recv_exactly(link, length, deadline))
 
 
-def _wait(link: TcpLink, event: int, deadline: float) -> None:
-    poll = select.poll()
-    poll.register(link.fileno(), event)
+def _wait(link: TcpLink, deadline: float, *, write: bool) -> None:
     left = deadline - time.monotonic()
-    if left <= 0 or not poll.poll(left * 1000):
+    if left <= 0 or not wait_ready(link.fileno(), write=write, timeout_s=left):
         raise LinkError(f"{link.peer} did not answer in time")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import selectors
 import socket
 import ssl
@@ -22,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, SecurityError
+from potluck.system import wait_ready
 from potluck.transport.credentials import Credentials, node_id_of_certificate
 from potluck.transport.failures import translated
 from potluck.transport.native_tls import TlsSocket
@@ -308,16 +308,15 @@ def drive(
     cancelled: Callable[[], bool] | None = None,
 ) -> T:
     """Run one half to its end, blocking where it waits; errors are potluck's."""
-    poll = select.poll()
     try:
         while True:
             event = next(steps)
-            poll.register(sock, select.POLLIN if event == READ else select.POLLOUT)
             while True:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise LinkError(f"{peer} did not answer in time while {doing}")
-                if poll.poll((left if cancelled is None else min(left, _CANCEL_S)) * 1000):
+                wait_s = left if cancelled is None else min(left, _CANCEL_S)
+                if wait_ready(sock.fileno(), write=event == WRITE, timeout_s=wait_s):
                     break
                 if cancelled is not None and cancelled():
                     raise LinkError(f"gave up on {peer} while {doing}: no longer wanted")

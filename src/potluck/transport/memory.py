@@ -6,11 +6,11 @@ process ends. Whoever opens it names the process and the descriptor that it was 
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import mmap
 import os
 import stat
+import sys
 
 _NAME = "potluck-window"
 
@@ -20,13 +20,15 @@ def create(size: int) -> tuple[int, mmap.mmap]:
 
     OSError where the system has no memfd or gives none.
     """
-    if not hasattr(os, "memfd_create"):
+    if sys.platform != "linux":
         raise OSError("this system has no memfd")
+    import fcntl
+
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
         # A peer that shrank the file would kill this process with SIGBUS: forbid it to everybody.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
         return fd, mmap.mmap(fd, size)
     except OSError:
         os.close(fd)
@@ -40,28 +42,31 @@ def open_shared(boot: str, pid: int, fd: int, size: int) -> mmap.mmap:
     made by ``create``, and nothing is mapped that could be cut short under our feet. OSError or
     ValueError with the reason if it can't be had.
     """
-    if not boot or boot != boot_id():
+    if sys.platform != "linux" or not boot or boot != boot_id():
         raise ValueError("it runs on another host")
+    import fcntl
+
     path = f"/proc/{pid}/fd/{fd}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
         raise ValueError("the descriptor is not a window (another container?)")
-    opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    opened = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     try:
         status = os.fstat(opened)
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise ValueError(f"it has {status.st_size} bytes, {size} were offered")
-        if fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        if fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _seals() != _seals():
             raise ValueError("it is not sealed against resizing")
         return mmap.mmap(opened, size)
     finally:
         os.close(opened)
 
 
-_SEALS = (
-    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    if hasattr(fcntl, "F_SEAL_SHRINK")
-    else 0
-)
+def _seals() -> int:
+    if sys.platform != "linux":
+        return 0
+    import fcntl
+
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @functools.cache

@@ -313,6 +313,6 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 def _write_new(path: Path, data: bytes, mode: int) -> None:
     """Only a file that this call makes, never through a link."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     with open(os.open(path, flags, mode), "wb") as file:
         file.write(data)

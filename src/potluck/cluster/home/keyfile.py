@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from potluck.errors import IdentityError
+from potluck.system import need_posix
 
 _MAX_BYTES = 1 << 20
 
@@ -55,8 +56,9 @@ def read_private(path: Path, what: str) -> bytes:
     FileNotFoundError if there is none; IdentityError if others may read or change it, if it belongs
     to somebody else, or can't be read.
     """
+    need_posix("a file that only its owner can read")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -113,7 +115,7 @@ def _put(path: Path, data: bytes, place: Callable[[Path, Path], None]) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(data)
         file.flush()
@@ -128,7 +130,7 @@ def _cannot_create(path: Path, what: str, error: OSError) -> IdentityError:
 
 
 def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from pathlib import Path
 
 import msgspec
 
+from potluck import system
 from potluck.cluster.home.keyfile import read_private, replace_private
 from potluck.errors import ConfigurationError, IdentityError
 from potluck.wire.nodes import Record
@@ -48,7 +48,7 @@ class NodeState:
     def __init__(self, home: Path) -> None:
         self._home = home
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(home / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(home / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             _take(self._lock, home)
             before = self._read()
@@ -97,7 +97,7 @@ def _take(lock: int, home: Path) -> None:
     deadline = time.monotonic() + _LOOKING_S
     while True:
         try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return system.lock(lock)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise ConfigurationError(
@@ -109,12 +109,12 @@ def _take(lock: int, home: Path) -> None:
 def find_agent(home: Path) -> AgentRecord | None:
     """Where the agent of ``home`` listens; None if none runs."""
     try:
-        lock = os.open(home / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(home / _LOCK_FILE, os.O_RDWR)
     except OSError:
         return None
     try:
         # Shared: two commands that look at the same time are not an agent.
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        system.lock(lock, shared=True)
         return None  # nobody holds it
     except BlockingIOError:
         pass

@@ -16,6 +16,7 @@ from potluck.cluster.jobs.job import Launcher, Process
 from potluck.cluster.jobs.pulse import Pulse
 from potluck.cluster.links.control import ControlLink
 from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.system import SIGKILL
 from potluck.transport import aio
 from potluck.types import Member
 from potluck.wire import control
@@ -117,7 +118,7 @@ class Crew:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for process in self._processes.values():
-            process.signal(signal.SIGKILL)
+            process.signal(SIGKILL)
         for process in self._processes.values():
             await process.release()
         for link in list(self._links.values()):

@@ -20,6 +20,7 @@ from potluck.cluster.groups import events, membership
 from potluck.cluster.groups.roster import EXPECTED, Phase, State
 from potluck.cluster.jobs.job import Chaos, Job
 from potluck.cluster.jobs.journal import Journal
+from potluck.system import SIGCONT, SIGKILL, SIGPIPE, SIGSTOP
 from potluck.types import Member
 from potluck.wire import control
 from potluck.wire.messages import PLAIN
@@ -276,7 +277,7 @@ class Lead:
                     self._hands.start(worker, attempt)
                 case events.Kill(workers, reason):
                     self.note(reason)
-                    self._hands.signal(workers, signal.SIGKILL)
+                    self._hands.signal(workers, SIGKILL)
                 case events.StopWorkers(workers, number, reason):
                     self._stop(workers, number, reason)
                 case events.Log(reason):
@@ -294,13 +295,13 @@ class Lead:
         self.note(f"stopping worker {', '.join(workers)}: {_first_line(reason)}")
         if number:
             # Python ignores SIGPIPE: that nobody reads the output is news to the command alone.
-            sent = signal.SIGTERM if number == signal.SIGPIPE else number
+            sent = signal.SIGTERM if number == SIGPIPE else number
             self._hands.signal(workers, sent)
-            self._spawn(self._kill_later(workers, self.job.interrupt_grace_s, signal.SIGKILL))
+            self._spawn(self._kill_later(workers, self.job.interrupt_grace_s, SIGKILL))
             return
         self._hands.stop(workers, reason)
         self._spawn(self._kill_later(workers, self.job.stop_grace_s, signal.SIGTERM))
-        self._spawn(self._kill_later(workers, 2 * self.job.stop_grace_s, signal.SIGKILL))
+        self._spawn(self._kill_later(workers, 2 * self.job.stop_grace_s, SIGKILL))
 
     async def _kill_later(self, workers: tuple[str, ...], delay_s: float, number: int) -> None:
         await asyncio.sleep(delay_s)
@@ -325,11 +326,11 @@ class Lead:
             names = tuple(each.name for each in self.state.workers)
             hit = (worker,) if fault.rank is not None else names
             if not fault.seconds:
-                self._hands.signal(hit, signal.SIGKILL)
+                self._hands.signal(hit, SIGKILL)
                 continue
-            self._hands.signal(hit, signal.SIGSTOP)
+            self._hands.signal(hit, SIGSTOP)
             loop = asyncio.get_running_loop()
-            loop.call_later(fault.seconds, self._hands.signal, hit, signal.SIGCONT)
+            loop.call_later(fault.seconds, self._hands.signal, hit, SIGCONT)
         self._hands.tell((worker,), control.ChaosDone(step))
 
 

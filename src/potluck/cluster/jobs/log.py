@@ -28,7 +28,7 @@ class JobLog:
                 self._begin()
             elif path.stat().st_size > MAX_BYTES:
                 return
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             with open(os.open(path, flags, 0o600), "a", errors="replace") as file:
                 file.write(line + "\n")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from potluck.cluster.jobs.crew import Crew
 from potluck.cluster.jobs.host import JobHost
 from potluck.errors import LinkError, PotluckError
 from potluck.service import why
+from potluck.system import SIGKILL
 from potluck.transport import aio
 from potluck.types import Member
 from potluck.wire import control, jobs
@@ -257,7 +257,7 @@ class JobRunner:
         """The state of the workers here must not go on: they are started anew, by and by."""
         for post in self.posts.values():
             if post.crew is not None:
-                post.crew.signal(post.alive, signal.SIGKILL)
+                post.crew.signal(post.alive, SIGKILL)
 
     def say_again(self) -> None:
         """There is a leader to talk to, maybe another one."""

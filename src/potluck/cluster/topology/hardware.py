@@ -7,7 +7,6 @@ use for. Accelerators are read from what their drivers show.
 from __future__ import annotations
 
 import ipaddress
-import os
 import platform
 import socket
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from potluck.system import usable_cpus
 from potluck.wire.facts import MAX_ADDRESSES, Address, NodeFacts
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
@@ -34,9 +34,7 @@ def own_facts(node: str) -> NodeFacts:
 
 def own_cores() -> int:
     """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(usable_cpus())
 
 
 def own_accelerators() -> tuple[str, ...]:

@@ -10,7 +10,6 @@ is passed from node to node, and none can know that all have forgotten it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import string
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from potluck import system
 from potluck.cluster.home.keyfile import read_private, replace_private
 from potluck.errors import ConfigurationError, IdentityError, PotluckError
 
@@ -138,13 +138,11 @@ class TrustStore:
         """The nodes, to be changed; written when the block ends well. One process at a time."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(
-                self.path.with_name(_LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            lock = os.open(self.path.with_name(_LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise IdentityError(f"{_WHAT} {self.path} can't be changed: {error}") from error
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            system.lock(lock, wait=True)
             with self._lock:
                 self._refresh()
                 before, nodes = self._nodes, dict(self._nodes)

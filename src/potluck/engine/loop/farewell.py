@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import time
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ from potluck.engine.failures.verdict import abort_of
 from potluck.engine.loop.port import Outgoing, Port, Sink, as_bytes
 from potluck.engine.loop.ports import Ports
 from potluck.errors import GroupClosed, GroupError, PotluckError
+from potluck.system import wait_ready
 from potluck.transport.link import Link
 from potluck.types import Group
 from potluck.wire import frames
@@ -50,10 +50,8 @@ def turn_away(fate: Fate, link: Link) -> None:
     with contextlib.suppress(PotluckError):
         link.send(memoryview(_last_words(fate, link)))
         if link.fileno() >= 0:  # in-process links keep what was sent when they are closed
-            poll = select.poll()
-            poll.register(link.fileno(), select.POLLIN)
             while (left := until - time.monotonic()) > 0:
-                poll.poll(left * 1000)
+                wait_ready(link.fileno(), write=False, timeout_s=left)
                 while link.recv_into(scratch):
                     pass
     link.close()

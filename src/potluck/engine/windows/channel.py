@@ -30,6 +30,7 @@ from potluck.engine.arrays.layout import Array
 from potluck.engine.request import Request, label
 from potluck.engine.windows.group import MAX_BYTES, NUMBERS, OPERATIONS, OPS, Windows, WindowWork
 from potluck.engine.work import Work
+from potluck.system import usable_cpus
 from potluck.transport import memory
 from potluck.types import ReduceOp
 from potluck.wire.dtypes import code_of
@@ -367,7 +368,7 @@ def _usable_cpus() -> bytes:
 
     Ranks that are bound to one core each share as many cores as there are ranks.
     """
-    bits = sum(1 << cpu for cpu in os.sched_getaffinity(0))
+    bits = sum(1 << cpu for cpu in usable_cpus())
     encoded = bits.to_bytes(-(-bits.bit_length() // 8), "little")
     return encoded if len(encoded) <= _OFFER_BYTES // 2 else b""
 

@@ -1,0 +1,86 @@
+"""What operating systems do differently, in one place: signals, locks, waiting, processors.
+
+Linux has everything. macOS lacks shared windows and the signal at a parent's death. Windows also
+lacks the signals, file locks and file owners that jobs and keys rest on: there `need_posix` ends a
+command with a clear error. `make check` types the tree for all three systems; docs/portability.md
+lists what was run on which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from typing import NoReturn
+
+from potluck.errors import ConfigurationError
+
+if sys.platform == "win32":
+
+    def need_posix(what: str) -> NoReturn:
+        """ConfigurationError on Windows, where ``what`` can't work. Elsewhere nothing happens."""
+        raise not_on_windows(what)
+
+    # Linux's numbers, for messages between nodes. Windows can't send these signals.
+    SIGHUP, SIGKILL, SIGPIPE, SIGCONT, SIGSTOP = 1, 9, 13, 18, 19
+else:
+
+    def need_posix(what: str) -> None:
+        """ConfigurationError on Windows, where ``what`` can't work. Elsewhere nothing happens."""
+
+    SIGHUP = signal.SIGHUP
+    SIGKILL = signal.SIGKILL
+    SIGPIPE = signal.SIGPIPE
+    SIGCONT = signal.SIGCONT
+    SIGSTOP = signal.SIGSTOP
+
+
+def not_on_windows(what: str) -> ConfigurationError:
+    """The error that ``need_posix`` raises."""
+    return ConfigurationError(
+        f"{what} does not work on Windows: potluck needs POSIX signals, file locks and file owners "
+        "there. Run potluck under WSL 2 instead: https://learn.microsoft.com/windows/wsl"
+    )
+
+
+def usable_cpus() -> frozenset[int]:
+    """The processors that this process may use; never empty."""
+    if sys.platform == "linux":
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
+    """Lock an open file or directory until ``fd`` is closed.
+
+    BlockingIOError if another process holds the lock and this call must not ``wait``.
+    """
+    need_posix("locking a file")
+    import fcntl
+
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    fcntl.flock(fd, kind if wait else kind | fcntl.LOCK_NB)
+
+
+def wait_ready(fd: int, *, write: bool, timeout_s: float) -> bool:
+    """Wait until the socket ``fd`` can be written (or read), or has failed. False if it can't in
+    time."""
+    if sys.platform == "win32":  # a refused connection shows in the third list
+        return any(select.select([] if write else [fd], [fd] if write else [], [fd], timeout_s))
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT if write else select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def wait_for_exit(pid: int) -> None:
+    """Block until the child ``pid`` has ended, and leave it to be reaped: until then no other
+    process can get its number."""
+    need_posix("waiting for a process")
+    if sys.platform == "darwin":  # Python has os.waitid there from 3.13 on
+        ended = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
+        with contextlib.closing(select.kqueue()) as queue:
+            queue.control([ended], 1)  # also returns, with ESRCH, if the child has ended before
+    else:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
