@@ -2,10 +2,12 @@
 
 torchrun --nproc-per-node 4 examples/torch/checkpoint_reshard.py --folder /tmp/digits
 potluck run --workers 2 examples/torch/checkpoint_reshard.py --folder /tmp/digits    (goes on)
+python examples/torch/checkpoint_reshard.py --folder /tmp/digits    (goes on, alone)
 """
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 try:
@@ -22,11 +24,11 @@ except ModuleNotFoundError as error:
     sys.exit(f"this needs {package}: pip install 'potluck[torch,sklearn]'")
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--folder", type=Path, required=True)
+parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "potluck-digits"))
 parser.add_argument("--steps", type=int, default=100)
 args = parser.parse_args()
 
-dist.init_process_group("potluck")
+dist.init_process_group("potluck", init_method="potluck://")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 torch.set_num_threads(1)

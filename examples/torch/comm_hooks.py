@@ -2,6 +2,7 @@
 
 potluck run --workers 2 examples/torch/comm_hooks.py
 torchrun --nproc-per-node 2 examples/torch/comm_hooks.py --hook int8
+python examples/torch/comm_hooks.py
 
 ``int8``, ``bf16`` and ``fp16`` are potluck's codecs: they encode on the wire, within the reduction.
 What a codec lost is kept in a residual and added to the next step's gradient (error feedback).
@@ -34,7 +35,7 @@ parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--hook", choices=["int8", "bf16", "fp16", "powersgd"], default="int8")
 args = parser.parse_args()
 
-dist.init_process_group("potluck")
+dist.init_process_group("potluck", init_method="potluck://")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 potluck run --workers 2 examples/torch/compiled.py
 torchrun --nproc-per-node 2 examples/torch/compiled.py
+python examples/torch/compiled.py
 
 In float64, against one process that compiles nothing. The default backend needs no C++ compiler;
 with one, say ``--compiler inductor``.
@@ -29,7 +30,7 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--compiler", default="aot_eager", help="aot_eager, inductor, eager")
 args = parser.parse_args()
 
-dist.init_process_group("potluck")
+dist.init_process_group("potluck", init_method="potluck://")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 torch.set_num_threads(1)

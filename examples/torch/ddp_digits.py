@@ -2,6 +2,7 @@
 
 potluck run --workers 2 examples/torch/ddp_digits.py
 torchrun --nproc-per-node 2 examples/torch/ddp_digits.py
+python examples/torch/ddp_digits.py
 """
 
 import argparse
@@ -24,7 +25,7 @@ parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--backend", default="potluck", help="or gloo: the one word to change")
 args = parser.parse_args()
 
-dist.init_process_group(args.backend)
+dist.init_process_group(args.backend, init_method="potluck://")
 torch.manual_seed(0)
 torch.set_num_threads(1)
 

@@ -3,6 +3,7 @@
 potluck run --workers 2 examples/torch/fsdp2_digits.py
 torchrun --nproc-per-node 2 examples/torch/fsdp2_digits.py
 torchrun --nproc-per-node 4 examples/torch/fsdp2_digits.py --replicas 2    (HSDP)
+python examples/torch/fsdp2_digits.py
 """
 
 import argparse
@@ -26,7 +27,7 @@ parser.add_argument("--replicas", type=int, default=1, help="copies of the shard
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, sum in float32")
 args = parser.parse_args()
 
-dist.init_process_group("potluck")
+dist.init_process_group("potluck", init_method="potluck://")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 mesh = init_device_mesh(
     "cpu", (args.replicas, world_size // args.replicas), mesh_dim_names=("replicate", "shard")

@@ -2,6 +2,7 @@
 
 potluck run --workers 2 examples/torch/pipeline.py
 torchrun --nproc-per-node 2 examples/torch/pipeline.py
+python examples/torch/pipeline.py
 """
 
 import argparse
@@ -25,7 +26,7 @@ parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--micro-batches", type=int, default=4)
 args = parser.parse_args()
 
-dist.init_process_group("potluck")
+dist.init_process_group("potluck", init_method="potluck://")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 is_first, is_last = rank == 0, rank == world_size - 1
 torch.manual_seed(0)
@@ -55,12 +56,9 @@ for _ in range(args.steps):
     batch = torch.randint(len(train_y), (64,))  # the same on all workers: one seed
     optimizer.zero_grad()
     losses.clear()
-    if is_first:
-        schedule.step(train_x[batch])
-    elif is_last:
-        schedule.step(target=train_y[batch], losses=losses)
-    else:
-        schedule.step()
+    samples = (train_x[batch],) if is_first else ()
+    labels = {"target": train_y[batch], "losses": losses} if is_last else {}
+    schedule.step(*samples, **labels)
     optimizer.step()
 
 # Every stage's parameters back on all workers: stage s from worker s.

@@ -2,6 +2,7 @@
 
 potluck run --workers 2 examples/torch/tensor_parallel.py
 torchrun --nproc-per-node 2 examples/torch/tensor_parallel.py
+python examples/torch/tensor_parallel.py
 """
 
 import argparse
@@ -27,7 +28,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
 args = parser.parse_args()
 
-dist.init_process_group("potluck")
+dist.init_process_group("potluck", init_method="potluck://")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 torch.manual_seed(0)
 torch.set_num_threads(1)

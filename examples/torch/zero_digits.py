@@ -2,6 +2,7 @@
 
 potluck run --workers 2 examples/torch/zero_digits.py
 torchrun --nproc-per-node 2 examples/torch/zero_digits.py
+python examples/torch/zero_digits.py
 """
 
 import argparse
@@ -23,7 +24,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
 args = parser.parse_args()
 
-dist.init_process_group("potluck")
+dist.init_process_group("potluck", init_method="potluck://")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 torch.set_num_threads(1)

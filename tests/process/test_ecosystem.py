@@ -1,7 +1,7 @@
 """Front ends of others over potluck: their own configuration, the backend's name changed.
 
-Each example is trained on two workers by the launchers that its first lines name, and what it
-prints is checked: the backend, a loss that falls, and ranks that end with equal parameters.
+Each example is trained alone, and on two workers by the launchers that its first lines name. What
+it prints is checked: the backend, a loss that falls, and ranks that end with equal parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESULT = re.compile(
 QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def run_examples(start: list[str], *commands: list[str]) -> list[Results]:
+def run_examples(start: list[str], *commands: list[str], world_size: int = 2) -> list[Results]:
     """Run examples; for each, what each rank printed, in rank order."""
     for package in ("accelerate", "transformers", "lightning"):
         if importlib.util.find_spec(package) is None:
@@ -37,15 +37,15 @@ def run_examples(start: list[str], *commands: list[str]) -> list[Results]:
     with Command([*start, *script, *words[:-1]], env=QUIET) as run:
         assert run.finish(100) == 0, run.text
         found = RESULT.findall(run.text)
-    assert len(found) == 2 * len(commands), run.text
-    return [sorted(found[2 * index : 2 * index + 2]) for index in range(len(commands))]
+    assert len(found) == world_size * len(commands), run.text
+    return [sorted(each) for each in zip(*[iter(found)] * world_size, strict=True)]
 
 
 def check(results: Results) -> None:
-    assert [(rank, size, backend) for rank, size, backend, *_ in results] == [
-        ("0", "2", "potluck"),
-        ("1", "2", "potluck"),
-    ]
+    assert [(rank, size, backend) for rank, size, backend, *_ in results] in (
+        [("0", "1", "none")],
+        [("0", "2", "potluck"), ("1", "2", "potluck")],
+    )
     assert len({parameters for *_, parameters in results}) == 1
     for _, _, _, first, last, _ in results:
         assert float(last) < 0.8 * float(first)
@@ -69,6 +69,17 @@ def test_potluck_run_trains_the_front_ends_examples(commands: list[list[str]]) -
 def test_torchrun_trains_the_very_same_examples() -> None:
     for results in run_examples(TORCHRUN, *COMMANDS):
         check(results)
+
+
+def test_alone_the_same_examples_train_without_a_group() -> None:
+    for results in run_examples([sys.executable], *COMMANDS, world_size=1):
+        check(results)
+
+
+def test_no_example_is_left_out() -> None:
+    listed = {name for name, *_ in COMMANDS}
+    own = {"digits.py", "training_loop.py"}  # tests/process/test_parallelism_examples.py
+    assert listed | own == {path.name for path in EXAMPLES.glob("*.py")}
 
 
 @pytest.mark.parametrize("package", ["accelerate", "transformers", "lightning"])

@@ -1,4 +1,5 @@
-"""The examples of torch's parallelism run, train and print their results."""
+"""potluck's own examples and those of torch's parallelism: each trains alone, under potluck run
+and under torchrun, and prints its result."""
 
 from __future__ import annotations
 
@@ -12,17 +13,61 @@ from potluck.testing.commands import Command, run_command
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "torch"
+RUN_EXAMPLES = ROOT / "tests" / "process" / "scripts" / "run_examples.py"
+ELASTIC = [
+    ["../digits.py", "--epochs", "1", "--require-accuracy", "0"],
+    ["../training_loop.py", "--epochs", "1"],
+]
+SHORT = [
+    *ELASTIC,
+    ["ddp_digits.py", "--epochs", "1"],
+    ["fsdp2_digits.py", "--steps", "3"],
+    ["tensor_parallel.py", "--steps", "3"],
+    ["pipeline.py", "--steps", "3"],
+    ["zero_digits.py", "--steps", "3"],
+    ["checkpoint_reshard.py", "--steps", "3"],
+    ["comm_hooks.py", "--steps", "3"],
+    ["compiled.py", "--steps", "3"],  # the last: it changes the default dtype
+]
+"""Every example, with the arguments that make it short."""
+
+
+RESULT = r"test accuracy|steps \d+ to \d+ on \d workers: loss"
 
 
 def accuracies(text: str) -> list[float]:
     return [float(found) for found in re.findall(r"test accuracy (0\.\d+|1\.0+)", text)]
 
 
-def test_potluck_run_starts_an_example() -> None:
-    with run_command("--workers", "2", str(EXAMPLES / "ddp_digits.py"), "--epochs", "3") as run:
+def one_after_the_other(runs: list[list[str]]) -> list[str]:
+    """The arguments for running examples in one process: importing takes the longest."""
+    words: list[str] = [str(RUN_EXAMPLES)]
+    for name, *options in runs:
+        words += [*([","] if len(words) > 1 else []), str(EXAMPLES / name), *options]
+    return words
+
+
+def test_no_example_is_left_out() -> None:
+    """Those that are neither here nor in torch's folder are in test_ecosystem.py."""
+    assert {name for name, *_ in SHORT[2:]} == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+def test_every_example_runs_alone(tmp_path: Path) -> None:
+    words = one_after_the_other(SHORT)
+    with Command([sys.executable, *words], env={"TMPDIR": str(tmp_path)}) as run:
         assert run.finish(100) == 0, run.text
-        run.wait_for(lambda line: line.startswith("[0] test accuracy") and "2 workers" in line)
-        assert accuracies(run.text)[0] > 0.8
+    assert len(re.findall(r"^end of ", run.text, re.MULTILINE)) == len(SHORT)
+    assert "test accuracy" in run.text
+    assert "steps 0 to 3 on 1 workers" in run.text
+
+
+@pytest.mark.parametrize("example", SHORT, ids=lambda example: Path(example[0]).stem)
+def test_potluck_run_starts_every_example(example: list[str], tmp_path: Path) -> None:
+    name, *options = example
+    command = ["--workers", "2", str(EXAMPLES / name), *options]
+    with run_command(*command, TMPDIR=str(tmp_path)) as run:
+        assert run.finish(100) == 0, run.text
+        run.wait_for(lambda line: line.startswith("[") and re.search(RESULT, line) is not None)
 
 
 @pytest.mark.timeout(240)
@@ -30,6 +75,7 @@ def test_torchrun_starts_every_example(tmp_path: Path) -> None:
     """All in one go: each makes its process group, trains, and leaves it."""
     steps = ["--steps", "30"]
     runs = [
+        *ELASTIC,
         ["ddp_digits.py", "--epochs", "2"],
         ["fsdp2_digits.py", *steps],
         ["fsdp2_digits.py", *steps, "--bf16"],
@@ -37,20 +83,17 @@ def test_torchrun_starts_every_example(tmp_path: Path) -> None:
         ["tensor_parallel.py", *steps],
         ["pipeline.py", *steps],
         ["zero_digits.py", *steps],
-        *[["checkpoint_reshard.py", "--folder", str(tmp_path / "saved"), *steps]] * 2,
+        *[["checkpoint_reshard.py", *steps]] * 2,
         ["comm_hooks.py", *steps],
         ["compiled.py", *steps],  # the last: it changes the default dtype
     ]
-    assert {run[0] for run in runs} == {path.name for path in EXAMPLES.glob("*.py")}
-    words: list[str] = []
-    for name, *options in runs:
-        words += [*([","] if words else []), str(EXAMPLES / name), *options]
-    script = str(ROOT / "tests" / "process" / "scripts" / "run_examples.py")
+    assert {run[0] for run in runs} == {run[0] for run in SHORT}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    with Command([*launcher, "--nproc-per-node", "2", script, *words]) as run:
+    command = [*launcher, "--nproc-per-node", "2", *one_after_the_other(runs)]
+    with Command(command, env={"TMPDIR": str(tmp_path)}) as run:
         assert run.finish(200) == 0, run.text
     reached = accuracies(run.text)
-    assert len(reached) == 9, run.text
+    assert len(reached) == 12, run.text
     assert min(reached) > 0.5, run.text
     kept = re.findall(r"this worker holds (\d+) of (\d+) parameters", run.text)
     assert [whole == here for here, whole in kept] == [False, False, True], run.text

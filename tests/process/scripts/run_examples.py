@@ -1,4 +1,8 @@
-"""Run example scripts one after the other in this process: ``run_examples.py A.py ARGS , B.py``."""
+"""Run example scripts one after the other in this process: ``run_examples.py A.py ARGS , B.py``.
+
+Under ``potluck run`` that is not possible for all: a worker whose first script has left its group
+has finished, for its agent.
+"""
 
 import runpy
 import sys

@@ -16,7 +16,8 @@ _transformers: Any = require("transformers", "ecosystem")
 class TrainingArguments(_transformers.TrainingArguments):  # type: ignore[misc]
     """transformers' own arguments, with ``ddp_backend`` ``"potluck"``.
 
-    Accelerate, below, refuses that name on CPUs, so the group is opened here, before it looks.
+    Accelerate, below, refuses that name on CPUs, so the group is opened here and Accelerate is
+    given no name: with a group it takes that one, without (a script started alone) it needs none.
     """
 
     ddp_backend: str | None = field(
@@ -25,7 +26,8 @@ class TrainingArguments(_transformers.TrainingArguments):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         backend = self.ddp_backend
-        if backend is not None and start(backend, timedelta(seconds=self.ddp_timeout)):
-            self.ddp_backend = None  # what is there is taken, whatever its name
+        if backend is not None:
+            start(backend, timedelta(seconds=self.ddp_timeout))
+            self.ddp_backend = None
         super().__post_init__()
         self.ddp_backend = backend
