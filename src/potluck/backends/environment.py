@@ -12,9 +12,11 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from potluck.backends.base import StaticBackend
 from potluck.backends.launchers import read_seat
+from potluck.backends.places import placed
 from potluck.backends.rendezvous import meet
 from potluck.backends.tcp import TcpBase, taking_master_port
 from potluck.engine.communicator import Communicator
@@ -25,10 +27,12 @@ from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member
+from potluck.waiting import Reminder, reminding
 from potluck.wire.messages import Hello, Refusal, Welcome
 from potluck.wire.roster import ROSTER, checked
 
 _EPOCH = 1
+_CHECK = "are all ranks started, with the same MASTER_ADDR and MASTER_PORT?"
 
 
 class EnvironmentBackend(StaticBackend):
@@ -87,7 +91,7 @@ class EnvironmentBackend(StaticBackend):
         rendezvous = _Rendezvous(self._world_size)
         self._base.switchboard.answer("rendezvous", rendezvous.admit)
         try:
-            links = rendezvous.wait(deadline)
+            links = rendezvous.wait(deadline, f"{self._seat.host}:{self._seat.port}")
             me = Member(
                 "0",
                 node=self._base.credentials.node_id,
@@ -118,14 +122,15 @@ class EnvironmentBackend(StaticBackend):
         )
         where = f"rank 0 at MASTER_ADDR:MASTER_PORT {self._seat.host}:{self._seat.port}"
         try:
-            link, _ = connect(
-                self._seat.host,
-                self._seat.port,
-                hello,
-                self._base.credentials,
-                deadline=deadline,
-                max_retries=None,
-            )
+            with self._reminding(f"{where}, which it can't reach; is it started?", deadline):
+                link, _ = connect(
+                    self._seat.host,
+                    self._seat.port,
+                    hello,
+                    self._base.credentials,
+                    deadline=deadline,
+                    max_retries=None,
+                )
         except Refused:
             raise
         except LinkError as error:
@@ -133,7 +138,9 @@ class EnvironmentBackend(StaticBackend):
                 f"{where} could not be reached; is rank 0 started, and the port right? ({error})"
             ) from error
         try:
-            members = checked(receive(link, ROSTER, deadline))
+            others = f"{where} to tell who is in; it names the ranks that have not called it yet"
+            with self._reminding(others, deadline):
+                members = checked(receive(link, ROSTER, deadline))
         except LinkError as error:
             raise LinkError(
                 f"{where} did not tell who is in; are all {self._world_size} ranks started? "
@@ -146,6 +153,11 @@ class EnvironmentBackend(StaticBackend):
                 f"rank 0 has a world of {len(members)}, this rank one of {self._world_size}"
             )
         return members
+
+    def _reminding(self, what: str, deadline: float) -> AbstractContextManager[None]:
+        """Say what this rank waits for while the body blocks; one rank of each machine does."""
+        text = "" if self._seat.local_rank else f"rank {self._rank} waits for {what}"
+        return reminding(Reminder(lambda: text, deadline))
 
 
 class _Rendezvous:
@@ -196,18 +208,24 @@ class _Rendezvous:
             self._links[rank] = link
             self._changed.notify_all()
 
-    def wait(self, deadline: float) -> list[TcpLink]:
+    def wait(self, deadline: float, where: str) -> list[TcpLink]:
+        """The links of all others, once all have called ``where``, the master's address."""
+        reminder = Reminder(
+            lambda: f"rank 0 waits at {where} for {self._missing()}; {_CHECK}", deadline
+        )
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: len(self._links) == self._world_size - 1,
-                max(0.0, deadline - time.monotonic()),
-            ):
-                missing = sorted(set(range(1, self._world_size)) - set(self._links))
-                raise OperationTimeout(
-                    f"rank {', '.join(map(str, missing))} of {self._world_size} did not call rank "
-                    "0 in time; are all ranks started with the same MASTER_ADDR and MASTER_PORT?"
-                )
+            while len(self._links) < self._world_size - 1:
+                if reminder.is_overdue:
+                    raise OperationTimeout(
+                        f"{self._missing()} did not call rank 0 in time at {where}; {_CHECK}"
+                    )
+                self._changed.wait(reminder.patience())
+                reminder.tick()
             return list(self._links.values())
+
+    def _missing(self) -> str:
+        missing = set(range(1, self._world_size)) - set(self._links)
+        return f"{placed(missing)} (of {self._world_size} ranks)"
 
     def close(self) -> None:
         with self._changed:

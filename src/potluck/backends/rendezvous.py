@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from potluck.backends.addresses import LOOPBACK, machine, own_address, store_server
+from potluck.backends.places import listed, placed
 from potluck.backends.tcp import TcpBase
 from potluck.errors import (
     ConfigurationError,
@@ -27,9 +28,12 @@ from potluck.errors import (
     WrongSecret,
 )
 from potluck.types import Group, Member
+from potluck.waiting import Reminder
 
 EPOCH = 1
 _STAY_S = 1.0
+_FIRST_NAP_S = 0.001
+_LAST_NAP_S = 0.05
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -99,10 +103,12 @@ def _meet(
     )
     store.set(f"{prefix}/{rank}", msgspec.json.encode(entry).decode())
     keys = [f"{prefix}/{other}" for other in range(world_size)]
+    reminder = Reminder(lambda: _missing(store, keys, rank, entry), deadline)
     try:
-        entries = [
-            _read(store, keys, other, entry, deadline, timeout_s) for other in range(world_size)
-        ]
+        entries = []
+        for other in range(world_size):
+            _await(store, keys, other, reminder, timeout_s)
+            entries.append(_read(store, keys, other, entry))
     except ConfigurationError:
         _stay(store, prefix, rank, world_size, is_fresh)
         raise
@@ -120,23 +126,52 @@ def _meet(
     return Group(EPOCH, rank, members, job=entries[0].job)
 
 
-def _read(
-    store: Any, keys: Sequence[str], rank: int, mine: Entry, deadline: float, timeout_s: float
-) -> Entry:
-    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-    try:
-        store.wait([keys[rank]], left)
-    except RuntimeError as error:
-        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
-        if not missing:
-            raise
-        raise OperationTimeout(
-            f"rank {', '.join(missing)} of {len(keys)} did not join the process group within "
-            f"{timeout_s:g} s; are all ranks started, each with its own RANK, and with the same "
-            "WORLD_SIZE and init_method?",
-            rank=int(missing[0]),
-            operation="init_process_group",
-        ) from error
+def _await(
+    store: Any, keys: Sequence[str], rank: int, reminder: Reminder, timeout_s: float
+) -> None:
+    """Wait until ``rank`` has written its entry. OperationTimeout names all that have not.
+
+    Looks again and again, ever less often: a store's own wait would log a warning of torch's each
+    time that it is cut short for a reminder.
+    """
+    nap_s = _FIRST_NAP_S
+    while not store.check([keys[rank]]):
+        if reminder.is_overdue:
+            missing = _absent(store, keys)
+            if not missing:
+                return
+            raise OperationTimeout(
+                f"{placed(missing)} (of {len(keys)} ranks) did not join the process group within "
+                f"{timeout_s:g} s; are all ranks started, each with its own RANK, and with the "
+                "same WORLD_SIZE and init_method?",
+                rank=missing[0],
+                operation="init_process_group",
+            )
+        reminder.tick()
+        time.sleep(min(nap_s, reminder.patience()))
+        nap_s = min(1.1 * nap_s, _LAST_NAP_S)
+
+
+def _absent(store: Any, keys: Sequence[str]) -> list[int]:
+    return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+
+def _missing(store: Any, keys: Sequence[str], rank: int, mine: Entry) -> str:
+    """What the lowest rank on each machine says while others are missing."""
+    missing = _absent(store, keys)
+    present = [other for other in range(len(keys)) if other not in missing]
+    entries = {other: msgspec.json.decode(store.get(keys[other]), type=Entry) for other in present}
+    here = [other for other, entry in entries.items() if entry.machine == mine.machine]
+    if not missing or rank != min(here):
+        return ""
+    return (
+        f"rank {rank} waits for {placed(missing)} (of {len(keys)} ranks) to join the process "
+        f"group; rank {listed(present)} came. Are all ranks started, with the same WORLD_SIZE and "
+        "init_method?"
+    )
+
+
+def _read(store: Any, keys: Sequence[str], rank: int, mine: Entry) -> Entry:
     entry = msgspec.json.decode(store.get(keys[rank]), type=Entry)
     if entry.world_size != mine.world_size:
         raise ConfigurationError(

@@ -9,6 +9,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from potluck import waiting
 from potluck.backends.environment import EnvironmentBackend
 from potluck.context import DistributedContext
 from potluck.errors import (
@@ -131,9 +132,41 @@ def test_a_rank_that_is_missing_is_named(port: str) -> None:
         lambda: form(variables(port, 0, 4), 0.5), lambda: form(variables(port, 2, 4), 5.0)
     )
     assert isinstance(zero, OperationTimeout)
-    assert "rank 1, 3 of 4 did not call rank 0 in time" in str(zero)
+    assert "rank 1, 3 (of 4 ranks) did not call rank 0 in time" in str(zero)
     assert isinstance(one, LinkError)
     assert "did not tell who is in; are all 4 ranks started?" in str(one)
+
+
+def test_while_ranks_wait_one_of_each_machine_says_for_whom(
+    port: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 names the missing; of the others those with local rank 0 say that they wait."""
+    monkeypatch.setattr(waiting, "FIRST_S", 0.1)
+    nodes = {"POTLUCK_NODES": "ada,ada,bob,carl"}
+    monkeypatch.setenv(*nodes.popitem())
+    came = threading.Barrier(4)
+
+    def form_later(rank: int, local_rank: int) -> None:
+        came.wait(20)
+        form(variables(port, rank, 4, LOCAL_RANK=str(local_rank)), 20.0)
+
+    def come_last() -> None:
+        came.wait(20)
+        told = ""
+        while not all(text in told for text in wanted):
+            told += capfd.readouterr().err
+        lines.extend(told.splitlines())
+        form(variables(port, 3, 4), 20.0)
+
+    lines: list[str] = []
+    wanted = (
+        f"potluck: rank 0 waits at 127.0.0.1:{port} for rank 3 on carl (of 4 ranks); are all",
+        f"potluck: rank 2 waits for rank 0 at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port} to tell who",
+    )
+    run_all(
+        [*(lambda each=each: form_later(*each) for each in [(0, 0), (1, 1), (2, 0)]), come_last]
+    )
+    assert not any("rank 1 waits" in line for line in lines)
 
 
 def test_without_rank_0_the_others_say_where_they_looked(port: str) -> None:

@@ -166,6 +166,7 @@ class JobRunner:
                 "POTLUCK_AGENT": f"127.0.0.1:{self._host.port}",
                 "POTLUCK_BIND": self._host.bind,
                 "POTLUCK_WIRE": post.spec.wire,
+                "POTLUCK_NODES": ",".join(self._host.names.label(s.node) for s in post.seats),
                 "RANK": str(numbers[worker]),
                 "WORLD_SIZE": str(len(post.seats)),
                 "LOCAL_RANK": str(seat.local_rank),

@@ -1,0 +1,72 @@
+"""Ranks that wait for each other say for whom, and name them again when they give up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck import waiting
+from potluck.backends import rendezvous
+from potluck.errors import OperationTimeout
+from potluck.types import Group
+
+pytest.importorskip("torch")
+
+from torch.distributed import FileStore, HashStore
+
+WAIT_S = 20.0
+SHORT_S = 0.2
+
+
+@pytest.fixture(params=["file", "hash"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
+    """Makes one rank's face of a store that all ranks share."""
+    if request.param == "file":
+        return lambda: FileStore(str(tmp_path / "store"), -1)
+    shared = HashStore()
+    return lambda: shared
+
+
+def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> Group:
+    return rendezvous.meet(store, rank, world_size, base=None, local_rank=rank, timeout_s=timeout_s)
+
+
+def test_a_wait_names_the_missing_rank_and_its_machine_and_goes_on_once_it_comes(
+    stores: Callable[[], Any],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_S", SHORT_S)
+    monkeypatch.setattr(waiting, "EVERY_S", SHORT_S)
+    monkeypatch.setenv("POTLUCK_NODES", "ada,ada,bob")
+    groups: dict[int, Group] = {}
+
+    def come(rank: int) -> None:
+        groups[rank] = meet(stores(), rank, 3, WAIT_S)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
+    for thread in threads[:2]:
+        thread.start()
+    told = ""
+    line = (
+        "potluck: rank 0 waits for rank 2 on bob (of 3 ranks) to join the process group; rank "
+        "0, 1 came. Are all ranks started, with the same WORLD_SIZE and init_method? ("
+    )
+    while line not in told:  # the first may name rank 1, too
+        told += capfd.readouterr().err
+    threads[2].start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [groups[rank].rank for rank in range(3)] == [0, 1, 2]
+
+
+def test_the_error_names_all_that_did_not_come(stores: Callable[[], Any]) -> None:
+    with pytest.raises(
+        OperationTimeout, match=r"rank 0, 2 to 4 \(of 5 ranks\) did not join .* 0\.2 s"
+    ) as it:
+        meet(stores(), 1, 5, SHORT_S)
+    assert it.value.rank == 0
