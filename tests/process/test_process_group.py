@@ -224,3 +224,34 @@ def test_ranks_that_disagree_about_the_world_size_are_told_at_once(tmp_path: Pat
     for text in said:
         assert "ConfigurationError" in text
         assert "give all ranks the same world_size" in text
+
+
+HOOKED = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("potluck", init_method="potluck://")
+models = []
+for hook in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    model._register_builtin_comm_hook(hook)
+    model(torch.tensor([[1.0 + dist.get_rank(), 1 / 3]])).sum().backward()
+    models.append(model)
+exact, halved = (model.module.weight.grad for model in models)
+assert exact[0, 0] == halved[0, 0] == 1.5
+assert exact[0, 1] == torch.tensor(1 / 3)
+assert halved[0, 1] == torch.tensor(1 / 3).half().float(), halved
+dist.destroy_process_group()
+"""
+
+
+def test_ddps_builtin_hooks_average_gradients(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HOOKED)
+    run = subprocess.run(
+        [str(Path(sys.executable).with_name("potluck")), "run", "--workers", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(tmp_path),
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

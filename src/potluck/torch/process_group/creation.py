@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from potluck.errors import ConfigurationError
+from potluck.torch.process_group.builtin_hooks import replace_builtin_hooks
 from potluck.torch.process_group.group import PotluckProcessGroup
+from potluck.torch.process_group.mixed import check_alone
 from potluck.torch.process_group.rendezvous import meet
 from potluck.torch.process_group.storeless import FormedStore
 from potluck.torch.process_group.world import World
@@ -30,6 +32,8 @@ def create(options: Any, backend_options: Any) -> PotluckProcessGroup:
             f"the process group needs torch {OLDEST_TORCH} or newer, this is {torch.__version__}: "
             "pip install --upgrade torch"
         )
+    check_alone("new_group" if options.global_ranks_in_group else "init_process_group")
+    replace_builtin_hooks()
     name = options.group_id
     ranks = list(options.global_ranks_in_group)
     timeout = getattr(backend_options, "_timeout", None) or options.timeout
