@@ -1,0 +1,173 @@
+"""One rank of the world in which a section of docs/coming-from.md is run: PAGE SECTION PORT PORT.
+
+Each code span of a table's right column is executed, row by row. With ``--beside`` the left one
+is executed too, on equal data, and what comes of the two must be equal.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import os
+import re
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import potluck
+import potluck.errors
+import potluck.settings
+import potluck.testing.world
+import potluck.torch
+
+ROW = re.compile(r"^\| (.*) \| (.*) \|$", re.MULTILINE)
+CHANGING = ("sender", "t", "a", "out", "parts", "total")
+"""What a line may change; the first one it did change is what came of it."""
+
+
+def rows_of(page: str, section: str) -> list[tuple[list[str], list[str]]]:
+    """The code spans, left and right, of each row of the section's table."""
+    text = page.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    cells = ROW.findall(text)[1:]
+    return [
+        (re.findall("`([^`]+)`", left), re.findall("`([^`]+)`", right)) for left, right in cells
+    ]
+
+
+def data(rank: int, world: int, kind: str) -> dict[str, Any]:
+    """Fresh arrays, which differ between ranks: NumPy's for MPI, else torch's."""
+    row = np.array([1.0 + rank, 2.0 - 3 * rank, 4.0 * rank + 0.5], np.float32)
+    rows = np.stack([row + 10 * each for each in range(world)])
+    arrays = {
+        **{"t": row, "a": row.copy(), "total": np.zeros_like(row)},
+        **{"rows": rows, "out": np.zeros_like(rows), "residual": np.zeros_like(row)},
+        "flat": rows.reshape(-1),
+    }
+    if kind != "MPI":
+        arrays = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+    return arrays | {"parts": [torch.zeros(3) for _ in range(world)], "sender": None}
+
+
+def run(spans: list[str], names: dict[str, Any]) -> Any:
+    """What comes of the lines: the last one's value, else what they changed in place."""
+    before = copy.deepcopy({name: names[name] for name in CHANGING})
+    for span in spans:
+        is_expression = isinstance(ast.parse(span).body[-1], ast.Expr)
+        exec(f"_ = {span}" if is_expression else f"_ = None\n{span}", names)
+    if is_result(names["_"]):
+        return names["_"]
+    for name in CHANGING:
+        if names[name] is not None and not same(names[name], before[name]):
+            return names[name]
+    return None
+
+
+def is_result(value: Any) -> bool:
+    return isinstance(value, int | np.ndarray | torch.Tensor) and not isinstance(value, bool)
+
+
+def as_array(value: Any) -> Any:
+    return np.stack([np.asarray(part) for part in value]) if isinstance(value, list) else value
+
+
+def same(one: Any, other: Any) -> bool:
+    return np.array_equal(np.asarray(as_array(one)), np.asarray(as_array(other)))
+
+
+def is_code(span: str) -> bool:
+    """Whether a span on the left is a line to run, not a word: ``ReduceOp.AVG``."""
+    return "(" in span or "=" in span
+
+
+def check_word(span: str) -> bool:
+    """Whether the span is a variable or a file, which is then looked for."""
+    if span.startswith("POTLUCK_"):
+        assert span.removeprefix("POTLUCK_").lower() in dir(potluck.settings.load_settings())
+    elif span.startswith("~/.potluck/"):
+        assert (Path(os.environ["POTLUCK_HOME"]) / span.removeprefix("~/.potluck/")).exists(), span
+    elif span in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
+        pass  # tests/unit/backends/test_launchers.py
+    else:
+        return False
+    return True
+
+
+def abort_elsewhere(span: str) -> None:
+    """A line that ends a group has a world of its own."""
+
+    def work(ctx: Any) -> None:
+        if ctx.rank == 0:
+            exec(span, {"ctx": ctx})
+            return
+        try:
+            ctx.barrier()
+        except potluck.errors.RemoteError as error:
+            assert "why" in str(error)
+        else:
+            raise AssertionError("rank 1 was not told")
+
+    potluck.testing.world.run_world(2, work)
+
+
+def main() -> None:
+    path, section, *ports = sys.argv[1:5]
+    is_beside = sys.argv[5:] == ["--beside"]
+    model = nn.Linear(3, 1)
+    names: dict[str, Any] = {
+        **{"potluck": potluck, "np": np, "torch": torch, "os": os, "dist": dist},
+        **{"timedelta": timedelta, "DataLoader": DataLoader, "model": model},
+        "DistributedDataParallel": DistributedDataParallel,
+        "dataset": TensorDataset(torch.ones(256, 3), torch.ones(256, 1)),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "folder": tempfile.mkdtemp(),
+        "RemoteError": potluck.errors.RemoteError,
+    }
+    if section == "MPI":
+        from mpi4py import MPI
+
+        names |= {"MPI": MPI, "status": MPI.Status()}
+        rank, world = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    else:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    names |= {"rank": rank, "world": world}
+    num_compared = 0
+    for left, right in rows_of(Path(path).read_text(), section):
+        lines = [
+            span for span in right if not span.startswith(("$ ", "--")) and not check_word(span)
+        ]
+        for number, port in enumerate(ports):
+            address = f"192.168.1.1{number}:52416"
+            lines = [line.replace(address, f"127.0.0.1:{port}") for line in lines]
+        if lines and lines[0].startswith("ctx.abort"):
+            abort_elsewhere(lines[0])
+            continue
+        ours = None
+        if lines:
+            names |= data(rank, world, section)
+            ours = copy.deepcopy(run(lines, names))
+        theirs_runs = [span for span in left if is_code(span)] if lines and is_beside else []
+        if theirs_runs:
+            names |= data(rank, world, section)
+            theirs = run(theirs_runs, names)
+            is_for_root = re.search(r"\b(dist|comm)\.(reduce|gather|Reduce|Gather)\(", left[0])
+            if theirs is None and ours is not None:  # left as it was, as on a broadcast's root
+                theirs = names["a" if section == "MPI" else "t"]
+            if rank == 0 or not is_for_root:
+                agree = theirs is ours is None or (ours is not None and same(theirs, ours))
+                assert agree, f"{left}: {theirs}, but {right}: {ours}"
+                num_compared += ours is not None
+        print(f"rank {rank}: {' ; '.join(lines) or right} -> {ours}", flush=True)
+    print(f"rank {rank}: {section} is through, {num_compared} compared", flush=True)
+
+
+if __name__ == "__main__":
+    main()
