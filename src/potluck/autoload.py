@@ -9,6 +9,9 @@ imported without its extensions.
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 NAME = "potluck"
@@ -25,6 +28,11 @@ def register() -> None:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
     dist.register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[attr-defined, no-untyped-call]
+    # Private, since torch lets no handler be registered twice; without it waits are silent.
+    handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {})
+    for scheme in ("env", "tcp"):
+        if scheme in handlers:
+            handlers[scheme] = _watched(handlers[scheme])
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -33,3 +41,18 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 def _rendezvous(url: str, *arguments: Any, **options: Any) -> Any:
     return importlib.import_module(f"{_GROUPS}.storeless").rendezvous(url, *arguments, **options)
+
+
+def _watched(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """``handler`` of torch's, which says for whom it waits if the group will be potluck's."""
+
+    def watched(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[Any]:
+        limit = {} if timeout is None else {"timeout": timeout}
+        caller = sys._getframe(1)  # init_process_group: a handler is not told the backend
+        if timeout is None or NAME not in str(caller.f_locals.get("backend", "")):
+            yield from handler(url, **limit, **options)
+            return
+        coming = importlib.import_module(f"{_GROUPS}.coming")
+        yield from coming.come(handler, url, timeout=timeout, **options)
+
+    return watched

@@ -8,6 +8,7 @@ store without holding that secret is refused by them.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import time
@@ -160,6 +161,8 @@ def _missing(store: Any, keys: Sequence[str], rank: int, mine: Entry) -> str:
     """What the lowest rank on each machine says while others are missing."""
     missing = _absent(store, keys)
     present = [other for other in range(len(keys)) if other not in missing]
+    if store_server(store) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        missing = [other for other in missing if other]  # rank 0 serves the store, so it is there
     entries = {other: msgspec.json.decode(store.get(keys[other]), type=Entry) for other in present}
     here = [other for other, entry in entries.items() if entry.machine == mine.machine]
     if not missing or rank != min(here):

@@ -1,0 +1,68 @@
+"""Ranks of torch's process group that wait say for whom, wherever torch lets them wait."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from potluck.testing.commands import Command
+from potluck.transport.listener import listening_socket
+
+pytest.importorskip("torch")
+
+SCRIPT = Path(__file__).parent / "scripts" / "meet.py"
+
+
+def free_port() -> int:
+    with closing(listening_socket("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def rank(number: int, world_size: int, port: int, home: Path) -> Command:
+    return Command(
+        [sys.executable, "-W", "ignore", str(SCRIPT), "potluck"],
+        env={
+            "POTLUCK_HOME": str(home),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(number),
+            "WORLD_SIZE": str(world_size),
+        },
+    )
+
+
+def test_with_env_rank_0_names_who_is_missing_though_torchs_store_waits(tmp_path: Path) -> None:
+    port = free_port()
+    with rank(0, 3, port, tmp_path) as zero, rank(2, 3, port, tmp_path) as two:
+        zero.wait_for(f"potluck: rank 0 waits at 127.0.0.1:{port} for rank 1 (of 3 ranks) to call")
+        two.wait_for("potluck: rank 2 waits for rank 1 (of 3 ranks) to join the process group")
+        with rank(1, 3, port, tmp_path) as one:
+            for number, each in enumerate((zero, one, two)):
+                assert each.finish() == 0, each.text
+                assert f"rank {number}: 3" in each.text
+
+
+def test_with_env_and_no_rank_0_the_others_say_where_they_look(tmp_path: Path) -> None:
+    port = free_port()
+    with rank(1, 2, port, tmp_path) as one:
+        one.wait_for(f"potluck: rank 1 can't reach rank 0 at 127.0.0.1:{port}; is rank 0 started")
+        with rank(0, 2, port, tmp_path) as zero:
+            assert zero.finish() == one.finish() == 0, zero.text + one.text
+
+
+def test_under_torchrun_the_missing_rank_is_named_with_its_node(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    with Command(
+        [*torchrun, "--nproc-per-node", "2", str(SCRIPT), "potluck", str(gate)],
+        env={"POTLUCK_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    ) as run:
+        run.wait_for("potluck: rank 0 waits for rank 1 on torchrun's node 0 (of 2 ranks) to join")
+        gate.touch()
+        assert run.finish() == 0, run.text
+        assert "rank 1: 2" in run.text
