@@ -67,11 +67,8 @@ backend = AutoDiscoveryBackend(world_size=2, finders=finders, port=0)
 print(backend.port, flush=True)
 context = DistributedContext(backend, timeout_s=60)
 assert context.all_reduce(np.ones(100_000), op="sum")[0] == 2
-async_work = context.all_reduce(np.ones(1000), op="sum", async_op=True)
 
-def lose_the_other():
-    if context.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+def work_to_the_end():
     try:
         while True:
             context.all_reduce(np.ones(1000))
@@ -89,16 +86,22 @@ if kind == "raises":
 if kind == "exits in a thread":
     threading.Thread(target=sys.exit, args=(3,)).start()
 if kind == "loses its peer":
-    lose_the_other()
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work_to_the_end()
 if kind == "aborts":
-    context.abort(RuntimeError("enough"))
+    if context.rank == 0:
+        threading.Timer(0.2, context.abort, [RuntimeError("enough")]).start()
+    work_to_the_end()
 if kind == "closes":
-    async_work.wait()
     context.close()
 if kind == "leaves a call behind":
-    threading.Thread(target=context.barrier, daemon=True).start()
+    never = lambda: context.recv(np.ones(9), 1 - context.rank)
+    threading.Thread(target=never, daemon=True).start()
 if kind == "drops what it has":
-    del context, backend, async_work
+    if context.rank == 1:
+        work_to_the_end()
+    del context, backend
 sys.exit(7)
 """
 
