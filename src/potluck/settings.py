@@ -66,7 +66,11 @@ class Settings:
     peers: Annotated[
         str, About("nodes to call without being told by the network: host or host:port, with ','")
     ] = ""
-    min_peers: Annotated[int, Ge(1), About("nodes to wait for before a job starts")] = 1
+    min_peers: Annotated[
+        int,
+        Ge(0),
+        About("others to wait for before a job starts: nodes, or processes that find each other"),
+    ] = 0
     peer_timeout_s: Annotated[
         Seconds, About("seconds an operation waits for a peer before it gives up")
     ] = 30.0

@@ -21,7 +21,7 @@ def test_the_defaults_are_those_of_the_design(monkeypatch: pytest.MonkeyPatch) -
     assert settings.home == Path.home() / ".potluck"
     assert (settings.gradient_port, settings.discovery_port) == (52416, 52415)
     assert (settings.peer_timeout_s, settings.connection_timeout_s) == (30.0, 5.0)
-    assert (settings.min_peers, settings.max_retries, settings.bucket_size_mb) == (1, 3, 25.0)
+    assert (settings.min_peers, settings.max_retries, settings.bucket_size_mb) == (0, 3, 25.0)
     assert settings.max_early_bytes == 2 * 2**20
 
 
@@ -89,7 +89,7 @@ def test_a_secret_is_in_no_error_and_no_repr(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("POTLUCK_PSK", HEX)
     assert HEX not in repr(load_settings())
     with pytest.raises(ConfigurationError) as caught:
-        load_settings(passphrase=["correct horse"], min_peers=0)
+        load_settings(passphrase=["correct horse"], min_peers=-1)
     assert "correct horse" not in str(caught.value)
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__

@@ -1,82 +1,90 @@
 """``AutoDiscoveryBackend``: scripts that find each other on the network, without an agent.
 
 Each process listens, makes itself known by all ways of ``cluster.discovery``, and calls whoever it
-hears of (``discovery_search.py``). Who holds the cluster's secret answers with its random id. The
-process with the lowest id becomes rank 0: the others ask it to form the group, and it tells all of
-them who is in.
+hears of (``discovery_search.py``). Who holds the cluster's secret answers with its random id. Then
+they agree on a group, and after a loss on the next one (``discovery_gather.py``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
+from potluck.backends import discovery_paths
 from potluck.backends.base import StaticBackend
-from potluck.backends.discovery_search import JOIN, MEET, Peer, Search, welcome_guest
+from potluck.backends.discovery_gather import First, Gathering, Next, Situation
+from potluck.backends.discovery_hall import Hall
+from potluck.backends.discovery_peers import FORMED, Acquaintances, Peer
+from potluck.backends.discovery_rules import SETTLE_S, FirstGroup
+from potluck.backends.discovery_search import JOIN, MEET, Search, welcome_guest
 from potluck.backends.tcp import TcpBase, is_port_taken
 from potluck.cluster.discovery.advert import new_instance
 from potluck.cluster.discovery.everywhere import all_finders
 from potluck.cluster.discovery.finder import Finder
+from potluck.cluster.topology import measure
 from potluck.engine.communicator import Communicator
-from potluck.errors import ConfigurationError, GroupError, LinkError, OperationTimeout, Refused
-from potluck.service import why
+from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings, load_settings
-from potluck.transport.blocking import receive, send_all
-from potluck.transport.handshake import connect
-from potluck.transport.listener import Admission
-from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member
-from potluck.wire.messages import Hello, Refusal, Welcome
-from potluck.wire.roster import ROSTER, checked
+from potluck.wire.gathering import Formed, Seat
+from potluck.wire.messages import Hello, Refusal
 
-_EPOCH = 1
-_AGAIN_S = 0.05
+_MEET_S = 10.0
+"""How long the members of a group that was agreed on may take to link; then they agree again."""
 
 
 class AutoDiscoveryBackend(StaticBackend):
-    """One rank of a group of ``world_size`` processes that find each other on the network.
+    """One rank of a group of processes that find each other on the network.
 
-    ``world_size`` defaults to POTLUCK_MIN_PEERS. All processes of the group must be given the same
-    number and hold the cluster's secret. ``finders`` defaults to what POTLUCK_DISCOVERY names.
+    The world is whoever was found once at least ``min_peers`` others are there and nobody new has
+    turned up for ``settle_s``; ``min_peers`` defaults to POTLUCK_MIN_PEERS, at least 1.
+    ``world_size`` fixes the number instead; all processes must be given the same. Processes that
+    come later are refused and told so. After a loss those that remain form the next group.
+
+    All must hold the cluster's secret. ``finders`` defaults to what POTLUCK_DISCOVERY names.
     Listens on ``port`` (0: any free one); by default on POTLUCK_GRADIENT_PORT, where POTLUCK_PEERS
     leads unless it names another, or on any free port if that is taken. ConfigurationError if a
     setting can't be used.
     """
 
+    elastic = True
+
     def __init__(
         self,
         world_size: int | None = None,
         *,
+        min_peers: int | None = None,
+        settle_s: float = SETTLE_S,
         settings: Settings | None = None,
         finders: Sequence[Finder] | None = None,
         port: int | None = None,
     ) -> None:
         self._settings = settings or load_settings()
-        self.world_size = self._settings.min_peers if world_size is None else world_size
-        if self.world_size < 1:
-            raise ConfigurationError(f"a world has at least one process, not {self.world_size}")
+        self._rule = _rule(world_size, min_peers, settle_s, self._settings)
         default_port = self._settings.gradient_port or self._settings.discovery_port
         ways = all_finders(self._settings, default_port) if finders is None else list(finders)
         self._base = self._listening(port)
-        self._instance = new_instance()
+        credentials = self._base.credentials
+        instance = new_instance()
+        self._me = Seat(instance.hex(), Member("", credentials.node_id, "", self._base.port))
         self._changed = threading.Condition()
-        self._peers: dict[str, Peer] = {}
-        self._broken: BaseException | None = None
-        self._hall = _Hall(self.world_size)
-        self._base.switchboard.answer(
-            MEET, lambda hello, node: welcome_guest(hello, node, self._instance, self._found)
+        self._peers = Acquaintances(self._changed)
+        self._formed: Formed | None = None
+        self._formed_at = 0.0
+        self._ring: Communicator | None = None
+        self._hall = Hall(self._changed, self._objection_to_guest)
+        switchboard = self._base.switchboard
+        switchboard.answer(JOIN, self._hall.admit)
+        switchboard.answer(measure.KIND, discovery_paths.answer)
+        switchboard.answer(
+            MEET,
+            partial(welcome_guest, instance=instance, peers=self._peers, objection=self._objection),
         )
-        self._base.switchboard.answer(JOIN, self._hall.admit)
-        self._search = Search(
-            self._base.credentials,
-            self._instance,
-            self._base.port,
-            ways,
-            self._found,
-            self._search_broke,
+        self._search = Search(credentials, instance, self._base.port, ways, self._peers)
+        self._gathering = Gathering(
+            self._me, self._rule.world_size, credentials, self._hall, self._search
         )
 
     def _listening(self, port: int | None) -> TcpBase:
@@ -90,6 +98,16 @@ class AutoDiscoveryBackend(StaticBackend):
             return TcpBase("", 0, self._settings)
 
     @property
+    def world_size(self) -> int | None:
+        """The number of processes, None if it is whoever is found."""
+        return self._rule.world_size or None
+
+    @property
+    def min_peers(self) -> int:
+        """How many others the group needs at least."""
+        return self._rule.min_peers
+
+    @property
     def port(self) -> int:
         """The TCP port this process listens on."""
         return self._base.port
@@ -97,219 +115,135 @@ class AutoDiscoveryBackend(StaticBackend):
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The other processes found so far, in the order of their ids."""
-        with self._changed:
-            return tuple(sorted(self._peers.values()))
+        return self._peers.peers
 
     def wait_for_peers(self, n: int, timeout: float) -> tuple[Peer, ...]:
         """Block until at least ``n`` other processes are found; all that are found then.
 
-        OperationTimeout says how many were found in ``timeout`` seconds, and what to look at.
-        LinkError if the search itself has broken.
+        OperationTimeout says how many were found in ``timeout`` seconds, and what to look at;
+        Refused that they have formed a group already. LinkError if the search itself has broken.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._broken or len(self._peers) >= n, timeout)
-            found = len(self._peers)
-            if found >= n:
-                return tuple(sorted(self._peers.values()))
-            if self._broken is not None:
-                raise LinkError(
-                    f"the search for other processes broke ({why(self._broken)}) when {found} of "
-                    f"{n} were found. Start this process again, or name all addresses with "
-                    "backend='ring'; please report this with the traceback above"
-                ) from self._broken
-        raise OperationTimeout(
-            f"{found} of {n} other processes were found in {timeout:g} s. Do they run, on the same "
-            "network, with the same cluster secret? Where multicast is blocked, write addresses "
-            f"down: POTLUCK_PEERS=host:port,...{self._search.complaint()}",
-            operation="wait_for_peers",
-        )
+        return self._peers.wait(n, timeout, self._search.complaint)
 
     def establish_ring(self, timeout: float | None = None) -> Communicator:
-        """The communicator of all ``world_size`` processes, once they have found each other.
+        """The communicator of the group, formed now unless it is there already.
 
-        Rank 0 is the process with the lowest id; the others follow in the order of theirs. Blocks
-        at most ``timeout`` seconds (POTLUCK_PEER_TIMEOUT_S); OperationTimeout if not all came,
-        ConfigurationError if rank 0 gathers a world of another size.
+        A context on this backend gets the same communicator. Rank 0 is the process with the lowest
+        id; the others stand in the order of the ring whose slowest link is fastest, as measured.
+        Blocks at most ``timeout`` seconds (POTLUCK_PEER_TIMEOUT_S). OperationTimeout names who did
+        not come; Refused: the group was formed without this process; ConfigurationError: rank 0
+        gathers a world of another size.
         """
         return self.form(0, None, self._settings.peer_timeout_s if timeout is None else timeout)
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
-        if after_epoch >= _EPOCH:
-            raise ConfigurationError(
-                "a group found by discovery has no next group; start the script with `potluck run` "
-                "to survive the loss of a worker"
-            ) from cause
+        """The communicator of the group, or after ``after_epoch`` of those that remain of it.
+
+        The next group needs a majority of the last, not counting processes that are certainly
+        gone; GroupError if there is none within ``timeout_s``, Evicted if the others have gone on.
+        """
+        ring = self._ring
+        if ring is not None and ring.group.epoch > after_epoch and ring.error is None:
+            return ring
         deadline = time.monotonic() + timeout_s
-        self.wait_for_peers(self.world_size - 1, timeout_s)
-        names, members = self._agree(deadline)
-        self._search.close()
-        rank = names.index(self._instance.hex())
-        communicator = self._base.open(Group(_EPOCH, rank, members))
+        situation: Situation
+        if self._formed is not None:
+            situation = Next(self._me.instance, self._formed, cause)
+        else:
+            self.wait_for_peers(self._rule.min_peers, timeout_s)
+            situation = First(self._me.instance, self._rule, self._peers, self._search)
+        while True:
+            formed = self._gathering.agree(situation, deadline)
+            try:
+                return self._meet(formed, deadline)
+            except GroupError:
+                if time.monotonic() >= deadline:
+                    raise
+
+    def _meet(self, formed: Formed, deadline: float) -> Communicator:
+        """The communicator of a group that was agreed on, once all its members are linked."""
+        rank = formed.rank_of(self._me.instance)
+        communicator = self._base.open(
+            Group(formed.epoch, rank, _members(formed), "", formed.paths)
+        )
         try:
-            left = max(0.1, deadline - time.monotonic())
+            left = min(_MEET_S, max(0.1, deadline - time.monotonic()))
+            # One link per pair: from here on a member that dies is noticed by all.
             communicator.barrier(algorithm="direct", timeout_s=left).wait()
         except BaseException:
             communicator.close()
             raise
+        with self._changed:
+            self._formed, self._formed_at = formed, time.time()
+            self._changed.notify_all()
+        self._search.rest()
+        self._ring = communicator
         return communicator
 
     def close(self) -> None:
         self._search.close()
         self._hall.close()
+        if self._ring is not None:
+            self._ring.close()
         self._base.close()
 
-    def _found(self, peer: Peer) -> None:
+    def _objection(self, hello: Hello) -> Refusal | None:
+        """Why who calls is none of this process's business; None if it is."""
         with self._changed:
-            self._peers[peer.instance] = peer
-            self._changed.notify_all()
+            formed = self._formed
+            if formed is None or formed.rank_of(hello.worker) >= 0:
+                return None
+            who = ", ".join(
+                f"{seat.member.host or 'this machine'}:{seat.member.port}"
+                for seat in formed.seats[:8]
+            )
+            at = time.strftime("%H:%M:%S", time.localtime(self._formed_at))
+            return Refusal(
+                FORMED,
+                f"a group of {len(formed.seats)} processes was formed at {at} ({who}) and takes "
+                "nobody in. Start this process together with the others (POTLUCK_MIN_PEERS says "
+                "for how many to wait), wait for the end of that group, or give the processes of "
+                "another job a secret of their own (POTLUCK_PASSPHRASE)",
+            )
 
-    def _search_broke(self, error: BaseException) -> None:
-        with self._changed:
-            self._broken = error
-            self._changed.notify_all()
+    def _objection_to_guest(self, hello: Hello) -> Refusal | None:
+        refusal = self._objection(hello)
+        if refusal is None and self._formed is None and hello.world_size != self._rule.world_size:
+            refusal = Refusal(
+                "world",
+                f"the process with the lowest id wants {_world(self._rule.world_size)}, this one "
+                f"{_world(hello.world_size)}; give all the same number",
+            )
+        return refusal
 
-    def _is_first(self) -> bool:
-        peers = self.peers
-        return not peers or self._instance.hex() < peers[0].instance
 
-    def _agree(self, deadline: float) -> tuple[list[str], tuple[Member, ...]]:
-        """The ids of all members and the members, both in rank order."""
-        failure = "nobody was found"
-        while time.monotonic() < deadline:
-            if self._is_first():
-                me = Member(self._instance.hex(), self._base.credentials.node_id, "", self.port)
-                roster = self._hall.gather(me, deadline, self._is_first)
-                if roster is not None:
-                    return _ranked(roster, "")
-                failure = "a process with a lower id was found late"
-                continue
-            first = self.peers[0]
-            try:
-                return _ranked(self._ask(first, deadline), first.host)
-            except LinkError as error:
-                failure = str(error)
-                if isinstance(error, Refused) and error.code == "world":
-                    raise ConfigurationError(failure) from error
-                if not isinstance(error, Refused):
-                    with self._changed:
-                        self._peers.pop(first.instance, None)
-                    self._search.lost(first.instance)
-            with self._changed:
-                self._changed.wait(_AGAIN_S)
-        raise OperationTimeout(
-            f"no group of {self.world_size} processes came about in time: {failure}",
-            operation="establish_ring",
+def _rule(
+    world_size: int | None, min_peers: int | None, settle_s: float, settings: Settings
+) -> FirstGroup:
+    if world_size is not None:
+        if world_size < 1:
+            raise ConfigurationError(f"a world has at least one process, not {world_size}")
+        return FirstGroup(world_size, world_size - 1, settle_s)
+    if min_peers is None:
+        min_peers = max(1, settings.min_peers)
+    if min_peers < 1:
+        raise ConfigurationError(
+            f"min_peers={min_peers}: a search is for at least one other process; a script alone "
+            "needs no discovery"
         )
-
-    def _ask(self, first: Peer, deadline: float) -> tuple[Member, ...]:
-        """Ask ``first`` who is in; blocks until it knows."""
-        mine = self._instance.hex()
-        hello = Hello(
-            JOIN,
-            self._base.credentials.namespace,
-            worker=mine,
-            port=self.port,
-            world_size=self.world_size,
-        )
-        link, _ = connect(
-            first.host, first.port, hello, self._base.credentials, deadline=deadline, max_retries=0
-        )
-        with contextlib.closing(link):
-            members = checked(receive(link, ROSTER, deadline))
-        if mine not in {member.worker for member in members}:
-            raise LinkError(f"{first.host} formed a group without this process")
-        return members
+    return FirstGroup(0, min_peers, settle_s)
 
 
-class _Hall:
-    """Where the others wait, at the process with the lowest id, until all have come."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._changed = threading.Condition()
-        self._guests: dict[str, tuple[Member, TcpLink]] = {}
-        self._is_open = False
-        self._is_full = False
-
-    def admit(self, hello: Hello, node: str) -> Admission:
-        """A process asks to be told who is in."""
-        with self._changed:
-            if self._is_full:
-                return _refuse("full", "the group has been formed without this process")
-            if hello.world_size != self._world_size:
-                return _refuse(
-                    "world",
-                    f"the process with the lowest id wants a world of {self._world_size}, this one "
-                    f"of {hello.world_size}; give all the same number",
-                )
-            if not self._is_open:
-                return _refuse("not_ready", "that process does not gather a group yet")
-            if not 0 < hello.port < 65536 or not hello.worker:
-                return _refuse("port", "that process listens nowhere")
-        return Admission(Welcome(), lambda link: self._take(hello, node, link))
-
-    def gather(
-        self, me: Member, deadline: float, is_first: Callable[[], bool]
-    ) -> tuple[Member, ...] | None:
-        """Wait for all, tell all who is in. None if a process with a lower id turned up."""
-        with self._changed:
-            self._is_open = True
-            while len(self._guests) < self._world_size - 1:
-                if not is_first() or time.monotonic() >= deadline:
-                    self._is_open = False
-                    self._send_away()
-                    return None
-                self._changed.wait(_AGAIN_S)
-            self._is_full = True
-            guests = dict(self._guests)
-        members = (me, *(member for _, (member, _) in sorted(guests.items())))
-        roster = ROSTER.encode(members)
-        for _, link in guests.values():
-            with contextlib.closing(link):
-                send_all(link, roster, deadline)
-        return members
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_open, self._is_full = False, True
-            self._send_away()
-
-    def _take(self, hello: Hello, node: str, link: TcpLink) -> None:
-        member = Member(hello.worker, node, link.peer_host, hello.port)
-        with self._changed:
-            if not self._is_open or self._is_full:
-                link.close()
-                return
-            old = self._guests.get(hello.worker)
-            if old is not None:
-                old[1].close()
-            self._guests[hello.worker] = (member, link)
-            self._changed.notify_all()
-
-    def _send_away(self) -> None:
-        for _, link in self._guests.values():
-            link.close()
-        self._guests.clear()
-
-
-def _ranked(members: tuple[Member, ...], first_host: str) -> tuple[list[str], tuple[Member, ...]]:
-    """Ids and members, with ranks for names; what is on the first one's machine is called there."""
+def _members(formed: Formed) -> tuple[Member, ...]:
+    """The members of a group; those of one node are numbered there."""
     seen: dict[str, int] = {}
-    ranked = []
-    for rank, member in enumerate(members):
+    members = []
+    for seat in formed.seats:
+        member = seat.member
         local_rank = seen[member.node] = seen.get(member.node, -1) + 1
-        host = member.host
-        if first_host and (not host or _is_loopback(host)):
-            host = first_host
-        ranked.append(
-            Member(str(rank), node=member.node, host=host, port=member.port, local_rank=local_rank)
-        )
-    return [member.worker for member in members], tuple(ranked)
+        members.append(Member(member.worker, member.node, member.host, member.port, local_rank))
+    return tuple(members)
 
 
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-
-
-def _refuse(code: str, reason: str) -> Admission:
-    return Admission(Refusal(code, reason))
+def _world(size: int) -> str:
+    return f"a world of {size}" if size else "a world of whoever is found"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
+from potluck.backends.discovery_peers import FORMED, Acquaintances, Peer
 from potluck.cluster.discovery.advert import INSTANCE_BYTES, Hint, Presence
 from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.discovery.hints import HintBook
-from potluck.errors import PotluckError, WrongSecret
-from potluck.service import OnBroken, start_thread
+from potluck.errors import LinkError, PotluckError, Refused, WrongSecret
+from potluck.service import start_thread
 from potluck.transport import aio
 from potluck.transport.blocking import send_all
 from potluck.transport.credentials import Credentials
@@ -23,40 +25,36 @@ from potluck.wire.messages import Hello, Refusal, Welcome
 MEET, JOIN = "meet", "join"
 """What a process says to one it has found: who are you; tell me who is in."""
 
-_CALL_S = 3.0
+T = TypeVar("T")
+
+CALL_S = 3.0
 _MAX_CALLS = 16
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Peer:
-    """A process found on the network that proved that it holds the cluster's secret."""
-
-    instance: str
-    """Its random id, 32 hexadecimal digits."""
-    node: str
-    host: str
-    port: int
+Objection = Callable[[Hello], Refusal | None]
 
 
-Found = Callable[[Peer], None]
-
-
-def welcome_guest(hello: Hello, node: str, instance: bytes, found: Found) -> Admission:
+def welcome_guest(
+    hello: Hello, node: str, instance: bytes, peers: Acquaintances, objection: Objection
+) -> Admission:
     """Somebody found this process: tell it the id, and take down where it listens."""
     if hello.worker == instance.hex():
         return Admission(Refusal("self", "that is this process itself"))
+    refusal = objection(hello)
+    if refusal is not None:
+        return Admission(refusal)
 
     def deliver(link: TcpLink) -> None:
         with contextlib.closing(link):
-            send_all(link, instance, time.monotonic() + _CALL_S)
+            send_all(link, instance, time.monotonic() + CALL_S)
             if 0 < hello.port < 65536 and len(hello.worker) == 2 * INSTANCE_BYTES:
-                found(Peer(hello.worker, node, link.peer_host, hello.port))
+                peers.found(Peer(hello.worker, node, link.peer_host, hello.port))
 
     return Admission(Welcome(), deliver)
 
 
 class Search:
-    """Looks from construction to ``close``; calls ``found`` in its own thread."""
+    """Is found, and looks, from construction to ``close``."""
 
     def __init__(
         self,
@@ -64,14 +62,14 @@ class Search:
         instance: bytes,
         port: int,
         finders: Sequence[Finder],
-        found: Found,
-        on_broken: OnBroken,
+        peers: Acquaintances,
     ) -> None:
-        """``found(peer)`` and ``on_broken(error)`` are called on the search's own thread."""
+        """``peers`` are told what was found, on the search's own thread."""
         self._credentials = credentials
         self._presence = Presence(lambda: credentials.advert_keys, port, instance)
         self._finders = finders
-        self._found = found
+        self._peers = peers
+        self._is_resting = False
         self._book = HintBook()
         self._num_calls = 0
         self._failure = ""
@@ -79,7 +77,7 @@ class Search:
         self._changed = asyncio.Event()
         self._over = asyncio.Event()
         self._is_closed = False
-        self._thread = start_thread(self._run, name="potluck-discovery", on_broken=on_broken)
+        self._thread = start_thread(self._run, name="potluck-discovery", on_broken=peers.broke)
 
     def complaint(self) -> str:
         """What went wrong with those that were found, for an error text; empty if nothing did."""
@@ -89,6 +87,23 @@ class Search:
         """Nobody answers as ``instance`` any more: look for it again."""
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(self._look_again, instance)
+
+    def look_at(self, host: str, port: int) -> None:
+        """Somebody may listen there."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(self._heard, Hint(host, port, "peer"))
+
+    def rest(self) -> None:
+        """Be found, but call nobody any more."""
+        self._is_resting = True
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of ``coroutine``, run in the search's loop. LinkError if that has ended."""
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        except (RuntimeError, concurrent.futures.CancelledError) as error:
+            coroutine.close()
+            raise LinkError("the search for other processes has ended") from error
 
     def close(self) -> None:
         """Be seen no more, and stop looking. Idempotent."""
@@ -123,8 +138,8 @@ class Search:
             await asyncio.gather(*tasks, caller, return_exceptions=True)
 
     def _heard(self, hint: Hint) -> None:
-        if hint.host.lower().startswith("fe80:"):
-            return  # of the link only: it can't be passed on to a third machine
+        if self._is_resting or hint.host.lower().startswith("fe80:"):
+            return  # an address of the link only can't be passed on to a third machine
         self._book.heard(hint, self._loop.time())
         self._changed.set()
 
@@ -137,6 +152,9 @@ class Search:
         while True:
             self._changed.clear()
             now = self._loop.time()
+            if self._is_resting:
+                await self._changed.wait()
+                continue
             for hint in self._book.due(now)[: max(0, _MAX_CALLS - self._num_calls)]:
                 self._book.calling(hint)
                 self._num_calls += 1
@@ -153,17 +171,21 @@ class Search:
         hello = Hello(MEET, self._credentials.namespace, worker=mine.instance.hex(), port=mine.port)
         writer = None
         try:
-            async with asyncio.timeout(_CALL_S):
+            async with asyncio.timeout(CALL_S):
                 reader, writer, _ = await aio.connect(
-                    hint.host, hint.port, hello, self._credentials, timeout_s=_CALL_S
+                    hint.host, hint.port, hello, self._credentials, timeout_s=CALL_S
                 )
                 instance = (await reader.readexactly(INSTANCE_BYTES)).hex()
                 node = aio.peer_node(writer)
             self._book.reached(hint, instance, self._loop.time())
             self._book.linked(instance)
-            self._found(Peer(instance, node, hint.host, hint.port))
+            self._peers.found(Peer(instance, node, hint.host, hint.port))
         except (PotluckError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             self._book.failed(hint, self._loop.time())
+            if isinstance(error, Refused) and error.code == FORMED:
+                self._peers.refused(hint.host, hint.port, error)
+            else:
+                self._peers.unreached(hint.host, hint.port)
             if isinstance(error, WrongSecret):
                 self._failure = str(error)
         finally:

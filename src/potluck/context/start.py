@@ -34,13 +34,14 @@ def init(
     - ``"agent"``: the agent that started this worker (``potluck run``); survives lost workers;
     - ``"env"``: the variables of torchrun, mpirun, Slurm, of a Kubernetes pod that has a number,
       or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (LOCAL_RANK if set);
-    - ``"discovery"``: POTLUCK_MIN_PEERS processes that find each other on the network;
+    - ``"discovery"``: processes that find each other on the network: this one and at least
+      POTLUCK_MIN_PEERS others (1 if that is not set); survives lost processes;
     - ``"local"``: nobody else, a world of one;
     - ``"ring"``: a fixed list of ``peers``, each ``"host:port"``, of which this is ``rank``;
     - ``"gloo"``, ``"nccl"``: torch's libraries, with the same variables as ``"env"``;
     - ``"mpi"``: MPI, through mpi4py, under mpirun;
     - ``"auto"``: the first of agent and env that applies; else discovery if POTLUCK_MIN_PEERS is
-      more than 1, else local: a script that is started alone does not look around.
+      set and not 0, else local: a script that is started alone does not look around.
 
     ``timeout_s`` is the deadline of every operation that does not name its own
     (``POTLUCK_PEER_TIMEOUT_S``, 30 s). ConfigurationError or MissingDependency, with what to do,
@@ -102,4 +103,4 @@ def _detect(settings: Settings) -> str:
         return "agent"
     if detect(os.environ) is not None or is_half_described(os.environ):
         return "env"  # which names what is missing
-    return "discovery" if settings.min_peers > 1 else "local"
+    return "discovery" if settings.min_peers else "local"

@@ -42,6 +42,11 @@ def receive(link: TcpLink, messages: MessageFormat[T], deadline: float) -> T:
     return messages.decode(recv_exactly(link, length, deadline))
 
 
+def has_come(link: TcpLink, seconds: float) -> bool:
+    """Whether there is something to receive, or the link has ended, within so long."""
+    return link.readable or wait_ready(link.fileno(), write=False, timeout_s=seconds)
+
+
 def _wait(link: TcpLink, deadline: float, *, write: bool) -> None:
     left = deadline - time.monotonic()
     if left <= 0 or not wait_ready(link.fileno(), write=write, timeout_s=left):

@@ -111,10 +111,9 @@ def choose(url: str) -> Backend:
     seat = detect(environment)
     named = environment.get("RANK") or environment.get("WORLD_SIZE") or parts.hostname
     if seat is None and not named:
-        num_processes = settings.min_peers if world_size < 0 else world_size
-        if num_processes == 1:
+        if world_size == 1 or (world_size < 0 and not settings.min_peers):
             return LocalBackend()
-        return AutoDiscoveryBackend(num_processes, settings=settings)
+        return AutoDiscoveryBackend(None if world_size < 0 else world_size, settings=settings)
     return EnvironmentBackend(settings=settings, environment=environment)
 
 

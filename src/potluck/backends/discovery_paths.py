@@ -1,0 +1,172 @@
+"""The paths between the nodes of a group that is about to be formed, measured as agents do.
+
+The process that gathers the group has every pair of nodes measured by one process of each, in
+rounds in which each node takes part in one measurement at most. What could not be measured in
+``BUDGET_S`` counts as an ordinary link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from potluck.cluster.topology import measure
+from potluck.cluster.topology.graph import Topology, in_ring
+from potluck.errors import LinkError, PotluckError
+from potluck.transport.blocking import receive, recv_exactly, send_all
+from potluck.transport.credentials import Credentials
+from potluck.transport.listener import Admission
+from potluck.transport.tcp import TcpLink
+from potluck.types import MeasuredPath, Member
+from potluck.wire.facts import LinkFacts, NodeFacts
+from potluck.wire.gathering import ASKED, READING, Measure, Reading, Seat
+from potluck.wire.messages import Hello, Welcome
+
+BUDGET_S = 10.0
+
+_ANSWER_S = measure.MEASURE_S + 2.0
+
+MeasureHere = Callable[[Seat], Reading]
+
+
+def in_order(
+    seats: Sequence[Seat], paths: Sequence[MeasuredPath]
+) -> tuple[tuple[Seat, ...], tuple[MeasuredPath, ...]]:
+    """Seats, given the most senior first, in the order of the best ring; what is known of paths
+    between their nodes."""
+    nodes = {seat.member.node for seat in seats}
+    links = [
+        LinkFacts(path.source, path.target, path.latency_s, path.bandwidth)
+        for path in paths
+        if path.source in nodes and path.target in nodes
+    ]
+    topology = Topology([NodeFacts(node) for node in nodes], links)
+    by_member = {id(seat.member): seat for seat in seats}
+    ranked = in_ring([seat.member for seat in seats], topology.ring())
+    return tuple(by_member[id(member)] for member in ranked), topology.paths(nodes)
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """All pairs of ``count`` players, in rounds in which each plays once at most."""
+    players = [*range(count), *([-1] if count % 2 else [])]
+    half = len(players) // 2
+    found = []
+    for _ in range(len(players) - 1):
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
+        players = [players[0], players[-1], *players[1:-1]]
+    return found
+
+
+def survey(
+    seats: Sequence[Seat], links: Sequence[TcpLink | None], here: MeasureHere, budget_s: float
+) -> tuple[MeasuredPath, ...]:
+    """The paths between the nodes of ``seats``. ``links`` lead to those who wait to be asked; None
+    is this process, which measures by ``here``."""
+    first: dict[str, int] = {}
+    for index, seat in enumerate(seats):
+        first.setdefault(seat.member.node, index)
+    chosen = list(first.values())
+    until = time.monotonic() + budget_s
+    paths: list[MeasuredPath] = []
+    for pairs in rounds(len(chosen)):
+        if time.monotonic() >= until:
+            break
+        games = [(chosen[a], chosen[b]) for a, b in pairs]
+        for (a, b), reading in zip(games, _play(games, seats, links, here), strict=True):
+            near, far = seats[a].member.node, seats[b].member.node
+            if reading.outward and reading.inward:
+                paths.append(MeasuredPath(near, far, reading.latency_s, reading.outward))
+                paths.append(MeasuredPath(far, near, reading.latency_s, reading.inward))
+    return tuple(paths)
+
+
+def _play(
+    games: Sequence[tuple[int, int]],
+    seats: Sequence[Seat],
+    links: Sequence[TcpLink | None],
+    here: MeasureHere,
+) -> list[Reading]:
+    """One round. Who is asked measures; this process does its own meanwhile."""
+    readings: dict[tuple[int, int], Reading] = {}
+    deadline = time.monotonic() + _ANSWER_S
+    for a, b in games:
+        link = links[a]
+        if link is not None:
+            with contextlib.suppress(LinkError):
+                send_all(link, ASKED.encode(Measure(seats[b])), deadline)
+    for a, b in games:
+        if links[a] is None:
+            readings[a, b] = here(seats[b])
+    for a, b in games:
+        link = links[a]
+        if link is not None:
+            with contextlib.suppress(PotluckError):  # who is gone is missed when the group meets
+                readings[a, b] = receive(link, READING, deadline)
+    return [readings.get(game, Reading()) for game in games]
+
+
+async def read(seat: Seat, host: str, credentials: Credentials) -> Reading:
+    """Measure the path to ``seat`` at ``host``."""
+    member = seat.member
+    try:
+        found = await measure.measure(
+            host, member.port, member.node, credentials, may_go_on=lambda: True
+        )
+    except (PotluckError, measure.Stopped, TimeoutError, OSError):
+        return Reading()
+    return Reading(found.latency_s, found.outward, found.inward)
+
+
+def answer(hello: Hello, node: str) -> Admission:
+    """Another process measures the path to here."""
+
+    def deliver(link: TcpLink) -> None:
+        stream: Any = _Stream(link, time.monotonic() + measure.MEASURE_S)
+        with contextlib.closing(link):
+            asyncio.run(measure.serve(stream, stream, lambda: True))
+
+    return Admission(Welcome(), deliver)
+
+
+class _Stream:
+    """A link that blocks, with as much of asyncio's streams as ``measure.serve`` needs. Its loop
+    has nothing else to do."""
+
+    def __init__(self, link: TcpLink, deadline: float) -> None:
+        self._link = link
+        self._deadline = deadline
+        self._unsent = bytearray()
+
+    @property
+    def transport(self) -> _Stream:
+        return self
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        """What is written is sent at the next drain or read."""
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def write(self, data: bytes) -> None:
+        self._unsent += data
+
+    async def drain(self) -> None:
+        unsent, self._unsent = self._unsent, bytearray()
+        send_all(self._link, bytes(unsent), self._deadline)
+
+    async def readexactly(self, count: int) -> bytes:
+        await self.drain()
+        return recv_exactly(self._link, count, self._deadline)
+
+
+def named(seats: Sequence[Seat]) -> tuple[Seat, ...]:
+    """Seats of a first group: their workers are called by their ranks."""
+    return tuple(
+        Seat(seat.instance, Member(str(rank), m.node, m.host, m.port))
+        for rank, seat in enumerate(seats)
+        for m in (seat.member,)
+    )

@@ -1,0 +1,128 @@
+"""The other processes that were found on the network, and groups that exist there already."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from potluck.backends.discovery_rules import Standing
+from potluck.errors import LinkError, OperationTimeout, Refused
+from potluck.service import why
+from potluck.waiting import Reminder
+
+FORMED = "formed"
+"""The code of a refusal by a process whose group takes nobody in."""
+
+_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Peer:
+    """A process found on the network that proved that it holds the cluster's secret."""
+
+    instance: str
+    """Its random id, 32 hexadecimal digits."""
+    node: str
+    host: str
+    port: int
+
+
+class Acquaintances:
+    """Whom this process has found so far; ``changed`` is notified of each change."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self.changed = changed
+        self._peers: dict[str, Peer] = {}
+        self._standing = Standing()
+        self._broken: BaseException | None = None
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """In the order of their ids."""
+        with self.changed:
+            return tuple(sorted(self._peers.values()))
+
+    def get(self, instance: str) -> Peer:
+        """The peer with this id; KeyError if it is not known any more."""
+        with self.changed:
+            return self._peers[instance]
+
+    def wait(self, n: int, timeout: float, complaint: Callable[[], str]) -> tuple[Peer, ...]:
+        """Block until at least ``n`` are found; see ``AutoDiscoveryBackend.wait_for_peers``."""
+        deadline = time.monotonic() + timeout
+
+        def missing() -> str:
+            return f"{len(self._peers)} of {n} other processes found{complaint()}"
+
+        reminder = Reminder(lambda: f"waiting for peers: {missing()}", deadline)
+        with self.changed:
+            while len(self._peers) < n:
+                if self._broken is not None:
+                    raise LinkError(
+                        f"the search for other processes broke ({why(self._broken)}) when "
+                        f"{len(self._peers)} of {n} were found. Start this process again, or name "
+                        "all addresses with backend='ring'; please report this with the traceback "
+                        "above"
+                    ) from self._broken
+                self.check_standing()
+                if reminder.is_overdue:
+                    self._raise_standing(self._standing.reasons())
+                    raise OperationTimeout(
+                        f"{missing()} in {timeout:g} s. Do they run, on the same network, with the "
+                        "same cluster secret? Where multicast is blocked, write addresses down: "
+                        "POTLUCK_PEERS=host:port,...",
+                        operation="wait_for_peers",
+                    )
+                reminder.tick()
+                self.changed.wait(min(_LOOK_S, reminder.patience()))
+            return tuple(sorted(self._peers.values()))
+
+    def check_standing(self) -> None:
+        """Refused, with what to do, if a group that goes on has refused this process."""
+        with self.changed:
+            self._raise_standing(self._standing.answer(time.monotonic()))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a group exists already, which may be about to end."""
+        with self.changed:
+            return bool(self._standing)
+
+    def lost(self, instance: str) -> None:
+        """Nobody answers as ``instance`` any more."""
+        with self.changed:
+            self._peers.pop(instance, None)
+            self.changed.notify_all()
+
+    # What the search tells, on its own thread.
+
+    def found(self, peer: Peer) -> None:
+        """``peer`` proved itself."""
+        with self.changed:
+            self._standing.ended((peer.host, peer.port))
+            self._peers[peer.instance] = peer
+            self.changed.notify_all()
+
+    def refused(self, host: str, port: int, error: Refused) -> None:
+        """Who answered there belongs to a group."""
+        with self.changed:
+            self._standing.refused((host, port), str(error), time.monotonic())
+            self.changed.notify_all()
+
+    def unreached(self, host: str, port: int) -> None:
+        """Nobody answered there."""
+        with self.changed:
+            self._standing.ended((host, port))
+
+    def broke(self, error: BaseException) -> None:
+        """The search ended by ``error``."""
+        with self.changed:
+            self._broken = error
+            self.changed.notify_all()
+
+    @staticmethod
+    def _raise_standing(reason: str) -> None:
+        if reason:
+            raise Refused(reason, FORMED)

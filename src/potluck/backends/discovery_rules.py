@@ -1,0 +1,125 @@
+"""When processes that found each other are a group. Pure; times are seconds of one clock.
+
+The first group: whoever was found, once there are enough and the network has been quiet for a
+while. The next ones: those that remain of the last group, if they are a majority of it, not
+counting processes that are certainly gone. In an even split the half with the most senior process
+goes on. So a network that is cut never trains on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+SETTLE_S = 2.0
+"""So long nobody new may turn up before the first group is formed: a beacon's interval."""
+
+SILENT_S = 5.0
+"""A member that nobody has reached for so long is left out of the next group."""
+
+STANDING_S = 5.0
+"""A group that goes on for so long after it was met is not about to end."""
+
+
+@dataclass(slots=True)
+class FirstGroup:
+    """What the first group needs: ``world_size`` processes, or (0: any) ``min_peers`` others."""
+
+    world_size: int
+    min_peers: int
+    settle_s: float = SETTLE_S
+    _seen: frozenset[str] = frozenset()
+    _since: float = float("-inf")
+
+    def is_complete(self, known: Collection[str], joined: Collection[str], now: float) -> bool:
+        """Whether to form it now, of the processes that ``joined``. ``known`` are all others that
+        were found: none is left behind, but for those beyond ``world_size``."""
+        if self.world_size:
+            return len(joined) >= self.world_size - 1
+        seen = frozenset((*known, *joined))
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        is_quiet = now - self._since >= self.settle_s
+        return is_quiet and len(joined) >= self.min_peers and set(known) <= set(joined)
+
+
+@dataclass(slots=True)
+class NextGroup:
+    """Who remains of a group whose members are ``seats``, in rank order."""
+
+    seats: Sequence[str]
+    gone: set[str] = field(default_factory=set)
+    _silent: dict[str, float] = field(default_factory=dict)
+
+    def answered(self, seat: str) -> None:
+        """``seat`` runs."""
+        self._silent.pop(seat, None)
+
+    def ended(self, seat: str) -> None:
+        """The process of ``seat`` is certainly gone."""
+        self.gone.add(seat)
+
+    def unanswered(self, seat: str, now: float) -> None:
+        """Nobody answered for ``seat``."""
+        self._silent.setdefault(seat, now)
+
+    def is_silent(self, seat: str, now: float) -> bool:
+        """Whether ``seat`` has not answered for so long that the others go on without it."""
+        return seat in self._silent and now - self._silent[seat] >= SILENT_S
+
+    def absent(self, present: Collection[str]) -> list[str]:
+        """The members that are not ``present`` and not certainly gone."""
+        return [seat for seat in self.seats if seat not in self.gone and seat not in present]
+
+    def is_complete(self, present: Collection[str], now: float) -> bool:
+        """Whether to go on with those ``present`` now: nobody else is expected to come."""
+        if self.objection(present):
+            return False
+        return all(self.is_silent(seat, now) for seat in self.absent(present))
+
+    def objection(self, present: Collection[str]) -> str:
+        """Why those ``present`` may not go on alone; empty if they may."""
+        alive = [seat for seat in self.seats if seat not in self.gone]
+        count = sum(seat in present for seat in alive)
+        if 2 * count > len(alive) or (2 * count == len(alive) and alive[0] in present):
+            return ""
+        half = "is not a majority"
+        if 2 * count == len(alive):
+            half = "is half of them without the most senior"
+        return (
+            f"{count} of {len(alive)} members that may still run {half}: the others may go on, and "
+            "two groups must not train apart"
+        )
+
+
+@dataclass(slots=True)
+class Standing:
+    """Groups that exist already and have refused this process, by the address of who said so.
+
+    One that is about to end (the run before this one) is waited for; one that goes on is an answer.
+    """
+
+    _told: dict[tuple[str, int], tuple[float, str]] = field(default_factory=dict)
+
+    def refused(self, place: tuple[str, int], reason: str, now: float) -> None:
+        """The process at ``place`` belongs to a group, as ``reason`` says."""
+        since, _ = self._told.get(place, (now, ""))
+        self._told[place] = since, reason
+
+    def ended(self, place: tuple[str, int]) -> None:
+        """Nobody at ``place`` says so any more."""
+        self._told.pop(place, None)
+
+    def __bool__(self) -> bool:
+        return bool(self._told)
+
+    def answer(self, now: float) -> str:
+        """The reason of a group that goes on; empty if there is none, or it may be ending."""
+        for since, reason in self._told.values():
+            if now - since >= STANDING_S:
+                return reason
+        return ""
+
+    def reasons(self) -> str:
+        """All that was said, for an error text."""
+        return "; ".join(sorted({reason for _, reason in self._told.values()}))

@@ -1,0 +1,164 @@
+"""Scripts that find each other: processes on the loopback that start, are killed, or come late.
+
+They know each other's first port (POTLUCK_PEERS); what multicast adds, tests/net has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+PATIENCE_S = 90.0
+
+HEAD = """
+import json, sys, time
+import numpy as np
+from potluck import AutoDiscoveryBackend, DistributedContext
+from potluck.cluster.discovery.static import StaticPeers
+from potluck.errors import GroupError, PotluckError
+
+def say(**facts):
+    print(json.dumps(facts), flush=True)
+
+ports = [int(port) for port in sys.argv[1:]]
+finders = [StaticPeers([("127.0.0.1", port) for port in ports])]
+"""
+
+FIVE_LINES = """
+backend = AutoDiscoveryBackend(finders=finders, port=0)
+say(port=backend.port)
+sys.stdin.readline()
+backend.wait_for_peers(1, timeout=60)
+ring = backend.establish_ring(60)
+ctx = DistributedContext(backend)
+assert ctx.communicator is ring, "what establish_ring made is handed out"
+total = ctx.all_reduce(np.ones(4), op="sum")
+say(world=ctx.world_size, rank=ctx.rank, total=float(total[0]))
+"""
+
+ELASTIC = """
+backend = AutoDiscoveryBackend(min_peers=2, finders=finders, port=0)
+say(port=backend.port)
+with DistributedContext(backend, timeout_s=60) as ctx:
+    say(world=ctx.world_size, rank=ctx.rank, worker=ctx.members[ctx.rank].worker)
+    sys.stdin.readline()
+    while True:
+        try:
+            total = ctx.all_reduce(np.ones(1000), op="sum", timeout=20)
+            assert total[0] == ctx.world_size
+            if ctx.broadcast(np.zeros(1), root=0)[0]:
+                break
+        except GroupError as error:
+            ctx.reform(error)
+            say(world=ctx.world_size, rank=ctx.rank, worker=ctx.members[ctx.rank].worker,
+                epoch=ctx.epoch)
+"""
+
+LATE = """
+backend = AutoDiscoveryBackend(finders=finders, port=0)
+say(port=backend.port)
+began = time.monotonic()
+try:
+    backend.wait_for_peers(1, timeout=60)
+except PotluckError as error:
+    say(error=type(error).__name__, text=str(error), seconds=time.monotonic() - began)
+"""
+
+
+class Script:
+    """One process, which says JSON line by line; it knows the ``ports`` of others."""
+
+    def __init__(self, text: str, *ports: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HEAD + textwrap.dedent(text), *map(str, ports)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"POTLUCK_DISCOVERY": "static"},
+        )
+        self.port: int = self.hears()["port"]
+
+    def hears(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise AssertionError(self.process.communicate(timeout=PATIENCE_S)[1])
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(PATIENCE_S)
+
+
+@contextmanager
+def started(text: str, count: int) -> Iterator[list[Script]]:
+    """So many processes, each of which knows those before it."""
+    scripts: list[Script] = []
+    try:
+        for _ in range(count):
+            scripts.append(Script(text, *(script.port for script in scripts)))
+        yield scripts
+    finally:
+        for script in scripts:
+            script.process.kill()
+            script.process.communicate(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_five_lines_make_one_world_of_all_that_were_started(count: int) -> None:
+    with started(FIVE_LINES, count) as scripts:
+        for script in scripts:
+            script.go()
+        said = [script.hears() for script in scripts]
+        codes = [script.process.wait(PATIENCE_S) for script in scripts]
+    assert sorted(each["rank"] for each in said) == list(range(count))
+    assert all(each["world"] == count and each["total"] == count for each in said), said
+    assert codes == [0] * count
+
+
+@pytest.mark.parametrize("lost", [[0], [2], [0, 1]], ids=["rank 0", "rank 2", "ranks 0 and 1"])
+def test_a_killed_process_is_left_out_and_the_others_go_on(lost: list[int]) -> None:
+    with started(ELASTIC, 3) as scripts:
+        first = [script.hears() for script in scripts]
+        by_rank = {said["rank"]: script for said, script in zip(first, scripts, strict=True)}
+        assert sorted(by_rank) == [0, 1, 2]
+        for script in scripts:
+            script.go()
+        left = sorted({0, 1, 2} - set(lost))
+        for number, rank in enumerate(lost, start=1):
+            by_rank[rank].kill()
+            alive = [each for each in sorted(by_rank) if each not in lost[:number]]
+            said = {each: by_rank[each].hears() for each in alive}
+            assert all(each["world"] == 3 - number for each in said.values()), said
+            assert [said[each]["rank"] for each in alive] == list(range(len(alive)))
+        assert [said[each]["worker"] for each in left] == [str(each) for each in left]
+
+
+def test_a_process_that_comes_late_is_told_by_whom_the_group_was_formed() -> None:
+    with started(ELASTIC, 3) as scripts:
+        for script in scripts:
+            script.hears()
+        late = Script(LATE, *(script.port for script in scripts))
+        said = late.hears()
+        assert late.process.wait(PATIENCE_S) == 0
+        late.process.communicate()
+    assert said["error"] == "Refused"
+    assert "a group of 3 processes was formed at" in said["text"]
+    assert f"127.0.0.1:{scripts[0].port}" in said["text"]
+    assert "POTLUCK_MIN_PEERS" in said["text"]

@@ -1,0 +1,120 @@
+"""When processes that found each other are a group: the first, the next; groups that exist."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from potluck.backends.discovery_paths import in_order, named, rounds
+from potluck.backends.discovery_rules import SILENT_S, FirstGroup, NextGroup, Standing
+from potluck.types import MeasuredPath, Member
+from potluck.wire.gathering import Seat
+
+
+def test_the_first_group_waits_for_enough_others_and_for_quiet() -> None:
+    rule = FirstGroup(0, 2, settle_s=2.0)
+    assert not rule.is_complete(["b"], ["b"], 0.0)
+    assert not rule.is_complete(["b"], ["b"], 100.0), "quiet, but not enough"
+    assert not rule.is_complete(["b", "c"], ["b", "c"], 101.0), "enough, but not quiet yet"
+    assert not rule.is_complete(["b", "c", "d"], ["b", "c"], 102.5), "somebody new turned up"
+    assert not rule.is_complete(["b", "c", "d"], ["b", "c"], 200.0), "nobody is left behind"
+    assert rule.is_complete(["b", "c", "d"], ["b", "c", "d"], 200.0)
+
+
+def test_a_peer_that_ended_is_not_waited_for_once_it_is_quiet_again() -> None:
+    rule = FirstGroup(0, 1, settle_s=2.0)
+    assert not rule.is_complete(["b", "c"], ["b"], 0.0)
+    assert not rule.is_complete(["b"], ["b"], 10.0)
+    assert rule.is_complete(["b"], ["b"], 12.0)
+
+
+def test_a_world_size_fixes_the_number_without_a_pause() -> None:
+    rule = FirstGroup(3, 2)
+    assert not rule.is_complete(["b", "c"], ["b"], 0.0)
+    assert rule.is_complete(["b", "c", "d"], ["b", "c"], 0.0), "the fourth is too many"
+    assert FirstGroup(1, 0).is_complete(["b"], [], 0.0), "a world of one needs nobody"
+
+
+def test_those_that_remain_go_on_at_once_when_the_others_are_certainly_gone() -> None:
+    rule = NextGroup("abc")
+    assert not rule.is_complete("bc", 0.0), "a may yet come"
+    rule.ended("a")
+    assert rule.is_complete("bc", 0.0)
+    rule.ended("b")
+    assert rule.is_complete("c", 0.0)
+
+
+def test_a_majority_goes_on_without_a_silent_member_and_a_minority_does_not() -> None:
+    rule = NextGroup("abc")
+    rule.unanswered("a", 10.0)
+    assert not rule.is_complete("bc", 10.0 + SILENT_S / 2)
+    assert rule.is_complete("bc", 10.0 + SILENT_S)
+    rule.answered("a")
+    assert not rule.is_complete("bc", 100.0), "it runs: it is waited for"
+    alone = NextGroup("abc")
+    alone.unanswered("b", 0.0)
+    alone.unanswered("c", 0.0)
+    assert not alone.is_complete("a", 1000.0)
+    assert "1 of 3 members that may still run is not a majority" in alone.objection("a")
+
+
+def test_of_two_halves_the_one_with_the_most_senior_goes_on() -> None:
+    assert NextGroup("abcd").objection("ab") == ""
+    assert "half of them without the most senior" in NextGroup("abcd").objection("cd")
+    rule = NextGroup("abcd")
+    rule.ended("a")
+    rule.ended("b")
+    assert rule.objection("c") == "", "of those that may run, c is the most senior"
+    assert rule.objection("d") != ""
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_however_a_group_is_cut_at_most_one_side_goes_on(count: int) -> None:
+    seats = "abcde"[:count]
+    for sides in itertools.product((0, 1), repeat=count):
+        halves = [[s for s, side in zip(seats, sides, strict=True) if side == k] for k in (0, 1)]
+        may = [half for half in halves if half and not NextGroup(seats).objection(half)]
+        assert len(may) == 1, (halves, may)
+
+
+def test_a_group_that_is_about_to_end_is_waited_for_and_one_that_goes_on_is_an_answer() -> None:
+    standing = Standing()
+    assert not standing
+    standing.refused(("10.0.0.1", 1), "formed by a", 0.0)
+    standing.refused(("10.0.0.2", 1), "formed by b", 3.0)
+    assert standing
+    assert standing.answer(4.0) == ""
+    standing.ended(("10.0.0.1", 1))
+    standing.refused(("10.0.0.2", 1), "formed by b", 6.0)
+    assert standing.answer(7.0) == ""
+    assert standing.answer(8.0) == "formed by b"
+    standing.ended(("10.0.0.2", 1))
+    assert not standing
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_in_the_rounds_every_pair_meets_once_and_nobody_is_twice_in_one(count: int) -> None:
+    played = list(itertools.chain(*rounds(count)))
+    assert sorted(played) == list(itertools.combinations(range(count), 2))
+    for pairs in rounds(count):
+        players = list(itertools.chain(*pairs))
+        assert len(players) == len(set(players))
+
+
+def test_ranks_follow_the_ring_that_avoids_the_slow_link_and_the_first_stays_the_first() -> None:
+    seats = [Seat(f"{i:032x}", Member("", node, "10.0.0.1", 1)) for i, node in enumerate("abcd")]
+    fast, slow = 1e9, 1e6
+    paths = [
+        MeasuredPath(x, y, 1e-4, slow if {x, y} == {"a", "b"} else fast)
+        for x, y in itertools.permutations("abcd", 2)
+    ]
+    ranked, known = in_order(seats, paths)
+    order = [seat.member.node for seat in ranked]
+    assert order[0] == "a"
+    assert "b" not in (order[1], order[-1]), "a and b are not neighbours"
+    assert len(known) == 12
+    assert [seat.member.worker for seat in named(ranked)] == ["0", "1", "2", "3"]
+    left, known = in_order(ranked[1:], known)
+    assert {path.source for path in known} == {"b", "c", "d"}
+    assert len(left) == 3
