@@ -67,6 +67,12 @@ torch-suite: ## torch's own backend tests on Gloo and potluck; writes docs/torch
 	@tools/environment dev
 	@$(BIN)/python tests/torch_suite/run.py
 
+.PHONY: docs
+docs: ## Build the documentation as a site, the reference of the API included, into site/
+	@tools/environment docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo 'potluck: to read it: $(BIN)/python -m http.server --directory site'
+
 .PHONY: native
 native: ## Build the native core again after a change in native/ (seconds)
 	@tools/native
@@ -87,7 +93,7 @@ test-oldest-torch: ## The tests of torch's part on the oldest torch declared, in
 
 .PHONY: clean
 clean: ## Remove .venv and everything else that these commands made
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf .venv build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	rm -f src/potluck/_native.*.so src/potluck/_native.*.pyd
 	find native/build -mindepth 1 ! -name CMakeLists.txt -delete

@@ -1,7 +1,5 @@
 """Every error potluck raises.
 
-::
-
     PotluckError
      ├── ConfigurationError      a setting, argument or environment variable is unusable: fix it
      ├── MissingDependency       an optional package is absent: run the pip command it names
@@ -47,23 +45,35 @@ class SecurityError(PotluckError):
 
 
 class WrongSecret(SecurityError):
-    """The peer's certificate was not issued under this cluster's secret, or mine not under its."""
+    """The peer's certificate was not issued under this cluster's secret, or mine not under its.
+
+    To bring a machine into the cluster: ``potluck pair`` here, ``potluck join`` there.
+    """
 
 
 class WrongCode(SecurityError):
-    """A pairing code was wrong or has expired. The secret was given to nobody."""
+    """A pairing code was wrong or has expired. The secret was given to nobody: pair again."""
 
 
 class IdentityError(SecurityError):
-    """The node's own key file is unreadable, damaged, or readable by other users."""
+    """The node's own key file is unreadable, damaged, or readable by other users.
+
+    The text names the file, and how to mend or replace it.
+    """
 
 
 class ProtocolError(PotluckError):
-    """The peer sent bytes that potluck does not understand, or speaks another version."""
+    """The peer sent bytes that potluck does not understand, or speaks another version.
+
+    Install the same release of potluck on both machines; a port may also belong to another program.
+    """
 
 
 class LinkError(PotluckError):
-    """A link could not be made within its deadline and retries, or it ended."""
+    """A link could not be made within its deadline and retries, or it ended.
+
+    The text names the address. Check that the peer runs, and that no firewall is between.
+    """
 
 
 class Refused(LinkError):
@@ -98,19 +108,30 @@ class GroupError(PotluckError, RuntimeError):
 
 
 class PeerLost(GroupError):
-    """A member is gone. Nothing of the interrupted step was applied: run it in the next group."""
+    """A member is gone. Nothing of the interrupted step was applied: run it in the next group.
+
+    ``ElasticLoop`` does that by itself; without the loop call ``ctx.reform(error)`` where
+    ``ctx.elastic``, else start the job again from its last checkpoint.
+    """
 
 
 class OperationTimeout(GroupError):
-    """A member did not take part before the deadline. Handle it as PeerLost."""
+    """A member did not take part before the deadline (``timeout``, ``POTLUCK_PEER_TIMEOUT_S``).
+
+    Handle it as PeerLost. If the member is only slow, raise the deadline.
+    """
 
 
 class Desync(GroupError):
-    """Ranks called different operations, or with different shapes, dtypes or options."""
+    """Ranks called different operations, or with different shapes, dtypes or options.
+
+    A mistake in the script, such as a collective in a branch that only some ranks take: fix it.
+    """
 
 
 class RemoteError(GroupError):
-    """Another rank's own code raised; the text carries that rank and its reason."""
+    """Another rank's own code raised; the text carries that rank and its reason. Stop, and fix the
+    error there."""
 
 
 class Evicted(GroupError):
@@ -118,15 +139,23 @@ class Evicted(GroupError):
 
 
 class GroupClosed(GroupError):
-    """The group was closed on this rank before or while the operation ran."""
+    """The group was closed on this rank before or while the operation ran.
+
+    Sub-groups and Works of an old group end so when the context closes or re-forms.
+    """
 
 
 class AgentLost(PotluckError):
-    """The agent that started this worker is gone, or can't be heard any more."""
+    """The agent that started this worker is gone, or can't be heard any more. Stop: nobody watches
+    this worker."""
 
 
 class Diverged(PotluckError):
-    """Replicas disagree about the parameters they should share."""
+    """Replicas disagree about the parameters they should share.
+
+    Raised on every rank. Resume from the last checkpoint, and look for what differs between ranks:
+    seeds, data, versions, or an update that was applied outside the step.
+    """
 
 
 class CallbackError(PotluckError):

@@ -1,23 +1,6 @@
-"""The operations on a group, as users call them: arrays in, arrays out, blocking or as a Work.
+"""The operations on a group: arrays in, arrays out, blocking or as a Work.
 
-Common to all: arrays are NumPy arrays or torch tensors of any shape (also empty or not
-contiguous) in any float, integer, bool or complex dtype that NumPy has, or bfloat16. All ranks must
-make the same calls in the same order with the same shapes and dtypes; if they do not, every rank
-gets ``Desync``. ``timeout`` is in seconds; past it every rank gets ``OperationTimeout``. A member
-that dies gives ``PeerLost`` on every other. ``async_op=True`` returns a ``Work`` whose ``wait()``
-gives the result; until then leave the arrays alone. ``algorithm`` is ``ring``, ``tree``,
-``direct``, ``centralized``, ``doubling`` (sums and means only), ``hierarchical`` or, where nodes
-have several workers, ``two-level`` (windows inside the nodes); by default the one with the least
-modelled time, and ``window`` (memory that they share) where all ranks are on one node and have the
-native core.
-Gloo, NCCL and MPI choose their own: there ``algorithm`` has no effect. ``codec`` (``fp16``,
-``bf16``, ``int8``; see ``potluck.codecs``) sends float32 arrays in fewer bytes, over potluck's own
-links: every value is encoded at most twice, and all ranks end with the same bits. ``residual`` is
-for error feedback: a float32 array of the array's shape, zeros at first, that keeps what the codec
-lost for the next call. ``out``, where a call returns a new array, is one to fill and return
-instead, of the same dtype and number of elements: what training does again and again need not take
-new memory each time. It may be part ``rank`` of the array given (or the array part ``rank`` of it),
-but must not overlap it otherwise.
+What holds for all of them (dtypes, shared arguments, errors) stands in docs/reference/potluck.md.
 """
 
 from __future__ import annotations
@@ -33,6 +16,7 @@ from potluck.backends.base import Communicator
 from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
 from potluck.context.arrays import Adapted, adapt, collide, empty_like, is_array
+from potluck.context.waits import Waits
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.windows.group import NUMBERS
 from potluck.engine.work import Work
@@ -49,18 +33,6 @@ _ALL_TO_ALL = NUMBERS[Operation.ALL_TO_ALL]
 _BARRIER = NUMBERS[Operation.BARRIER]
 
 _NOTHING = np.empty(0, dtype=np.uint8)
-
-
-class Waits:
-    """Adds up how long calls have blocked."""
-
-    __slots__ = ("seconds",)
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.seconds += seconds
 
 
 class Collectives:
@@ -80,10 +52,12 @@ class Collectives:
 
     @property
     def rank(self) -> int:
+        """This worker's number in the group, from 0 to ``world_size - 1``."""
         return self.communicator.rank
 
     @property
     def world_size(self) -> int:
+        """How many workers the group has."""
         return self.communicator.world_size
 
     def all_reduce(
@@ -97,10 +71,10 @@ class Collectives:
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Combine all ranks' arrays, in place, and return the array.
+        """Combine all ranks' arrays element by element, in place, and return ``array``.
 
-        Bit-identical on every rank. ``op``: sum, mean or avg (floats only), min, max, product.
-        Ring: ``2 (w - 1)`` steps and ``2 (w - 1) / w`` times the array's bytes from each rank.
+        The result is equal bit by bit on every rank. Cost, as a ring: ``2 (world - 1)`` steps, in
+        which each rank sends ``2 (world - 1) / world`` times the array's bytes.
         """
         if algorithm is None and codec is None and residual is None and not async_op:
             # As _is_done, without the call: at 4 KiB that is a tenth of the time, so below, too.
@@ -133,9 +107,11 @@ class Collectives:
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """``array`` has shape (world, *s); returns part ``rank``, combined: shape s.
+        """Combine all ranks' ``(world, *s)`` arrays and return part ``rank``, of shape ``s``.
 
-        ``array`` itself stays as it is. ``out``: an array to fill and return instead of a new one.
+        ``array`` stays as it is. ValueError if its first dimension is not ``world``. Cost, as a
+        ring: ``world - 1`` steps, in which each rank sends ``(world - 1) / world`` times the
+        array's bytes.
         """
         if algorithm is None and codec is None and residual is None and not async_op:
             output = out
@@ -173,9 +149,10 @@ class Collectives:
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Every rank's array, in rank order: shape (world, *array.shape).
+        """Return every rank's array, in rank order: shape ``(world, *array.shape)``.
 
-        ``out``: an array to fill and return instead of a new one.
+        Cost, as a ring: ``world - 1`` steps, in which each rank sends ``world - 1`` times the
+        array's bytes.
         """
         if algorithm is None and codec is None and residual is None and not async_op:
             output = self._room_for_all(array) if out is None else out
@@ -207,7 +184,10 @@ class Collectives:
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Make every rank's array equal to the root's, in place, and return it."""
+        """Make every rank's array equal to that of rank ``root``, in place, and return ``array``.
+
+        Shape and dtype are the same on all ranks. ValueError if ``root`` is no rank.
+        """
         if (
             algorithm is None
             and not async_op
@@ -230,7 +210,10 @@ class Collectives:
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Combine all ranks' arrays into the root's, in place; the others' stay as they are."""
+        """Combine all ranks' arrays element by element into that of rank ``root``, in place.
+
+        Returns ``array``; on the other ranks it is as before. ValueError if ``root`` is no rank.
+        """
         if algorithm is None and not async_op:
             into = array if self.rank == root else None
             if self._is_done(_REDUCE, array, into, array, timeout, op, root):
@@ -252,7 +235,11 @@ class Collectives:
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Fill ``output`` (shape s) with part ``rank`` of the root's ``parts`` (world, *s)."""
+        """Fill ``output``, of shape ``s``, with part ``rank`` of the root's ``parts``; return it.
+
+        ``parts`` has shape ``(world, *s)`` and the dtype of ``output``; only rank ``root`` passes
+        it. ValueError on the root for another shape or dtype, or without ``parts``.
+        """
         if algorithm is None and not async_op:
             given = parts if self.rank == root and self._has_parts(parts, output) else None
             if self._is_done(_SCATTER, given, output, output, timeout, None, root):
@@ -284,9 +271,9 @@ class Collectives:
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """On the root every rank's array: shape (world, *array.shape); None on the others.
+        """Return every rank's array on rank ``root``: shape ``(world, *array.shape)``.
 
-        ``out``, on the root: an array to fill and return instead of a new one.
+        On the other ranks the result is None, and ``out`` has no effect.
         """
         if algorithm is None and not async_op:
             output = None
@@ -320,9 +307,10 @@ class Collectives:
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """``array`` (world, *s): row ``i`` goes to rank ``i``; returns what came, by rank.
+        """Send row ``i`` of ``array`` to rank ``i``; return the rows that came, by sender.
 
-        ``out``: an array to fill and return instead of a new one; not ``array`` itself.
+        ``array`` and the result have shape ``(world, *s)``. ValueError if the first dimension is
+        not ``world``, or if ``out`` overlaps ``array``. Each rank sends ``world - 1`` rows.
         """
         if algorithm is None and not async_op:
             output = out
@@ -343,7 +331,7 @@ class Collectives:
         return self._end(work, result.write_back, async_op)
 
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
-        """Return once every rank has called it."""
+        """Return once every rank has called ``barrier``."""
         if algorithm is None and self._is_done(_BARRIER, None, None, _NOTHING, timeout):
             return
         patience = self._patience(timeout)
@@ -359,7 +347,12 @@ class Collectives:
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Send ``array`` to rank ``dst``; returns it when its memory may be reused."""
+        """Send ``array`` to rank ``dst``; return ``array`` when its memory may be reused.
+
+        Rank ``dst`` receives it with a [recv][potluck.DistributedContext.recv] of the same ``tag``
+        (0 to 2**31 - 1), size and dtype. Messages with one tag from one rank arrive in order.
+        ValueError for a tag out of range, or if ``dst`` is this rank or no rank.
+        """
         mine = self._adapt(array, writable=False)
         work = self.communicator.send(mine.array, dst, _tag(tag), timeout_s=self._patience(timeout))
         return self._end(work, lambda: array, async_op)
@@ -373,10 +366,10 @@ class Collectives:
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Fill ``array`` with the next message with this tag from ``src`` (-1: from any rank).
+        """Fill ``array`` with the next message from rank ``src`` that has this tag; return it.
 
-        With ``async_op=True`` the Work's ``source`` then tells the sender's rank. A message of
-        another size or dtype than ``array``'s is a ``Desync``.
+        ``src`` -1 takes a message from any rank; with ``async_op=True`` the Work's ``source`` then
+        tells the sender. Desync if the message has another size or dtype than ``array``.
         """
         mine = self._adapt(array)
         work = self.communicator.recv(mine.array, src, _tag(tag), timeout_s=self._patience(timeout))

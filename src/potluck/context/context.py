@@ -22,7 +22,8 @@ import numpy as np
 from potluck import hints
 from potluck.backends.base import Backend, Communicator
 from potluck.cluster.groups.commit import Vote, tally
-from potluck.context.collectives import Collectives, Waits
+from potluck.context.collectives import Collectives
+from potluck.context.waits import Waits
 from potluck.errors import ConfigurationError, Diverged, GroupError, PotluckError, RemoteError
 from potluck.types import Group, Member
 from potluck.wire.frames import MAX_CONTROL
@@ -50,13 +51,18 @@ class Commit:
 
 
 class DistributedContext(Collectives):
-    """One worker's place in a cluster, and every operation on its current group."""
+    """One worker's place in a group, and every operation on that group.
+
+    Use it in a ``with`` block, or call ``close``.
+    """
 
     @hints.arguments(hints.CONTEXT, hints.CONTEXT["world_size"])
     def __init__(self, backend: Backend, *, timeout_s: float = PEER_TIMEOUT_S) -> None:
-        """Forms the first group; blocks until all its members are there, at most ``timeout_s``.
+        """Form the first group: blocks until all its members are there, at most ``timeout_s``
+        seconds, which is also the default deadline of every operation.
 
-        ``timeout_s`` is also the default deadline of every operation.
+        TypeError if ``backend`` is none. OperationTimeout, LinkError or SecurityError if the group
+        can't be formed.
         """
         if not hasattr(backend, "form"):
             raise TypeError(
@@ -100,9 +106,11 @@ class DistributedContext(Collectives):
         return self._backend.elastic
 
     def new_group(self, ranks: Sequence[int]) -> SubGroup | None:
-        """The operations on some of the ranks, None on the others. Every rank must call it.
+        """Make a sub-group of ``ranks``. Every rank of this group must call it, with equal ranks.
 
-        It lives until the context re-forms.
+        Returns an object with the operations of a context for the ranks named, in that order, and
+        None for the others. The sub-group ends when the context re-forms. ValueError for ranks that
+        are not distinct or not in the group.
         """
         communicator = self.communicator.subgroup(ranks)
         return None if communicator is None else SubGroup(communicator, self.timeout_s, self._waits)
@@ -110,7 +118,8 @@ class DistributedContext(Collectives):
     # -- the elastic face
 
     def begin_step(self, step: int) -> None:
-        """Training step ``step`` begins here."""
+        """Say that training step ``step``, counted from 0, begins. Errors and reports name it; a
+        fault ordered for the step by ``potluck run --chaos`` happens here."""
         self._backend.begin_step(step)
 
     def commit(
@@ -123,11 +132,12 @@ class DistributedContext(Collectives):
         weight: float = 1.0,
         timeout: float | None = None,
     ) -> Commit:
-        """Vote on ``step``: committed on all ranks or on none.
+        """Vote on ``step``: committed on all ranks or on none. Every rank must call it.
 
-        ``state_hash`` (0: none) is compared between ranks; unequal ones raise ``Diverged`` on all.
-        A GroupError means that the outcome is unknown: keep what you would apply and ``reform``.
-        Costs one all_gather of 48 bytes per rank.
+        ``ok`` is this rank's vote. ``state_hash`` (0: none; else up to 63 bits) is compared between
+        ranks: unequal ones raise Diverged on all. ``loss`` (NaN: none) and ``weight`` give the
+        commit's mean loss. A GroupError means that the outcome is unknown: keep what you would
+        apply, and ``reform``. Costs one all_gather of 48 bytes per rank.
         """
         ballot = np.array(
             [step, ok, state_hash & (2**63 - 1), max(self._backend.next_epoch(), self.epoch), 0, 0],
@@ -170,8 +180,9 @@ class DistributedContext(Collectives):
         """Leave the current group and enter the next one.
 
         ``cause`` is the GroupError that ended it, or None when all ranks agreed to leave
-        (``Commit.reform``). Sub-groups of the old group end. Raises if this backend has no next
-        group or none can be formed within the context's timeout.
+        (``Commit.reform``). Rank, world size and epoch change; sub-groups of the old group end.
+        ConfigurationError if the backend has no next group (``elastic`` is False),
+        OperationTimeout if none can be formed within the context's ``timeout_s``.
         """
         if not self.elastic:
             raise ConfigurationError(
@@ -196,7 +207,12 @@ class DistributedContext(Collectives):
         )
 
     def report(self, **facts: Any) -> None:
-        """Tell whoever watches (the agent's live view); never blocks, never fails."""
+        """Tell whoever watches the job; never blocks, never fails, and no other rank need call it.
+
+        ``step`` (committed steps), ``loss``, ``samples_per_s``, ``device``, and
+        ``committed_samples`` of ``total_samples`` are shown while the job runs, ``event`` alone is
+        a line of output; all other facts (numbers and short texts) appear in the summary.
+        """
         self._backend.report(facts)
 
     def stats(self) -> dict[str, Any]:

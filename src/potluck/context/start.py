@@ -44,8 +44,12 @@ def init(
       set and not 0, else local: a script that is started alone does not look around.
 
     ``timeout_s`` is the deadline of every operation that does not name its own
-    (``POTLUCK_PEER_TIMEOUT_S``, 30 s). ConfigurationError or MissingDependency, with what to do,
-    if the backend can't be used here.
+    (``POTLUCK_PEER_TIMEOUT_S``, 30 s).
+
+    [ConfigurationError][potluck.errors.ConfigurationError] or
+    [MissingDependency][potluck.errors.MissingDependency], with what to do, if the backend can't be
+    used here; [OperationTimeout][potluck.errors.OperationTimeout] or
+    [LinkError][potluck.errors.LinkError] if the other members can't be reached.
     """
     if backend not in BACKENDS:
         raise ConfigurationError(hints.backend(backend, BACKENDS))

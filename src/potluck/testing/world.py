@@ -57,10 +57,12 @@ def run_world(
     timeout_s: float = 30.0,
     backends: Sequence[InProcessBackend] | None = None,
 ) -> list[T]:
-    """``[function(ctx) for each rank]``, run at the same time; contexts are closed afterwards.
+    """Run ``function(ctx)`` on each of ``world_size`` ranks at the same time; their results.
 
-    Raises WorldError from the lowest rank's error if any rank raised or did not end in time;
-    ``timeout_s`` is the default deadline of the operations.
+    Each rank is a thread of this process with an in-process context of its own, which is closed
+    afterwards. ``timeout_s`` is the default deadline of the operations, in seconds; the whole world
+    may take 10 s more. ``backends``, if given, are used instead of new ones. Raises WorldError,
+    from the lowest rank's error, if a rank raised or did not end in time.
     """
 
     def run(backend: InProcessBackend) -> T:

@@ -29,10 +29,11 @@ class DistributedDataParallel(nn.Module):
     (``ctx.elastic``), before the first forward or by the ElasticLoop, which brings newcomers in.
     With ``broadcast_buffers`` every forward in training mode begins with rank 0's buffers.
 
-    ``weight`` is this rank's part in the mean: its samples divided by those of all ranks (which
-    the ElasticLoop sets), or None for equal parts. Gradients travel in buckets of
-    ``bucket_size_mb`` MiB while backward is still running; those on other devices go through host
-    memory. Parameters may have any float dtype, may be shared, and may be used by some ranks only.
+    ``ctx`` is the context, ``potluck.init()`` if None. ``weight`` is this rank's part in the mean:
+    its samples divided by those of all ranks (which the ElasticLoop sets), or None for equal parts.
+    Gradients travel in buckets of ``bucket_size_mb`` MiB while backward is still running; those on
+    other devices go through host memory. Parameters may have any float dtype, may be shared, and
+    may be used by some ranks only.
 
     Raises PeerLost and the other GroupErrors out of ``forward`` and ``backward()``: parameters are
     as before, gradients are this rank's own, and the same module works in the next group.
@@ -76,6 +77,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def weight(self) -> float | None:
+        """This rank's part in the mean, None for equal parts of all ranks."""
         return self._reducer.weight
 
     @weight.setter

@@ -49,8 +49,6 @@ def clone(gradient: Tensor) -> Tensor:
 class GradientInterceptor:
     """Keeps what every backward through ``module`` leaves in its parameters' ``.grad``.
 
-    ::
-
         with GradientInterceptor(model) as gradients:
             loss.backward()
             gradients.last.gradients["0.weight"].local

@@ -28,8 +28,6 @@ from potluck.training.sampler import Schedule, Share
 class ElasticLoop:
     """Mini-batches of ``dataset``, and steps that count on all ranks or on none.
 
-    ::
-
         job = ElasticLoop(model, optimizer, dataset, batch_size=64, epochs=10)
         for x, y in job:
             with job.step():
@@ -54,14 +52,16 @@ class ElasticLoop:
     is left goes on from there, in a world of any size.
 
     ``policy`` also says whether shares follow the workers' speeds and the batch size the
-    gradient's noise. ``callbacks`` are objects with methods such as ``on_epoch_end(epoch, loss)``
-    (training/callbacks.py).
+    gradient's noise. ``callbacks`` are objects with methods such as ``on_epoch_end(epoch, loss)``,
+    or functions ``f(epoch, loss)``.
 
     The context is the model's own, if it is a DistributedDataParallel, else ``ctx`` or
     ``potluck.init()``.
 
-    ``losses``, ``recoveries``, ``num_reruns``, ``step_number`` and the other figures are those of
-    training.elastic.ElasticLoop.
+    TypeError or ValueError for an optimizer of another model, a data set without a length, a
+    batch size below 1. Iterating raises [Diverged][potluck.errors.Diverged] when replicas differ,
+    [RemoteError][potluck.errors.RemoteError] when another rank's code failed, and the GroupError
+    that ended the group where no next group can be formed.
     """
 
     def __init__(
@@ -169,54 +169,67 @@ class ElasticLoop:
 
     @property
     def losses(self) -> list[float]:
+        """Global losses of the steps committed while this worker was there; NaN: none told."""
         return self._core.losses
 
     @property
     def last_loss(self) -> float:
+        """The global loss of the last committed step, NaN if none was told."""
         return self._core.last_loss
 
     @property
     def recoveries(self) -> list[float]:
+        """Seconds from each lost peer to the next commit."""
         return self._core.recoveries
 
     @property
     def num_reruns(self) -> int:
+        """Steps that this worker ran again."""
         return self._core.num_reruns
 
     @property
     def num_skipped(self) -> int:
+        """Committed steps that applied nothing (a loss scale overflowed)."""
         return self._core.num_skipped
 
     @property
     def step_number(self) -> int:
+        """Steps committed since the training began."""
         return self._core.step_number
 
     @property
     def committed(self) -> int:
+        """Samples committed since the training began, over all epochs."""
         return self._core.committed
 
     @property
     def epoch(self) -> int:
+        """The epoch of the data set that the next step belongs to, from 0."""
         return self._core.epoch
 
     @property
     def batch_size(self) -> int:
+        """Samples of the next step, of all ranks together."""
         return self._core.batch_size
 
     @property
     def noise_scale(self) -> float:
+        """The gradient's simple noise scale in samples, NaN while it is not known."""
         return self._core.noise_scale
 
     @property
     def shares(self) -> tuple[int, ...]:
+        """How many samples of a full batch each rank gets, in rank order."""
         return self._core.shares
 
     @property
     def samples_per_s(self) -> float:
+        """Samples per second of this rank, waiting included, averaged over the last steps."""
         return self._core.samples_per_s
 
     @property
     def schedule(self) -> Schedule:
+        """Which samples each step has."""
         return self._core.schedule
 
     def parameter_hash(self) -> str:

@@ -15,8 +15,6 @@ from potluck.training.sampler import Schedule
 class DistributedSampler(Sampler[list[int]]):
     """The indices of this rank's share of each global batch, for ``batch_sampler=``.
 
-    ::
-
         sampler = DistributedSampler(dataset, batch_size=64)
         loader = DataLoader(dataset, batch_sampler=sampler)
         for epoch in range(10):
@@ -31,6 +29,9 @@ class DistributedSampler(Sampler[list[int]]):
     the last ``commit``. Rank and world size are the context's at the time of each batch. In the
     last batch of an epoch a rank may be left without samples; it then gets one of the batch, and
     ``weight`` says 0. (The ElasticLoop does all of this by itself.)
+
+    ``ctx`` is the context, ``potluck.init()`` if None. Nothing is communicated. TypeError or
+    ValueError for an empty data set, a batch size below 1, a negative seed.
     """
 
     @hints.arguments(hints.SAMPLER, hints.SAMPLER["num_replicas"])
@@ -50,6 +51,7 @@ class DistributedSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
+        """The epoch that the next batch belongs to, from 0."""
         return self._schedule.batch(self.committed).epoch
 
     @property

@@ -1,7 +1,5 @@
 """Callbacks: objects whose methods the loop calls between steps, or functions for epoch ends.
 
-::
-
     class Report:
         def on_epoch_end(self, epoch: int, loss: float) -> None:
             print(f"epoch {epoch}: loss {loss:.4f}")

@@ -1,7 +1,5 @@
 """The elastic training loop, without torch: steps that count on all ranks or on none.
 
-::
-
     for share in job:                  # what this rank computes on
         with job.step():
             gradient = all_reduce(...)
@@ -62,12 +60,30 @@ class _Repeat(BaseException):
 
 
 class ElasticLoop:
-    """Iterate over it for this rank's Share of each step; see the module's own text.
+    """Iterate over the loop for this rank's [Share][potluck.training.Share] of each step.
+
+        job = ElasticLoop(ctx, Schedule(60_000, 64, epochs=3), StateReplica(get_state, set_state))
+        for share in job:
+            with job.step():
+                gradient = ctx.all_reduce(gradient_of(share))
+                job.commit(loss=loss)  # returns once every rank has voted ok
+                weights -= rate * gradient
+
+    Nothing of ``replica``'s state may change before ``commit`` returns. When a peer is lost before
+    that, the block ends early, the survivors form the next group, and the same samples come again.
+    A joining worker receives the state of a peer between two steps.
+
+    ``schedule`` says which samples a step has. ``checkpoint`` also keeps the state on disk, and a
+    training of which no worker is left goes on from there. ``callbacks`` are objects with methods
+    such as ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``.
 
     ``losses`` are the global losses of the steps committed while this worker was there (NaN where
-    none was told, or where it went down with a rank). ``recoveries`` are the seconds from each
+    none was told, or where it was lost with a rank). ``recoveries`` are the seconds from each
     lost peer to the next commit, ``num_reruns`` the steps that this worker ran again.
-    ``callbacks`` are told what happens (callbacks.py).
+
+    Iterating raises [Diverged][potluck.errors.Diverged] when replicas differ,
+    [RemoteError][potluck.errors.RemoteError] when another rank's code failed, and the GroupError
+    that ended the group where no next group can be formed.
     """
 
     def __init__(

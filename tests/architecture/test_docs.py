@@ -1,0 +1,91 @@
+"""The documentation: every public name has its place in the reference, and the site builds."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import potluck
+import potluck.errors
+from potluck.cli.main import app
+from potluck.settings import describe_settings
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+EXTERNAL = re.compile(r"""(?:src=|url\(|@import |<link [^>]*href=)["']?https?://[^"')\s]+""")
+
+
+def listed(module: str) -> list[str]:
+    """``__all__`` of a module, which may not be importable here."""
+    tree = ast.parse((ROOT / "src" / module.replace(".", "/") / "__init__.py").read_text())
+    [names] = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return ast.literal_eval(names)
+
+
+def public() -> list[str]:
+    """Every public name with its module, as a script spells it."""
+    modules = ("potluck.torch", "potluck.torch.pipeline", "potluck.training", "potluck.testing")
+    names = [f"potluck.{name}" for name in potluck._HOME_OF]
+    names += [f"{module}.{name}" for module in modules for name in listed(module)]
+    errors = vars(potluck.errors).values()
+    names += [f"potluck.errors.{e.__name__}" for e in errors if isinstance(e, type)]
+    return names
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make docs` builds. A warning (a broken link, a page without a place) is an error."""
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: pip install 'potluck[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def anchors(folder: Path) -> set[str]:
+    pages = "".join(page.read_text() for page in folder.glob("*.html"))
+    return set(re.findall(r'id="([^"]+)"', pages))
+
+
+def test_every_public_name_has_its_place_in_the_reference(site: Path) -> None:
+    missing = sorted(set(public()) - anchors(site / "reference"))
+    assert missing == [], f"name them in {REFERENCE.relative_to(ROOT)}/*.md, with ':::' in front"
+
+
+def test_every_command_and_setting_has_its_place_in_the_reference(site: Path) -> None:
+    missing = {f"potluck-{name}" for name in get_command(app).commands} - anchors(
+        site / "reference"
+    )
+    page = (site / "settings.html").read_text()
+    missing |= {each.environment for each in describe_settings() if each.environment not in page}
+    assert missing == set()
+
+
+def test_a_reader_of_the_site_asks_no_other_machine_for_anything(site: Path) -> None:
+    found = {
+        f"{page.relative_to(site)}: {match}"
+        for kind in ("*.html", "*.css")
+        for page in site.rglob(kind)
+        for match in EXTERNAL.findall(page.read_text())
+    }
+    assert found == set()
