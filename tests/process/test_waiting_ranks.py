@@ -1,19 +1,20 @@
-"""Ranks of torch's process group that wait say for whom, wherever torch lets them wait."""
+"""Ranks that wait say for whom: those of torch's process group, and those of `potluck run`."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command
+from potluck.testing.commands import Command, run_command
 from potluck.transport.listener import listening_socket
 
-pytest.importorskip("torch")
-
-SCRIPT = Path(__file__).parent / "scripts" / "meet.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = SCRIPTS / "meet.py"
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
 
 
 def free_port() -> int:
@@ -36,6 +37,7 @@ def rank(number: int, world_size: int, port: int, home: Path) -> Command:
     )
 
 
+@needs_torch
 def test_with_env_rank_0_names_who_is_missing_though_torchs_store_waits(tmp_path: Path) -> None:
     port = free_port()
     with rank(0, 3, port, tmp_path) as zero, rank(2, 3, port, tmp_path) as two:
@@ -47,6 +49,7 @@ def test_with_env_rank_0_names_who_is_missing_though_torchs_store_waits(tmp_path
                 assert f"rank {number}: 3" in each.text
 
 
+@needs_torch
 def test_with_env_and_no_rank_0_the_others_say_where_they_look(tmp_path: Path) -> None:
     port = free_port()
     with rank(1, 2, port, tmp_path) as one:
@@ -55,6 +58,7 @@ def test_with_env_and_no_rank_0_the_others_say_where_they_look(tmp_path: Path) -
             assert zero.finish() == one.finish() == 0, zero.text + one.text
 
 
+@needs_torch
 def test_under_torchrun_the_missing_rank_is_named_with_its_node(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
@@ -66,3 +70,13 @@ def test_under_torchrun_the_missing_rank_is_named_with_its_node(tmp_path: Path) 
         gate.touch()
         assert run.finish() == 0, run.text
         assert "rank 1: 2" in run.text
+
+
+def test_potluck_run_names_the_worker_that_the_first_group_waits_for(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with run_command("--workers", "2", str(SCRIPTS / "late_init.py"), str(gate)) as run:
+        line = run.wait_for("ready: 1 of 2 workers; still waiting for worker 1 (its process ")
+        assert "runs and has not called potluck.init() yet)" in line
+        gate.touch()
+        assert run.finish() == 0, run.text
+        assert "rank 1 of 2" in run.text

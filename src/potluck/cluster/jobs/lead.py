@@ -17,9 +17,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from potluck.cluster.groups import events, membership
-from potluck.cluster.groups.roster import EXPECTED, Phase, State
+from potluck.cluster.groups.roster import EXPECTED, Phase, State, Worker
 from potluck.cluster.jobs.job import Chaos, Job
 from potluck.cluster.jobs.journal import Journal
+from potluck.cluster.jobs.roll_call import RollCall
 from potluck.system import SIGCONT, SIGKILL, SIGPIPE, SIGSTOP
 from potluck.types import Member
 from potluck.wire import control
@@ -28,7 +29,6 @@ from potluck.wire.messages import PLAIN
 _log = logging.getLogger(__name__)
 
 _MAX_STATUS_EVENTS = 20
-_PATIENCE_S = 20.0
 _A_LOOK = 0
 """The number of probes that belong to no inquiry of ``membership``, which counts from 1."""
 _LOOK_AGAIN_S = 1.0
@@ -87,6 +87,7 @@ class Lead:
         self._events: deque[events.Event] = deque()
         self._is_handling = False
         self._is_closed = False
+        self._roll_call = RollCall(self._missing, self.note)
         self._looked_at = float("-inf")
         self._wakeup: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -159,6 +160,7 @@ class Lead:
     def close(self) -> None:
         """Nothing is decided any more; no timer and no task stays."""
         self._is_closed = True
+        self._roll_call.close()
         if self._wakeup is not None:
             self._wakeup.cancel()
         for task in self._tasks:
@@ -174,7 +176,7 @@ class Lead:
                 place = Member(worker, member.node, message.host or member.host, port, local_rank)
                 self.handle(events.Ready(worker, place, after))
                 if not self.state.having(Phase.MEMBER):
-                    asyncio.get_running_loop().call_later(_PATIENCE_S, self._say_who_is_missing)
+                    self._roll_call.begin()
             case control.Installed(epoch):
                 self.journal.installed(worker, epoch, now)
                 self.handle(events.Installed(worker, epoch))
@@ -243,15 +245,24 @@ class Lead:
             self._looked_at = now
             self._hands.tell(group.members, control.Probe(_A_LOOK))
 
-    def _say_who_is_missing(self) -> None:
+    def _missing(self) -> str:
+        """Whom the first group waits for; empty if it has formed, or nobody is ready."""
         ready = self.state.having(Phase.READY)
-        missing = [worker.name for worker in self.state.having(*EXPECTED)]
-        if ready and missing and not self.state.having(Phase.MEMBER) and not self._is_closed:
-            self.note(
-                f"ready: {len(ready)} of {len(ready) + len(missing)} workers; still waiting for "
-                f"worker {', '.join(missing)} "
-                "to call potluck.init()"
-            )
+        missing = self.state.having(*EXPECTED)
+        if not ready or not missing or self.state.having(Phase.MEMBER) or self.state.stopping:
+            return ""
+        return (
+            f"ready: {len(ready)} of {len(ready) + len(missing)} workers; still waiting for "
+            f"{', '.join(self._whereabouts(worker) for worker in missing)}"
+        )
+
+    def _whereabouts(self, worker: Worker) -> str:
+        node, pid = self._hands.node(worker.name), self._hands.pid(worker.name)
+        where = f" on {node}" if node else ""
+        if worker.phase is Phase.WAITING:
+            return f"worker {worker.name}{where} (it ended, and is started again)"
+        process = f"its process {pid} runs and" if pid else "it"
+        return f"worker {worker.name}{where} ({process} has not called potluck.init() yet)"
 
     # What is done about it.
 
