@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -25,7 +25,10 @@ _LOADER = (
     "the context knows rank and world size, and batch_size counts the samples of all ranks: "
     "DataLoader(dataset, batch_sampler=DistributedSampler(dataset, batch_size=32 * world_size))"
 )
-_NOT_NEEDED = "leave it away, it is not needed"
+_NOT_NEEDED = "leave it out, it is not needed"
+_ARRAYS = (
+    "ctx.broadcast or ctx.all_gather of an array: Python objects are not sent, nothing is pickled"
+)
 
 COLLECTIVES = (
     *("all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce"),
@@ -36,7 +39,8 @@ COLLECTIVES = (
 
 OPERATIONS = {
     "bcast": "ctx.broadcast(array, root=0)",
-    "broadcastparameters": "ctx.broadcast(tensor, root=0) for each; potluck.torch.DDP does that",
+    "broadcastparameters": "potluck.torch.DDP(model), or ctx.broadcast(tensor, root=0) for each",
+    **dict.fromkeys(("broadcastobject", "broadcastobjectlist", "allgatherobject"), _ARRAYS),
     "ringallreduce": 'ctx.all_reduce(array, "mean", algorithm="ring")',
     "allreduceasync": "ctx.all_reduce(array, async_op=True), a Work with wait()",
     "allreducesum": "potluck.all_reduce_sum(ctx, array)",
@@ -58,6 +62,12 @@ OPERATIONS = {
 }
 """What others call the operations and properties of a context; keys as ``_folded`` makes them."""
 
+WORK = {
+    **dict.fromkeys(("synchronize", "result"), "work.wait(), which returns the result"),
+    **dict.fromkeys(("iscompleted", "test", "poll"), "work.done()"),
+}
+"""What others call the operations of a Work."""
+
 MODULE = {
     "initprocessgroup": f"{_INIT}; or torch's own, init_process_group('potluck')",
     "isinitialized": f"there is no global state: {_INIT}",
@@ -75,7 +85,7 @@ MODULE = {
     "min": 'op="min"',
     "max": 'op="max"',
     "product": 'op="product"',
-    "distributedoptimizer": "potluck.torch.DDP(model) reduces gradients; any optimizer follows it",
+    "distributedoptimizer": "potluck.torch.DDP(model), and any optimizer as it is",
     **{
         name.lower(): f"potluck.torch.{name}"
         for name in (
@@ -117,10 +127,12 @@ DDP = {
 """Arguments, by the callable that is given them."""
 
 
-def of_context(owner: str, name: str, known: Iterable[str]) -> str:
-    """What an AttributeError says of ``name``, where class ``owner`` has the ``known`` names."""
-    said = f"{owner!r} object has no attribute {name!r}"
-    hint = _of_context(name, known)
+def of_object(thing: object, name: str) -> str:
+    """What an AttributeError says of ``name``, which a context or a Work does not have."""
+    kind = type(thing)
+    said = f"{kind.__name__!r} object has no attribute {name!r}"
+    is_work = kind.__name__ == "Work"
+    hint = WORK.get(_folded(name)) if is_work else _of_context(name, dir(kind))
     return said if hint is None else f"{said}; write {hint}"
 
 
@@ -147,10 +159,13 @@ def operation(given: object, names: list[str]) -> str:
     return f'{said} (write "{meant}")' if meant in names else said
 
 
-def backend(given: str, known: Iterable[str]) -> str:
+def backend(given: object, known: Sequence[str]) -> str:
     """What a ConfigurationError says of an unknown backend."""
     said = f"backend {given!r} is unknown; choose from {', '.join(known)}"
-    hint = BACKENDS.get(given.lower())
+    if not isinstance(given, str):
+        return f"{said}; one made by hand goes to potluck.DistributedContext(backend)"
+    word = given.lower()
+    hint = f"write {word!r}" if word in known else BACKENDS.get(word)
     return said if hint is None else f"{said} ({hint})"
 
 

@@ -41,6 +41,8 @@ ON_A_CONTEXT = {
     "Split": "ctx.new_group(ranks), called by all ranks",
     "isend": "ctx.send(array, dst, async_op=True), a Work with wait()",
     "get_communication_stats": "ctx.stats()",
+    "broadcast_object_list": "ctx.broadcast or ctx.all_gather of an array: Python objects are not "
+    "sent, nothing is pickled",
     "destroy_process_group": "ctx.close(), or use the context in a with statement",
 }
 
@@ -97,7 +99,7 @@ def test_another_librarys_name_on_the_module(name: str) -> None:
 
 def test_what_hints_name_exists() -> None:
     pytest.importorskip("torch")
-    tables = (hints.OPERATIONS, hints.MODULE, hints.BACKENDS)
+    tables = (hints.OPERATIONS, hints.MODULE, hints.BACKENDS, hints.WORK)
     told = "; ".join(hint for table in tables for hint in table.values())
     with context() as ctx:
         for name in {*hints.COLLECTIVES, *re.findall(r"\bctx\.(\w+)", told)}:
@@ -127,9 +129,14 @@ def alone(call: Callable[[Any], Any]) -> Callable[[], Any]:
     return run
 
 
+def started(ctx: Any) -> Any:
+    return ctx.all_reduce(X.copy(), async_op=True)
+
+
 # Called as a user without a type checker would.
 context_class: Any = DistributedContext
 init: Any = potluck.init
+ring: Any = potluck.RingBackend
 all_reduce_sum: Any = potluck.all_reduce_sum
 all_reduce_mean: Any = potluck.all_reduce_mean
 
@@ -146,6 +153,29 @@ all_reduce_mean: Any = potluck.all_reduce_mean
         (lambda: context_class(4, 0), TypeError, "ctx = potluck.init(); how many processes"),
         (lambda: context_class(4), TypeError, "such as RingBackend(peers, rank), not 4; potluck.i"),
         (lambda: context_class("gloo"), TypeError, "not 'gloo'; potluck.init() makes backend and"),
+        (lambda: context_class(potluck.LocalBackend), TypeError, "takes a backend, such as"),
+        (lambda: init("MPI"), ConfigurationError, "(write 'mpi')"),
+        (lambda: init(potluck.RingBackend), ConfigurationError, "DistributedContext(backend)"),
+        (lambda: init("ring", ["a:1"], 0), TypeError, "give options by name: potluck.init('ring'"),
+        (lambda: ring("127.0.0.1:1", 0), ConfigurationError, "peers is the list of all ranks' a"),
+        (
+            lambda: ring([("127.0.0.1", 1)], 0),
+            ConfigurationError,
+            "not an address; write host:port",
+        ),
+        (alone(lambda ctx: ctx.reduce(X, "sum")), TypeError, "integer from 0 to 0, not 'sum'"),
+        (alone(lambda ctx: ctx.gather(X, [X])), TypeError, "root is a rank, an integer from 0 to"),
+        (alone(lambda ctx: ctx.broadcast(X, 0.5)), TypeError, "root is a rank, an integer from 0"),
+        (alone(lambda ctx: ctx.scatter(X, None, "x")), TypeError, "root is a rank, an integer"),
+        (alone(lambda ctx: ctx.send(X, None)), TypeError, "dst is a rank, an integer from 0 to 0"),
+        (alone(lambda ctx: ctx.recv(X, "x")), TypeError, "src is a rank, an integer from 0 to 0,"),
+        (
+            alone(lambda ctx: ctx.all_reduce(X, timeout="3")),
+            TypeError,
+            "a number of seconds, not '3",
+        ),
+        (alone(lambda ctx: started(ctx).is_completed()), AttributeError, "write work.done()"),
+        (alone(lambda ctx: started(ctx).synchronize()), AttributeError, "write work.wait(), which"),
         (lambda: all_reduce_sum(X), TypeError, "potluck.all_reduce_sum(ctx, array)"),
         (
             alone(lambda ctx: all_reduce_mean(X, ctx)),

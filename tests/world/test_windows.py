@@ -53,6 +53,34 @@ def quick(ctx: DistributedContext, array: Any) -> int:
     return outcome
 
 
+def test_a_root_or_a_time_that_is_no_number_is_told_in_the_users_words(pair: World) -> None:
+    def act(ctx: Any) -> None:
+        array = np.ones(3)
+        mistakes: list[tuple[Callable[[], Any], str]] = [
+            (lambda: ctx.reduce(array, "sum"), "root is a rank, an integer from 0 to 1, not 'sum'"),
+            (
+                lambda: ctx.gather(array, [array]),
+                "root is a rank, an integer from 0 to 1, not [arr",
+            ),
+            (lambda: ctx.broadcast(array, 1.0), "root is a rank, an integer from 0 to 1, not 1.0"),
+            (lambda: ctx.all_reduce(array, timeout="3"), "timeout is a number of seconds, not '3'"),
+        ]
+        for mistake, words in mistakes:
+            with pytest.raises(TypeError, match=re.escape(words)):
+                mistake()
+
+    pair.run(act)
+
+
+def test_average_on_the_long_way_meets_mean_on_the_quick_one(pair: World) -> None:
+    def act(ctx: DistributedContext) -> list[float]:
+        array = np.array([1.0 + 2 * ctx.rank])
+        return [float(ctx.all_reduce(array.copy(), word)[0]) for word in words[ctx.rank]]
+
+    words = (("average", "mean", "avg"), ("mean", "avg", "avg"))
+    assert pair.run(act) == [[2.0] * 3] * 2
+
+
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 def test_tensors_are_reduced_where_they_are(world: World, dtype: torch.dtype) -> None:
     def act(ctx: DistributedContext) -> None:

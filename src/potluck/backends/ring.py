@@ -26,6 +26,8 @@ class RingBackend(StaticBackend):
     def __init__(
         self, peers: Sequence[str], rank: int, *, settings: Settings | None = None
     ) -> None:
+        if isinstance(peers, str):
+            raise ConfigurationError(f"peers is the list of all ranks' addresses, not {peers!r}")
         members = tuple(
             Member(str(index), host=host, port=port, local_rank=0)
             for index, (host, port) in enumerate(map(parse_address, peers))
@@ -57,7 +59,7 @@ class RingBackend(StaticBackend):
 
 def parse_address(text: str) -> tuple[str, int]:
     """``"host:port"`` or ``"[ipv6]:port"`` as a pair; ConfigurationError otherwise."""
-    host, colon, port = text.rpartition(":")
+    host, colon, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     host = host.removeprefix("[").removesuffix("]")
     is_number = port.isascii() and port.isdigit() and len(port) <= 5
     if not colon or not host or not is_number or not 0 < int(port) < 65536:

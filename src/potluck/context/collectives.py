@@ -16,6 +16,7 @@ from potluck.backends.base import Communicator
 from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
 from potluck.context.arrays import Adapted, adapt, collide, empty_like, is_array
+from potluck.context.checks import check_parts, checked_rank, checked_tag
 from potluck.context.waits import Waits
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.windows.group import NUMBERS
@@ -80,7 +81,7 @@ class Collectives:
             # As _is_done, without the call: at 4 KiB that is a tenth of the time, so below, too.
             quick = self.communicator.quick
             if quick is not None:
-                patience = self.timeout_s if timeout is None else timeout
+                patience = self.timeout_s if timeout is None else self._patience(timeout)
                 outcome: int = quick(_ALL_REDUCE, array, array, op, 0, patience)
                 if outcome == 0:
                     return array
@@ -119,13 +120,13 @@ class Collectives:
                 output = self._room(array, array.shape[1:])
             quick = self.communicator.quick
             if quick is not None:
-                patience = self.timeout_s if timeout is None else timeout
+                patience = self.timeout_s if timeout is None else self._patience(timeout)
                 outcome: int = quick(_REDUCE_SCATTER, array, output, op, 0, patience)
                 if outcome == 0:
                     return output
                 self._check_quick(outcome, _REDUCE_SCATTER, output, op)
         parts = self._adapt(array, writable=False)
-        self._check_parts(parts.array.shape, "reduce_scatter")
+        check_parts("reduce_scatter", parts.array.shape, self.world_size)
         shape = parts.array.shape[1:]
         result = self._result("reduce_scatter", array, parts, shape, out)
         work = self.communicator.reduce_scatter(
@@ -158,7 +159,7 @@ class Collectives:
             output = self._room_for_all(array) if out is None else out
             quick = self.communicator.quick
             if quick is not None:
-                patience = self.timeout_s if timeout is None else timeout
+                patience = self.timeout_s if timeout is None else self._patience(timeout)
                 outcome: int = quick(_ALL_GATHER, array, output, None, 0, patience)
                 if outcome == 0:
                     return output
@@ -194,6 +195,7 @@ class Collectives:
             and self._is_done(_BROADCAST, array, array, array, timeout, None, root)
         ):
             return array
+        root = checked_rank("root", root, self.world_size)
         mine = self._adapt(array, writable=self.rank != root)
         work = self.communicator.broadcast(
             mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
@@ -218,6 +220,7 @@ class Collectives:
             into = array if self.rank == root else None
             if self._is_done(_REDUCE, array, into, array, timeout, op, root):
                 return array
+        root = checked_rank("root", root, self.world_size)
         mine = self._adapt(array, writable=self.rank == root)
         work = self.communicator.reduce(
             mine.array, ReduceOp(op), root, algorithm=algorithm, timeout_s=self._patience(timeout)
@@ -244,13 +247,14 @@ class Collectives:
             given = parts if self.rank == root and self._has_parts(parts, output) else None
             if self._is_done(_SCATTER, given, output, output, timeout, None, root):
                 return output
+        root = checked_rank("root", root, self.world_size)
         mine = self._adapt(output)
         source = None
         if self.rank == root:
             if parts is None:
                 raise ValueError(f"scatter: rank {root} is the root and must pass the parts")
             source = self._adapt(parts, writable=False).array
-            self._check_parts(source.shape, "scatter")
+            check_parts("scatter", source.shape, self.world_size)
             if source.shape[1:] != mine.array.shape or source.dtype != mine.array.dtype:
                 raise ValueError(
                     f"scatter: each part is {source.dtype} of shape {source.shape[1:]}, but the "
@@ -281,6 +285,7 @@ class Collectives:
                 output = self._room_for_all(array) if out is None else out
             if self._is_done(_GATHER, array, output, array, timeout, None, root):
                 return output
+        root = checked_rank("root", root, self.world_size)
         mine = self._adapt(array, writable=False)
         if self.rank != root:
             work = self.communicator.gather(
@@ -319,7 +324,7 @@ class Collectives:
             if self._is_done(_ALL_TO_ALL, array, output, array, timeout):
                 return output
         mine = self._adapt(array, writable=False)
-        self._check_parts(mine.array.shape, "all_to_all")
+        check_parts("all_to_all", mine.array.shape, self.world_size)
         shape = mine.array.shape
         result = self._result("all_to_all", array, mine, shape, out)
         work = self.communicator.all_to_all(
@@ -354,7 +359,9 @@ class Collectives:
         ValueError for a tag out of range, or if ``dst`` is this rank or no rank.
         """
         mine = self._adapt(array, writable=False)
-        work = self.communicator.send(mine.array, dst, _tag(tag), timeout_s=self._patience(timeout))
+        peer = checked_rank("dst", dst, self.world_size)
+        patience = self._patience(timeout)
+        work = self.communicator.send(mine.array, peer, checked_tag(tag), timeout_s=patience)
         return self._end(work, lambda: array, async_op)
 
     def recv(
@@ -372,7 +379,9 @@ class Collectives:
         tells the sender. Desync if the message has another size or dtype than ``array``.
         """
         mine = self._adapt(array)
-        work = self.communicator.recv(mine.array, src, _tag(tag), timeout_s=self._patience(timeout))
+        peer = checked_rank("src", src, self.world_size)
+        patience = self._patience(timeout)
+        work = self.communicator.recv(mine.array, peer, checked_tag(tag), timeout_s=patience)
         return self._end(work, mine.write_back, async_op)
 
     # -- inside
@@ -382,8 +391,7 @@ class Collectives:
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property that raised AttributeError itself
                 return object.__getattribute__(self, name)
-            said = hints.of_context(type(self).__name__, name, dir(type(self)))
-            raise AttributeError(said, name=name, obj=self)
+            raise AttributeError(hints.of_object(self, name), name=name, obj=self)
 
     def _is_done(
         self,
@@ -402,8 +410,11 @@ class Collectives:
         quick = self.communicator.quick
         if quick is None:
             return False
-        patience = self.timeout_s if timeout is None else timeout
-        outcome: int = quick(number, source, result, op, root, patience)
+        patience = self.timeout_s if timeout is None else self._patience(timeout)
+        try:
+            outcome: int = quick(number, source, result, op, root, patience)
+        except TypeError:  # a root that is no number: the long way says so in our words
+            return False
         self._check_quick(outcome, number, described, op, root)
         return outcome == 0
 
@@ -472,19 +483,8 @@ class Collectives:
     def _patience(self, timeout: float | None) -> float:
         if timeout is None:
             return self.timeout_s
+        if not isinstance(timeout, int | float | np.number):
+            raise TypeError(f"timeout is a number of seconds, not {timeout!r}")
         if not timeout > 0:
             raise ValueError(f"timeout is in seconds and must be above 0, not {timeout}")
         return timeout
-
-    def _check_parts(self, shape: tuple[int, ...], operation: str) -> None:
-        if not shape or shape[0] != self.world_size:
-            raise ValueError(
-                f"{operation} takes one part per rank: the first dimension must be "
-                f"{self.world_size}, the shape is {shape}"
-            )
-
-
-def _tag(tag: int) -> int:
-    if not isinstance(tag, int | np.integer) or not 0 <= tag < 2**31:
-        raise ValueError(f"a tag is an integer from 0 to 2**31 - 1, not {tag!r}")
-    return int(tag)

@@ -64,7 +64,7 @@ class DistributedContext(Collectives):
         TypeError if ``backend`` is none. OperationTimeout, LinkError or SecurityError if the group
         can't be formed.
         """
-        if not hasattr(backend, "form"):
+        if not hasattr(backend, "form") or isinstance(backend, type):
             raise TypeError(
                 f"DistributedContext takes a backend, such as RingBackend(peers, rank), not "
                 f"{backend!r}; potluck.init() makes backend and context"

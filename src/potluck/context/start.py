@@ -19,7 +19,7 @@ _FOR_RING = (
 )
 
 
-@hints.arguments(hints.INIT)
+@hints.arguments(hints.INIT, "give options by name: potluck.init('ring', peers=[...], rank=0)")
 def init(
     backend: str = "auto",
     *,

@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from potluck import hints
 from potluck.errors import GroupError, OperationTimeout
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,11 @@ class Work:
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Work], None]] = []
         self._transform: Callable[[Any], Any] | None = None
+
+    if not TYPE_CHECKING:  # else a type checker would find every attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(hints.of_object(self, name), name=name, obj=self)
 
     def done(self) -> bool:
         """Whether the operation has ended, well or not; never blocks."""

@@ -43,7 +43,9 @@ def world(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 def test_a_wrong_name_brings_the_right_ones(name: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         potluck.init(name)
-    assert str(caught.value) == f"backend {name!r} is unknown; choose from {', '.join(BACKENDS)}"
+    hint = " (write 'gloo')" if name == "GLOO" else ""
+    told = f"backend {name!r} is unknown; choose from {', '.join(BACKENDS)}{hint}"
+    assert str(caught.value) == told
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""What the ranks, tags and shapes that a caller gives must be."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def checked_rank(name: str, rank: object, world_size: int) -> int:
+    """The rank given as argument ``name``; TypeError for what is none, as a word or a list."""
+    if not isinstance(rank, int | np.integer):
+        raise TypeError(f"{name} is a rank, an integer from 0 to {world_size - 1}, not {rank!r}")
+    return int(rank)
+
+
+def checked_tag(tag: object) -> int:
+    """The tag of a message."""
+    if not isinstance(tag, int | np.integer) or not 0 <= tag < 2**31:
+        raise ValueError(f"a tag is an integer from 0 to 2**31 - 1, not {tag!r}")
+    return int(tag)
+
+
+def check_parts(operation: str, shape: tuple[int, ...], world_size: int) -> None:
+    """ValueError unless there is one part for each rank."""
+    if not shape or shape[0] != world_size:
+        raise ValueError(
+            f"{operation} takes one part per rank: the first dimension must be "
+            f"{world_size}, the shape is {shape}"
+        )
