@@ -172,6 +172,7 @@ const char* name_of(Fact::Kind kind) {
         case Fact::Kind::left: return "left";
         case Fact::Kind::overdue: return "overdue";
         case Fact::Kind::desync: return "desync";
+        case Fact::Kind::misfit: return "misfit";
         case Fact::Kind::told: return "told";
         case Fact::Kind::stopped: return "stopped";
         case Fact::Kind::closed: return "closed";
@@ -198,7 +199,8 @@ nb::object fact(Loop& loop) {
     return nb::make_tuple(
         name_of(fact.kind), fact.rank, fact.text,
         fact.has_item ? nb::object(nb::cast(fact.item)) : nb::none(), fact.awaited,
-        nb::bytes(reinterpret_cast<const char*>(fact.payload.data()), fact.payload.size()));
+        nb::bytes(reinterpret_cast<const char*>(fact.payload.data()), fact.payload.size()),
+        fact.number, fact.dtype);
 }
 
 // What crossed the link to `rank` since the last call.

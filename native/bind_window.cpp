@@ -39,6 +39,8 @@ using window::Shape;
 using window::Ticket;
 
 constexpr int NOT_QUICK = -1;
+// The bits of a fingerprint that are a hash; as many count elements.
+constexpr std::uint64_t HASH = (1 << 24) - 1;
 constexpr std::int64_t LONGEST_NS = 1'000'000'000'000'000;
 // The notifier tells this of a call whose caller was interrupted and which then failed.
 constexpr std::uint64_t LEFT_ID = ~std::uint64_t{0};
@@ -143,6 +145,7 @@ public:
     int outcome() const { return static_cast<int>(ticket_->outcome); }
     int culprit() const { return ticket_->culprit; }
     bool has_begun() const { return ticket_->has_begun; }
+    std::uint64_t theirs() const { return ticket_->theirs; }
     bool watch() { return ticket_->watch(); }
 
     bool wait(double seconds) {
@@ -202,15 +205,17 @@ public:
         return quick_as(kind, source, result, op, root, timeout_s, true);
     }
 
-    // Begin a call whose number was taken. Its memory must stay until it is done.
+    // Begin a call whose number was taken. Its memory must stay until it is done. `whole`: the
+    // fingerprint of the call that it is a part of and that errors describe, 0 if of none.
     PyCall start(int kind_number, int dtype, int op, int root,
                  const std::vector<std::int64_t>& dims, std::uintptr_t source, std::uintptr_t result,
-                 std::uint64_t number, double timeout_s, std::uint64_t id) {
+                 std::uint64_t number, std::uint64_t whole, double timeout_s, std::uint64_t id) {
         const auto kind = static_cast<Kind>(kind_number);
         Call call = call_of(kind, dtype, op, root, dims.data(), static_cast<int>(dims.size()));
         call.source = reinterpret_cast<const char*>(source);
         call.result = reinterpret_cast<char*>(result);
         stamp(call, number);
+        if (whole != 0) call.fingerprint = (whole & ~HASH) | (mixed(call.fingerprint, whole) & HASH);
         const int parts = kind == Kind::ALL_TO_ALL ? queue_->channel.shape.world : 1;
         const std::size_t nbytes = call.count * call.itemsize * static_cast<std::size_t>(parts);
         auto ticket = std::make_shared<Ticket>(call, in_ns(timeout_s), nbytes, id);
@@ -225,20 +230,22 @@ public:
         queue_->channel.note_elsewhere(number, fingerprint);
     }
     // Of the calls whose callers were interrupted, one that has failed since (told once): kind,
-    // outcome, culprit, whether that has begun; outcome DONE if there is none.
-    std::tuple<int, int, int, bool> left_failure() {
+    // outcome, culprit, whether that has begun, its call's fingerprint; outcome DONE if there is none.
+    std::tuple<int, int, int, bool, std::uint64_t> left_failure() {
         for (auto each = kept_.begin(); each != kept_.end(); ++each) {
             const Ticket& ticket = *std::get<0>(*each);
             if (!ticket.is_done() || ended_quietly(ticket)) continue;
-            const std::tuple<int, int, int, bool> told{
+            const std::tuple<int, int, int, bool, std::uint64_t> told{
                 static_cast<int>(ticket.movement.call().kind), static_cast<int>(ticket.outcome),
-                ticket.culprit, ticket.has_begun};
+                ticket.culprit, ticket.has_begun, ticket.theirs};
             kept_.erase(each);
             return told;
         }
-        return {0, static_cast<int>(Outcome::DONE), -1, true};
+        return {0, static_cast<int>(Outcome::DONE), -1, true, 0};
     }
-    std::tuple<int, bool> blame() const { return {culprit_, culprit_has_begun_}; }
+    std::tuple<int, bool, std::uint64_t> blame() const {
+        return {culprit_, culprit_has_begun_, theirs_};
+    }
     std::uint64_t last_number() const { return last_number_; }
     std::int64_t ongoing() { return queue_->ongoing(); }
     void stop(bool for_all) {
@@ -367,11 +374,21 @@ private:
             call.count *= static_cast<std::size_t>(dims[i]);
             hash = mixed(hash, static_cast<std::uint64_t>(dims[i]));
         }
-        call.fingerprint = mixed(hash, static_cast<std::uint64_t>(ndim));
+        hash = mixed(hash, static_cast<std::uint64_t>(ndim));
+        call.fingerprint = description(kind, dtype, op, call.count) | (hash & HASH);
         if (kind == Kind::ALL_TO_ALL) {
             call.count /= static_cast<std::size_t>(queue_->channel.shape.world);
         }
         return call;
+    }
+
+    // The upper bits of the fingerprint, as src/potluck/engine/fingerprint.py lays them out.
+    static std::uint64_t description(Kind kind, int dtype, int op, std::size_t count) {
+        constexpr std::uint64_t algorithm = 7;  // the window
+        const auto operation = static_cast<std::uint64_t>(kind) + 1;
+        const std::uint64_t reduction = combines(kind) ? static_cast<std::uint64_t>(op) + 1 : 0;
+        return operation << 60 | static_cast<std::uint64_t>(dtype) << 56 | reduction << 52 |
+               algorithm << 48 | std::min<std::uint64_t>(count, HASH) << 24;
     }
 
     static std::int64_t kind_word(Kind kind, int dtype, int op, int root) {
@@ -382,7 +399,8 @@ private:
 
     static void stamp(Call& call, std::uint64_t number) {
         call.number = number;
-        call.fingerprint = mixed(call.fingerprint, number);
+        const std::uint64_t hash = mixed(call.fingerprint, number) & HASH;
+        call.fingerprint = (call.fingerprint & ~HASH) | hash;
     }
 
     // `moved`: bytes that this rank reads or writes in the call.
@@ -409,6 +427,7 @@ private:
         }
         culprit_ = ticket.culprit;
         culprit_has_begun_ = ticket.has_begun;
+        theirs_ = ticket.theirs;
         if (!kept_.empty()) {
             std::erase_if(kept_, [](const auto& each) {
                 return std::get<0>(each)->is_done() && ended_quietly(*std::get<0>(each));
@@ -425,6 +444,7 @@ private:
     std::uint64_t last_number_ = 0;
     int culprit_ = -1;
     bool culprit_has_begun_ = true;
+    std::uint64_t theirs_ = 0;
     std::vector<std::tuple<std::shared_ptr<Ticket>, nb::object, nb::object>> kept_;
 };
 
@@ -445,6 +465,7 @@ void windows(nb::module_& m) {
         .def_prop_ro("outcome", &PyCall::outcome)
         .def_prop_ro("culprit", &PyCall::culprit)
         .def_prop_ro("has_begun", &PyCall::has_begun)
+        .def_prop_ro("theirs", &PyCall::theirs)
         .def("wait", &PyCall::wait, "seconds"_a)
         .def("watch", &PyCall::watch);
     nb::class_<PyWindow>(m, "Window")

@@ -20,7 +20,8 @@ struct Fact {
         no_link,   // there is no link to `rank` to be had; whoever said so knows why
         left,      // `rank` left, and `item` still needs it
         overdue,   // `item` has passed its deadline; `rank` is known to hold it up, or -1
-        desync,    // `rank` made another call than `item`: `text`, if that says more
+        desync,    // `rank` made another call than `item`: its fingerprint is `number`
+        misfit,    // `rank` sent another message than `item`: `number` bytes of `dtype`
         told,      // `rank` has said why the group is over: `payload`
         stopped,   // by the caller, who knows why
         closed,    // left in order, or while operations were under way
@@ -34,6 +35,8 @@ struct Fact {
     std::string item;
     std::vector<Awaited> awaited;
     std::vector<uint8_t> payload;
+    uint64_t number = 0;
+    int dtype = 0;
 };
 
 class Fate {
@@ -54,6 +57,13 @@ public:
             fact_.item = item->name();
             fact_.awaited = item->awaited();
         }
+    }
+    // `rank` made the call, or sent the message, that `number` and `dtype` say.
+    void disagree(Fact::Kind kind, int rank, const Item& item, uint64_t number, int dtype = 0) {
+        if (is_over()) return;
+        fact_.number = number;
+        fact_.dtype = dtype;
+        fail(kind, rank, "", &item);
     }
 
 private:

@@ -129,10 +129,8 @@ void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
     receiving->matched = arrived.source;
     if (arrived.nbytes != receiving->nbytes || arrived.frame.dtype != receiving->dtype) {
         mailbox_.posted.push_back(receiving);
-        fate_.fail(Fact::Kind::desync, arrived.source,
-                   "it sends " + std::to_string(arrived.nbytes) + " bytes of dtype code " +
-                       std::to_string(arrived.frame.dtype),
-                   receiving.get());
+        fate_.disagree(Fact::Kind::misfit, arrived.source, *receiving, arrived.nbytes,
+                       arrived.frame.dtype);
         return;
     }
     const std::pair<int, uint64_t> key(arrived.source, arrived.frame.operation);

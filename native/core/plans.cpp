@@ -29,8 +29,9 @@ void Plans::begin(RunningPtr running) {
         auto queues = std::move(kept->second);
         early_.erase(kept);
         for (auto& [peer, queue] : queues) {
-            if (queue.front()->frame.fingerprint != running->spec.fingerprint) {
-                fail_desync(peer, *running);
+            const uint64_t theirs = queue.front()->frame.fingerprint;
+            if (theirs != running->spec.fingerprint) {
+                fail_desync(peer, *running, theirs);
                 return;
             }
             for (const KeptPtr& each : queue) ports_.release(peer, each->frame.length);
@@ -43,7 +44,7 @@ void Plans::begin(RunningPtr running) {
         asked_.erase(asked);
         for (const auto& [peer, fingerprint] : questions) {
             if (fingerprint != running->spec.fingerprint) {
-                fail_desync(peer, *running);
+                fail_desync(peer, *running, fingerprint);
                 return;
             }
         }
@@ -265,7 +266,7 @@ bool Plans::apply_early(RunningPlan& running, int peer) {
 // The segment that `frame` must be; false (and a failed group) if it is another one.
 bool Plans::due(const RunningPlan& running, int peer, const Frame& frame, Segment& segment) {
     if (frame.fingerprint != running.spec.fingerprint) {
-        fail_desync(peer, running);
+        fail_desync(peer, running, frame.fingerprint);
         return false;
     }
     if (!running.next_receive(peer, segment) ||
@@ -310,7 +311,7 @@ void Plans::on_late(int peer, const Frame& frame) {
 bool Plans::disagrees(int peer, const Frame& frame) {
     if (const RunningPtr running = find({frame.channel, frame.operation})) {
         if (running->spec.fingerprint == frame.fingerprint) return false;
-        fail_desync(peer, *running);
+        fail_desync(peer, *running, frame.fingerprint);
         return true;
     }
     const auto ended = ended_.find(frame.channel);
@@ -326,14 +327,14 @@ bool Plans::disagrees(int peer, const Frame& frame) {
             std::string name() const override { return text; }
         };
         const Past past(each.call + " #" + std::to_string(each.sequence));
-        fate_.fail(Fact::Kind::desync, peer, "", &past);
+        fate_.disagree(Fact::Kind::desync, peer, past, frame.fingerprint);
         return true;
     }
     return false;
 }
 
-void Plans::fail_desync(int peer, const RunningPlan& running) {
-    fate_.fail(Fact::Kind::desync, peer, "", &running);
+void Plans::fail_desync(int peer, const RunningPlan& running, uint64_t theirs) {
+    fate_.disagree(Fact::Kind::desync, peer, running, theirs);
 }
 
 // -- operations that do not end

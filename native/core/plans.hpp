@@ -70,7 +70,7 @@ private:
     bool due(const RunningPlan& running, int peer, const Frame& frame, Segment& segment);
     void on_late(int peer, const Frame& frame);
     bool disagrees(int peer, const Frame& frame);
-    void fail_desync(int peer, const RunningPlan& running);
+    void fail_desync(int peer, const RunningPlan& running, uint64_t theirs);
     void ask(const RunningPlan& running, const std::vector<int>& peers, bool pass_on);
     void inquire(RunningPlan& running, double now);
     void answer(int peer, const Key& key, int rank, bool has_called);

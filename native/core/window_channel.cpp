@@ -28,13 +28,17 @@ void Channel::publish(std::uint64_t fingerprint) {
     ++num_calls_;
 }
 
-int Channel::dissenter(int who, std::uint64_t fingerprint) const {
+bool Channel::has_dissenter(int who, std::uint64_t fingerprint) {
     const std::uint32_t index = (num_calls_ - 1) % NUM_CALLS;
     for (int other = 0; other < shape.world; ++other) {
         if (other == rank || (who != ALL && who != other)) continue;
-        if (seat(other).calls[index].load(std::memory_order_relaxed) != fingerprint) return other;
+        const std::uint64_t call = seat(other).calls[index].load(std::memory_order_relaxed);
+        if (call == fingerprint) continue;
+        culprit = other;
+        theirs = call;
+        return true;
     }
-    return -1;
+    return false;
 }
 
 void Channel::arrive() {
@@ -94,15 +98,16 @@ Outcome Channel::verdict(const Need& need) {
     if (is_stopped()) return Outcome::STOPPED;
     for (int other = 0; other < shape.world; ++other) {
         if (other == rank || (need.who != ALL && need.who != other)) continue;
-        const Seat& theirs = seat(other);
-        if (reached(theirs.tick.load(std::memory_order_acquire), need.tick)) continue;
-        const Elsewhere& entry = theirs.elsewhere[number % NUM_ELSEWHERE];
+        const Seat& their = seat(other);
+        if (reached(their.tick.load(std::memory_order_acquire), need.tick)) continue;
+        const Elsewhere& entry = their.elsewhere[number % NUM_ELSEWHERE];
         if (entry.number.load(std::memory_order_acquire) == number + 1) {
             culprit = other;
+            theirs = entry.fingerprint.load(std::memory_order_relaxed);
             return Outcome::DESYNC;
         }
-        if (theirs.left.load(std::memory_order_acquire) != 0 &&
-            !reached(theirs.tick.load(std::memory_order_acquire), need.tick)) {
+        if (their.left.load(std::memory_order_acquire) != 0 &&
+            !reached(their.tick.load(std::memory_order_acquire), need.tick)) {
             culprit = other;
             return Outcome::LEFT;
         }

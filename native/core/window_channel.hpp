@@ -51,9 +51,9 @@ public:
 
     // A call begins: what this rank is in, for the others to compare. `index` counts the calls.
     void publish(std::uint64_t fingerprint);
-    // Of `who`, the first rank that is in another call than this rank published last, -1 if none
-    // is. Only after their first tick in it.
-    int dissenter(int who, std::uint64_t fingerprint) const;
+    // Whether one of `who` is in another call than this rank published last: then `culprit` and
+    // `theirs` say who, in which. Only after their first tick in it.
+    bool has_dissenter(int who, std::uint64_t fingerprint);
 
     // This rank has completed a round; wakes whoever waited for that.
     void arrive();
@@ -75,6 +75,8 @@ public:
     // Whether `who` has not even begun the current call.
     bool has_not_called(int who, std::uint32_t base) const;
     int culprit = -1;
+    // After DESYNC: the fingerprint of the culprit's call.
+    std::uint64_t theirs = 0;
 
     // The group is over here; with `for_all` also for all that look into this memory.
     void stop(bool for_all);

@@ -41,8 +41,7 @@ Outcome Movement::step(Channel& channel) {
                 need_ = takes();
                 if (!channel.has(need_)) return Outcome::PENDING;
                 if (!has_compared_) {
-                    channel.culprit = channel.dissenter(need_.who, call_.fingerprint);
-                    if (channel.culprit >= 0) return Outcome::DESYNC;
+                    if (channel.has_dissenter(need_.who, call_.fingerprint)) return Outcome::DESYNC;
                     has_compared_ = true;
                 }
                 if (iteration_ <= num_blocks_) take(iteration_ - 1);

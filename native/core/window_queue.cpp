@@ -49,6 +49,7 @@ void Ticket::end(Outcome how, Channel& channel) {
     outcome = how;
     if (how == Outcome::TIMEOUT || how == Outcome::LEFT || how == Outcome::DESYNC) {
         culprit = how == Outcome::TIMEOUT ? channel.laggard(movement.need()) : channel.culprit;
+        if (how == Outcome::DESYNC) theirs = channel.theirs;
         has_begun = culprit < 0 || !channel.has_not_called(culprit, movement.base());
     }
 }

@@ -56,9 +56,10 @@ public:
     bool is_done() const { return done_.load(std::memory_order_acquire) == ENDED; }
     // Let the notifier tell when it ends; false if it has.
     bool watch();
-    // Both are set before it is done.
+    // These are set before it is done.
     Outcome outcome = Outcome::PENDING;
     int culprit = -1;
+    std::uint64_t theirs = 0;  // DESYNC: the fingerprint of the culprit's call
     bool has_begun = true;  // the culprit has begun this call too
 
     Movement movement;

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from hashlib import blake2b
+from functools import cached_property
+from math import prod
 
 from potluck.collectives.plan import Algorithm, Operation
+from potluck.engine.fingerprint import fingerprint_of, part_of, undescribed
 from potluck.types import ReduceOp
 
 
@@ -43,6 +44,8 @@ class Call:
             return self.on_behalf_of
         if self.whole is not None:
             return str(self.whole)
+        if self.operation is Operation.BARRIER:
+            return "barrier"
         parts = [self.dtype, f"shape {self.shape}"]
         if self.op is not None:
             parts.append(f"op {self.op}")
@@ -56,16 +59,20 @@ class Call:
     @cached_property
     def fingerprint(self) -> int:
         if self.on_behalf_of:  # not the same on all ranks
-            return _fingerprint(f"engine {self.operation} {self.shape} {self.ranks}")
-        text = f"{self} {self.root} {self.segment_bytes} {self.ranks}"
+            return undescribed(f"engine {self.operation} {self.shape} {self.ranks}")
+        text = f"{self} {self.algorithm} {self.root} {self.segment_bytes} {self.ranks}"
         if self.whole is not None:
-            text += f" {self.whole.fingerprint} {self.operation} {self.shape} {self.algorithm}"
-        return _fingerprint(text)
+            whole = self.whole.fingerprint
+            return part_of(whole, f"{text} {whole} {self.operation} {self.shape}")
+        return fingerprint_of(
+            self.operation,
+            self.dtype,
+            self.op,
+            self.algorithm,
+            self.codec,
+            prod(self.shape),
+            text,
+        )
 
 
 _ROOTED = frozenset({Operation.BROADCAST, Operation.REDUCE, Operation.SCATTER, Operation.GATHER})
-
-
-@lru_cache(maxsize=4096)
-def _fingerprint(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -40,12 +40,12 @@ def code_of(dtype: np.dtype[Any]) -> int:
     code = _CODES_OF.get(dtype)
     if code is not None:
         return code
-    return _code_of_name(dtype.name)
+    return code_of_name(dtype.name)
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
     """The dtype of this name, as NumPy and torch call it; TypeError as from ``code_of``."""
-    return _DTYPES[_code_of_name(name)]
+    return _DTYPES[code_of_name(name)]
 
 
 def dtype_of(code: int) -> np.dtype[Any] | None:
@@ -53,7 +53,8 @@ def dtype_of(code: int) -> np.dtype[Any] | None:
     return _DTYPES.get(code)
 
 
-def _code_of_name(name: str) -> int:
+def code_of_name(name: str) -> int:
+    """The wire code of the dtype of this name; TypeError as from ``code_of``."""
     try:
         return _CODES[name]
     except KeyError:

@@ -12,7 +12,7 @@ chunk          u32   DATA: the plan's chunk; TELL: the rank it is about
 operation      u64   DATA, ASK, TELL: number of the collective on this channel; p2p: a number
 segment        u32   DATA, PIECE: which; ASK: 1 to answer and pass on; TELL: 1 if it has called
 length         u32   bytes of payload, also when they lie in the window
-fingerprint    u64   DATA, ASK: hash of the call (operation, dtype, shape, algorithm, ...)
+fingerprint    u64   DATA, ASK: of the call; see ``engine/fingerprint.py``
 source         u16   sending rank, in the whole group's numbering
 dtype          u8    element type code
 flags          u8    bit 0: the payload lies in window slot ``tag``, not in the stream

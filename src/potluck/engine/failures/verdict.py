@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
+from potluck.engine.fingerprint import describe
 from potluck.errors import (
     Desync,
     Evicted,
@@ -21,8 +22,11 @@ from potluck.errors import (
     RemoteError,
 )
 from potluck.types import Group
+from potluck.wire.dtypes import dtype_of
 from potluck.wire.frames import MAX_CONTROL, Abort
 from potluck.wire.messages import Refusal
+
+_EQUAL = "all ranks must make the same calls: operation, dtype, shape, op, root, algorithm, order"
 
 _OVER = re.compile(r"over:([A-Za-z]{1,40}):(-?[0-9]{1,5}):([01])")
 """The code of a refusal that tells why a group is over: class, rank, certain."""
@@ -100,12 +104,24 @@ def overdue(group: Group, item: Awaiting, culprit: int = -1) -> OperationTimeout
     )
 
 
-def desync(group: Group, peer: int, item: object, reason: str | None = None) -> Desync:
-    """``peer`` sent a frame of another call than the one this rank made."""
-    why = reason or "its call differs in operation, dtype, shape, op, root, algorithm or order"
+def desync(group: Group, peer: int, item: object, theirs: int) -> Desync:
+    """``peer`` made another call than this rank: the one with the fingerprint ``theirs``."""
+    called = describe(theirs)
+    return _desync(
+        group, peer, item, f"called {called} ({_EQUAL})" if called else f"another one ({_EQUAL})"
+    )
+
+
+def misfit(group: Group, peer: int, item: object, nbytes: int, dtype: int) -> Desync:
+    """``peer`` sent a message of other ``nbytes`` or another ``dtype`` than this rank expects."""
+    known = dtype_of(dtype)
+    return _desync(group, peer, item, f"sent {nbytes} bytes of {known or 'an unknown dtype'}")
+
+
+def _desync(group: Group, peer: int, item: object, theirs: str) -> Desync:
     return Desync(
         f"ranks disagree in epoch {group.epoch}: {group.describe(group.rank)} called {item}, but "
-        f"{group.describe(peer)} made another call ({why})",
+        f"{group.describe(peer)} {theirs}",
         rank=peer,
         epoch=group.epoch,
         operation=str(item),
@@ -137,7 +153,7 @@ def error_of(group: Group, abort: Abort, item: Awaiting | None) -> GroupError:
     """What to raise when a peer told us. An unknown class name becomes a plain GroupError."""
     error = _BY_NAME.get(abort.error, GroupError)
     text = abort.text
-    if error is Desync and item is not None:
+    if error is Desync and item is not None and abort.rank != group.rank:
         text += f"; this rank, {group.rank}, called {item}"
     if error is Evicted and abort.rank != group.rank:
         error = PeerLost

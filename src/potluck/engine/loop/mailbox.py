@@ -122,11 +122,9 @@ class Mailbox:
         return [*self.sending.values(), *self.posted, *self.receiving.values()]
 
 
-def mismatch(receive: Receiving, arrived: Arrived) -> str | None:
-    """Why the message does not fit the array that waits for it, None if it does."""
-    if arrived.nbytes != len(receive.data) or arrived.frame.dtype != receive.dtype:
-        return f"it sends {arrived.nbytes} bytes of dtype code {arrived.frame.dtype}"
-    return None
+def fits(receive: Receiving, arrived: Arrived) -> bool:
+    """Whether the message has the size and dtype of the array that waits for it."""
+    return arrived.nbytes == len(receive.data) and arrived.frame.dtype == receive.dtype
 
 
 def sending(

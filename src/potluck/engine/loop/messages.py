@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from potluck.engine.failures.fate import Fate
-from potluck.engine.failures.verdict import desync, overdue
-from potluck.engine.loop.mailbox import Arrived, Mailbox, Receiving, Sending, mismatch
+from potluck.engine.failures.verdict import misfit, overdue
+from potluck.engine.loop.mailbox import Arrived, Mailbox, Receiving, Sending, fits
 from potluck.engine.loop.port import Outgoing, Port, Sink
 from potluck.engine.loop.ports import NOTHING, Ports
 from potluck.errors import ProtocolError
@@ -143,10 +143,10 @@ class Messages:
 
     def _match(self, receiving: Receiving, arrived: Arrived) -> None:
         receiving.matched = arrived.source
-        reason = mismatch(receiving, arrived)
-        if reason is not None:
+        if not fits(receiving, arrived):
             self._mailbox.posted.append(receiving)
-            self._fate.fail(desync(self._group, arrived.source, receiving, reason))
+            sent = (arrived.nbytes, arrived.frame.dtype)
+            self._fate.fail(misfit(self._group, arrived.source, receiving, *sent))
             return
         key = (arrived.source, arrived.frame.operation)
         if arrived.payload is None and key in self._mailbox.receiving:

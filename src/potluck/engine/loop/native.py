@@ -24,7 +24,15 @@ from potluck.engine.arrays.kernels import codes
 from potluck.engine.arrays.layout import Array
 from potluck.engine.connector import Connector
 from potluck.engine.failures.fate import Fate
-from potluck.engine.failures.verdict import abort_of, broke, desync, error_of, overdue, peer_lost
+from potluck.engine.failures.verdict import (
+    abort_of,
+    broke,
+    desync,
+    error_of,
+    misfit,
+    overdue,
+    peer_lost,
+)
 from potluck.engine.loop.farewell import turn_away
 from potluck.engine.loop.mailbox import Receiving, Sending
 from potluck.engine.loop.plans import OnOperation
@@ -334,7 +342,7 @@ class NativeLoop:
             self._core.say(b"", False)
 
     def _verdict(self) -> BaseException | None:
-        kind, rank, text, name, waits, payload = self._core.fact()
+        kind, rank, text, name, waits, payload, number, dtype = self._core.fact()
         group = self.group
         item = None if name is None else _Report(name, waits)
         if kind == "told":
@@ -346,7 +354,9 @@ class NativeLoop:
             assert item is not None
             return overdue(group, item, rank)
         if kind == "desync":
-            return desync(group, rank, item, text or None)
+            return desync(group, rank, item, number)
+        if kind == "misfit":
+            return misfit(group, rank, item, number, dtype)
         if kind == "broke":
             return broke(group, "the progress loop", text)
         causes: dict[str, Callable[[], Exception]] = {

@@ -57,15 +57,16 @@ class Plans:
         self._posted[running.channel] = running.sequence + 1
         self._ports.need((*running.send_peers, *running.receive_peers))
         for peer, queue in self._early.pop(key, {}).items():
-            if queue[0][0].fingerprint != running.call.fingerprint:
-                self._fate.fail(desync(self._group, peer, running))
+            theirs = queue[0][0].fingerprint
+            if theirs != running.call.fingerprint:
+                self._fate.fail(desync(self._group, peer, running, theirs))
                 return
             running.early[peer] = queue
             for frame, _ in queue:
                 self._ports.release(peer, frame.length)
-        for peer, fingerprint in self._asked.pop(key, {}).items():
-            if fingerprint != running.call.fingerprint:
-                self._fate.fail(desync(self._group, peer, running))
+        for peer, theirs in self._asked.pop(key, {}).items():
+            if theirs != running.call.fingerprint:
+                self._fate.fail(desync(self._group, peer, running, theirs))
                 return
         self._ports.dirty.update(running.send_peers)
         self._advance(running)
@@ -248,7 +249,7 @@ class Plans:
     def _due(self, running: RunningPlan, peer: int, frame: Frame) -> Segment | None:
         """The segment that ``frame`` must be; None (and a failed group) if it is another one."""
         if frame.fingerprint != running.call.fingerprint:
-            self._fate.fail(desync(self._group, peer, running))
+            self._fate.fail(desync(self._group, peer, running, frame.fingerprint))
             return None
         segment = running.next_receive(peer)
         if (
@@ -297,7 +298,8 @@ class Plans:
         calls = [(frame.operation, running.call)] if running else self._ended.get(frame.channel, ())
         for number, call in calls:
             if number == frame.operation and call.fingerprint != frame.fingerprint:
-                self._fate.fail(desync(self._group, peer, f"{call} #{number}"))
+                mine = f"{call} #{number}"
+                self._fate.fail(desync(self._group, peer, mine, frame.fingerprint))
                 return True
         return False
 

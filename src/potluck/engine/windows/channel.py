@@ -27,8 +27,9 @@ from potluck import native
 from potluck.collectives.plan import Algorithm
 from potluck.collectives.window import NUM_SLOTS, Costs, credible, small_bytes, spin_s
 from potluck.engine.arrays.layout import Array
+from potluck.engine.fingerprint import OPERATIONS
 from potluck.engine.request import Request, label
-from potluck.engine.windows.group import MAX_BYTES, NUMBERS, OPERATIONS, OPS, Windows, WindowWork
+from potluck.engine.windows.group import MAX_BYTES, NUMBERS, OPS, Blame, Windows, WindowWork
 from potluck.engine.work import Work
 from potluck.system import usable_cpus
 from potluck.transport import memory
@@ -174,9 +175,8 @@ class ChannelWindow:
         window = self._window
         reduction = ReduceOp(op) if op is not None else None
         call = label(OPERATIONS[number], None, array, reduction, root)
-        culprit, has_begun = window.blame() if window is not None else (-1, True)
-        peer = self._ranks[culprit] if culprit >= 0 else -1
-        return self._windows.failure(outcome, peer, has_begun, call)
+        blame = Blame(-1) if window is None else Blame.of(self._ranks, *window.blame())
+        return self._windows.failure(outcome, blame, call)
 
     # -- setting up
 
@@ -338,7 +338,8 @@ class ChannelWindow:
                 list(described.shape),
                 source,
                 result,
-                _stamp(request),
+                request.number,
+                0 if request.whole is None else request.whole.fingerprint,
                 request.timeout_s,
                 number,
             ),
@@ -347,13 +348,6 @@ class ChannelWindow:
 
     def _bytes(self, slot_bytes: int) -> int:
         return int(native.core.window_bytes(len(self._ranks), NUM_SLOTS, slot_bytes))
-
-
-def _stamp(request: Request) -> int:
-    """The number by which ranks tell calls apart: a part of different calls differs, too."""
-    if request.whole is None:
-        return request.number
-    return request.number | (request.whole.fingerprint & 0xFFFFFFFF) << 32
 
 
 @functools.cache

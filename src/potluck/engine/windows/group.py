@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from potluck import native
-from potluck.collectives.plan import Algorithm, Operation
+from potluck.collectives.plan import Algorithm
 from potluck.engine.failures.verdict import broke, desync, overdue, peer_lost
+from potluck.engine.fingerprint import OPERATIONS
 from potluck.engine.work import Work, again
 from potluck.errors import GroupClosed, GroupError, LinkError, PeerLost, PotluckError
 from potluck.metrics import Metrics, WindowCounts
@@ -38,17 +39,6 @@ _PATIENCE_S = 5.0
 _SWEEP = 8
 """So many ended calls are forgotten at once, at least."""
 
-OPERATIONS = (
-    Operation.ALL_REDUCE,
-    Operation.REDUCE_SCATTER,
-    Operation.ALL_GATHER,
-    Operation.BROADCAST,
-    Operation.REDUCE,
-    Operation.SCATTER,
-    Operation.GATHER,
-    Operation.ALL_TO_ALL,
-    Operation.BARRIER,
-)
 NUMBERS = {operation: number for number, operation in enumerate(OPERATIONS)}
 """How the native core counts the operations."""
 
@@ -64,6 +54,22 @@ class Outcome(IntEnum):
     TIMEOUT = 3
     DESYNC = 4
     LEFT = 5
+
+
+class Blame(NamedTuple):
+    """What keeps a call on a window from ending well."""
+
+    peer: int
+    """The rank of the group that is to blame; -1: none in particular."""
+    has_begun: bool = True
+    """Whether it has begun the call too."""
+    fingerprint: int = 0
+    """After DESYNC, of the call that it has made instead."""
+
+    @classmethod
+    def of(cls, peers: Sequence[int], culprit: int, has_begun: bool, fingerprint: int) -> Blame:
+        """What the native core says, whose ranks are those of a window."""
+        return cls(peers[culprit] if culprit >= 0 else -1, has_begun, fingerprint)
 
 
 class Loop(Protocol):
@@ -171,14 +177,14 @@ class Windows:
         work.began(begin(number))
 
     def failure(
-        self, outcome: int, peer: int, has_begun: bool, call: str, *, is_counted: bool = True
+        self, outcome: int, blame: Blame, call: str, *, is_counted: bool = True
     ) -> BaseException:
-        """The error of a call that ended so, and the end of the group. ``peer`` is to blame.
+        """The error of a call that ended so, and the end of the group.
 
         ``is_counted``: whether it is a call of the user's own, for the metrics.
         """
         if outcome != Outcome.STOPPED:
-            self._loop.abort(self._verdict(outcome, peer, has_begun, call))
+            self._loop.abort(self._verdict(outcome, blame, call))
         if not self._over.wait(_PATIENCE_S):
             me = self._group.describe(self._group.rank)
             return GroupError(
@@ -208,14 +214,15 @@ class Windows:
         """Count a call that failed."""
         self._metrics.failed(call.partition("(")[0], type(error).__name__)
 
-    def _verdict(self, outcome: int, peer: int, has_begun: bool, call: str) -> GroupError:
+    def _verdict(self, outcome: int, blame: Blame, call: str) -> GroupError:
+        peer = blame.peer
         item = Stalled(call, peer)
         if outcome == Outcome.DESYNC:
-            return desync(self._group, peer, call)
+            return desync(self._group, peer, call, blame.fingerprint)
         if outcome == Outcome.LEFT:
             left = LinkError("it left the group (its context was closed)")
             return peer_lost(self._group, peer, left, item)
-        return overdue(self._group, item, -1 if has_begun else peer)
+        return overdue(self._group, item, -1 if blame.has_begun else peer)
 
     def leave(self) -> None:
         """This rank makes no more calls; those under way end. Idempotent."""
@@ -269,11 +276,10 @@ class Windows:
         with self._lock:
             windows = list(self._open)
         for window, _, _, peers in windows:
-            number, outcome, culprit, has_begun = window.left_failure()
+            number, outcome, *blame = window.left_failure()
             if outcome != Outcome.DONE:
-                peer = peers[culprit] if culprit >= 0 else -1
                 call = f"{OPERATIONS[number].value} (its caller was interrupted)"
-                self._loop.abort(self._verdict(outcome, peer, has_begun, call))
+                self._loop.abort(self._verdict(outcome, Blame.of(peers, *blame), call))
 
 
 class WindowWork(Work):
@@ -366,8 +372,8 @@ class WindowWork(Work):
             return
         call, error = self._native, None
         if call.outcome != Outcome.DONE:
-            peer = self._peers[call.culprit] if call.culprit >= 0 else -1
+            blame = Blame.of(self._peers, call.culprit, call.has_begun, call.theirs)
             error = self._windows.failure(
-                call.outcome, peer, call.has_begun, self.call, is_counted=self._is_counted
+                call.outcome, blame, self.call, is_counted=self._is_counted
             )
         self.finish(error)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from potluck.collectives.plan import Algorithm, Operation
+from potluck.engine.call import Call
 from potluck.engine.failures.verdict import (
     abort_of,
     desync,
     error_of,
+    misfit,
     overdue,
     peer_lost,
     refusal_of,
@@ -125,10 +128,23 @@ def test_a_deadline_names_what_is_missing_and_who_holds_it_up() -> None:
 
 
 def test_a_disagreement_names_both_sides() -> None:
-    error = desync(GROUP, 2, Item())
+    theirs = Call(Operation.BARRIER, Algorithm.RING, "uint8", (0,)).fingerprint
+    error = desync(GROUP, 2, Item(), theirs)
     assert error.rank == 2
-    assert "rank 1 (worker b) called all_reduce(x) #3, but rank 2 (worker c)" in str(error)
-    assert "(because)" in str(desync(GROUP, 2, Item(), "because"))
+    assert str(error) == (
+        "ranks disagree in epoch 4: rank 1 (worker b) called all_reduce(x) #3, but rank 2 "
+        "(worker c) called barrier (all ranks must make the same calls: operation, dtype, shape, "
+        "op, root, algorithm, order)"
+    )
+    assert "but rank 2 (worker c) another one (all" in str(desync(GROUP, 2, Item(), 7))
+
+
+def test_a_message_that_does_not_fit_names_both_sides() -> None:
+    error = misfit(GROUP, 2, "recv(float32, shape (4,))", 12, 3)
+    assert "called recv(float32, shape (4,)), but rank 2 (worker c) sent 12 bytes of float32" in (
+        str(error)
+    )
+    assert "sent 12 bytes of an unknown dtype" in str(misfit(GROUP, 2, "recv", 12, 99))
 
 
 @pytest.mark.parametrize(
@@ -146,6 +162,9 @@ def test_a_disagreement_told_by_another_also_says_what_was_called_here() -> None
     error = error_of(GROUP, abort_of(Desync("they differ", rank=0)), Item())
     assert str(error) == "they differ; this rank, 1, called all_reduce(x) #3"
     assert error.operation == "all_reduce(x) #3"
+    assert str(error_of(GROUP, abort_of(Desync("0 did x, 1 did y", rank=1)), Item())) == (
+        "0 did x, 1 did y"  # this rank is the one of which it tells
+    )
 
 
 def test_another_ranks_eviction_is_a_loss_here() -> None:
