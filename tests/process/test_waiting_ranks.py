@@ -80,3 +80,31 @@ def test_potluck_run_names_the_worker_that_the_first_group_waits_for(tmp_path: P
         gate.touch()
         assert run.finish() == 0, run.text
         assert "rank 1 of 2" in run.text
+
+
+IN_A_STORE = """
+import sys, threading
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("potluck", init_method="potluck://", timeout=timedelta(seconds=100))
+store = dist.distributed_c10d._get_default_store()
+if dist.get_rank() == 2:
+    while not Path(sys.argv[1]).exists():
+        threading.Event().wait(0.05)
+    store.set("weights", "here")
+print(dist.get_rank(), store.get("weights"), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@needs_torch
+def test_a_key_that_no_rank_sets_is_named_with_all_who_wait_for_it(tmp_path: Path) -> None:
+    script, gate = tmp_path / "in_a_store.py", tmp_path / "gate"
+    script.write_text(IN_A_STORE)
+    with run_command("--workers", "3", str(script), str(gate)) as run:
+        run.wait_for("no rank has set the key 'weights' in the store, which rank 0, 1 asked for")
+        gate.touch()
+        assert run.finish() == 0, run.text
+        assert "2 b'here'" in run.text

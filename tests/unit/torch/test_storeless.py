@@ -98,7 +98,7 @@ def test_a_store_that_can_serve_nobody_any_more_says_so_to_its_own_rank() -> Non
     answer = keeper.ask(Request(1, "set", ["mine"], [b"1"]), time.monotonic() + 20)
     assert answer.number == 1
 
-    def broken() -> None:
+    def broken(*_: object) -> None:
         raise MemoryError("no room")
 
     keeper._selector.select = broken  # type: ignore[method-assign, assignment]

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store
 from potluck.engine.mesh import Switchboard
 from potluck.errors import LinkError, PotluckError, ProtocolError
 from potluck.service import start_thread, why
+from potluck.torch.process_group.store_waits import StoreWaits
 from potluck.transport.blocking import recv_exactly, send_all
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission
@@ -38,13 +39,15 @@ _MESSAGE_S = 30.0
 
 
 class Request(msgspec.Struct, frozen=True):
-    """``what`` is an operation of ``Values``; ``number`` comes back with the answer."""
+    """``what`` is an operation of ``Values``; ``number`` comes back with the answer. The rank that
+    asks waits ``timeout_s`` for it."""
 
     number: int
     what: str
     keys: list[str]
     values: list[bytes]
     amount: int = 0
+    timeout_s: float = 0.0
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -65,6 +68,9 @@ class Values:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+
+    def has(self, key: str) -> bool:
+        return key in self._values
 
     def ask(self, request: Request) -> Answer | None:
         values, keys = self._values, request.keys
@@ -102,9 +108,10 @@ class StoreServer:
 
     def __init__(self, switchboard: Switchboard | None) -> None:
         self._values = Values()
+        self._waits = StoreWaits(self._values.has)
         self._changed = threading.Condition()
-        self._links: dict[TcpLink, _Client] = {}
-        self._arrived: deque[TcpLink] = deque()
+        self._clients: set[_Client] = set()
+        self._arrived: deque[_Client] = deque()
         self._is_closed = False
         self._broken: BaseException | None = None
         self._selector = selectors.DefaultSelector()
@@ -118,16 +125,27 @@ class StoreServer:
     def ask(self, request: Request, deadline: float) -> Answer:
         """The answer; LinkError if there is none by ``deadline``."""
         with self._changed:
-            while (answer := self._values.ask(request)) is None:
-                if self._broken is not None:
-                    raise LinkError(
-                        f"the thread that serves the other ranks broke ({why(self._broken)}): they "
-                        "can't set it any more"
-                    ) from self._broken
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise LinkError("no such key in time")
+            answer = self._values.ask(request)
+            if answer is None:
+                self._waits.begin(0, request.keys, request.timeout_s)
+                self._wake()
+                try:
+                    answer = self._await(request, deadline)
+                finally:
+                    self._waits.end(0)
             self._changed.notify_all()
         self._wake()
+        return answer
+
+    def _await(self, request: Request, deadline: float) -> Answer:
+        while (answer := self._values.ask(request)) is None:
+            if self._broken is not None:
+                raise LinkError(
+                    f"the thread that serves the other ranks broke ({why(self._broken)}): they "
+                    "can't set it any more"
+                ) from self._broken
+            if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                raise LinkError("no rank has set it")
         return answer
 
     def close(self) -> None:
@@ -144,10 +162,10 @@ class StoreServer:
     def _admit(self, hello: Hello, node: str) -> Admission:
         if self._is_closed or self._broken is not None:
             return Admission(Refusal("left", "rank 0 has left"))
-        return Admission(Welcome(rank=0), self._take)
+        return Admission(Welcome(rank=0), lambda link: self._take(hello.rank, link))
 
-    def _take(self, link: TcpLink) -> None:
-        self._arrived.append(link)
+    def _take(self, rank: int, link: TcpLink) -> None:
+        self._arrived.append(_Client(rank, link))
         self._wake()
 
     def _wake(self) -> None:
@@ -157,21 +175,23 @@ class StoreServer:
     def _serve(self) -> None:
         try:
             while not self._is_closed:
-                for key, _ in self._selector.select():
+                with self._changed:
+                    patience = self._waits.tick()
+                for key, _ in self._selector.select(patience):
                     if key.data is None:
                         self._wake_reader.recv(4096)
                     else:
                         key.data.is_ready = True
                 while self._arrived:
-                    link = self._arrived.popleft()
-                    self._links[link] = client = _Client(link)
+                    client = self._arrived.popleft()
+                    self._clients.add(client)
                     client.is_ready = True
-                    self._selector.register(link.fileno(), selectors.EVENT_READ, client)
-                for client in list(self._links.values()):
+                    self._selector.register(client.link.fileno(), selectors.EVENT_READ, client)
+                for client in list(self._clients):
                     self._attend(client)
         finally:
-            for link in [*self._links, *self._arrived]:
-                link.close()
+            for client in [*self._clients, *self._arrived]:
+                client.link.close()
             self._selector.close()
             self._wake_reader.close()
             self._wake_writer.close()
@@ -181,10 +201,16 @@ class StoreServer:
         try:
             if client.is_ready:
                 client.is_ready = False
-                client.take()
+                if client.take() and client.request is not None:
+                    with self._changed:
+                        self._waits.begin(
+                            client.rank, client.request.keys, client.request.timeout_s
+                        )
             if client.request is not None:
                 with self._changed:
                     answer = self._values.ask(client.request)
+                    if answer is not None:
+                        self._waits.end(client.rank)
                     self._changed.notify_all()
                 if answer is not None:
                     client.request = None
@@ -192,26 +218,32 @@ class StoreServer:
                     self._wake()  # others may wait for what this one has set
         except (PotluckError, ValueError, IndexError):  # bytes that no rank of ours sends
             self._selector.unregister(client.link.fileno())
-            del self._links[client.link]
+            self._clients.remove(client)
             client.link.close()
+            with self._changed:
+                self._waits.end(client.rank)
 
 
 class _Client:
     """One rank's link at the server: at most one request waits on it."""
 
-    def __init__(self, link: TcpLink) -> None:
+    def __init__(self, rank: int, link: TcpLink) -> None:
+        self.rank = rank
         self.link = link
         self.is_ready = False
         self.request: Request | None = None
 
-    def take(self) -> None:
+    def take(self) -> bool:
+        """Take the request that has come, if one has."""
         first = bytearray(1)
-        if self.link.recv_into(memoryview(first)):
-            prefix = bytes(first) + recv_exactly(
-                self.link, PREFIX_BYTES - 1, time.monotonic() + _MESSAGE_S
-            )
-            body = recv_exactly(self.link, _REQUEST.length(prefix), time.monotonic() + _MESSAGE_S)
-            self.request = _REQUEST.decode(body)
+        if not self.link.recv_into(memoryview(first)):
+            return False
+        prefix = bytes(first) + recv_exactly(
+            self.link, PREFIX_BYTES - 1, time.monotonic() + _MESSAGE_S
+        )
+        body = recv_exactly(self.link, _REQUEST.length(prefix), time.monotonic() + _MESSAGE_S)
+        self.request = _REQUEST.decode(body)
+        return True
 
 
 class StoreClient:
@@ -299,8 +331,8 @@ class LinkStore(Store):
         timeout: timedelta | None = None,
     ) -> Any:  # fmt: skip
         self._number += 1
-        request = Request(self._number, what, keys, values or [], amount)
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        request = Request(self._number, what, keys, values or [], amount, timeout_s)
         try:
             return self._asker.ask(request, time.monotonic() + timeout_s).value
         except LinkError as error:

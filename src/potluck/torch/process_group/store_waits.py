@@ -1,0 +1,76 @@
+"""Which ranks wait for which keys of a store, said by the rank that has the store for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from potluck.backends.places import listed
+from potluck.waiting import FIRST_S, Reminder, to_stderr
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    keys: tuple[str, ...]
+    since: float
+    until: float
+
+
+class StoreWaits:
+    """The requests that can't be answered yet. ``is_set`` says whether a key has a value.
+
+    Not thread-safe: whoever calls holds the store's lock.
+    """
+
+    def __init__(
+        self,
+        is_set: Callable[[str], bool],
+        *,
+        say: Callable[[str], None] = to_stderr,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._is_set = is_set
+        self._say = say
+        self._clock = clock
+        self._waits: dict[int, _Wait] = {}
+        self._reminder: Reminder | None = None
+
+    def begin(self, rank: int, keys: Sequence[str], timeout_s: float) -> None:
+        """``rank`` waits for ``keys``, at most so long."""
+        now = self._clock()
+        self._waits[rank] = _Wait(tuple(keys), now, now + timeout_s)
+        if self._reminder is None:
+            self._reminder = Reminder(self._describe, say=self._say, clock=self._clock)
+
+    def end(self, rank: int) -> None:
+        """``rank`` has its answer, or asks for none any more."""
+        self._waits.pop(rank, None)
+
+    def tick(self) -> float | None:
+        """Say who waits, if a line is due; the seconds until the next call, None if none waits."""
+        now = self._clock()
+        self._waits = {rank: wait for rank, wait in self._waits.items() if now < wait.until}
+        if not self._waits:
+            self._reminder = None
+        if self._reminder is None:
+            return None
+        self._reminder.tick()
+        return self._reminder.patience()
+
+    def _describe(self) -> str:
+        """The keys that ranks have waited for long; empty if there are none."""
+        now = self._clock()
+        by_key: dict[str, list[int]] = {}
+        for rank, wait in self._waits.items():
+            for key in wait.keys if now - wait.since >= FIRST_S else ():
+                if not self._is_set(key):
+                    by_key.setdefault(key, []).append(rank)
+        if not by_key:
+            return ""
+        first, *more = by_key
+        others = f" (and {len(more)} more)" if more else ""
+        return (
+            f"no rank has set the key {first!r}{others} in the store, which rank "
+            f"{listed(by_key[first])} asked for; has every rank got to the line that sets it?"
+        )
