@@ -33,7 +33,8 @@ def _command(command: Any, context: Any) -> Iterator[str]:
     rows = [each.get_help_record(context) for each in command.params if not each.hidden]
     if rows:
         yield from ("| argument or option | what it is |", "|---|---|")
-        yield from (f"| `{name}` | {_cell(text)} |" for name, text in rows)
+        for name, text in rows:
+            yield f"| {name.replace(', ', '`, `').join('``')} | {_cell(text)} |"
         yield ""
     examples = (command.epilog or "").split("\n\n")[1:]
     if examples:

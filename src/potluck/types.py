@@ -9,9 +9,17 @@ from potluck import hints
 
 
 class ReduceOp(StrEnum):
-    """How a collective combines contributions, element by element; the last three bit by bit.
+    """How a collective combines the ranks' arrays, element by element.
 
-    ``"avg"`` and ``"average"`` are taken for ``"mean"``; AVG and AVERAGE are MEAN.
+    | value | dtypes |
+    |---|---|
+    | ``SUM`` ``"sum"``, ``PRODUCT`` ``"product"`` | all |
+    | ``MEAN`` ``"mean"`` (also ``AVG`` ``"avg"``, ``AVERAGE`` ``"average"``) | floats, complex |
+    | ``MIN`` ``"min"``, ``MAX`` ``"max"`` | all but complex |
+    | ``BAND`` ``"band"``, ``BOR`` ``"bor"``, ``BXOR`` ``"bxor"``: bit by bit | integers, bool |
+
+    Operations take the value or its text, and raise TypeError for a dtype that has no such
+    combination, ValueError for another text.
     """
 
     SUM = "sum"

@@ -168,10 +168,10 @@ class DistributedContext(Collectives):
         )
 
     def settle(self, *, timeout: float | None = None) -> None:
-        """Return once every rank has called it, or the group is over.
+        """Return once every rank has called ``settle``, or the group is over; raises no GroupError.
 
-        For an error that every rank has found for itself: who raised it sooner would end the group
-        while others still look. Costs a barrier.
+        Call it before raising an error that every rank finds by itself: a rank that raises sooner
+        would end the group while others still look. Costs a barrier.
         """
         with contextlib.suppress(GroupError):
             self.barrier(timeout=timeout)
@@ -196,7 +196,8 @@ class DistributedContext(Collectives):
             self.communicator.metrics.reformed(time.monotonic() - started)
 
     def abort(self, error: BaseException) -> None:
-        """This rank's own code failed: every other rank raises ``RemoteError`` saying so."""
+        """Say that this rank's own code failed with ``error``: every other rank raises
+        RemoteError, which names this rank and ``error``. The group is over."""
         reason = f"{type(error).__name__}: {error}"[: MAX_CONTROL // 4]
         self.communicator.abort(
             RemoteError(

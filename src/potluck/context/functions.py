@@ -15,10 +15,11 @@ _FIRST = "the context comes first: potluck.{}(ctx, array)"
 
 @hints.arguments({}, _FIRST.format("all_reduce_sum"))
 def all_reduce_sum(context: Collectives, array: Any) -> Any:
-    """The sum of all ranks' arrays, as a new array of the same kind, dtype and shape.
+    """Return the sum of all ranks' arrays, as a new array of the same kind, dtype and shape.
 
-    Numbers and (nested) lists of numbers are taken for NumPy arrays. ``context`` may be a
-    sub-group.
+    ``array`` is a NumPy array, a torch tensor, a number or a (nested) list of numbers, of the same
+    shape and dtype on all ranks, and stays as it is. ``context`` may be a sub-group. Cost and
+    errors are those of ``all_reduce``; TypeError if the context does not come first.
     """
     _check_order(context, "all_reduce_sum")
     return context.all_reduce(_copy(array), "sum")
@@ -26,9 +27,10 @@ def all_reduce_sum(context: Collectives, array: Any) -> Any:
 
 @hints.arguments({}, _FIRST.format("all_reduce_mean"))
 def all_reduce_mean(context: Collectives, array: Any) -> Any:
-    """The mean of all ranks' arrays (floats only), as a new array.
+    """Return the mean of all ranks' arrays, as a new array of the same kind, dtype and shape.
 
-    Numbers and lists are taken as by ``all_reduce_sum``; whole ones become float64.
+    As ``all_reduce_sum``, for floats and complex numbers. Whole numbers and lists of them become
+    float64; an array of integers is a TypeError.
     """
     _check_order(context, "all_reduce_mean")
     copied = _copy(array)

@@ -30,9 +30,9 @@ def again(error: BaseException) -> BaseException:
 
 
 class Work:
-    """One operation under way on the progress loop.
+    """One operation under way.
 
-    The buffers handed to the operation must not be read or changed before ``wait`` has returned.
+    Neither read nor change the arrays handed to the operation before ``wait`` has returned.
     """
 
     __slots__ = (
@@ -52,7 +52,7 @@ class Work:
     def __init__(self, call: str, result: Any = None) -> None:
         self.call = call
         self.source = -1
-        """Point-to-point: the rank that a receive got its message from."""
+        """The rank that a ``recv`` got its message from, -1 before and for other operations."""
         self.on_wait: Callable[[float], None] | None = None
         """Called with the seconds that a ``wait`` has blocked, if it had to."""
         self.waiter: Callable[[float | None], bool] | None = None
@@ -79,13 +79,14 @@ class Work:
         return self._event.is_set()
 
     def exception(self) -> BaseException | None:
-        """What the operation raised, None while it runs or when it succeeded."""
+        """The error that the operation failed with, None while it runs or when it succeeded."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> Any:
-        """The result, once there is one; raises what the operation raised.
+        """Block until the operation has ended, and return its result or raise its error.
 
-        The operation has its own deadline, so without ``timeout`` (seconds) this returns too.
+        After ``timeout`` seconds OperationTimeout says that the operation still runs. Without
+        ``timeout`` the wait ends, too: the operation has a deadline of its own.
         """
         if not self._block(timeout):
             raise OperationTimeout(
@@ -116,9 +117,10 @@ class Work:
         return self
 
     def add_done_callback(self, callback: Callable[[Work], None]) -> None:
-        """Call ``callback(work)`` when the operation ends, on the progress loop, or now.
+        """Call ``callback(work)`` when the operation ends, or now if it has ended.
 
-        What it raises is logged, wherever it is called.
+        The call comes from the thread that ran the operation, so ``callback`` must not block. An
+        exception of ``callback`` is logged.
         """
         with self._lock:
             if not self._event.is_set():

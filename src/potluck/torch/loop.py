@@ -132,7 +132,11 @@ class ElasticLoop:
             self._probe.close()  # another loop may train the model on
 
     def step(self) -> AbstractContextManager[None]:
-        """The block of one step; see the class."""
+        """The block of one step. It ends early, without an error, if the step must be repeated.
+
+        RuntimeError outside of a loop over the job. Any error of the script's own in the block is
+        told to all other ranks, which raise RemoteError.
+        """
         return self._core.step()
 
     def log(self, **facts: Any) -> None:

@@ -66,7 +66,7 @@ class DistributedSampler(Sampler[list[int]]):
             self.committed = epoch * self._schedule.num_samples
 
     def commit(self) -> None:
-        """The next global batch counts."""
+        """Count the next global batch as committed: call it once its step is applied."""
         self.committed += self._schedule.batch(self.committed).size
 
     def __iter__(self) -> Iterator[list[int]]:

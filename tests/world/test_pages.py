@@ -1,0 +1,28 @@
+"""The scripts on the home page and on the page of potluck.testing run as they stand there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def run(page: str) -> dict[str, Any]:
+    """The page's only Python snippet; its names."""
+    [script] = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(script, page, "exec"), names)
+    return names
+
+
+def test_the_home_pages_script_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    run("index.md")
+    assert capsys.readouterr().out == "rank 0 of 1: 1.0\n"
+
+
+def test_the_world_on_the_page_of_testing_is_one_to_copy() -> None:
+    run("reference/testing.md")["test_the_sum_is_that_of_all_ranks"]()
