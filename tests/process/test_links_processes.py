@@ -20,6 +20,7 @@ from potluck import native
 needs_native = pytest.mark.skipif(not native.available, reason="windows need the native core")
 
 NODES = (0, 0, 1, 1)
+PATIENCE_S = 30.0
 """On two levels: the lost one's mate waits in a window, the others for their speakers."""
 
 WORKER = """
@@ -81,7 +82,7 @@ def workers(
     size: int,
     algorithm: str,
     tmp_path: Path,
-    patience_s: float = 30.0,
+    patience_s: float = PATIENCE_S,
     nodes: Sequence[int] = (),
     **variables: str,
 ) -> Iterator[list[subprocess.Popen[str]]]:
@@ -163,9 +164,9 @@ def test_a_killed_process_is_named_by_every_survivor_at_once(
             assert (said["error"], said["lost"]) == ("PeerLost", victim), said
             assert said["certain"] is True
             assert said["again"] == "PeerLost"
-            assert took < 2.0
+            assert took < PATIENCE_S / 2, "long before the deadline of the call"
             assert wait_for(child, "closed")["threads"] == ["MainThread"]
-            assert child.wait(10) == 0
+            assert child.wait(60) == 0
     assert shared_memory() <= before
 
 

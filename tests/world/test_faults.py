@@ -85,7 +85,7 @@ def test_ranks_that_disagree_all_hear_of_it_at_once(what: str, odd: int) -> None
             ctx.barrier()
         return time.monotonic() - started
 
-    assert max(run_world(3, act)) < 1.0
+    assert max(run_world(3, act)) < 15.0, "half of the deadline of the calls"
 
 
 @pytest.mark.parametrize("kind", WORLD_KINDS)
@@ -553,7 +553,7 @@ def test_survivors_that_time_out_meet_again_in_one_new_group() -> None:
                     ctx.all_reduce(x(), timeout=0.05)
             meet.wait(20)
             ctx.reform(OperationTimeout("all the same"))
-            assert (ctx.all_reduce(x(), timeout=5) == 4).all()
+            assert (ctx.all_reduce(x(), timeout=20) == 4).all()
             meet.wait(20)
         return ctx.epoch
 

@@ -152,7 +152,7 @@ def test_an_operation_behind_a_long_one_ends_at_its_own_deadline(
     started = time.monotonic()
     with pytest.raises(OperationTimeout, match=r"broadcast\(float64, shape \(3,\)\) has not"):
         ctx.broadcast(np.ones(3), timeout=0.1)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30, "half of what the first may take"
     with pytest.raises(OperationTimeout):  # the group is over, for all
         long.wait()
     with pytest.raises(OperationTimeout):
@@ -204,11 +204,11 @@ def test_an_abort_is_told_and_raised_here_too(gate: Gate, ctx: DistributedContex
 
 
 def test_closing_ends_what_is_blocked(gate: Gate) -> None:
-    context = DistributedContext(GateBackend(gate), timeout_s=10)
+    context = DistributedContext(GateBackend(gate), timeout_s=60)
     work = context.all_reduce(np.ones(2), async_op=True)
     started = time.monotonic()
     context.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30, "half of what the call may take"
     with pytest.raises(GroupClosed):
         work.wait()
     assert gate.closed == [False]

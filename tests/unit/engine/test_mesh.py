@@ -209,7 +209,7 @@ def test_closing_while_a_call_is_under_way_does_not_wait_for_it() -> None:
     started = time.monotonic()
     opened.close()
     base.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30, "half of both deadlines"
     assert work.done()
     peer.close()
     silent.close()

@@ -335,7 +335,7 @@ def test_an_agent_that_ends_does_not_wait_for_a_folder_on_its_way(tmp_path: Path
     async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
         install(machine, all_jobs, view(LEADER, ME))
         all_jobs.received(LEADER, jobs.Order(spec(bytes(32), LEADER), ()))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not any(isinstance(m, peers.BundleWanted) for _, m in machine.sent):
                 await asyncio.sleep(0)
             await all_jobs.close()
