@@ -114,6 +114,9 @@ class PeerLost(GroupError):
     ``ctx.elastic``, else start the job again from its last checkpoint.
     """
 
+    PHRASE = "Connection closed by peer"
+    """Part of the text: what Gloo says when a peer is lost, and what other programs search for."""
+
 
 class OperationTimeout(GroupError):
     """A member did not take part before the deadline (``timeout``, ``POTLUCK_PEER_TIMEOUT_S``).

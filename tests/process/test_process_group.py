@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -255,3 +257,38 @@ def test_ddps_builtin_hooks_average_gradients(tmp_path: Path) -> None:
         env=environment(tmp_path),
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+KILLED = """
+import os, signal, sys, torch, torch.distributed as dist
+rank = int(sys.argv[1])
+dist.init_process_group("potluck", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+mine = torch.ones(4)
+try:
+    dist.all_reduce(mine)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        dist.all_reduce(mine)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("has_windows", ["1", "0"])
+def test_an_error_about_a_killed_rank_has_the_words_that_programs_search_for(
+    tmp_path: Path, has_windows: str
+) -> None:
+    survivor, killed = [
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(tmp_path, POTLUCK_USE_WINDOWS=has_windows),
+        )
+        for rank in range(2)
+    ]
+    said = survivor.communicate(timeout=100)[0]
+    assert killed.communicate(timeout=100)[0] == ""
+    assert killed.returncode == -signal.SIGKILL
+    assert re.search(r"lost rank 1 .*: Connection closed by peer: ", said), said

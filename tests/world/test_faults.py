@@ -558,3 +558,18 @@ def test_survivors_that_time_out_meet_again_in_one_new_group() -> None:
         return ctx.epoch
 
     assert run_world(4, act, backends=backends) == [6] * 4
+
+
+@pytest.mark.parametrize("kind", WORLD_KINDS)
+def test_a_lost_peer_is_told_in_the_words_that_programs_search_for(kind: str) -> None:
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier()
+        if ctx.rank == 1:
+            ctx.close()
+            return
+        with pytest.raises(PeerLost, match=r"lost rank 1 .*: Connection closed by peer: "):
+            while True:
+                ctx.all_reduce(np.ones(10))
+
+    with open_world(kind, 2) as world:
+        world.run(act)

@@ -324,7 +324,7 @@ def _error_of(over: control.GroupOver, group: Group, worker: str) -> GroupError:
     )
     who = "the group" if rank < 0 else group.describe(rank)
     return PeerLost(
-        f"lost {who} in epoch {group.epoch}: {over.cause}",
+        f"lost {who} in epoch {group.epoch}: {PeerLost.PHRASE}: {over.cause}",
         rank=rank,
         epoch=group.epoch,
         certain=over.certain,

@@ -60,7 +60,8 @@ def peer_lost(group: Group, rank: int, cause: Exception, item: Awaiting | None) 
     else:
         certain = isinstance(cause, LinkError) and not isinstance(cause, Refused)
         error = PeerLost(
-            f"lost {group.describe(rank)} in epoch {group.epoch}{_during(group, item)}: {cause}",
+            f"lost {group.describe(rank)} in epoch {group.epoch}{_during(group, item)}: "
+            f"{PeerLost.PHRASE}: {cause}",
             rank=rank,
             epoch=group.epoch,
             operation=_name(item),

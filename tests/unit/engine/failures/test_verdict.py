@@ -50,13 +50,13 @@ def test_a_lost_peer_is_named_with_operation_step_and_cause() -> None:
     assert isinstance(error, PeerLost)
     assert str(error) == (
         "lost rank 0 (worker a at 10.0.0.1:7) in epoch 4 during all_reduce(x) #3 on rank 1 "
-        "(worker b), at step 4 of 9, COPY chunk 1: the cable"
+        "(worker b), at step 4 of 9, COPY chunk 1: Connection closed by peer: the cable"
     )
     assert (error.rank, error.epoch, error.operation) == (0, 4, "all_reduce(x) #3")
     assert error.certain
     assert error.__cause__ is cause
     idle = peer_lost(GROUP, 2, cause, None)
-    assert str(idle) == "lost rank 2 (worker c) in epoch 4: the cable"
+    assert str(idle) == "lost rank 2 (worker c) in epoch 4: Connection closed by peer: the cable"
     assert idle.operation == ""
 
 
