@@ -23,9 +23,9 @@ def free_port() -> int:
         return port
 
 
-def rank(number: int, world_size: int, port: int, home: Path) -> Command:
+def rank(number: int, world_size: int, port: int, home: Path, script: Path = SCRIPT) -> Command:
     return Command(
-        [sys.executable, "-W", "ignore", str(SCRIPT), "potluck"],
+        [sys.executable, "-W", "ignore", str(script), "potluck"],
         env={
             "POTLUCK_HOME": str(home),
             "OMP_NUM_THREADS": "1",
@@ -108,3 +108,25 @@ def test_a_key_that_no_rank_sets_is_named_with_all_who_wait_for_it(tmp_path: Pat
         gate.touch()
         assert run.finish() == 0, run.text
         assert "2 b'here'" in run.text
+
+
+IN_GLOO = """
+import numpy as np
+import potluck
+with potluck.init(backend="gloo") as ctx:
+    print(f"rank {ctx.rank}:", ctx.all_reduce(np.ones(1))[0])
+"""
+
+
+@needs_torch
+def test_gloo_worlds_name_the_missing_too(tmp_path: Path) -> None:
+    port = free_port()
+    script = tmp_path / "in_gloo.py"
+    script.write_text(IN_GLOO)
+    with rank(2, 3, port, tmp_path, script) as two:
+        two.wait_for(f"potluck: rank 2 can't reach rank 0 at 127.0.0.1:{port}; is it started?")
+        with rank(0, 3, port, tmp_path, script) as zero:
+            zero.wait_for("potluck: rank 0 waits for rank 1 (of 3 ranks) to join")
+            with rank(1, 3, port, tmp_path, script) as one:
+                for each in (zero, one, two):
+                    assert each.finish() == 0, each.text

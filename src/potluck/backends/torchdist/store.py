@@ -18,6 +18,7 @@ from potluck.errors import GroupError, LinkError, PeerLost, PotluckError, Remote
 from potluck.optional import require
 from potluck.service import start_thread, why
 from potluck.transport.listener import listening_socket
+from potluck.waiting import Reminder, reminding
 
 _ROLL_CALL_S = 0.4
 
@@ -34,15 +35,18 @@ def open_store(seat: Seat, timeout_s: float, *, is_client: bool = False) -> Any:
     if is_host:  # a port that is taken is our error then, and torch has opened nothing
         with taking_master_port(seat.port):
             options["master_listen_fd"] = listening_socket("", seat.port).detach()
+    unreached = f"rank {seat.rank} can't reach rank 0 at {seat.host}:{seat.port}; is it started?"
+    reminder = Reminder(lambda: "" if seat.local_rank else unreached, time.monotonic() + timeout_s)
     try:
-        store = dist.TCPStore(
-            seat.host,
-            seat.port,
-            is_master=is_host,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            **options,
-        )
+        with reminding(reminder):
+            store = dist.TCPStore(
+                seat.host,
+                seat.port,
+                is_master=is_host,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                **options,
+            )
     except RuntimeError as error:
         raise LinkError(
             f"rank 0 at MASTER_ADDR:MASTER_PORT {seat.host}:{seat.port} could not be reached; is "

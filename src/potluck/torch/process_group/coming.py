@@ -74,7 +74,10 @@ class _Meeting:
     def describe(self) -> str:
         if self.rank > 0:
             return "" if int(os.environ.get("LOCAL_RANK") or 0) else self.unreached
-        missing = self._missing()
+        try:
+            missing = self._missing()
+        except RuntimeError:  # the store is not there yet
+            missing = []
         if not missing:
             return ""
         return (
