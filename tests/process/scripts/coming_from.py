@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,13 @@ def check_word(span: str) -> bool:
 def abort_elsewhere(span: str) -> None:
     """A line that ends a group has a world of its own."""
 
+    told = threading.Event()
+
     def work(ctx: Any) -> None:
+        ctx.barrier()  # the ranks are linked: an abort reaches whom it can
         if ctx.rank == 0:
             exec(span, {"ctx": ctx})
+            assert told.wait(60)
             return
         try:
             ctx.barrier()
@@ -114,6 +119,8 @@ def abort_elsewhere(span: str) -> None:
             assert "why" in str(error)
         else:
             raise AssertionError("rank 1 was not told")
+        finally:
+            told.set()
 
     potluck.testing.world.run_world(2, work)
 
