@@ -100,7 +100,10 @@ if kind == "leaves a call behind":
     threading.Thread(target=never, daemon=True).start()
 if kind == "drops what it has":
     if context.rank == 1:
+        context.send(np.ones(1), 0)
         work_to_the_end()
+    else:
+        context.recv(np.ones(1), 1)
     del context, backend
 sys.exit(7)
 """

@@ -40,6 +40,8 @@ from potluck.wire.messages import Hello
 _AGAIN_S = 0.05
 _LOOK_S = 0.2
 _PROBE_S = 1.0
+_FIRST_PROBE_S = 0.1
+"""After a loss: who still runs comes at once."""
 _GRACE_S = 5.0
 """A guest waits so much longer than its deadline: who gathers decides at its own."""
 
@@ -205,7 +207,8 @@ class Gathering:
 
     def _gather(self, situation: Situation, deadline: float) -> Formed | None:
         """Wait for all who are to come, and tell them. None if another process gathers."""
-        probe_at = time.monotonic() + _PROBE_S
+        is_after_loss = situation.last.epoch > 0
+        probe_at = time.monotonic() + (_FIRST_PROBE_S if is_after_loss else _PROBE_S)
         reminder = Reminder(lambda: self._missing(situation), deadline)
         self._hall.open()
         try:
