@@ -74,6 +74,39 @@ except PotluckError as error:
 """
 
 
+TRAINING = """
+import hashlib, threading
+from potluck.training.elastic import ElasticLoop
+from potluck.training.replica import StateReplica
+from potluck.training.sampler import Schedule
+
+backend = AutoDiscoveryBackend(min_peers=2, finders=finders, port=0)
+say(port=backend.port)
+ctx = DistributedContext(backend, timeout_s=60)
+weights = np.zeros(1000)
+end = threading.Event()
+threading.Thread(target=lambda: sys.stdin.readline() and end.set(), daemon=True).start()
+job = ElasticLoop(
+    ctx,
+    Schedule(num_samples=64, batch_size=8, epochs=1_000_000, seed=3),
+    StateReplica(lambda: {"weights": weights}, lambda new: np.copyto(weights, new["weights"])),
+)
+world = 0
+for share in job:
+    with job.step():
+        gradient = np.full(1000, float(share.indices.sum() * (share.weight > 0)))
+        ctx.all_reduce(gradient, op="sum")
+        job.commit(loss=float(end.is_set()))
+        weights += gradient
+    if ctx.world_size != world and job.step_number > 5:
+        world = ctx.world_size
+        say(world=world, rank=ctx.rank)
+    if job.last_loss > 0:
+        break
+say(steps=job.step_number, weights=hashlib.sha256(weights.tobytes()).hexdigest())
+"""
+
+
 class Script:
     """One process, which says JSON line by line; it knows the ``ports`` of others."""
 
@@ -162,3 +195,18 @@ def test_a_process_that_comes_late_is_told_by_whom_the_group_was_formed() -> Non
     assert "a group of 3 processes was formed at" in said["text"]
     assert f"127.0.0.1:{scripts[0].port}" in said["text"]
     assert "POTLUCK_MIN_PEERS" in said["text"]
+
+
+def test_a_training_goes_on_with_equal_weights_after_rank_0_was_killed() -> None:
+    with started(TRAINING, 3) as scripts:
+        first = [script.hears() for script in scripts]
+        by_rank = {said["rank"]: script for said, script in zip(first, scripts, strict=True)}
+        assert all(said["world"] == 3 for said in first)
+        by_rank[0].kill()
+        for rank in (1, 2):
+            assert by_rank[rank].hears()["world"] == 2
+            by_rank[rank].go()
+        ends = [by_rank[rank].hears() for rank in (1, 2)]
+        assert [by_rank[rank].process.wait(PATIENCE_S) for rank in (1, 2)] == [0, 0]
+    assert ends[0] == ends[1]
+    assert ends[0]["steps"] > 5

@@ -14,11 +14,12 @@ from functools import partial
 
 from potluck.backends import discovery_paths
 from potluck.backends.base import StaticBackend
-from potluck.backends.discovery_gather import First, Gathering, Next, Situation
+from potluck.backends.discovery_gather import Gathering
 from potluck.backends.discovery_hall import Hall
 from potluck.backends.discovery_peers import FORMED, Acquaintances, Peer
 from potluck.backends.discovery_rules import SETTLE_S, FirstGroup
 from potluck.backends.discovery_search import JOIN, MEET, Search, welcome_guest
+from potluck.backends.discovery_situations import First, Next, Situation
 from potluck.backends.tcp import TcpBase, is_port_taken
 from potluck.cluster.discovery.advert import new_instance
 from potluck.cluster.discovery.everywhere import all_finders

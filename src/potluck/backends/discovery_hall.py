@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import Condition
 
-from potluck.errors import LinkError
+from potluck.errors import PotluckError
 from potluck.transport.blocking import receive
 from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import Member
-from potluck.wire.gathering import JOINING, Joining, Seat, checked
+from potluck.wire.gathering import INSTANCE, JOINING, Joining, Seat, checked
 from potluck.wire.messages import Hello, Refusal, Welcome
 
 _OPENS_S = 1.0
@@ -53,7 +53,7 @@ class Hall:
                     refusal = Refusal("not_ready", "that process does not gather a group now")
                     break
                 self._changed.wait(left)
-        if refusal is None and not (0 < hello.port < 65536 and hello.worker):
+        if refusal is None and not (0 < hello.port < 65536 and INSTANCE.match(hello.worker)):
             refusal = Refusal("port", "that process listens nowhere")
         if refusal is not None:
             return Admission(refusal)
@@ -94,7 +94,7 @@ class Hall:
         try:
             joining = receive(link, JOINING, time.monotonic() + _JOINING_S)
             checked(joining.seats)
-        except LinkError:
+        except PotluckError:
             link.close()
             return
         member = Member(hello.worker, node, link.peer_host, hello.port)

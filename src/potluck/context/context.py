@@ -186,7 +186,8 @@ class DistributedContext(Collectives):
         """
         if not self.elastic:
             raise ConfigurationError(
-                "this context can't re-form after a loss: start the script with `potluck run`"
+                "this context can't re-form after a loss: start the script with `potluck run`, or "
+                "let the processes find each other (backend='discovery')"
             ) from cause
         error = cause if isinstance(cause, GroupError) else None
         started = time.monotonic()

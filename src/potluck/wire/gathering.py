@@ -6,6 +6,8 @@ the group may ask it to ``Measure`` paths, each answered by ``Reading``, and end
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from typing import Annotated
 
 import msgspec
@@ -18,7 +20,9 @@ from potluck.wire.format import MessageFormat
 MAX_GATHERING = 1 << 20
 MAX_SEATS = 4096
 
-Instance = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+INSTANCE = re.compile("^[0-9a-f]{32}$")
+
+Instance = Annotated[str, msgspec.Meta(pattern=INSTANCE.pattern)]
 Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -80,4 +84,8 @@ def checked(seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
     for seat in seats:
         if not 0 <= seat.member.port < 65536:
             raise ProtocolError(f"not a seat: {seat.member.port} is no port")
+        try:
+            ipaddress.ip_address(seat.member.host.partition("%")[0] or "::")
+        except ValueError as error:
+            raise ProtocolError(f"not a seat: {seat.member.host!r} is no address") from error
     return seats

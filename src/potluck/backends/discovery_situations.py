@@ -1,0 +1,198 @@
+"""Which group is wanted: the first, of processes that have found each other, or the next, of those
+that remain of the last one. What is enough for either: ``discovery_rules.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import Enum, auto
+from typing import Protocol
+
+from potluck.backends.discovery_hall import Guest
+from potluck.backends.discovery_peers import Acquaintances
+from potluck.backends.discovery_rules import FirstGroup, NextGroup
+from potluck.backends.discovery_search import Search
+from potluck.errors import Evicted, GroupError, Refused
+from potluck.types import Member
+from potluck.wire.gathering import Formed, Seat
+
+
+class Found(Enum):
+    """What came of calling a process."""
+
+    RUNS = auto()
+    GONE = auto()
+    SILENT = auto()
+
+
+class Situation(Protocol):
+    """Which group is wanted, and whom it concerns. Ids are instances."""
+
+    @property
+    def last(self) -> Formed:
+        """The group that this process was in last; epoch 0 and whom it has found before that."""
+
+    def seat(self, instance: str) -> Seat:
+        """How to call a process; KeyError if it does not matter any more."""
+
+    def seniors(self) -> list[str]:
+        """The processes that would gather the group rather than this one, in that order."""
+
+    def absent(self, joined: list[str]) -> list[str]:
+        """The processes that have not come and may yet."""
+
+    def heard(self, instance: str, found: Found) -> None:
+        """What came of calling a process."""
+
+    def learn(self, guest: Guest) -> None:
+        """A guest says which group it was in, or whom it knows. Evicted if that left me out."""
+
+    def is_complete(self, joined: list[str]) -> bool:
+        """Whether the group is formed now."""
+
+    def must_go_on(self, joined: list[str]) -> bool:
+        """At the deadline: whether the group is formed all the same; else the error is raised."""
+
+    def refused(self, seat: Seat, error: Refused) -> None:
+        """A process that was asked is in another group. Raises if that is the answer."""
+
+    def chosen(self, joined: list[str]) -> list[str]:
+        """The guests that get in, the most senior first."""
+
+
+class First:
+    """The situation of processes that have found each other and were in no group yet."""
+
+    def __init__(self, me: str, rule: FirstGroup, peers: Acquaintances, search: Search) -> None:
+        self._me = me
+        self._rule = rule
+        self._peers = peers
+        self._search = search
+        self._told: set[str] = set()
+
+    @property
+    def last(self) -> Formed:
+        peers = self._peers.peers
+        return Formed(0, tuple(self.seat(peer.instance) for peer in peers))
+
+    def seat(self, instance: str) -> Seat:
+        peer = self._peers.get(instance)
+        return Seat(instance, Member("", peer.node, peer.host, peer.port))
+
+    def seniors(self) -> list[str]:
+        self._peers.check_standing()
+        if self._rule.world_size == 1:
+            return []
+        return [peer.instance for peer in self._peers.peers if peer.instance < self._me]
+
+    def absent(self, joined: list[str]) -> list[str]:
+        return [p.instance for p in self._peers.peers if p.instance not in joined]
+
+    def heard(self, instance: str, found: Found) -> None:
+        if found is not Found.RUNS:
+            self._peers.lost(instance)
+            self._search.lost(instance)
+
+    def learn(self, guest: Guest) -> None:
+        if guest.seat.instance in self._told:
+            return
+        self._told.add(guest.seat.instance)
+        known = {self._me, *(peer.instance for peer in self._peers.peers)}
+        for seat in guest.joining.seats:
+            if seat.instance not in known and seat.member.host:
+                self._search.look_at(seat.member.host, seat.member.port)
+
+    def is_complete(self, joined: list[str]) -> bool:
+        if self._peers.is_late:
+            return False
+        known = [peer.instance for peer in self._peers.peers]
+        return self._rule.is_complete(known, joined, time.monotonic())
+
+    def must_go_on(self, joined: list[str]) -> bool:
+        return False
+
+    def refused(self, seat: Seat, error: Refused) -> None:
+        member = seat.member
+        self._peers.lost(seat.instance)
+        self._peers.refused(member.host, member.port, error)
+        self._search.look_at(member.host, member.port)
+
+    def chosen(self, joined: list[str]) -> list[str]:
+        return sorted(joined)[: self._rule.world_size - 1 if self._rule.world_size else None]
+
+
+class Next:
+    """The situation of those that remain of ``last``."""
+
+    def __init__(self, me: str, last: Formed, cause: BaseException | None) -> None:
+        self._me = me
+        self._last = last
+        self._cause = cause
+        self._rule = NextGroup([seat.instance for seat in last.seats])
+
+    @property
+    def last(self) -> Formed:
+        return self._last
+
+    def seat(self, instance: str) -> Seat:
+        return self._last.seats[self._last.rank_of(instance)]
+
+    def seniors(self) -> list[str]:
+        now, mine = time.monotonic(), self._last.rank_of(self._me)
+        return [
+            instance
+            for instance in self._rule.seats[:mine]
+            if instance not in self._rule.gone and not self._rule.is_silent(instance, now)
+        ]
+
+    def absent(self, joined: list[str]) -> list[str]:
+        return self._rule.absent([self._me, *joined])
+
+    def heard(self, instance: str, found: Found) -> None:
+        if found is Found.RUNS:
+            self._rule.answered(instance)
+        elif found is Found.GONE:
+            self._rule.ended(instance)
+        else:
+            self._rule.unanswered(instance, time.monotonic())
+
+    def learn(self, guest: Guest) -> None:
+        """A guest that was in a newer group than this process: those that remain are its."""
+        joining = guest.joining
+        if joining.epoch <= self._last.epoch:
+            return
+        mine = {seat.instance: seat for seat in self._last.seats}
+        seats = tuple(mine[each.instance] for each in joining.seats if each.instance in mine)
+        if self._me not in {seat.instance for seat in seats}:
+            raise self._evicted("a newer group was formed without this process")
+        self._last = Formed(joining.epoch, seats, self._last.paths)
+        gone = self._rule.gone
+        self._rule = NextGroup([seat.instance for seat in seats], gone)
+
+    def is_complete(self, joined: list[str]) -> bool:
+        return self._rule.is_complete([self._me, *joined], time.monotonic())
+
+    def must_go_on(self, joined: list[str]) -> bool:
+        objection = self._rule.objection([self._me, *joined])
+        if objection:
+            last = self._last
+            raise GroupError(
+                f"no group after epoch {last.epoch}: {objection}. Start all processes again, from "
+                "their last checkpoint",
+                rank=last.rank_of(self._me),
+                epoch=last.epoch,
+            ) from self._cause
+        return True
+
+    def refused(self, seat: Seat, error: Refused) -> None:
+        raise self._evicted(str(error)) from error
+
+    def chosen(self, joined: list[str]) -> list[str]:
+        return [instance for instance in self._rule.seats if instance in joined]
+
+    def _evicted(self, reason: str) -> Evicted:
+        return Evicted(
+            f"the others have gone on without this process: {reason}",
+            rank=self._last.rank_of(self._me),
+            epoch=self._last.epoch,
+        )
