@@ -87,6 +87,16 @@ fuzz: ## Hostile bytes for the native frame parser, 5 minutes (ARGS="SECONDS SEE
 	@tools/environment dev
 	@tools/sanitize fuzz $(ARGS)
 
+.PHONY: portable
+portable: ## Compile the native core for ARM, macOS and Windows; run its tests on ARM (QEMU)
+	@tools/environment dev
+	@tools/portable $(ARGS)
+
+.PHONY: test-without-torch
+test-without-torch: ## The tests that need no torch, in an environment that has none (build/without-torch)
+	@tools/environment dev
+	@tools/without-torch $(ARGS)
+
 .PHONY: test-oldest-torch
 test-oldest-torch: ## The tests of torch's part on the oldest torch declared, in a venv of its own
 	@tools/oldest-torch $(ARGS)

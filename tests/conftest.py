@@ -8,8 +8,10 @@ test and is named.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -17,6 +19,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import hypothesis
 import pytest
@@ -75,6 +78,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
             if reason := hosts.missing():
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# ---------------------------------------------------------------- without PyTorch
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+IMPORTS_TORCH = re.compile(r"^(import|from) (potluck\.)?(torch|testing\.process_groups)\b", re.M)
+
+
+class NeedsTorch(pytest.Module):
+    """A file of tests that imports torch itself. Other files must not need torch to be imported."""
+
+    def collect(self) -> NoReturn:
+        pytest.skip("needs PyTorch, which is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> NeedsTorch | None:
+    if HAS_TORCH or not IMPORTS_TORCH.search(module_path.read_text()):
+        return None
+    return NeedsTorch.from_parent(parent, path=module_path)
 
 
 # ---------------------------------------------------------------- what every test gets

@@ -271,6 +271,7 @@ def test_a_node_that_takes_no_part_gets_no_code(folder: Path) -> None:
 
 
 def test_versions_that_do_not_fit_are_an_error_that_names_the_node() -> None:
+    pytest.importorskip("torch")
     mine = own_versions()
     fits = msgspec.structs.replace(mine, python=mine.python.rpartition(".")[0] + ".99")
     check_versions(mine, {"attic": fits, "laptop": mine})
