@@ -7,8 +7,14 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
+#if defined(__clang__)  // where sse4.2 does not bring the instruction's own feature along
+#define POTLUCK_CRC_TARGET __attribute__((target("sse4.2,crc32")))
+#define POTLUCK_FOLD_TARGET \
+    __attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul,sse4.2,crc32")))
+#else
 #define POTLUCK_FOLD_TARGET __attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul,sse4.2")))
 #define POTLUCK_CRC_TARGET __attribute__((target("sse4.2")))
+#endif
 #elif defined(__aarch64__) && defined(__GNUC__)
 #include <arm_acle.h>
 #if defined(__clang__)

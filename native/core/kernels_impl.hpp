@@ -126,18 +126,18 @@ struct Product {
 // The second when they are equal, NaN when either is.
 struct Min {
     template <class T>
-    static T of(T a, T b) { return (a < b) | (a != a) ? a : b; }
+    static T of(T a, T b) { return ((a < b) | (a != a)) ? a : b; }
 };
 struct Max {
     template <class T>
-    static T of(T a, T b) { return (a > b) | (a != a) ? a : b; }
+    static T of(T a, T b) { return ((a > b) | (a != a)) ? a : b; }
 };
 // The first when they are equal: NumPy's rule for float16.
 struct MinFirst {
-    static float of(float a, float b) { return (a <= b) | (a != a) ? a : b; }
+    static float of(float a, float b) { return ((a <= b) | (a != a)) ? a : b; }
 };
 struct MaxFirst {
-    static float of(float a, float b) { return (a >= b) | (a != a) ? a : b; }
+    static float of(float a, float b) { return ((a >= b) | (a != a)) ? a : b; }
 };
 struct Band {
     template <class T>
