@@ -73,6 +73,16 @@ docs: ## Build the documentation as a site, the reference of the API included, i
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo 'potluck: to read it: $(BIN)/python -m http.server --directory site'
 
+.PHONY: torchft-suite
+torchft-suite: ## torchft's own process group tests on Gloo and potluck; writes docs/torchft-tests.md
+	@tools/environment ecosystem
+	@$(BIN)/python tests/torchft_suite/run.py
+
+.PHONY: ecosystem
+ecosystem: ## Install DeepSpeed, Ray and torchft (400 MB) and run their tests on potluck
+	@tools/environment ecosystem
+	@$(BIN)/pytest -q $(ARGS) tests/process/test_frameworks.py
+
 .PHONY: native
 native: ## Build the native core again after a change in native/ (seconds)
 	@tools/native

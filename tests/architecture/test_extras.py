@@ -43,4 +43,6 @@ def test_every_extra_that_a_text_names_exists() -> None:
         for extra in extras.split(",")
     }
     assert {"torch", "sklearn"} <= named <= set(EXTRAS)
-    assert {"torch", "mpi", "tensorboard", "ecosystem", "bench"} == {e for _, e in REQUIRED}
+    assert {"torch", "mpi", "tensorboard", "ecosystem", "bench", "torchft"} == {
+        e for _, e in REQUIRED
+    }

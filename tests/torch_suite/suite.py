@@ -15,10 +15,11 @@ import json
 import os
 import sys
 import tempfile
-import time
 import unittest
 from pathlib import Path
 from typing import Any
+
+from recorder import Recorder
 
 TEST_TIMEOUT_S = 90
 
@@ -57,39 +58,6 @@ def prepare(backend: str, world_size: int = 4) -> Any:
     return Suite
 
 
-class Recorder(unittest.TestResult):
-    """Keeps one line for each test: its outcome, its seconds, and why."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outcomes: dict[str, dict[str, Any]] = {}
-
-    def startTest(self, test: unittest.TestCase) -> None:
-        super().startTest(test)
-        self._started = time.monotonic()
-
-    def addSuccess(self, test: unittest.TestCase) -> None:
-        self._note(test, "pass", "")
-
-    def addFailure(self, test: unittest.TestCase, error: Any) -> None:
-        self._note(test, "fail", str(error[1]))
-
-    addError = addFailure
-
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        self._note(test, "skip", reason)
-
-    def addExpectedFailure(self, test: unittest.TestCase, error: Any) -> None:
-        self._note(test, "pass", "")
-
-    def _note(self, test: unittest.TestCase, outcome: str, reason: str) -> None:
-        name = test.id().split(".")[-1]
-        seconds = round(time.monotonic() - self._started, 2)
-        self.outcomes[name] = {"outcome": outcome, "seconds": seconds, "reason": reason}
-        if outcome != "skip":
-            print(f"{outcome:4} {seconds:6.2f} s  {name}", file=sys.stderr, flush=True)
-
-
 def run(backend: str, patterns: list[str]) -> dict[str, dict[str, Any]]:
     """The outcome of every test of the suite whose name matches one of ``patterns``."""
     suite = prepare(backend)
@@ -101,7 +69,7 @@ def run(backend: str, patterns: list[str]) -> dict[str, dict[str, Any]]:
     recorder = Recorder()
     for name in names:
         suite(name).run(recorder)
-    return recorder.outcomes
+    return {name.split(".")[-1]: each for name, each in recorder.outcomes.items()}
 
 
 if __name__ == "__main__":

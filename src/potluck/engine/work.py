@@ -90,7 +90,8 @@ class Work:
         """
         if not self._block(timeout):
             raise OperationTimeout(
-                f"{self.call} has not ended after {timeout} s", operation=self.call
+                f"{self.call} has not ended after {timeout} s (timed out)",
+                operation=self.call,
             )
         if self._error is not None:
             raise again(self._error)

@@ -1,5 +1,8 @@
 """potluck for PyTorch: data parallelism and the elastic training loop."""
 
+import importlib
+from typing import Any
+
 from potluck.optional import require
 
 require("torch", "torch")
@@ -38,3 +41,10 @@ __all__ = [
 ]
 
 _register()
+
+
+def __getattr__(name: str) -> Any:
+    """``ProcessGroupPotluck`` derives from torchft's class: torchft is imported when it is used."""
+    if name == "ProcessGroupPotluck":
+        return importlib.import_module("potluck.torch.plugins.torchft").ProcessGroupPotluck
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -53,12 +53,13 @@ BLOCKED = """
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("accelerate", "transformers"):
+        if name.split(".")[0] in ("accelerate", "transformers", "torchft"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 import potluck
 for use in ("from potluck.torch.plugins.accelerate import process_group; process_group()",
-            "import potluck.torch.plugins.transformers"):
+            "import potluck.torch.plugins.transformers",
+            "from potluck.torch import ProcessGroupPotluck"):
     try:
         exec(use)
     except potluck.errors.MissingDependency as error:
@@ -72,6 +73,16 @@ def test_a_missing_front_end_is_one_sentence_with_the_pip_command() -> None:
     )
     assert run.stdout.splitlines() == [
         f"this needs the Python package {package!r}, which is not installed: "
-        "pip install 'potluck[ecosystem]'"
-        for package in ("accelerate", "transformers")
+        f"pip install 'potluck[{extra}]'"
+        for package, extra in (
+            *(("accelerate", "ecosystem"), ("transformers", "ecosystem")),
+            ("torchft", "torchft"),
+        )
     ]
+
+
+def test_a_name_that_potluck_torch_lacks_is_an_attribute_error() -> None:
+    import potluck.torch
+
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = potluck.torch.nonsense

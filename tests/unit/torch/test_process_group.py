@@ -339,6 +339,24 @@ def test_a_future_becomes_the_list_of_tensors_and_its_callbacks_may_communicate(
     on_groups(body)
 
 
+def test_once_a_work_was_waited_for_its_future_is_complete() -> None:
+    """Whether it was asked for before or after: callbacks chained onto it run at once (torchft)."""
+
+    def body(group: PotluckProcessGroup) -> None:
+        before = group.allreduce([torch.ones(3)])
+        future = before.get_future()
+        assert before.wait()
+        assert future.done()
+        after = group.allreduce([torch.ones(3)])
+        assert after.wait()
+        assert after.get_future().done()
+        ran: list[bool] = []
+        after.get_future().then(lambda _: ran.append(True))
+        assert ran == [True]
+
+    on_groups(body)
+
+
 def test_sparse_tensors_are_summed_entry_by_entry() -> None:
     def body(group: PotluckProcessGroup) -> Tensor:
         rank = group.rank()

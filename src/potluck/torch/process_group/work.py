@@ -78,7 +78,18 @@ class GroupWork(dist.Work):
         """Whether ``settle`` waits for the works one by one, to overlap them with its copies."""
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Block until the operation has ended, at most ``timeout`` (0: the operation's own)."""
+        """Block until the operation has ended, at most ``timeout`` (0: the operation's own).
+
+        The future, if there is one, is complete then too.
+        """
+        try:
+            self._finish(timeout)
+        finally:
+            if self._future is not None and self._has_ended():
+                self._future.complete_now()
+        return True
+
+    def _finish(self, timeout: timedelta = _NO_LIMIT) -> None:
         seconds = timeout.total_seconds() if timeout else None
         if seconds is not None and seconds <= 0:
             seconds = None
@@ -89,14 +100,16 @@ class GroupWork(dist.Work):
             self._record.ended.wait()
         if self._settle is not None:
             self._bring_home()
-        return True
+
+    def _has_ended(self) -> bool:
+        return all(work.done() for work in self._works)
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not; if well, the results are in place."""
-        if not all(work.done() for work in self._works):
+        if not self._has_ended():
             return False
         if self._settle is not None and self.is_success():
             self._bring_home()
@@ -121,7 +134,11 @@ class GroupWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> GroupFuture:
-        """A future that becomes the list of result tensors, or raises what the operation raised."""
+        """A future that becomes the list of result tensors, or raises what the operation raised.
+
+        Of an operation that has ended it is complete when it is returned, as callers of Gloo's
+        expect (torchft chains callbacks onto it that must run at once).
+        """
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -131,7 +148,10 @@ class GroupWork(dist.Work):
             # backward that we are in ends with the error as it is, just before that code looks.
             # It completes the future too, if nobody was faster: that spares a change of threads.
             torch.autograd.Variable._execution_engine.queue_callback(future.end_backward)
-        self.when_done(lambda: self._completions.submit(future.complete))
+        if self._has_ended():
+            future.complete()
+        else:
+            self.when_done(lambda: self._completions.submit(future.complete))
         return future
 
     getFuture = get_future
@@ -181,21 +201,25 @@ class GroupFuture(torch.futures.Future[Any]):
         if not self._once.acquire(blocking=False):
             return
         try:
-            self._work.wait()
+            self._work._finish()
         except BaseException as error:
             self.set_exception(error)
         else:
             self.set_result(self._work._tensors)
 
+    def complete_now(self) -> None:
+        """The same, but another thread that completes it is waited for; never raises."""
+        self.complete()
+        with contextlib.suppress(Exception):
+            super().wait()
+
     def end_backward(self) -> None:
         """Wait for the work in the thread that ran the backward, and raise what it raised."""
         self._work.wait()
-        self.complete()
 
     def wait(self) -> Any:
         with contextlib.suppress(Exception):  # raised again, from the future, below
             self._work.wait()
-        self.complete()
         return super().wait()
 
 

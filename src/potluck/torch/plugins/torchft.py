@@ -1,0 +1,75 @@
+"""torchft: ``ProcessGroupPotluck``, the process group for its ``Manager``.
+
+torchft forms a new group ("quorum") whenever a replica is lost or returns, and asks its process
+group to connect to the members of that quorum. Here each quorum is a potluck world of its own.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from potluck.optional import require
+from potluck.torch.process_group.group import PotluckProcessGroup
+from potluck.torch.process_group.rendezvous import meet
+
+_torchft: Any = require("torchft.process_group", "torchft")
+
+_NAME = "torchft"
+
+
+class ProcessGroupPotluck(_torchft.ProcessGroupWrapper):  # type: ignore[misc]
+    """torchft's reconfigurable process group over potluck: ``Manager(pg=ProcessGroupPotluck())``.
+
+    ``timeout`` is the deadline of a reconfiguration and of every operation. ``configure`` meets
+    the members of the next quorum in the store that torchft names; the links are mutual TLS under
+    the cluster secret. An operation that fails, or ``abort``, ends the group on all its ranks:
+    ``errored`` says why until the next ``configure``.
+    """
+
+    _pg: PotluckProcessGroup | None
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__(timeout)
+        self._aborted: Exception | None = None
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> PotluckProcessGroup:
+        self._aborted = None
+        seconds = self._timeout.total_seconds()
+        world = meet(store, rank, world_size, name=_NAME, timeout_s=seconds)
+        return PotluckProcessGroup(
+            world, world.communicator, name=_NAME, timeout=self._timeout, store=store
+        )
+
+    def errored(self) -> Exception | None:
+        """Why this group is over, as a RuntimeError; None while it is not."""
+        group = self._pg
+        if group is None:
+            return self._aborted
+        cause = group.communicator.error
+        if cause is None:
+            return None
+        error = RuntimeError(f"the process group was aborted: {cause}")
+        error.__cause__ = cause
+        return error
+
+    def abort(self, errored: bool = True) -> None:
+        """End the group on all its ranks; ``errored``: torchft has to form another."""
+        if errored:
+            self._aborted = self.errored() or RuntimeError("the process group was aborted")
+        super().abort(errored=errored)
+
+    def shutdown(self) -> None:
+        """Leave the group in order and close its links. Idempotent."""
+        group, self._pg = self._pg, None
+        if group is not None:
+            group.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The deadline of every operation from now on, and of the next ``configure``."""
+        super().set_timeout(timeout)
+        if self._pg is not None:
+            self._pg.set_timeout(timeout)
+
+    def getBackendName(self) -> str:
+        return "torchft-potluck"
