@@ -54,7 +54,9 @@ class Acquaintances:
         deadline = time.monotonic() + timeout
 
         def missing() -> str:
-            return f"{len(self._peers)} of {n} other processes found{complaint()}"
+            who = ", ".join(f"{peer.host}:{peer.port}" for peer in self.peers[:8])
+            found = f"{len(self._peers)} of {n} other processes found"
+            return f"{found}{' (' if who else ''}{who}{')' if who else ''}{complaint()}"
 
         reminder = Reminder(lambda: f"waiting for peers: {missing()}", deadline)
         with self.changed:

@@ -111,6 +111,8 @@ def test_who_is_found_proves_itself_and_another_cluster_is_not_found(
         with pytest.raises(OperationTimeout, match="0 of 1 other processes"):
             eve.wait_for_peers(1, 0.3)
         assert len(ada.peers) == 1
+        with pytest.raises(OperationTimeout, match=rf"1 of 2 .* found \(.*:{bob.port}\)"):
+            ada.wait_for_peers(2, 0.1)
     finally:
         for backend in (ada, bob, eve):
             backend.close()
