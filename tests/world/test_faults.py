@@ -486,7 +486,7 @@ def _count_segments(ctx: DistributedContext, after: int, act: Callable[[], None]
     start = received()
 
     def watch() -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 20
         while received() - start < after and time.monotonic() < deadline:
             time.sleep(0)
         act()

@@ -24,7 +24,7 @@ from potluck.settings import Settings
 from potluck.testing.worlds import run_all
 
 SETTINGS = Settings(
-    psk=hashlib.sha256(b"test").hexdigest(), peer_timeout_s=10, connection_timeout_s=0.5
+    psk=hashlib.sha256(b"test").hexdigest(), peer_timeout_s=10, connection_timeout_s=5.0
 )
 
 

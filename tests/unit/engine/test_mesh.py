@@ -26,7 +26,7 @@ from potluck.wire.messages import Hello
 
 EPOCH = 5
 SETTINGS = Settings(
-    psk=hashlib.sha256(b"unused").hexdigest(), connection_timeout_s=0.2, peer_timeout_s=5.0
+    psk=hashlib.sha256(b"unused").hexdigest(), connection_timeout_s=5.0, peer_timeout_s=20.0
 )
 STRANGER = new_credentials()
 OTHER = new_credentials()
@@ -34,7 +34,7 @@ OTHER = new_credentials()
 
 @pytest.fixture
 def base() -> Iterator[TcpBase]:
-    made = TcpBase("127.0.0.1", 0, SETTINGS, new_credentials())
+    made = TcpBase("127.0.0.1", 0, replace(SETTINGS, connection_timeout_s=1.0), new_credentials())
     yield made
     made.close()
 
