@@ -21,7 +21,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 POTLUCK_RUN = [*potluck_command(), "run", "--workers", "2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-RESULT = re.compile(r"rank \d of (\d), backend potluck: loss ([\d.]+) -> ([\d.]+)(.*)")
+RESULT = re.compile(
+    r"rank \d of (\d), backend potluck: loss ([\d.]+) -> ([\d.]+)(?:, parameters (\w{12}))?"
+)
 
 pytest.importorskip("torch")
 
