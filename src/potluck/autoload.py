@@ -9,6 +9,7 @@ imported without its extensions.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -28,7 +29,8 @@ def register() -> None:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
     dist.register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[attr-defined, no-untyped-call]
-    # Private, since torch lets no handler be registered twice; without it waits are silent.
+    # Private, since torch lets no handler be registered twice; without it waits are silent, and
+    # `potluck run` knows nothing of the worlds that its workers form.
     handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {})
     for scheme in ("env", "tcp"):
         if scheme in handlers:
@@ -44,10 +46,13 @@ def _rendezvous(url: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _watched(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """``handler`` of torch's, which says for whom it waits if the group will be potluck's."""
+    """``handler`` of torch's, which says for whom it waits if the group will be potluck's. In a
+    worker of ``potluck run`` the ranks meet at their agents first."""
 
     def watched(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[Any]:
         limit = {} if timeout is None else {"timeout": timeout}
+        if os.environ.get("POTLUCK_AGENT"):
+            importlib.import_module(f"{_GROUPS}.launched").meet(url, timeout)
         caller = sys._getframe(1)  # init_process_group: a handler is not told the backend
         if timeout is None or NAME not in str(caller.f_locals.get("backend", "")):
             yield from handler(url, **limit, **options)

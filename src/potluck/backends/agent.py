@@ -14,18 +14,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
-from potluck.backends.agent_link import AgentLink
+from potluck.backends.agent_link import AgentLink, agent_address
 from potluck.backends.agent_waits import Waits
+from potluck.backends.last_words import LastWords, is_group_error, may_follow_from_a_loss
 from potluck.backends.tcp import TcpBase, is_port_taken
 from potluck.engine.communicator import Communicator
 from potluck.errors import (
     AgentLost,
     ConfigurationError,
-    Desync,
     Evicted,
     GroupError,
     OperationTimeout,
@@ -42,10 +40,6 @@ from potluck.wire.messages import Hello
 FIRST_VIEW_S = 600.0
 """How long the first view may take: other workers may still be importing, or be started again."""
 
-_GOODBYE_S = 2.0
-
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
-
 
 class AgentBackend:
     """The group of a worker that ``potluck run`` started.
@@ -54,10 +48,11 @@ class AgentBackend:
     missing, LinkError or Refused if the agent can't be reached or declines.
     """
 
-    elastic = True
-
-    def __init__(self, *, settings: Settings | None = None) -> None:
-        host, port = _agent_address()
+    def __init__(self, *, settings: Settings | None = None, elastic: bool = True) -> None:
+        """``elastic``: the script goes on in another group when one ends; else the agent starts all
+        workers again."""
+        host, port = agent_address()
+        self.elastic = elastic
         self.job = os.environ.get("POTLUCK_JOB", "")
         self.worker = os.environ.get("POTLUCK_WORKER", "")
         self._local_rank = int(os.environ.get("LOCAL_RANK") or 0)
@@ -72,7 +67,6 @@ class AgentBackend:
         self._chaos_steps: frozenset[int] = frozenset()
         self._chaos_done = -1
         self._step = -1
-        self._failed = False
         self._is_closed = False
         self._base = _listening(settings or load_settings(), self._local_rank)
         credentials = self._base.credentials
@@ -92,9 +86,13 @@ class AgentBackend:
         except BaseException:
             self._base.close()
             raise
+        self._last_words = LastWords(
+            self._talk,
+            describe=self._describe,
+            follows=is_group_error if self.elastic else may_follow_from_a_loss,
+            on_failure=self._tell_ranks,
+        )
         self._base.when_broken(self._unreachable)
-        self._previous_hook: Hook = sys.excepthook
-        sys.excepthook = self._uncaught
         atexit.register(self._end)
 
     # -- what the context asks
@@ -172,6 +170,7 @@ class AgentBackend:
                 pid=os.getpid(),
                 local_rank=self._local_rank,
                 cause=control.clip(str(cause or "")),
+                is_fixed=not self.elastic,
             )
         return control.Lost(
             epoch=after_epoch,
@@ -201,28 +200,19 @@ class AgentBackend:
         names = tuple(member.worker for member in view.members)
         return None if any(over.ends(view.epoch, names) for over in self._overs) else view
 
-    def _uncaught(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        traceback: TracebackType | None,
-    ) -> None:
-        """The script's own code raised: print it as ever, then tell the agent and all ranks."""
-        self._previous_hook(kind, error, traceback)
-        if isinstance(error, KeyboardInterrupt | AgentLost) or self._failed:
-            return
-        self._failed = True
-        secondary = isinstance(error, GroupError) and not isinstance(error, Desync)
+    def _describe(self) -> str:
         communicator = self._communicator
         rank = "" if communicator is None else f"rank {communicator.group.rank}, "
-        text = f"{rank}worker {self.worker} failed: {kind.__name__}: {error}"
-        self._talk.say(control.Failed(kind.__name__[:256], control.clip(text), secondary))
-        self._talk.flush(_GOODBYE_S)
-        if communicator is not None and not secondary:
+        return f"{rank}worker {self.worker}"
+
+    def _tell_ranks(self, error: BaseException) -> None:
+        """The script's own code raised: calls of other ranks that wait for this one end."""
+        communicator = self._communicator
+        if communicator is not None:
             group = communicator.group
             communicator.abort(
                 RemoteError(
-                    f"{group.describe(group.rank)} failed: {kind.__name__}: {error}",
+                    f"{group.describe(group.rank)} failed: {type(error).__name__}: {error}",
                     rank=group.rank,
                     epoch=group.epoch,
                 )
@@ -232,11 +222,7 @@ class AgentBackend:
         if self._is_closed:
             return
         self._is_closed = True
-        if not self._failed and self._stopped is None:
-            self._talk.finish()
-        self._talk.end()
-        if sys.excepthook == self._uncaught:
-            sys.excepthook = self._previous_hook
+        self._last_words.end(is_finished=self._stopped is None)
         atexit.unregister(self._end)
 
     # -- inside, on the agent link's thread
@@ -300,7 +286,7 @@ class AgentBackend:
         """This worker's listener broke. As a member it would only have the others wait for it, in
         one group after the other: the job fails, and says why."""
         with self._changed:
-            self._failed = True
+            self._last_words.has_failed = True
             self._talk.say(control.Failed("listener", control.clip(str(error))))
             self._stop(error)
 
@@ -342,13 +328,3 @@ def _listening(settings: Settings, local_rank: int) -> TcpBase:
             if not is_port_taken(error):
                 raise
     return TcpBase(host, 0, settings)
-
-
-def _agent_address() -> tuple[str, int]:
-    text = os.environ.get("POTLUCK_AGENT", "")
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit():
-        raise ConfigurationError(
-            f"POTLUCK_AGENT={text!r} is not host:port; `potluck run SCRIPT` sets it for its workers"
-        )
-    return host, int(port)

@@ -12,12 +12,13 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from potluck.backends.agent_waits import LOOK_EVERY_S
 from potluck.cluster.links.control import ControlLink
-from potluck.errors import LinkError, PotluckError
+from potluck.errors import ConfigurationError, LinkError, PotluckError
 from potluck.service import start_task, start_thread, why
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
@@ -32,6 +33,25 @@ _ORPHAN_S = 5.0
 
 _PROGRESS = {"step", "loss", "samples_per_s", "device", "committed_samples", "total_samples"}
 """Reported names that a message has fields for; all others are facts."""
+
+
+_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
+
+
+def is_linked() -> bool:
+    """Whether this process has a link to its agent: it may have one."""
+    return any(link.owner == os.getpid() for link in _links)
+
+
+def agent_address() -> tuple[str, int]:
+    """Where POTLUCK_AGENT says that the agent listens; ConfigurationError if it does not."""
+    text = os.environ.get("POTLUCK_AGENT", "")
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit():
+        raise ConfigurationError(
+            f"POTLUCK_AGENT={text!r} is not host:port; `potluck run SCRIPT` sets it for its workers"
+        )
+    return host, int(port)
 
 
 class Progress:
@@ -94,6 +114,8 @@ class AgentLink:
         ended the link when nobody here had ended it.
         """
         self.progress = Progress()
+        self.owner = os.getpid()
+        _links.add(self)
         self._take = take
         self._look = look
         self._on_lost = on_lost
@@ -151,6 +173,7 @@ class AgentLink:
         """Close the link in order and join its thread. Idempotent."""
         self._call(self._begin_end)
         self._thread.join()
+        _links.discard(self)
 
     def _call(self, action: Callable[[], None]) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,13 @@ import typer
 
 from potluck.cli.files import check_writable
 from potluck.errors import ConfigurationError, PotluckError
+
+
+class OnLoss(StrEnum):
+    """What follows when a script that is not elastic loses a worker."""
+
+    RESTART = "restart"
+    FAIL = "fail"
 
 
 def run(
@@ -45,9 +53,36 @@ def run(
             min=0, help="On how many machines of the cluster, this one among them; 0: on all."
         ),
     ] = 0,
+    min_nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many machines must be there before the job starts (default: "
+            "POTLUCK_MIN_PEERS others).",
+            show_default=False,
+        ),
+    ] = None,
+    min_workers: Annotated[
+        int,
+        typer.Option(help="How many workers are enough to begin when --wait is over."),
+    ] = 1,
+    wait: Annotated[
+        float,
+        typer.Option(help="Seconds to wait for machines, and for workers that are not ready."),
+    ] = 60.0,
+    on_loss: Annotated[
+        OnLoss,
+        typer.Option(
+            help="When a script that is not elastic loses a worker: restart all workers, up to "
+            "--max-restarts, or fail."
+        ),
+    ] = OnLoss.RESTART,
     max_restarts: Annotated[
         int,
-        typer.Option(help="How often a worker that was killed by a signal is started again."),
+        typer.Option(
+            help="How often a worker that was killed by a signal is started again, or all workers "
+            "of a script that is not elastic."
+        ),
     ] = 3,
     peer_timeout: Annotated[
         float | None,
@@ -86,7 +121,9 @@ def run(
     Elsewhere they start on this machine.
 
     Each line a worker writes is shown with the worker's number (and machine) in front. A worker
-    that is killed is left behind by the others within a step, started again, and taken back in.
+    that is killed is left behind by the others within a step, started again, and taken back in; a
+    script that is not elastic (torch's init_process_group) is started again on all workers, and
+    resumes from its own checkpoint.
     Ctrl-C is passed on to all workers; a second Ctrl-C kills them.
 
     The exit code is that of the first worker whose own code failed; 0 if all went well.
@@ -107,6 +144,10 @@ def run(
             num_workers=1 if workers is None else workers,
             max_nodes=nodes,
             max_restarts=max_restarts,
+            restarts_worlds=on_loss is OnLoss.RESTART,
+            wait_s=wait,
+            min_workers=min_workers,
+            min_nodes=min_nodes or 1,
             chaos=parse_chaos(chaos),
         )
         options.check()

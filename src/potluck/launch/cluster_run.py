@@ -99,6 +99,10 @@ async def _run(options: Options, settings: Settings, watcher: Watcher) -> Summar
         peer_timeout_s=settings.peer_timeout_s,
         chaos="; ".join(str(fault) for fault in options.chaos.waiting),
         wire=settings.wire,
+        restarts_worlds=options.restarts_worlds,
+        wait_s=options.wait_s,
+        min_workers=options.min_workers,
+        min_nodes=options.min_nodes,
     )
     run = ClusterRun(str(options.script))
     watcher.begin(run)

@@ -65,13 +65,18 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run, and how. ``num_workers`` are those of one node, ``max_nodes`` 0 means all."""
+    """What to run, and how. ``num_workers`` are those of one node, ``max_nodes`` 0 means all, and
+    ``min_nodes`` are to be there within ``wait_s``. The rest as in ``roster.Policy``."""
 
     script: Path
     arguments: tuple[str, ...] = ()
     num_workers: int = 1
     max_nodes: int = 0
     max_restarts: int = 3
+    restarts_worlds: bool = True
+    wait_s: float = 60.0
+    min_workers: int = 1
+    min_nodes: int = 1
     chaos: ChaosPlan = field(default_factory=lambda: ChaosPlan([]))
 
     def check(self) -> None:
@@ -82,6 +87,14 @@ class Options:
             )
         if self.max_restarts < 0:
             raise ConfigurationError(f"--max-restarts {self.max_restarts}: 0 or more is needed")
+        if self.min_workers < 1:
+            raise ConfigurationError(f"--min-workers {self.min_workers}: 1 or more is needed")
+        if not 0 <= self.wait_s < float("inf"):
+            raise ConfigurationError(f"--wait {self.wait_s:g}: seconds, 0 or more, are needed")
+        if self.max_nodes and self.min_nodes > self.max_nodes:
+            raise ConfigurationError(
+                f"--min-nodes {self.min_nodes} is more than --nodes {self.max_nodes}"
+            )
         try:
             here = Path.cwd()
         except FileNotFoundError:
@@ -114,7 +127,12 @@ async def _run(options: Options, settings: Settings, watcher: Watcher) -> Summar
         id=f"{options.script.stem[:64]}-{secrets.token_hex(4)}",
         script=str(options.script),
         workers=tuple(str(index) for index in range(options.num_workers)),
-        policy=Policy(max_restarts=options.max_restarts),
+        policy=Policy(
+            max_restarts=options.max_restarts,
+            restarts_worlds=options.restarts_worlds,
+            wait_s=options.wait_s,
+            min_workers=options.min_workers,
+        ),
         wire=settings.wire,
     )
     agent = Agent(

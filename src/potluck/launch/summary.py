@@ -46,6 +46,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     ``hashes_equal`` is None when no worker reported a parameter hash. ``problems`` are sentences;
     ``exit_code`` is 0 exactly if there are none. ``samples`` is None where the script told of none.
+    ``world_restarts``: how often all workers of a script that is not elastic were started again.
     """
 
     job: str
@@ -62,6 +63,7 @@ class Summary(msgspec.Struct, frozen=True):
     events: tuple[str, ...]
     version: int = 1
     samples: Samples | None = None
+    world_restarts: int = 0
 
 
 def summarize(
@@ -83,7 +85,7 @@ def summarize(
             worker=worker.name,
             finished=worker.finished,
             exit=exit_codes.get(worker.name),
-            restarts=worker.restarts,
+            restarts=worker.attempt,
             parameter_hash=_text(journal.facts_of(worker.name).facts.get(HASH)),
             facts=dict(journal.facts_of(worker.name).facts),
         )
@@ -111,6 +113,7 @@ def summarize(
         problems=tuple(problems),
         events=tuple(f"{note.at:.1f} s: {note.text}" for note in journal.notes),
         samples=journal.course.samples(now),
+        world_restarts=state.world.number,
     )
 
 

@@ -35,6 +35,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """I have no usable group and want a view with an epoch above ``after_epoch``.
 
     ``host`` and ``port`` say where my listener is; an empty host means the agent's own machine.
+    ``is_fixed``: my script can't change its world while it runs; ``port`` is where rank 0 will have
+    torch's store, if torch forms the world.
     """
 
     after_epoch: int
@@ -43,6 +45,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     host: Name = ""
     local_rank: int = 0
     cause: Text = ""
+    is_fixed: bool = False
 
 
 class Installed(msgspec.Struct, frozen=True, tag=True):
@@ -214,7 +217,8 @@ class Samples(msgspec.Struct, frozen=True):
 
 class StatusReply(msgspec.Struct, frozen=True, tag=True):
     """One job as its agent sees it. ``started`` is Unix time in seconds; ``samples`` is None where
-    the script does not tell of them."""
+    the script does not tell of them; ``world_restarts`` is how often the world of a script that is
+    not elastic was started again."""
 
     job: Name
     node: Name
@@ -228,6 +232,7 @@ class StatusReply(msgspec.Struct, frozen=True, tag=True):
     events: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
     wire: Name = SEALED
     samples: Samples | None = None
+    world_restarts: int = 0
 
 
 FromWorker = (

@@ -33,7 +33,8 @@ class JobSpec(msgspec.Struct, frozen=True):
     ``script`` is a path below the folder that travels as ``bundle``; ``below`` is where in that
     folder the command was given (empty: elsewhere), and ``directory`` where on the ``starter``.
     ``per_node`` workers run on each of at most ``max_nodes`` nodes (0: all). ``versions`` are the
-    starter's. ``started`` is Unix time.
+    starter's. ``started`` is Unix time. ``restarts_worlds``, ``wait_s`` and ``min_workers`` as in
+    ``roster.Policy``.
     """
 
     job: Job
@@ -47,6 +48,9 @@ class JobSpec(msgspec.Struct, frozen=True):
     per_node: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
     max_nodes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     max_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
+    restarts_worlds: bool = True
+    wait_s: float = 60.0
+    min_workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLACES)] = 1
     peer_timeout_s: float = 30.0
     chaos: Text = ""
     wire: Name = SEALED
@@ -60,6 +64,25 @@ class Place(msgspec.Struct, frozen=True):
     worker: Name
     node: Name
     local_rank: int
+
+
+class World(msgspec.Struct, frozen=True):
+    """What workers are started for: ``members`` in rank order, ``number`` how often the world was
+    started again, ``restarts`` those times that count. ``is_fixed``: see ``groups.worlds``."""
+
+    number: int = 0
+    members: Workers = ()
+    restarts: int = 0
+    is_fixed: bool = False
+    master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The newest process of ``worker``: in which ``attempt``, for which world."""
+
+    worker: Name
+    attempt: int
+    world: int
 
 
 Places = Annotated[tuple[Place, ...], msgspec.Meta(max_length=MAX_PLACES)]
@@ -121,10 +144,11 @@ class JobEnded(msgspec.Struct, frozen=True, tag=True):
 
 class Order(msgspec.Struct, frozen=True, tag=True):
     """I lead this job. Fetch its bundle from me if you have it not, and answer with Reported; take
-    it over with these ``places`` should I be lost."""
+    it over with these ``places`` and this ``world`` should I be lost."""
 
     spec: JobSpec
     places: Places
+    world: World = World()
 
 
 class JobList(msgspec.Struct, frozen=True, tag=True):
@@ -140,7 +164,8 @@ class JobStatus(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
-    """Start ``worker``, which was started ``attempt`` times again so far."""
+    """Start ``worker``, which was started ``attempt`` times again so far, for the world of the
+    last Order."""
 
     job: Job
     worker: Name
@@ -175,12 +200,13 @@ class TellWorkers(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reported(msgspec.Struct, frozen=True, tag=True):
-    """The order is carried out, or not, for this ``error``. ``alive`` are the workers of ``job``
-    that run here."""
+    """The order is carried out, or not, for this ``error``. ``started`` are the workers of ``job``
+    that were started here, ``alive`` those that run."""
 
     job: Job
     alive: Workers = ()
     error: Text = ""
+    started: Annotated[tuple[Started, ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
 
 
 class WorkerSaid(msgspec.Struct, frozen=True, tag=True):
@@ -201,11 +227,12 @@ class Output(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
-    """The process of a worker ended, with ``code`` as of subprocess."""
+    """The process that was started in ``attempt`` ended, with ``code`` as of subprocess."""
 
     job: Job
     worker: Name
     code: int
+    attempt: int = 0
 
 
 class WorkerHungUp(msgspec.Struct, frozen=True, tag=True):

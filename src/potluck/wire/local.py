@@ -43,7 +43,8 @@ class RunRequest(msgspec.Struct, frozen=True, tag=True):
     """Run ``script``, a path below ``folder``, on the cluster. Answered with Outcome if it can't
     be; else with JobNote, Shown and JobStatus as things happen, and JobEnded at the end.
 
-    ``directory`` is where the command was given; the rest as in ``JobSpec``.
+    ``directory`` is where the command was given; the cluster must have ``min_nodes`` within
+    ``wait_s``; the rest as in ``JobSpec``.
     """
 
     folder: Path
@@ -56,6 +57,10 @@ class RunRequest(msgspec.Struct, frozen=True, tag=True):
     peer_timeout_s: float
     chaos: Text
     wire: Name
+    restarts_worlds: bool = True
+    wait_s: float = 60.0
+    min_workers: int = 1
+    min_nodes: int = 1
 
 
 class InterruptRequest(msgspec.Struct, frozen=True, tag=True):

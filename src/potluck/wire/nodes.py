@@ -44,7 +44,8 @@ class JobGroup(msgspec.Struct, frozen=True):
     ``origin`` is the epoch since which a worker has stayed from each group to the next. A newer one
     means that all who knew the last steps have ended: those may be done again. ``entering`` are
     members not known to hold the job's state: at first all of them. ``paths`` are the links between
-    their nodes as the leader knew them.
+    their nodes as the leader knew them. ``world`` is the number of the world that they were started
+    for.
     """
 
     job: Name
@@ -53,6 +54,7 @@ class JobGroup(msgspec.Struct, frozen=True):
     origin: int = 0
     entering: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
     paths: Annotated[tuple[MeasuredPath, ...], msgspec.Meta(max_length=MAX_PATHS)] = ()
+    world: int = 0
 
 
 class View(msgspec.Struct, frozen=True):

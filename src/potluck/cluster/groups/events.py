@@ -13,11 +13,12 @@ from potluck.types import Member
 @dataclass(frozen=True, slots=True)
 class Ready:
     """``worker`` has no usable group and wants a view after ``after_epoch``; ``member`` says
-    where it can be reached."""
+    where it can be reached. ``is_fixed``: the script can't change its world while it runs."""
 
     worker: str
     member: Member
     after_epoch: int = 0
+    is_fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,12 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process of ``worker`` ended; ``code`` is negative for a signal, as in subprocess."""
+    """The process of ``worker`` ended; ``code`` is negative for a signal, as in subprocess. What is
+    told of an ``attempt`` before the present one is old news; -1: it is of the present one."""
 
     worker: str
     code: int
+    attempt: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,17 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """A node tells of the newest process of ``worker`` that it started: in which ``attempt``, for
+    which world, and whether it runs."""
+
+    worker: str
+    attempt: int
+    world: int
+    is_alive: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; see ``State.next_wakeup``."""
 
@@ -153,18 +167,21 @@ Event = (
     | NotAgreed
     | Away
     | Placed
+    | Seen
     | Tick
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Persist ``epoch``, then send this view to its members (in rank order)."""
+    """Persist ``epoch``, then send this view to its members (in rank order). ``world`` is the
+    number of the fixed world that they are, None if they are elastic."""
 
     epoch: int
     members: tuple[Member, ...]
     joined: tuple[str, ...]
     reason: str
+    world: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +207,32 @@ class SendProbe:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start the process of ``worker``; ``attempt`` counts its restarts so far."""
+    """Start the process of ``worker``; ``attempt`` counts its restarts so far. ``alone``: no whole
+    world starts with it."""
 
     worker: str
     attempt: int
+    reason: str
+    alone: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BeginWorld:
+    """From now on workers are started for world ``number``, ``members`` in rank order."""
+
+    number: int
+    members: tuple[str, ...]
+    is_fixed: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndWorld:
+    """Stop the processes of ``workers``: a fixed world has ended, because ``lost`` left it, and is
+    started again when they have ended."""
+
+    workers: tuple[str, ...]
+    lost: tuple[str, ...]
     reason: str
 
 
@@ -222,4 +261,4 @@ class Log:
     reason: str
 
 
-Action = Announce | EndGroup | SendProbe | Start | Kill | StopWorkers | Log
+Action = Announce | EndGroup | SendProbe | Start | BeginWorld | EndWorld | Kill | StopWorkers | Log

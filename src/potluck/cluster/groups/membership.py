@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
-from potluck.cluster.groups import inquiry
+from potluck.cluster.groups import inquiry, worlds
 from potluck.cluster.groups.events import (
     Action,
     Agreed,
@@ -46,6 +46,7 @@ from potluck.cluster.groups.events import (
     Placed,
     ProbeReply,
     Ready,
+    Seen,
     Stalled,
     Start,
     Tick,
@@ -58,6 +59,7 @@ from potluck.cluster.groups.roster import (
     Policy,
     State,
     Worker,
+    World,
     name_exit,
 )
 from potluck.cluster.groups.turn import Turn
@@ -67,24 +69,38 @@ from potluck.types import Member
 
 def begin(names: Iterable[str], policy: Policy, epoch: int = 0) -> tuple[State, tuple[Action, ...]]:
     """A new job of workers ``names``; ``epoch`` is the highest one ever used for it."""
-    state = State(policy, tuple(Worker(name) for name in names), epoch=epoch)
+    workers = tuple(Worker(name) for name in names)
+    world = World(tuple(worker.name for worker in workers))
+    state = State(policy, workers, epoch=epoch, world=world)
     return state, tuple(Start(worker.name, 0, "the job begins") for worker in state.workers)
 
 
-def take_over(names: Iterable[str], policy: Policy, epoch: int, members: Iterable[Member]) -> State:
+def take_over(
+    names: Iterable[str],
+    policy: Policy,
+    epoch: int,
+    members: Iterable[Member],
+    world: World | None = None,
+) -> State:
     """A job whose leader is gone, as the next one finds it: the group of ``epoch`` in the nodes'
-    view, in rank order. All else its agents tell again: who is ready, installed, or has ended."""
+    view, in rank order, and the ``world`` that the workers were started for. All else its agents
+    tell again: who is ready, installed, or has ended."""
     group = tuple(members)
+    names = tuple(names)
+    world = world or World(names)
     known = {member.worker: member for member in group}
     joined = {member.worker: rank - len(group) for rank, member in enumerate(group)}
-    workers = tuple(
-        Worker(name, Phase.MEMBER, known[name], joined=joined[name])
-        if name in known
-        else Worker(name, Phase.AWAY)
-        for name in names
-    )
+
+    def worker(name: str) -> Worker:
+        if name in known:
+            return Worker(name, Phase.MEMBER, known[name], joined=joined[name])
+        if not world.is_fixed:
+            return Worker(name, Phase.AWAY)
+        return Worker(name, Phase.STARTING if name in world.members else Phase.SPARE)
+
     live = LiveGroup(epoch, tuple(member.worker for member in group))
-    return State(policy, workers, epoch=epoch, groups=(live,) if group else ())
+    workers = tuple(worker(name) for name in names)
+    return State(policy, workers, epoch=epoch, groups=(live,) if group else (), world=world)
 
 
 def handle(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -100,6 +116,12 @@ class _Turn(Turn):
     """What each event means, and what follows."""
 
     def take(self, event: Event) -> None:
+        if isinstance(event, Exited) and event.attempt >= 0:
+            if event.attempt < self.state.worker(event.worker).attempt:
+                return
+            self.update(event.worker, attempt=event.attempt)
+        if worlds.take(self, event):
+            return
         match event:
             case Ready():
                 self.ready(event)
@@ -132,6 +154,8 @@ class _Turn(Turn):
                 self.away(names, reason)
             case Placed(name):
                 self.placed(name)
+            case Seen():
+                worlds.seen(self, event)
             case Tick():
                 pass
             case _:
@@ -140,9 +164,13 @@ class _Turn(Turn):
     # What is told.
 
     def ready(self, event: Ready) -> None:
+        if event.is_fixed:
+            worlds.fix(self)
         worker = self.state.worker(event.worker)
         if worker.phase in (Phase.STARTING, Phase.READY, Phase.EVICTED, Phase.AWAY):
             self.update(worker.name, phase=Phase.READY, member=event.member)
+            if self.state.ready_since is None and not self.state.groups:
+                self.change(ready_since=self.now)
         elif worker.phase is Phase.MEMBER and event.after_epoch >= self.state.epoch:
             asked = Lost(worker.name, event.after_epoch, certain=True, cause="asked for a view")
             inquiry.lost(self, asked)
@@ -266,27 +294,28 @@ class _Turn(Turn):
         if state.num_finished or state.stopping:
             return
         if all(worker.name != name for worker in state.workers):
-            self.change(workers=(*state.workers, Worker(name)))
-            self.actions.append(Start(name, 0, "its node came in"))
+            self.change(workers=(*state.workers, Worker(name, attempt=-1)))
+            self.start(name, "its node came in")
         elif state.worker(name).phase in (Phase.AWAY, Phase.GONE):
-            self.update(name, phase=Phase.STARTING, member=None)
-            self.update(name, returns=state.worker(name).returns + 1)
-            attempt = self.state.worker(name).attempt
-            self.actions.append(Start(name, attempt, "its node is back"))
+            self.start(name, "its node is back")
 
     # What follows.
 
     def settle(self) -> None:
         if self.state.stopping:
             return
-        inquiry.judge(self)
-        self.give_up_or_wind_up()
-        self.renew()
+        if self.state.world.is_fixed:
+            worlds.settle(self)
+        else:
+            inquiry.judge(self)
+            self.give_up_or_wind_up()
+            self.renew()
+        if self.state.stopping:
+            return
         for worker in self.state.having(Phase.WAITING):
             if worker.restart_at <= self.now:
-                self.update(worker.name, phase=Phase.STARTING)
                 why = f"restart {worker.restarts} of {self.state.policy.max_restarts}"
-                self.actions.append(Start(worker.name, worker.attempt, why))
+                self.start(worker.name, why)
 
     def give_up_or_wind_up(self) -> None:
         """End what can't or need not go on."""
@@ -311,6 +340,9 @@ class _Turn(Turn):
         if not members:
             if ready and not any(worker.phase in EXPECTED for worker in state.workers):
                 self.announce(ready, ready, "all workers are ready")
+            elif self.has_waited():
+                reason = f"after {state.policy.wait_s:g} s not all are ready; the others come later"
+                self.announce(ready, ready, reason)
         elif state.broken:
             if not state.not_before:
                 self.announce((*members, *ready), ready, state.broken)
@@ -330,7 +362,7 @@ class _Turn(Turn):
         assert len(places) == len(members), "a worker is ready and did not say where"
         group = LiveGroup(epoch, tuple(member.worker for member in places))
         groups = self.state.groups[-1:] if self.all_entered() else self.state.groups
-        self.change(epoch=epoch, groups=(*groups, group), broken="")
+        self.change(epoch=epoch, groups=(*groups, group), broken="", ready_since=None)
         self.actions.append(Announce(epoch, places, tuple(w.name for w in joining), reason))
 
     def all_entered(self) -> bool:

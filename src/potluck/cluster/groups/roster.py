@@ -31,11 +31,13 @@ class Phase(StrEnum):
     """it was asked to end; its process still runs"""
     WAITING = "waiting"
     """its process is gone and will be started again"""
+    SPARE = "spare"
+    """it has no process and is started with the next fixed world"""
     GONE = "gone"
     """its process is gone for good"""
 
 
-ALIVE = frozenset(Phase) - {Phase.WAITING, Phase.GONE}
+ALIVE = frozenset(Phase) - {Phase.WAITING, Phase.SPARE, Phase.GONE}
 EXPECTED = frozenset({Phase.STARTING, Phase.WAITING})
 
 
@@ -47,6 +49,9 @@ class Policy:
     waits ``backoff_s`` from the second time on, doubled each further time in a row.
     ``late_s``: a deadline noticed this much too late is not the members' fault but mine.
     ``agree_again_s``: pause before a group is announced again that the nodes did not agree on.
+    ``wait_s``: after this long the first group begins without workers that are not ready, if there
+    are ``min_workers``. ``restarts_worlds``: a fixed world that lost a member is started again.
+    ``cause_s``: for how long a member's failure may still turn out to follow from a loss.
     """
 
     max_restarts: int = 3
@@ -57,6 +62,9 @@ class Policy:
     grace_s: float = 0.3
     late_s: float = 0.5
     agree_again_s: float = 0.5
+    wait_s: float = 60.0
+    restarts_worlds: bool = True
+    cause_s: float = 1.0
 
     def restart_delay_s(self, in_vain: int) -> float:
         """How long a restart waits after ``in_vain`` starts in a row that led into no group."""
@@ -71,8 +79,9 @@ class Worker:
 
     ``joined`` is the epoch of the first view of its present membership (0: none yet),
     ``installed`` the newest epoch that it said it had entered, ``in_vain`` how often in a row it
-    died before it had entered one, ``returns`` how often it was started because its node came back.
-    ``finished``: it left a view because it was done. ``failed``: it said that its code raised.
+    died before it had entered one, ``attempt`` how often its process was started again, whatever
+    for (-1: never started). ``finished``: it left a view because it was done. ``failed``: it said
+    that its code raised.
     """
 
     name: str
@@ -82,7 +91,7 @@ class Worker:
     installed: int = 0
     restarts: int = 0
     in_vain: int = 0
-    returns: int = 0
+    attempt: int = 0
     restart_at: float = 0.0
     finished: bool = False
     failed: bool = False
@@ -90,11 +99,6 @@ class Worker:
     @property
     def alive(self) -> bool:
         return self.phase in ALIVE
-
-    @property
-    def attempt(self) -> int:
-        """How often it was started again."""
-        return self.restarts + self.returns
 
     @property
     def seniority(self) -> tuple[int, int, str]:
@@ -148,13 +152,36 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class World:
+    """The world that workers are started for; see ``worlds``.
+
+    ``members`` have their index as RANK. ``number`` counts how often the world was started again,
+    ``restarts`` those times that ``max_restarts`` limits. ``is_fixed``: the script can't change it
+    while it runs. ``broken`` says why it is being stopped; then the next one begins, without the
+    ``excluded`` workers. ``doubts`` are failures that may follow from a loss that is not known yet;
+    they are judged at ``judge_at``.
+    """
+
+    members: tuple[str, ...] = ()
+    number: int = 0
+    restarts: int = 0
+    is_fixed: bool = False
+    broken: str = ""
+    excluded: frozenset[str] = frozenset()
+    doubts: tuple[Failure, ...] = ()
+    judge_at: float | None = None
+    give_up_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """All that membership knows.
 
     ``groups`` are live, oldest first; the last is the newest view. ``broken`` says why the newest
     view has to be replaced, ``not_before`` when at the earliest (0: at once). ``casualty`` is the
     last worker that was killed and not replaced. ``ring`` are nodes in the order of the ring that
-    avoids slow links.
+    avoids slow links. ``ready_since``: when the first worker was ready for a group while there was
+    none. ``world`` is what the workers were started for.
     """
 
     policy: Policy
@@ -170,6 +197,8 @@ class State:
     failure: Failure | None = None
     casualty: Failure | None = None
     ring: tuple[str, ...] = ()
+    ready_since: float | None = None
+    world: World = World()
 
     def worker(self, name: str) -> Worker:
         for worker in self.workers:
@@ -229,7 +258,15 @@ class State:
         if self.inquiry is not None:
             closing = self.inquiry.closing_at
             times.append(self.inquiry.deadline if closing is None else closing)
-        return min(times, default=None)
+        if self.ready_since is not None and self.has_enough_ready:
+            times.append(self.ready_since + self.policy.wait_s)
+        times += [at for at in (self.world.judge_at, self.world.give_up_at) if at is not None]
+        return None if self.stopping else min(times, default=None)
+
+    @property
+    def has_enough_ready(self) -> bool:
+        """Whether a first group may begin without those that are not ready."""
+        return len(self.having(Phase.READY)) >= max(self.policy.min_workers, 1)
 
 
 def name_exit(code: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from potluck.cluster.groups.events import Action, EndGroup, StopWorkers
+from potluck.cluster.groups.events import Action, EndGroup, Start, StopWorkers
 from potluck.cluster.groups.roster import Failure, Phase, State
 
 
@@ -24,6 +24,20 @@ class Turn:
 
     def update(self, name: str, **changes: Any) -> None:
         self.state = self.state.with_worker(replace(self.state.worker(name), **changes))
+
+    def has_waited(self) -> bool:
+        """Whether a first group is to begin without those that are not ready."""
+        state = self.state
+        is_over = state.ready_since is not None and (
+            self.now >= state.ready_since + state.policy.wait_s
+        )
+        return is_over and state.has_enough_ready
+
+    def start(self, name: str, reason: str, *, alone: bool = True) -> None:
+        """Start the process of worker ``name``, once more or for the first time."""
+        attempt = self.state.worker(name).attempt + 1
+        self.update(name, phase=Phase.STARTING, attempt=attempt, member=None)
+        self.actions.append(Start(name, attempt, reason, alone))
 
     def remove(self, names: set[str], phase: Phase, *, certain: bool, reason: str) -> None:
         """Take workers out of every live group and end those groups under the others."""
@@ -70,7 +84,7 @@ class Turn:
         """Ask all but the ``spared`` to end; nobody is started any more."""
         stopped = []
         for worker in self.state.workers:
-            if worker.phase in (Phase.WAITING, Phase.AWAY):
+            if worker.phase in (Phase.WAITING, Phase.AWAY, Phase.SPARE):
                 self.update(worker.name, phase=Phase.GONE)
             elif worker.alive and worker.phase not in (Phase.STOPPING, spared):
                 self.update(worker.name, phase=Phase.STOPPING)

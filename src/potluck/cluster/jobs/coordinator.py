@@ -4,12 +4,13 @@ cluster's nodes vote on.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Sequence
 
 from potluck.cluster.groups import events, membership
-from potluck.cluster.groups.roster import Phase, Policy
+from potluck.cluster.groups.roster import Phase, Policy, World
 from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.job import Job
 from potluck.cluster.jobs.lead import Lead
@@ -17,12 +18,16 @@ from potluck.cluster.jobs.placement import holders, place
 from potluck.cluster.jobs.versions import differences
 from potluck.cluster.views.events import WantGroup
 from potluck.errors import ConfigurationError
+from potluck.system import SIGKILL
 from potluck.types import Member
 from potluck.wire import control, jobs
 from potluck.wire.nodes import JobGroup, View
 
 _LAST_WORDS = 30
 _MAX_UNSENT = 4 << 20
+_CAUSE_S = 4.0
+"""A worker may fail this long before the nodes know that another's machine is lost: 3 s, and some
+time on the way."""
 
 
 class JobCoordinator:
@@ -37,9 +42,10 @@ class JobCoordinator:
         *,
         is_new: bool,
         before: JobGroup | None = None,
+        world: jobs.World | None = None,
     ) -> None:
         """A new job, of which nothing runs; or one that another leader had begun, whose group was
-        ``before`` in the view before this one."""
+        ``before`` in the view before this one, and whose workers were started for ``world``."""
         self.spec = spec
         self.places = places
         self.has_begun = not is_new
@@ -56,18 +62,33 @@ class JobCoordinator:
         self._held: deque[tuple[str, jobs.FromNode]] | None = None
         self._num_dropped = 0
         self._nodes = set(view.nodes)
-        policy = Policy(max_restarts=spec.max_restarts)
+        policy = Policy(
+            max_restarts=spec.max_restarts,
+            restarts_worlds=spec.restarts_worlds,
+            wait_s=spec.wait_s,
+            min_workers=spec.min_workers,
+            cause_s=_CAUSE_S,
+        )
         names = tuple(each.worker for each in places)
+        self.world = world or jobs.World(members=names, master_port=spec.master_port)
         state, self._first_actions = membership.begin(names, policy, view.epoch)
         if not is_new:
             group = self._group
-            epoch, members = (view.epoch, ()) if group is None else (group.epoch, group.members)
-            state = membership.take_over(names, policy, epoch, members)
+            epoch, members = view.epoch, tuple[Member, ...]()
+            if group is not None and group.world == self.world.number:
+                epoch, members = group.epoch, group.members
+            begun = World(
+                self.world.members, self.world.number, self.world.restarts, self.world.is_fixed
+            )
+            state = membership.take_over(names, policy, epoch, members, begun)
         job = Job(spec.job, spec.script, names, policy, wire=spec.wire)
         chaos = host.runtime.chaos(spec.chaos)
         self.lead = Lead(job, state, hands=self, chaos=chaos, on_note=self._noted)
         if not is_new:
             self._tell_of_take_over(view, before)
+            gone = tuple(each.worker for each in places if each.node not in view.nodes)
+            if self.world.is_fixed and gone:
+                self.lead.handle(events.Away(gone, self._host.names.readable(view.reason)))
 
     def _tell_of_take_over(self, view: View, before: JobGroup | None) -> None:
         reason, me = self._host.names.readable(view.reason), self._host.names.called(self._host.me)
@@ -143,7 +164,7 @@ class JobCoordinator:
 
     def order(self, node: str) -> None:
         """Tell ``node`` (again) what the job is."""
-        self._host.send(node, jobs.Order(self.spec, self.places))
+        self._host.send(node, jobs.Order(self.spec, self.places, self.world))
 
     # What the nodes say.
 
@@ -170,10 +191,11 @@ class JobCoordinator:
                 self._heard(worker, node, told)
             case jobs.Output():
                 self._output(message)
-            case jobs.WorkerEnded(_, _, code):
-                self._ended.add(worker)
-                self._settled.discard(worker)
-                self.lead.ended(worker, code)
+            case jobs.WorkerEnded(_, _, code, attempt):
+                if attempt >= self.lead.state.worker(worker).attempt:
+                    self._ended.add(worker)
+                    self._settled.discard(worker)
+                    self.lead.ended(worker, code, attempt)
             case jobs.WorkerHungUp():
                 self.lead.hung_up(worker)
             case jobs.WorkerStalled(_, _, reason):
@@ -229,12 +251,24 @@ class JobCoordinator:
                 self.lead.note(f"starting {count} worker{'s' if count > 1 else ''} on {where}")
                 self.lead.begin(self._first_actions)
             return
+        for each in told.started:
+            if self.node_of.get(each.worker) == node and self._knows(each.worker):
+                is_alive = each.worker in told.alive
+                self.lead.handle(events.Seen(each.worker, each.attempt, each.world, is_alive))
         for name in mine:
             if not self._knows(name):
                 self.lead.handle(events.Placed(name))
                 continue
-            worker = self.lead.state.worker(name)
-            if name in told.alive or worker.phase in (Phase.GONE, Phase.WAITING):
+            state = self.lead.state
+            worker = state.worker(name)
+            if worker.phase is Phase.STOPPING and state.world.is_fixed and not state.stopping:
+                if name in told.alive:  # its node may not have heard of it
+                    self.signal((name,), signal.SIGTERM if state.world.broken else SIGKILL)
+                else:
+                    self.lead.ended(name, -SIGKILL)  # with its agent, which is another now
+                continue
+            no_process = (Phase.GONE, Phase.WAITING, Phase.SPARE)
+            if name in told.alive or worker.phase in no_process:
                 continue
             if worker.phase is Phase.STARTING:
                 self.start(name, worker.attempt)
@@ -308,8 +342,20 @@ class JobCoordinator:
 
     # What was decided (Hands).
 
+    def begin_world(self, world: events.BeginWorld) -> None:
+        port = self.world.master_port
+        if world.number != self.world.number:
+            port = self._host.runtime.free_port()  # no store of the world before listens there
+        restarts = self.lead.state.world.restarts
+        self.world = jobs.World(world.number, world.members, restarts, world.is_fixed, port)
+        for node in sorted(self._nodes):
+            self.order(node)
+
     def agree(self, announced: events.Announce) -> None:
         self._announced.append(announced)
+        if announced.world is not None:
+            self._want(announced, tuple(each.worker for each in announced.members), fresh=True)
+            return
         ended = set(self._ended)
         for member in () if self._group is None else self._group.members:
             if self._host.is_dead(member.node):
@@ -321,6 +367,11 @@ class JobCoordinator:
             settled=self._settled,
             ended=ended,
         )
+        self._want(announced, kept, fresh=fresh)
+
+    def _want(self, announced: events.Announce, kept: tuple[str, ...], *, fresh: bool) -> None:
+        """Have the group agreed on. A fixed world's members hold what they need, and are not to
+        wait for those of the world before, whose state is in the script's checkpoint."""
         self._host.handle(
             WantGroup(
                 self.spec.job,
@@ -330,6 +381,7 @@ class JobCoordinator:
                 fresh,
                 renew=True,
                 paths=self._host.paths({member.node for member in announced.members}),
+                world=announced.world or 0,
             )
         )
 

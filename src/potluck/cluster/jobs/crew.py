@@ -44,6 +44,17 @@ class Boss(Protocol):
         """Something to tell a person."""
 
 
+def seat(rank: int, world_size: int, number: int) -> dict[str, str]:
+    """The variables of a worker's place in world ``number``. POTLUCK_SEAT is the one that scripts
+    don't change: by it the worker knows that a world which torch forms is this one."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "POTLUCK_SEAT": f"{rank}/{world_size}",
+        "TORCHELASTIC_RESTART_COUNT": str(number),
+    }
+
+
 class Crew:
     """Starts, hears, tells and ends the workers of ``job`` on this machine."""
 

@@ -101,6 +101,9 @@ class JobDispatcher:
             peer_timeout_s=request.peer_timeout_s,
             chaos=request.chaos,
             wire=request.wire,
+            restarts_worlds=request.restarts_worlds,
+            wait_s=request.wait_s,
+            min_workers=request.min_workers,
             master_port=host.runtime.free_port(),
             started=time.time(),
         )
@@ -281,7 +284,13 @@ class JobDispatcher:
             for job, post in self.runner.posts.items():
                 if job not in self._coordinators:
                     coordinator = JobCoordinator(
-                        self._host, post.spec, post.seats, view, is_new=False, before=post.group
+                        self._host,
+                        post.spec,
+                        post.seats,
+                        view,
+                        is_new=False,
+                        before=post.group,
+                        world=post.world,
                     )
                     self._lead(coordinator, view)
             self._tell_all(self._list())

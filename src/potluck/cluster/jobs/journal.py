@@ -124,16 +124,31 @@ class Journal:
         ):
             recovery.epoch = epoch
 
-    def installed(self, worker: str, epoch: int, now: float) -> None:
-        """``worker`` is in the group of ``epoch``."""
+    def installed(self, worker: str, epoch: int, now: float) -> bool:
+        """``worker`` is in the group of ``epoch``; whether with it all are, after a loss."""
         if epoch != self.epoch:
-            return
+            return False
         self._entered.add(worker)
         recovery = self.open_recovery
         if recovery is None or recovery.epoch != epoch or recovery.reformed_s is not None:
-            return
+            return False
         if self._entered >= set(self._members):
             recovery.reformed_s = now - recovery.detected
+            return True
+        return False
+
+    def world_formed(self, now: float) -> str:
+        """A fixed world runs again, with all its members: the end of the recovery, in words. Of the
+        steps of such a script nothing is known."""
+        recovery = self.recoveries[-1]
+        assert recovery.reformed_s is not None
+        recovery.recovered_s = recovery.reformed_s
+        self._rejoining.clear()
+        self._interrupted, self._suspected = -1, None
+        count = f"{len(self._members)} worker{'s' if len(self._members) > 1 else ''}"
+        text = f"{recovery.cause}, {count} started again in {recovery.reformed_s:.2f} s"
+        self.note(text, now)
+        return text
 
     def progress(self, worker: str, told: Progress, now: float) -> None:
         """A worker committed ``told.step``, or said something else about itself."""

@@ -37,6 +37,9 @@ _LOOK_AGAIN_S = 1.0
 class Hands(Protocol):
     """Who does to workers what was decided, wherever they are."""
 
+    def begin_world(self, world: events.BeginWorld) -> None:
+        """From now on workers are started for this world."""
+
     def start(self, worker: str, attempt: int) -> None:
         """Start its process."""
 
@@ -129,7 +132,7 @@ class Lead:
                     rank=ranks.get(worker.name, -1) if worker.phase is Phase.MEMBER else -1,
                     phase=worker.phase.value,
                     pid=self._hands.pid(worker.name) if worker.alive else 0,
-                    restarts=worker.restarts,
+                    restarts=worker.attempt,
                     device=facts.device,
                     step=facts.step,
                     samples_per_s=facts.samples_per_s if worker.alive else None,
@@ -150,6 +153,7 @@ class Lead:
             events=tuple(control.clip(note.text) for note in notes),
             wire=self.job.wire,
             samples=self.journal.course.samples(time.monotonic()),
+            world_restarts=self.state.world.number,
         )
 
     def note(self, text: str) -> None:
@@ -174,11 +178,12 @@ class Lead:
         match message:
             case control.Ready(after_epoch=after, port=port, local_rank=local_rank):
                 place = Member(worker, member.node, message.host or member.host, port, local_rank)
-                self.handle(events.Ready(worker, place, after))
+                self.handle(events.Ready(worker, place, after, message.is_fixed))
                 if not self.state.having(Phase.MEMBER):
                     self._roll_call.begin()
             case control.Installed(epoch):
-                self.journal.installed(worker, epoch, now)
+                if self.journal.installed(worker, epoch, now) and self.state.world.is_fixed:
+                    self._on_note(self.journal.world_formed(now))
                 self.handle(events.Installed(worker, epoch))
             case control.Lost(epoch, rank, certain, cause, step):
                 self.journal.reported(epoch, step, now)
@@ -203,10 +208,10 @@ class Lead:
             case control.StatusRequest():
                 pass  # the crew's agent answers those
 
-    def ended(self, worker: str, code: int) -> None:
-        """The process of ``worker`` ended."""
+    def ended(self, worker: str, code: int, attempt: int = -1) -> None:
+        """The process of ``worker`` ended, as it was started in ``attempt`` (-1: the newest)."""
         self.exit_codes[worker] = code
-        self.handle(events.Exited(worker, code))
+        self.handle(events.Exited(worker, code, attempt))
 
     def hung_up(self, worker: str) -> None:
         """The link of ``worker`` ended while its process lives."""
@@ -262,7 +267,8 @@ class Lead:
         if worker.phase is Phase.WAITING:
             return f"worker {worker.name}{where} (it ended, and is started again)"
         process = f"its process {pid} runs and" if pid else "it"
-        return f"worker {worker.name}{where} ({process} has not called potluck.init() yet)"
+        call = "init_process_group" if self.state.world.is_fixed else "potluck.init()"
+        return f"worker {worker.name}{where} ({process} has not called {call} yet)"
 
     # What is done about it.
 
@@ -282,8 +288,12 @@ class Lead:
                     self._end_group(action)
                 case events.SendProbe(probe, to):
                     self._hands.tell(to, control.Probe(probe))
-                case events.Start(worker, attempt, reason):
-                    if attempt:
+                case events.BeginWorld():
+                    self._hands.begin_world(action)
+                case events.EndWorld():
+                    self._end_world(action)
+                case events.Start(worker, attempt, reason, alone):
+                    if attempt and alone:
                         self.note(f"starting worker {worker} again ({reason})")
                     self._hands.start(worker, attempt)
                 case events.Kill(workers, reason):
@@ -302,6 +312,15 @@ class Lead:
         over = control.GroupOver(action.epoch, action.worker, action.certain, cause)
         self._hands.tell(action.to, over)
 
+    def _end_world(self, action: events.EndWorld) -> None:
+        why = _first_line(action.reason).partition(": the script")[0]
+        for worker in action.lost:
+            text = f"worker {worker} lost ({why.removeprefix(f'worker {worker} ')})"
+            self.journal.lost(worker, text, time.monotonic())
+        self.note(_first_line(action.reason))
+        self._hands.signal(action.workers, signal.SIGTERM)
+        self._spawn(self._kill_later(action.workers, self.job.stop_grace_s, SIGKILL))
+
     def _stop(self, workers: tuple[str, ...], number: int, reason: str) -> None:
         self.note(f"stopping worker {', '.join(workers)}: {_first_line(reason)}")
         if number:
@@ -315,8 +334,10 @@ class Lead:
         self._spawn(self._kill_later(workers, 2 * self.job.stop_grace_s, SIGKILL))
 
     async def _kill_later(self, workers: tuple[str, ...], delay_s: float, number: int) -> None:
+        attempts = {name: self.state.worker(name).attempt for name in workers}
         await asyncio.sleep(delay_s)
-        alive = [name for name in workers if self.state.worker(name).alive]
+        stopped = (self.state.worker(name) for name in workers)
+        alive = [w.name for w in stopped if w.alive and w.attempt == attempts[w.name]]
         if alive:
             word = signal.Signals(number).name
             self.note(f"worker {', '.join(alive)} did not end in {delay_s:g} s: {word}")

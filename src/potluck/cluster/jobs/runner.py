@@ -15,8 +15,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from potluck.cluster.bundles.depot import BundleDepot
-from potluck.cluster.jobs.crew import Crew
+from potluck.cluster.jobs.crew import Crew, seat
 from potluck.cluster.jobs.host import JobHost
 from potluck.errors import LinkError, PotluckError
 from potluck.service import why
@@ -37,17 +39,21 @@ _BRING_AGAIN_S = 0.2
 
 @dataclass(slots=True, eq=False)
 class Post:
-    """One job here. ``asking``: who waits for a view, since which epoch; ``places`` where workers
-    listen; ``ended`` with which code the newest process of a worker did."""
+    """One job here. ``world``: what workers are started for now; ``worlds``: the number of what
+    that each was started for; ``attempts``: its newest start. ``asking``: who waits for a view,
+    since which epoch; ``places`` where workers listen; ``ended`` with which code the newest process
+    of a worker did."""
 
     spec: jobs.JobSpec
     seats: jobs.Places
+    world: jobs.World
     crew: Crew | None = None
     preparing: asyncio.Task[None] | None = None
     group: JobGroup | None = None
     status: control.StatusReply | None = None
     error: str = ""
     attempts: dict[str, int] = field(default_factory=dict)
+    worlds: dict[str, int] = field(default_factory=dict)
     ready: dict[str, control.Ready] = field(default_factory=dict)
     asking: dict[str, int] = field(default_factory=dict)
     installed: dict[str, int] = field(default_factory=dict)
@@ -96,10 +102,10 @@ class JobRunner:
     def _order(self, order: jobs.Order) -> None:
         post = self.posts.get(order.spec.job)
         if post is None:
-            post = self.posts[order.spec.job] = Post(order.spec, order.places)
+            post = self.posts[order.spec.job] = Post(order.spec, order.places, order.world)
             post.preparing = self._spawn(self._prepare(post))
             return
-        post.seats = order.places
+        post.seats, post.world = order.places, order.world
         if post.crew is not None:
             self.report(post)
         elif post.error:
@@ -153,42 +159,47 @@ class JobRunner:
     def _start(self, post: Post, crew: Crew, worker: str, attempt: int) -> None:
         if worker in crew.alive or attempt <= post.attempts.get(worker, -1):
             return
-        post.attempts[worker] = attempt
+        post.attempts[worker], post.worlds[worker] = attempt, post.world.number
         for known in (post.ready, post.asking, post.installed, post.ended):
             known.pop(worker, None)
         post.finished.discard(worker)
-        numbers = {seat.worker: number for number, seat in enumerate(post.seats)}
-        seat = post.seats[numbers[worker]]
-        crew.start(
-            worker,
-            attempt,
-            {
-                "POTLUCK_AGENT": f"127.0.0.1:{self._host.port}",
-                "POTLUCK_BIND": self._host.bind,
-                "POTLUCK_WIRE": post.spec.wire,
-                "POTLUCK_NODES": ",".join(self._host.names.label(s.node) for s in post.seats),
-                "RANK": str(numbers[worker]),
-                "WORLD_SIZE": str(len(post.seats)),
-                "LOCAL_RANK": str(seat.local_rank),
-                "LOCAL_WORLD_SIZE": str(sum(each.node == seat.node for each in post.seats)),
-                "MASTER_ADDR": self._address(post.seats[0].node),
-                "MASTER_PORT": str(post.spec.master_port),
-            },
-        )
+        crew.start(worker, attempt, self._variables(post, worker))
+
+    def _variables(self, post: Post, worker: str) -> dict[str, str]:
+        """Where ``worker`` is in its world. One that came later has the place after all others."""
+        node_of = {seat.worker: seat.node for seat in post.seats}
+        members = post.world.members
+        if worker not in members:
+            members = tuple(seat.worker for seat in post.seats)
+        beside = [each for each in members if node_of[each] == node_of[worker]]
+        return {
+            "POTLUCK_AGENT": f"127.0.0.1:{self._host.port}",
+            "POTLUCK_BIND": self._host.bind,
+            "POTLUCK_WIRE": post.spec.wire,
+            "POTLUCK_NODES": ",".join(self._host.names.label(node_of[m]) for m in members),
+            "LOCAL_RANK": str(beside.index(worker)),
+            "LOCAL_WORLD_SIZE": str(len(beside)),
+            "MASTER_ADDR": self._address(node_of[members[0]]),
+            "MASTER_PORT": str(post.world.master_port),
+            **seat(members.index(worker), len(members), post.world.number),
+        }
 
     def report(self, post: Post) -> None:
         """Tell the leader all that it may not know of this job's workers here."""
         job, say = post.spec.job, self._host.to_leader
         for worker, code in post.ended.items():
-            say(jobs.WorkerEnded(job, worker, code))
-        say(jobs.Reported(job, post.alive, post.error))
+            say(jobs.WorkerEnded(job, worker, code, post.attempts[worker]))
+        started = tuple(
+            jobs.Started(worker, attempt, post.worlds[worker])
+            for worker, attempt in post.attempts.items()
+        )
+        say(jobs.Reported(job, post.alive, post.error, started))
         for worker in post.alive:
             if worker in post.finished:
                 say(jobs.WorkerSaid(job, worker, control.Finished()))
             elif worker in post.asking:
-                ready = post.ready[worker]
-                again = control.Ready(
-                    post.asking[worker], ready.port, ready.pid, ready.host, ready.local_rank
+                again = msgspec.structs.replace(
+                    post.ready[worker], after_epoch=post.asking[worker], cause=""
                 )
                 say(jobs.WorkerSaid(job, worker, again))
             elif worker in post.installed:
@@ -223,7 +234,7 @@ class JobRunner:
             if post.crew is None:
                 continue
             names = tuple(member.worker for member in group.members)
-            if before is not None:
+            if before is not None and not post.world.is_fixed:  # that ends as a whole
                 for member in before.members:
                     if member.worker not in names and member.node not in view.nodes:
                         cause = (
@@ -236,14 +247,15 @@ class JobRunner:
             for rank, name in enumerate(names):
                 steps = chaos.steps_of(rank)
                 told = control.View(job, group.epoch, members, steps, group.paths)
-                post.crew.tell((name,), told)
+                if post.worlds.get(name) == group.world:
+                    post.crew.tell((name,), told)
 
     def hold(self, reason: str) -> None:
         """This node is in no view that counts: end the groups, let the workers wait."""
         for post in self.posts.values():
             if post.crew is None:
                 continue
-            if post.group is not None:
+            if post.group is not None and not post.world.is_fixed:  # that may outlast the pause
                 cause = control.clip(reason)
                 over = control.GroupOver(post.group.epoch, "", False, cause)
                 post.crew.tell(post.alive, over)
@@ -320,7 +332,8 @@ class JobRunner:
 
     def ended(self, post: Post, worker: str, code: int) -> None:
         post.ended[worker] = code
-        self._host.to_leader(jobs.WorkerEnded(post.spec.job, worker, code))
+        attempt = post.attempts[worker]
+        self._host.to_leader(jobs.WorkerEnded(post.spec.job, worker, code, attempt))
 
     def hung_up(self, post: Post, worker: str) -> None:
         self._host.to_leader(jobs.WorkerHungUp(post.spec.job, worker))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from potluck.cluster.groups import events, membership
 from potluck.cluster.home.runfile import RunFile
-from potluck.cluster.jobs.crew import Crew
+from potluck.cluster.jobs.crew import Crew, seat
 from potluck.cluster.jobs.job import Chaos, Job, Launcher
 from potluck.cluster.jobs.lead import Lead
 from potluck.cluster.links.control import ControlLink
@@ -91,16 +91,19 @@ class Agent:
 
     # What was decided (Hands).
 
+    def begin_world(self, world: events.BeginWorld) -> None:
+        pass  # all that is started is started here, from what ``lead`` knows
+
     def start(self, worker: str, attempt: int) -> None:
         assert self._server is not None
-        index, size = self.job.workers.index(worker), len(self.job.workers)
+        world = self.lead.state.world
+        index, size = world.members.index(worker), len(world.members)
         environment = {
             "POTLUCK_AGENT": f"127.0.0.1:{self._server.port}",
             "POTLUCK_WIRE": self.job.wire,
-            "RANK": str(index),
-            "WORLD_SIZE": str(size),
             "LOCAL_RANK": str(index),
             "LOCAL_WORLD_SIZE": str(size),
+            **seat(index, size, world.number),
         }
         self._crew.start(worker, attempt, environment)
 

@@ -52,7 +52,7 @@ class WantGroup:
     ``kept`` are the workers that stay from the group before and hold its state. ``fresh``: there
     are none, and every one that did is known to have ended. ``renew``: the group is a new one also
     if its members are those of the group before, which does not work any more. ``paths``: what was
-    measured of the links between their nodes.
+    measured of the links between their nodes. ``world``: the number of the world they are of.
     """
 
     job: str
@@ -62,6 +62,7 @@ class WantGroup:
     fresh: bool = False
     renew: bool = False
     paths: tuple[MeasuredPath, ...] = ()
+    world: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -417,7 +417,9 @@ class Node(Voter):
         for group in view.groups:
             members = tuple(member for member in group.members if member.node == self.me)
             if members:
-                groups.append(wire.JobGroup(group.job, fork.epoch, members, fork.epoch))
+                groups.append(
+                    wire.JobGroup(group.job, fork.epoch, members, fork.epoch, world=group.world)
+                )
         self._leave(now, "the operator ordered a fork")
         fork = msgspec.structs.replace(fork, groups=tuple(groups), fork_of=view.lineage)
         self._install(fork, now, told=False)

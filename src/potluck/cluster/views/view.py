@@ -68,11 +68,11 @@ def _wanted(want: WantGroup, before: JobGroup | None, epoch: int) -> JobGroup:
     to be renewed: a group whose members all hold the state by now stays the group it is."""
     entering = tuple(m.worker for m in want.members if m.worker not in want.kept)
     if before is None or want.fresh:
-        return JobGroup(want.job, epoch, want.members, epoch, entering, want.paths)
+        return JobGroup(want.job, epoch, want.members, epoch, entering, want.paths, want.world)
     is_the_same = want.members == before.members and not want.renew
     if is_the_same:
         return msgspec.structs.replace(before, entering=entering)
-    return JobGroup(want.job, epoch, want.members, before.origin, entering, want.paths)
+    return JobGroup(want.job, epoch, want.members, before.origin, entering, want.paths, want.world)
 
 
 def _without(group: JobGroup, nodes: set[str], epoch: int) -> JobGroup:

@@ -95,7 +95,7 @@ def choose(url: str) -> Backend:
     """What forms the world that ``url`` and the environment describe; the caller closes it."""
     settings = load_settings()
     if os.environ.get("POTLUCK_AGENT"):
-        return AgentBackend(settings=settings)
+        return AgentBackend(settings=settings, elastic=False)
     parts = urlsplit(url)
     rank, world_size = _given(url, "rank"), _given(url, "world_size")
     environment = dict(os.environ)

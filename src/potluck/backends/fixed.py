@@ -1,0 +1,121 @@
+"""``join_world``: a worker of ``potluck run`` takes its place in the world that torch forms.
+
+``init_process_group`` asks a store at MASTER_ADDR and MASTER_PORT, and would wait there for ranks
+that never come. So each worker first tells its agent that its script forms a fixed world, and waits
+for the view of all its ranks; the agent ends the world when a rank is lost
+(``cluster.groups.worlds``). The link to the agent stays until the script ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+
+from potluck.backends.agent_link import AgentLink, agent_address, is_linked
+from potluck.backends.last_words import LastWords, may_follow_from_a_loss
+from potluck.cluster.trust.credentials import load_credentials
+from potluck.errors import AgentLost, OperationTimeout, PotluckError, RemoteError
+from potluck.settings import load_settings
+from potluck.wire import control
+from potluck.wire.messages import Hello
+
+
+def is_our_world(environment: Mapping[str, str], rank: int, world_size: int) -> bool:
+    """Whether a world of ``world_size`` that this process joins as ``rank`` is the one that its
+    agent started it for, and it has not joined it yet."""
+    seat = environment.get("POTLUCK_SEAT")
+    has_agent = bool(environment.get("POTLUCK_AGENT"))
+    return has_agent and seat == f"{rank}/{world_size}" and not is_linked()
+
+
+def join_world(timeout_s: float) -> tuple[str, int]:
+    """Wait until all ranks of this worker's world are there; where rank 0 will have the store: its
+    host and a port that is free there.
+
+    LinkError or Refused if the agent can't be reached, OperationTimeout if the ranks do not meet in
+    time, RemoteError if the agent ends the job.
+    """
+    is_first = os.environ["RANK"] == "0"
+    with socket.socket() as held:
+        if is_first:
+            held.bind(("", 0))  # and holds the port until rank 0 makes its store there
+        seat = _Seat(held.getsockname()[1] if is_first else 0)
+        view = seat.wait(timeout_s)
+    return view.members[0].host, view.members[0].port
+
+
+class _Seat:
+    """The link to the agent, and what the agent said."""
+
+    def __init__(self, port: int) -> None:
+        self._worker = os.environ.get("POTLUCK_WORKER", "")
+        job = os.environ.get("POTLUCK_JOB", "")
+        self._changed = threading.Condition()
+        self._view: control.View | None = None
+        self._error: PotluckError | None = None
+        credentials = load_credentials(load_settings())
+        hello = Hello("control", credentials.namespace, job=job, worker=self._worker)
+        self._talk = AgentLink(
+            *agent_address(),
+            hello,
+            credentials,
+            take=self._take,
+            look=lambda: None,
+            on_lost=self._lost_agent,
+        )
+        self._last_words = LastWords(
+            self._talk,
+            describe=lambda: f"rank {os.environ.get('RANK', '')}, worker {self._worker}",
+            follows=may_follow_from_a_loss,
+        )
+        atexit.register(self._end)
+        local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+        self._talk.say(control.Ready(0, port, os.getpid(), local_rank=local_rank, is_fixed=True))
+
+    def wait(self, timeout_s: float) -> control.View:
+        """The view of all ranks."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._view is None and self._error is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise OperationTimeout(
+                        f"not all ranks were ready within {timeout_s:g} s; `potluck status` shows "
+                        "what the agent waits for",
+                        operation="init_process_group",
+                    )
+                self._changed.wait(left)
+            if self._view is None:
+                assert self._error is not None
+                raise self._error
+        self._talk.say(control.Installed(self._view.epoch))
+        return self._view
+
+    def _take(self, message: control.FromAgent) -> control.FromWorker | None:
+        with self._changed:
+            self._changed.notify_all()
+            match message:
+                case control.View() if self._view is None:
+                    self._view = message
+                case control.Stop(reason):
+                    self._error = RemoteError(f"the job ends: {reason}")
+                    os.kill(os.getpid(), signal.SIGTERM)  # as scripts without a link are stopped
+                case control.Probe(number):
+                    epoch = 0 if self._view is None else self._view.epoch
+                    return control.ProbeReply(number, epoch, self._view is None)
+                case _:
+                    pass  # of groups that can be left, which this one can't
+        return None
+
+    def _lost_agent(self, cause: PotluckError) -> None:
+        with self._changed:
+            self._error = AgentLost(f"the agent that started this worker is lost: {cause}")
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        self._last_words.end(is_finished=self._error is None)

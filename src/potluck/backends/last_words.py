@@ -1,0 +1,103 @@
+"""What a worker tells its agent when its script ends: that it finished, or that its code raised."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from potluck.backends.agent_link import AgentLink
+from potluck.errors import AgentLost, Desync, GroupError, LinkError
+from potluck.wire import control
+
+GOODBYE_S = 2.0
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+_SIGNS_OF_A_LOSS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "gloo/transport",
+    "nccl",
+    "socket timeout",
+)
+"""In the texts of other libraries, which raise RuntimeError for everything."""
+
+
+class LastWords:
+    """Prints an uncaught exception as ever, then tells the agent; or tells it, at exit, that the
+    worker has finished. ``describe`` says which worker fails; ``follows`` whether an error follows
+    from another worker's loss; ``on_failure`` is called after the agent was told of one that does
+    not."""
+
+    def __init__(
+        self,
+        talk: AgentLink,
+        *,
+        describe: Callable[[], str],
+        follows: Callable[[BaseException], bool],
+        on_failure: Callable[[BaseException], None] = lambda _: None,
+    ) -> None:
+        self.has_failed = False
+        """Set it if something else than an exception has failed: then nothing more is said."""
+        self._talk = talk
+        self._describe = describe
+        self._follows = follows
+        self._on_failure = on_failure
+        self._previous_hook: Hook = sys.excepthook
+        sys.excepthook = self._uncaught
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        self._previous_hook(kind, error, traceback)
+        if isinstance(error, KeyboardInterrupt | AgentLost) or self.has_failed:
+            return
+        self.has_failed = True
+        secondary = self._follows(error)
+        text = f"{self._describe()} failed: {kind.__name__}: {error}"
+        self._talk.say(control.Failed(kind.__name__[:256], control.clip(text), secondary))
+        self._talk.flush(GOODBYE_S)
+        if not secondary:
+            self._on_failure(error)
+
+    def end(self, *, is_finished: bool) -> None:
+        """Tell the agent that this worker ``is_finished``, and end the link."""
+        if is_finished and not self.has_failed:
+            self._talk.finish()
+        self._talk.end()
+        if sys.excepthook == self._uncaught:
+            sys.excepthook = self._previous_hook
+
+
+def is_group_error(error: BaseException) -> bool:
+    """Whether one of potluck's own calls failed because of another rank."""
+    return isinstance(error, GroupError) and not isinstance(error, Desync)
+
+
+def may_follow_from_a_loss(error: BaseException) -> bool:
+    """Whether ``error``, or what it was raised for, is of a connection to another rank: potluck's,
+    torch's, or of a library behind them. A script's own mistake is none of these."""
+    return any(_is_of_a_connection(each) for each in _chain(error))
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    if isinstance(error, Desync):
+        return False
+    if isinstance(error, GroupError | LinkError | ConnectionError):
+        return True
+    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):  # torch.distributed's
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_A_LOSS)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__

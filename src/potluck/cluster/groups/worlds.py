@@ -1,0 +1,343 @@
+"""Fixed worlds: the workers of a script that can't change its world while it runs.
+
+Such a script calls torch's ``init_process_group`` and then needs every rank. Rules:
+
+- Its ranks meet in a group that is announced once all workers of the world are ready. A worker that
+  dies before that is started again alone: nobody depends on it yet.
+- A world that lost a member after that, or a member's machine before, is *ended*: its processes are
+  stopped. When they have ended, all workers that can be had are started as the next world, with
+  ranks and a world size of its own. The script resumes from its own checkpoint.
+- A death counts as a restart, up to ``max_restarts``; a machine that leaves does not.
+- A member that fails because its connections failed, or that exits without a word, may only follow
+  from a loss that is not known yet. It is in *doubt* for ``cause_s``. If no loss is told until
+  then, failed connections start the world again, and an exit fails the job. Code that raised
+  anything else fails the job at once.
+- A worker that is placed while there is a world waits for the next one: a restart would cost what
+  the script has done since its checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from potluck.cluster.groups.events import (
+    Agreed,
+    Announce,
+    Away,
+    BeginWorld,
+    Disconnected,
+    EndWorld,
+    Event,
+    Exited,
+    Failed,
+    Kill,
+    Log,
+    Placed,
+    Seen,
+    Stalled,
+)
+from potluck.cluster.groups.roster import Failure, LiveGroup, Phase, Worker, World, name_exit
+from potluck.cluster.groups.turn import Turn
+
+_KILLED = 128 + 9
+_STAYS = (Phase.STOPPING, Phase.AWAY, Phase.SPARE, Phase.GONE)
+
+
+def fix(turn: Turn) -> None:
+    """A worker said that its script can't change its world."""
+    world = turn.state.world
+    if not world.is_fixed:
+        turn.change(world=replace(world, is_fixed=True))
+        reason = "the script forms a world of its own, which can't change while it runs"
+        turn.actions.append(BeginWorld(world.number, world.members, True, reason))
+
+
+def take(turn: Turn, event: Event) -> bool:
+    """Deal with ``event`` if it means something else in a fixed world; whether it did."""
+    state = turn.state
+    if not state.world.is_fixed or state.stopping:
+        return False
+    match event:
+        case Failed(name, text, secondary) if state.worker(name).alive:
+            if secondary and state.worker(name).phase is Phase.MEMBER:
+                _doubt(turn, Failure(name, text, secondary=True))
+                return True
+            return bool(state.world.broken)
+        case Disconnected(name) if state.worker(name).phase is Phase.MEMBER:
+            reason = f"worker {name} closed its control link without finishing"
+            turn.actions.append(Kill((name,), reason))
+            end(turn, reason, (name,), Failure(name, reason))
+            return True
+        case Stalled(name, reason) if state.worker(name).phase is Phase.MEMBER:
+            end(turn, reason, (name,), Failure(name, reason, code=_KILLED))
+            return True
+        case Exited(name, code):
+            return _exited(turn, state.worker(name), code)
+        case Away(names, reason):
+            _away(turn, names, reason)
+            return True
+        case Placed(name):
+            _placed(turn, name)
+            return True
+        case Agreed(epoch, members, 0, reason):
+            _shrunk(turn, epoch, members, reason)
+            return True
+    return False
+
+
+def seen(turn: Turn, event: Seen) -> None:
+    """A process of another world than the present one, or of a worker that is out, ends."""
+    worker, world = turn.state.worker(event.worker), turn.state.world
+    attempt = max(worker.attempt, event.attempt)
+    if worker.phase is Phase.STARTING and not event.is_alive:
+        attempt = max(worker.attempt, event.attempt + 1)  # of a start that never arrived
+    turn.update(worker.name, attempt=attempt)
+    if not event.is_alive or not world.is_fixed or turn.state.stopping:
+        return
+    if event.world > world.number:  # begun by a leader that is lost, who told only some of it
+        turn.change(world=replace(world, number=event.world))
+        end(turn, "the leader of the job was lost while it started the world again", ())
+    elif worker.phase is Phase.STOPPING:
+        pass
+    elif event.world < world.number or worker.phase in (Phase.AWAY, Phase.SPARE, Phase.GONE):
+        turn.update(worker.name, phase=Phase.STOPPING)
+        reason = f"worker {worker.name} is ended: the world that it was started for is over"
+        turn.actions.append(Kill((worker.name,), reason))
+
+
+def end(turn: Turn, reason: str, lost: tuple[str, ...], failure: Failure | None = None) -> None:
+    """The world can't go on without ``lost``: stop it, to start the next one, or fail the job.
+    With a ``failure``, a death, that counts as a restart."""
+    state, world, policy = turn.state, turn.state.world, turn.state.policy
+    if world.broken or state.stopping:
+        return
+    named = failure or Failure(lost[0] if lost else "", reason)
+    if not policy.restarts_worlds:
+        turn.fail(replace(named, text=f"{reason}; not started again, by --on-loss fail"))
+        return
+    if failure is not None and world.restarts >= policy.max_restarts:
+        text = f"{reason}; not started again after {world.restarts} restarts"
+        turn.fail(replace(named, text=text))
+        return
+    restarts = world.restarts + (failure is not None)
+    stopped = []
+    for worker in state.workers:
+        if worker.phase is Phase.WAITING:
+            turn.update(worker.name, phase=Phase.SPARE)
+        elif worker.phase not in _STAYS:
+            turn.update(worker.name, phase=Phase.STOPPING)
+            stopped.append(worker.name)
+    turn.change(
+        groups=(),
+        broken="",
+        not_before=0.0,
+        ready_since=None,
+        world=replace(world, broken=reason, restarts=restarts, doubts=(), judge_at=None),
+    )
+    counted = f" (restart {restarts} of {policy.max_restarts})" if failure is not None else ""
+    text = f"{reason}: the script can't go on without it, so all workers start again{counted}"
+    turn.actions.append(EndWorld(tuple(stopped), lost, text))
+
+
+def settle(turn: Turn) -> None:
+    """What follows from the state as it is."""
+    _judge(turn)
+    state = turn.state
+    if state.stopping:
+        return
+    if state.world.broken:
+        _begin_next(turn)
+        return
+    members = [state.worker(name) for name in state.world.members]
+    if all(worker.finished for worker in members):
+        turn.stop_workers("the members of the job have finished", 0, spared=Phase.FINISHED)
+    elif state.view is None:
+        _gather(turn, members)
+    elif state.view.members != state.world.members:
+        missing = tuple(name for name in state.world.members if name not in state.view.members)
+        end(turn, f"worker {', '.join(missing)} is missing in the cluster's view", missing)
+    else:
+        _dismiss_others(turn)
+
+
+# What is told.
+
+
+def _exited(turn: Turn, worker: Worker, code: int) -> bool:
+    reason = f"worker {worker.name} {name_exit(code)}"
+    match worker.phase:
+        case Phase.STOPPING:
+            turn.update(worker.name, phase=Phase.SPARE)
+            _say_that_it_waits(turn, worker.name)
+        case Phase.MEMBER if code < 0:
+            turn.update(worker.name, phase=Phase.SPARE)
+            end(turn, reason, (worker.name,), Failure(worker.name, reason, code=128 - code))
+        case Phase.MEMBER if code == 0:
+            turn.update(worker.name, phase=Phase.GONE, finished=True)
+        case Phase.MEMBER | Phase.FINISHED if code > 0:
+            turn.update(worker.name, phase=Phase.SPARE)
+            _doubt(turn, Failure(worker.name, reason, code=code))
+        case _:
+            return False
+    return True
+
+
+def _doubt(turn: Turn, failure: Failure) -> None:
+    """``failure`` may follow from a loss; an exit code is added to what its worker said before."""
+    world = turn.state.world
+    if world.broken:
+        return
+    told = {each.worker: each for each in world.doubts}
+    said = told.get(failure.worker)
+    told[failure.worker] = failure if said is None else replace(said, code=failure.code)
+    judge_at = world.judge_at or turn.now + turn.state.policy.cause_s
+    turn.change(world=replace(world, doubts=tuple(told.values()), judge_at=judge_at))
+
+
+def _away(turn: Turn, names: Iterable[str], reason: str) -> None:
+    lost = []
+    for worker in (turn.state.worker(name) for name in names):
+        if worker.name in turn.state.world.members and not worker.finished:
+            lost.append(worker.name)
+        if worker.phase is not Phase.GONE:
+            turn.update(worker.name, phase=Phase.AWAY)
+    if lost:
+        end(turn, reason, tuple(lost))
+
+
+def _placed(turn: Turn, name: str) -> None:
+    state = turn.state
+    if all(worker.name != name for worker in state.workers):
+        turn.change(workers=(*state.workers, Worker(name, Phase.SPARE, attempt=-1)))
+    elif state.worker(name).phase in (Phase.AWAY, Phase.GONE) and not state.worker(name).finished:
+        turn.update(name, phase=Phase.SPARE)
+    else:
+        return
+    _say_that_it_waits(turn, name)
+
+
+def _say_that_it_waits(turn: Turn, name: str) -> None:
+    if not turn.state.world.broken:
+        turn.actions.append(Log(f"worker {name} can run, and waits until the world starts again"))
+
+
+def _shrunk(turn: Turn, epoch: int, members: tuple[str, ...], reason: str) -> None:
+    """The nodes agreed on a view without some members."""
+    group = turn.state.view
+    turn.change(epoch=max(turn.state.epoch, epoch))
+    gone = () if group is None else tuple(n for n in group.members if n not in members)
+    for name in gone:
+        if turn.state.worker(name).phase is Phase.MEMBER:
+            turn.update(name, phase=Phase.AWAY)
+    if gone:
+        end(turn, reason, gone)
+
+
+# What follows.
+
+
+def _judge(turn: Turn) -> None:
+    """No loss explains the failures in doubt."""
+    state, world = turn.state, turn.state.world
+    if world.judge_at is None or turn.now < world.judge_at:
+        return
+    own = [failure for failure in world.doubts if not failure.secondary]
+    first = (own or world.doubts)[0]
+    turn.change(world=replace(world, doubts=(), judge_at=None))
+    if own or state.num_finished:
+        turn.fail(first)
+    else:
+        reason = f"worker {first.worker} lost its connections ({first.text})"
+        end(turn, reason, (first.worker,), first)
+
+
+def _begin_next(turn: Turn) -> None:
+    """Start the next world once the processes of the last one have ended."""
+    state, world, policy = turn.state, turn.state.world, turn.state.policy
+    if any(worker.alive and worker.phase is not Phase.AWAY for worker in state.workers):
+        return
+    names = sorted(
+        (
+            worker.name
+            for worker in state.workers
+            if worker.phase is Phase.SPARE or (worker.phase is Phase.GONE and worker.finished)
+            if worker.name not in world.excluded
+        ),
+        key=lambda name: (len(name), name),
+    )
+    if len(names) < max(policy.min_workers, 1):
+        _await_machines(turn, len(names))
+        return
+    begun = World(tuple(names), world.number + 1, world.restarts, is_fixed=True)
+    turn.change(world=begun)
+    turn.actions.append(BeginWorld(begun.number, begun.members, True, "the world starts again"))
+    for name in names:
+        turn.update(name, finished=False, failed=False, joined=0, installed=0, in_vain=0)
+        turn.start(name, "the world starts again", alone=False)
+
+
+def _await_machines(turn: Turn, num_here: int) -> None:
+    """Too few workers are left; machines may come back, for a while."""
+    world, policy = turn.state.world, turn.state.policy
+    needed = f"{num_here} of at least {max(policy.min_workers, 1)} workers can be started"
+    if not turn.state.having(Phase.AWAY):
+        turn.fail(turn.state.casualty or Failure("", f"{world.broken}; {needed}"))
+    elif world.give_up_at is None:
+        turn.change(world=replace(world, give_up_at=turn.now + policy.wait_s))
+        turn.actions.append(Log(f"{needed}: waiting {policy.wait_s:g} s for machines to come back"))
+    elif turn.now >= world.give_up_at:
+        turn.fail(Failure("", f"{world.broken}; {needed}, and no machine came in time"))
+
+
+def _gather(turn: Turn, members: list[Worker]) -> None:
+    """Announce the world's group when all are there; end the world if that can't be any more."""
+    state = turn.state
+    out = tuple(w.name for w in members if w.phase in (Phase.AWAY, Phase.SPARE, Phase.GONE))
+    if out:
+        end(turn, f"worker {', '.join(out)} left before all had met", out)
+        return
+    if turn.now >= state.not_before:
+        turn.change(not_before=0.0)
+    here = [worker for worker in members if worker.phase in (Phase.READY, Phase.MEMBER)]
+    if len(here) == len(members):
+        if not turn.state.not_before:
+            _announce(turn, members)
+    elif turn.has_waited():
+        failing = [w for w in members if w not in here and w.in_vain]
+        if len(failing) == len(members) - len(here):  # a slow one is waited for
+            names = tuple(worker.name for worker in failing)
+            times = ", ".join(f"worker {w.name} died {w.in_vain} times" for w in failing)
+            excluded = frozenset(names)
+            turn.change(world=replace(state.world, excluded=excluded))
+            end(turn, f"{times} while it started, for {state.policy.wait_s:g} s", names)
+
+
+def _announce(turn: Turn, members: list[Worker]) -> None:
+    epoch = turn.state.epoch + 1
+    for worker in members:
+        turn.update(worker.name, phase=Phase.MEMBER, joined=epoch, installed=0)
+    places = tuple(worker.member for worker in members if worker.member is not None)
+    assert len(places) == len(members), "a worker is ready and did not say where"
+    names = tuple(worker.name for worker in members)
+    turn.change(epoch=epoch, groups=(LiveGroup(epoch, names),), broken="", ready_since=None)
+    number = turn.state.world.number
+    turn.actions.append(Announce(epoch, places, names, "all workers are ready", number))
+
+
+def _dismiss_others(turn: Turn) -> None:
+    """Who was started when it was not known that the world is fixed waits for the next one."""
+    state = turn.state
+    others = tuple(
+        worker.name
+        for worker in state.workers
+        if worker.name not in state.world.members and worker.phase not in (*_STAYS, Phase.WAITING)
+    )
+    for worker in state.workers:
+        if worker.name in others:
+            turn.update(worker.name, phase=Phase.STOPPING)
+        elif worker.name not in state.world.members and worker.phase is Phase.WAITING:
+            turn.update(worker.name, phase=Phase.SPARE)
+    if others:
+        reason = f"worker {', '.join(others)} came after the world had formed, and waits"
+        turn.actions.append(Kill(others, reason))

@@ -1,0 +1,36 @@
+"""A script that is not elastic: counts steps, and resumes from its own file. BACKEND FOLDER."""
+
+import os
+import pathlib
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+backend, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+checkpoint = folder / "checkpoint"
+if (folder / f"late-{os.environ['POTLUCK_NAME']}").exists():
+    print("is late", flush=True)
+    time.sleep(600)
+os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # a host's name leads to its loopback
+dist.init_process_group(backend)
+rank, size = dist.get_rank(), dist.get_world_size()
+step = int(checkpoint.read_text()) if checkpoint.exists() else 0
+restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print(f"rank {rank} of {size} begins at {step}, restart {restarts}", flush=True)
+while True:
+    stop = torch.tensor([(folder / "stop").exists(), 1], dtype=torch.int32)
+    dist.all_reduce(stop)
+    assert stop[1] == size, stop
+    if stop[0]:
+        break
+    step += 1
+    if rank == 0:
+        new = folder / "new"
+        new.write_text(str(step))
+        new.replace(checkpoint)
+        if step % 10 == 0:
+            print("step", step, flush=True)
+    time.sleep(0.01)
+dist.destroy_process_group()

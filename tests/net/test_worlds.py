@@ -1,0 +1,114 @@
+"""Scripts that are not elastic, on machines that come and go: their worlds start again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from potluck.testing.commands import Command
+from potluck.testing.machines import Machine, cluster_of, form, leader_of
+
+pytestmark = pytest.mark.needs_root_netns
+
+SCRIPT = Path(__file__).parent / "scripts" / "training" / "counting.py"
+
+
+class Run:
+    """A run of the script, and what its ranks said since they began last."""
+
+    def __init__(self, command: Command, folder: Path) -> None:
+        self.command = command
+        self.folder = folder
+        self._since = 0
+
+    def begun(self, size: int) -> set[str]:
+        """Wait until a world of ``size`` trains (again) on its machines, which are named."""
+        names = set()
+        for rank in range(size):
+            line = self.command.wait_for(f"rank {rank} of {size} begins", since=self._since)
+            names.add(re.match(r"\[ *\d+ (\S+)\]", line)[1])
+        self._since = self.command.mark
+        self.command.wait_for("step ", since=self._since)
+        return names
+
+    def finish(self) -> None:
+        (self.folder / "stop").touch()
+        assert self.command.finish() == 0, self.command.text
+
+
+def run_on(machine: Machine, folder: Path, backend: str, *options: str) -> Command:
+    return machine.run(*options, SCRIPT, backend, folder)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "potluck"])
+@pytest.mark.parametrize("how", ["agent killed", "cut off"])
+def test_a_world_goes_on_without_a_machine_and_with_it_at_the_next_start(
+    tmp_path: Path, backend: str, how: str
+) -> None:
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
+        starter, other = (each for each in machines if each is not leader)
+        with run_on(starter, tmp_path, backend) as command:
+            run = Run(command, tmp_path)
+            assert run.begun(3) == {each.name for each in machines}
+            lost = time.monotonic()
+            other.kill() if how == "agent killed" else other.cut()
+            assert run.begun(2) == {leader.name, starter.name}
+            print(f"trains again after {time.monotonic() - lost:.1f} s")
+            other.start() if how == "agent killed" else other.heal()
+            command.wait_for("can run, and waits until the world starts again")
+            kill_a_worker(starter)
+            assert run.begun(3) == {each.name for each in machines}
+            run.finish()
+        for machine in machines:
+            assert machine.others() == [], "no worker of an older world is left"
+
+
+@pytest.mark.parametrize("how", ["agent killed", "cut off"])
+def test_a_world_outlives_the_leaders_machine(tmp_path: Path, how: str) -> None:
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
+        starter, other = (each for each in machines if each is not leader)
+        with run_on(starter, tmp_path, "gloo") as command:
+            run = Run(command, tmp_path)
+            run.begun(3)
+            kill_a_worker(other)
+            run.begun(3)
+            lost = time.monotonic()
+            leader.kill() if how == "agent killed" else leader.cut()
+            assert run.begun(2) == {starter.name, other.name}
+            print(f"trains again after {time.monotonic() - lost:.1f} s")
+            assert "restart 2" in command.text, "the count goes on under another leader"
+            run.finish()
+
+
+def test_machines_that_leave_before_the_ranks_met_are_not_waited_for(tmp_path: Path) -> None:
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
+        starter, other = (each for each in machines if each is not leader)
+        (tmp_path / f"late-{other.name}").touch()
+        with run_on(starter, tmp_path, "gloo") as command:
+            command.wait_for("is late")
+            since = command.mark
+            lost = other.kill()
+            told = command.when("can't go on without it", since=since)
+            print(f"said after {told - lost:.2f} s")
+            assert Run(command, tmp_path).begun(2) == {leader.name, starter.name}
+            Run(command, tmp_path).finish()
+
+
+def kill_a_worker(machine: Machine) -> None:
+    """SIGKILL its worker, which runs the script in the agent's copy of its folder."""
+    for pid in machine.others():
+        if b"/bundles/" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError(f"no worker runs on {machine}")

@@ -1,0 +1,209 @@
+"""``potluck run`` with scripts that are not elastic: their worlds are stopped and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from potluck.testing.commands import Command, process_ends, run_command
+
+# A counter instead of a model: what it reaches shows that every start resumed from the file.
+TRAINING = """
+import os, pathlib, sys, time
+import torch
+import torch.distributed as dist
+
+backend, method, folder, num_steps = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]), 100
+checkpoint = folder / "checkpoint"
+dist.init_process_group(backend, init_method=method)
+rank, size = dist.get_rank(), dist.get_world_size()
+step = int(checkpoint.read_text()) if checkpoint.exists() else 0
+count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print(f"rank {rank} of {size} begins at {step}, restart {count}, pid {os.getpid()}", flush=True)
+while step < num_steps or not (folder / "stop").exists():
+    ones = torch.ones(10)
+    dist.all_reduce(ones)
+    assert ones[0] == size, ones
+    step += 1
+    if rank == 0:
+        new = folder / "new"
+        new.write_text(str(step))
+        new.replace(checkpoint)
+    if (folder / f"raise-{rank}").exists():
+        raise ValueError("a mistake of the script")
+    if step % 10 == 0 and rank == 0:
+        print("step", step, flush=True)
+    stop = torch.tensor([(folder / "stop").exists()], dtype=torch.int32)
+    dist.all_reduce(stop, dist.ReduceOp.MAX)
+    if stop[0]:
+        break
+    time.sleep(0.005)
+dist.destroy_process_group()
+print("ended well", flush=True)
+"""
+
+WAYS = [("gloo", "env://"), ("potluck", "env://"), ("potluck", "potluck://")]
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> str:
+    path = tmp_path / "training.py"
+    path.write_text(TRAINING)
+    return str(path)
+
+
+class Run:
+    """A run of the training, and the pids of its ranks as of their last start."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self._since = 0
+
+    def begun(self, size: int) -> dict[int, tuple[int, int]]:
+        """Wait until ``size`` ranks have begun (again); for each rank its first step and pid."""
+        found = {}
+        for rank in range(size):
+            line = self.command.wait_for(f"rank {rank} of {size} begins", since=self._since)
+            step, _, pid = re.search(r"at (\d+), restart (\d+), pid (\d+)", line).groups()
+            found[rank] = (int(step), int(pid))
+        self._since = self.command.mark
+        return found
+
+    def trains(self) -> None:
+        self.command.wait_for("step ", since=self._since)
+
+
+@pytest.mark.parametrize(("backend", "method"), WAYS)
+def test_a_killed_worker_has_the_world_started_again_from_its_checkpoint(
+    training: str, tmp_path: Path, backend: str, method: str
+) -> None:
+    summary = tmp_path / "summary.json"
+    with run_command(
+        *("-n", "3", "--json", str(summary), training, backend, method, str(tmp_path))
+    ) as command:
+        run = Run(command)
+        before = run.begun(3)
+        assert {step for step, _ in before.values()} == {0}
+        run.trains()
+        os.kill(before[1][1], signal.SIGKILL)
+        after = run.begun(3)
+        assert min(step for step, _ in after.values()) >= 10
+        assert not {pid for _, pid in before.values()} & {pid for _, pid in after.values()}
+        assert all(process_ends(pid) for _, pid in before.values())
+        command.wait_for(
+            "potluck: worker 1 killed by SIGKILL (9): the script can't go on without it, so all "
+            "workers start again (restart 1 of 3)"
+        )
+        command.wait_for(
+            lambda line: re.fullmatch(
+                r"potluck: worker 1 lost \(killed by SIGKILL \(9\)\), 3 workers started again in "
+                r"\d+\.\d\d s",
+                line,
+            )
+        )
+        (tmp_path / "stop").touch()
+        assert command.finish() == 0, command.text
+        assert sum("ended well" in line for line in command.lines) == 3
+        assert "starting worker 1 again" not in command.text
+    told = json.loads(summary.read_text())
+    assert told["world_restarts"] == 1
+    assert [recovery["workers"] for recovery in told["recoveries"]] == [["1"]]
+
+
+def test_all_killed_at_once_start_again(training: str, tmp_path: Path) -> None:
+    with run_command("-n", "3", training, "gloo", "env://", str(tmp_path)) as command:
+        run = Run(command)
+        before = run.begun(3)
+        run.trains()
+        for _, pid in before.values():
+            os.kill(pid, signal.SIGKILL)
+        assert min(step for step, _ in run.begun(3).values()) >= 10
+        assert "(restart 1 of 3)" in command.text
+        (tmp_path / "stop").touch()
+        assert command.finish() == 0, command.text
+
+
+@pytest.mark.parametrize("backend", ["gloo", "potluck"])
+def test_a_script_that_raises_by_itself_is_not_started_again(
+    training: str, tmp_path: Path, backend: str
+) -> None:
+    with run_command("-n", "3", training, backend, "env://", str(tmp_path)) as command:
+        Run(command).begun(3)
+        (tmp_path / "raise-2").touch()
+        assert command.finish() == 1, command.text
+        assert "ValueError: a mistake of the script" in command.lines[-1]
+        assert "start again" not in command.text
+
+
+def test_a_loss_fails_the_job_if_that_is_what_the_user_wants(training: str, tmp_path: Path) -> None:
+    arguments = (training, "gloo", "env://", str(tmp_path))
+    with run_command("-n", "2", "--on-loss", "fail", *arguments) as command:
+        before = Run(command).begun(2)
+        os.kill(before[0][1], signal.SIGKILL)
+        assert command.finish() == 128 + signal.SIGKILL, command.text
+        assert (
+            "worker 0 killed by SIGKILL (9); not started again, by --on-loss fail" in command.text
+        )
+
+
+def test_a_world_is_not_started_more_often_than_allowed(training: str, tmp_path: Path) -> None:
+    arguments = (training, "gloo", "env://", str(tmp_path))
+    with run_command("-n", "2", "--max-restarts", "1", *arguments) as command:
+        run = Run(command)
+        os.kill(run.begun(2)[0][1], signal.SIGKILL)
+        os.kill(run.begun(2)[0][1], signal.SIGKILL)
+        assert command.finish() == 128 + signal.SIGKILL, command.text
+        assert "worker 0 killed by SIGKILL (9); not started again after 1 restarts" in command.text
+
+
+ONE_IS_LATE = """
+import os, pathlib, signal, sys
+mark = pathlib.Path(sys.argv[1]) / "mark"
+import torch.distributed as dist
+if os.environ["RANK"] == "1" and not mark.exists():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+print("pid", os.getpid(), flush=True)
+dist.init_process_group("gloo")
+dist.barrier()
+print("met", flush=True)
+"""
+
+
+def test_a_worker_killed_before_the_ranks_met_starts_again_alone(tmp_path: Path) -> None:
+    path = tmp_path / "late.py"
+    path.write_text(ONE_IS_LATE)
+    with run_command("-n", "3", str(path), str(tmp_path)) as command:
+        assert command.finish() == 0, command.text
+        assert "starting worker 1 again (restart 1 of 3)" in command.text
+        assert sum("met" in line for line in command.lines) == 3
+        assert sum("pid" in line for line in command.lines) == 3, "the others waited"
+
+
+SPAWNING = """
+import os
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def child(rank):
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "2"
+    dist.init_process_group("gloo")
+    dist.barrier()
+    print("met", rank, flush=True)
+
+if __name__ == "__main__":
+    mp.spawn(child, nprocs=2)
+"""
+
+
+def test_worlds_of_processes_that_a_worker_spawns_are_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "spawning.py"
+    path.write_text(SPAWNING)
+    with run_command(str(path)) as command:
+        assert command.finish() == 0, command.text
+        assert sorted(line for line in command.lines if "met" in line) == ["[0] met 0", "[0] met 1"]

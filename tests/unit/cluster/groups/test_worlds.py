@@ -1,0 +1,379 @@
+"""Fixed worlds, told as stories: who is lost, what ends, what is started again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from potluck.cluster.groups import membership
+from potluck.cluster.groups.events import (
+    Action,
+    Agreed,
+    Announce,
+    Away,
+    BeginWorld,
+    EndWorld,
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Installed,
+    Kill,
+    Placed,
+    Ready,
+    Seen,
+    Stalled,
+    Start,
+    StopWorkers,
+    Tick,
+)
+from potluck.cluster.groups.roster import Phase, Policy, World
+from potluck.types import Member
+
+SIGTERM, SIGKILL = 15, 9
+
+
+class Story:
+    """A job whose events are told one by one; ``did`` holds the actions of the last ones."""
+
+    def __init__(self, num_workers: int, policy: Policy | None = None) -> None:
+        self.now = 0.0
+        self.names = [str(index) for index in range(num_workers)]
+        self.state, self.did = membership.begin(self.names, policy or Policy())
+
+    def tell(self, *events: Event, at: float | None = None) -> tuple[Action, ...]:
+        self.now = self.now if at is None else at
+        did: list[Action] = []
+        for event in events:
+            self.state, actions = membership.handle(self.state, event, self.now)
+            did += actions
+        self.did = tuple(did)
+        return self.did
+
+    def all(self, kind: type[Action]) -> list[Action]:
+        return [action for action in self.did if isinstance(action, kind)]
+
+    def only(self, kind: type[Action]) -> Action:
+        (action,) = self.all(kind)
+        return action
+
+    def phase(self, name: str) -> Phase:
+        return self.state.worker(name).phase
+
+    @property
+    def started(self) -> list[str]:
+        return [action.worker for action in self.did if isinstance(action, Start)]
+
+    def stopped(self) -> None:
+        """All that were asked to end have ended."""
+        names = [worker.name for worker in self.state.having(Phase.STOPPING)]
+        self.tell(*(Exited(name, -SIGTERM) for name in names))
+
+    def meet(self) -> None:
+        """All members of the present world become ready, and enter its group."""
+        self.tell(*(ready(name) for name in self.state.world.members))
+        announced = self.only(Announce)
+        names = tuple(member.worker for member in announced.members)
+        assert names == self.state.world.members, "RANK is the place in the group"
+        self.tell(*(Installed(name, announced.epoch) for name in names))
+
+
+def ready(name: str) -> Ready:
+    return Ready(name, Member(name, "node", port=1), is_fixed=True)
+
+
+def training(num_workers: int, policy: Policy | None = None) -> Story:
+    story = Story(num_workers, policy)
+    story.meet()
+    return story
+
+
+def test_a_killed_member_ends_the_world_and_all_start_as_the_next() -> None:
+    story = training(3)
+    story.tell(Exited("1", -SIGKILL))
+    ended = story.only(EndWorld)
+    assert ended.workers == ("0", "2")
+    assert ended.lost == ("1",)
+    assert ended.reason == (
+        "worker 1 killed by SIGKILL (9): the script can't go on without it, so all workers start "
+        "again (restart 1 of 3)"
+    )
+    assert not story.started, "the others' processes still run"
+    story.tell(Exited("0", -SIGTERM))
+    assert not story.started
+    story.tell(Exited("2", -SIGTERM))
+    begun = story.only(BeginWorld)
+    assert (begun.number, begun.members) == (1, ("0", "1", "2"))
+    assert story.started == ["0", "1", "2"]
+    assert not any(action.alone for action in story.all(Start))
+    story.meet()
+
+
+def test_who_dies_before_the_ranks_met_starts_again_alone() -> None:
+    story = Story(3)
+    story.tell(ready("0"), ready("2"), Exited("1", -SIGKILL))
+    assert story.started == ["1"]
+    assert not story.all(EndWorld)
+    story.tell(ready("1"))
+    assert len(story.only(Announce).members) == 3
+
+
+def test_a_machine_that_leaves_before_the_ranks_met_ends_the_world_at_once() -> None:
+    story = Story(3)
+    story.tell(ready("0"), ready("1"), Away(("2",), "carl is silent"))
+    assert story.only(EndWorld).workers == ("0", "1")
+    story.stopped()
+    assert story.only(BeginWorld).members == ("0", "1")
+    assert story.state.world.restarts == 0, "a machine that leaves is nobody's fault"
+    story.meet()
+
+
+def test_failures_of_survivors_count_as_consequences_whichever_is_told_first() -> None:
+    story = training(3)
+    story.tell(Failed("0", "connection closed by peer", secondary=True), Exited("0", 1))
+    assert not story.did, "it may follow from a loss that is not known yet"
+    story.tell(Exited("1", -SIGKILL))
+    assert story.only(EndWorld).workers == ("2",)
+    story.tell(Failed("2", "connection closed by peer", secondary=True))
+    story.tell(Exited("2", 1))
+    assert story.started == ["0", "1", "2"]
+    assert story.state.failure is None
+
+
+def test_a_script_that_raises_fails_the_job_also_if_the_others_words_come_first() -> None:
+    story = training(2)
+    story.tell(Failed("0", "connection closed by peer", secondary=True))
+    story.tell(Failed("1", "ValueError: no such file"))
+    assert story.only(StopWorkers).reason == "ValueError: no such file"
+    story.tell(Exited("1", 1), Exited("0", 1))
+    assert story.state.over
+    assert story.state.exit_code == 1
+    assert not story.all(EndWorld)
+
+
+def test_an_exit_without_a_word_fails_the_job_if_no_loss_explains_it() -> None:
+    story = training(2)
+    story.tell(Finished("0"), Exited("0", 3))
+    assert not story.did
+    story.tell(Tick(), at=story.state.next_wakeup())
+    assert story.only(StopWorkers).workers == ("1",)
+    story.tell(Exited("1", -SIGTERM))
+    assert story.state.over
+    assert story.state.exit_code == 3
+
+
+def test_connections_that_failed_though_nobody_died_start_the_world_again() -> None:
+    story = training(2)
+    story.tell(
+        Failed("0", "lost rank 1", secondary=True), Failed("1", "lost rank 0", secondary=True)
+    )
+    story.tell(Tick(), at=story.state.next_wakeup())
+    assert "lost its connections" in story.only(EndWorld).reason
+    assert story.state.world.restarts == 1
+
+
+def test_a_member_that_stands_still_is_ended_with_the_world() -> None:
+    story = training(2)
+    story.tell(Stalled("1", "worker 1 stands still"))
+    assert story.only(EndWorld).workers == ("0", "1")
+
+
+def test_deaths_are_limited_and_the_job_then_fails_with_the_signal() -> None:
+    story = training(2, Policy(max_restarts=1))
+    story.tell(Exited("0", -SIGKILL))
+    story.stopped()
+    story.meet()
+    story.tell(Exited("1", -SIGKILL))
+    assert "not started again after 1 restarts" in story.only(StopWorkers).reason
+    story.tell(Exited("0", -SIGTERM))
+    assert (story.state.over, story.state.exit_code) == (True, 128 + SIGKILL)
+
+
+def test_on_loss_fail() -> None:
+    story = training(2, Policy(restarts_worlds=False))
+    story.tell(Exited("0", -SIGKILL))
+    assert story.only(StopWorkers).workers == ("1",)
+    assert story.state.failure is not None
+    assert story.state.failure.code == 128 + SIGKILL
+
+
+def test_a_machine_that_comes_back_waits_for_the_next_start() -> None:
+    story = training(2)
+    story.tell(Away(("1",), "bob is silent"))
+    story.stopped()
+    assert story.only(BeginWorld).members == ("0",)
+    story.meet()
+    story.tell(Seen("1", 0, 0, True))
+    assert story.only(Kill).workers == ("1",), "its process is of the world before"
+    story.tell(Exited("1", -SIGKILL))
+    story.tell(Placed("2"))
+    assert not story.started
+    story.tell(Exited("0", -SIGKILL))
+    assert story.only(BeginWorld).members == ("0", "1", "2")
+
+
+def test_a_world_waits_for_machines_if_too_few_workers_are_left() -> None:
+    story = training(2, Policy(min_workers=2, wait_s=30))
+    story.tell(Away(("1",), "bob is silent"))
+    story.stopped()
+    assert not story.started
+    story.tell(Placed("1"), at=10)
+    assert story.started == ["0", "1"]
+
+
+def test_it_does_not_wait_for_them_for_ever() -> None:
+    story = training(2, Policy(min_workers=2, wait_s=30))
+    story.tell(Away(("1",), "bob is silent"))
+    story.stopped()
+    story.tell(Tick(), at=story.state.next_wakeup())
+    assert story.state.over
+    assert "1 of at least 2 workers can be started" in story.state.failure.text
+
+
+def test_workers_that_keep_dying_are_left_out_of_the_first_world_after_the_wait() -> None:
+    story = Story(3, Policy(max_restarts=100, wait_s=60))
+    story.tell(ready("0"), ready("1"))
+    for second in range(3, 60, 3):
+        story.tell(Exited("2", -SIGKILL), Tick(), at=float(second))
+        story.tell(Tick(), at=story.state.next_wakeup())
+        if story.all(EndWorld):
+            break
+    else:
+        story.tell(Tick(), at=61.0)
+    assert story.only(EndWorld).lost == ("2",)
+    story.stopped()
+    assert story.only(BeginWorld).members == ("0", "1")
+
+
+def test_a_slow_worker_is_waited_for() -> None:
+    story = Story(2)
+    story.tell(ready("0"))
+    story.tell(Tick(), at=600.0)
+    assert not story.did
+
+
+def test_an_elastic_job_begins_with_those_that_are_ready_and_takes_the_others_in() -> None:
+    story = Story(4, Policy(max_restarts=100))
+    elastic = [Ready(name, Member(name, port=1)) for name in story.names]
+    story.tell(*elastic[:3])
+    story.tell(Exited("3", -SIGKILL), at=30.0)
+    story.tell(Tick(), at=60.0)
+    assert [member.worker for member in story.only(Announce).members] == ["0", "1", "2"]
+    story.tell(*(Installed(name, 1) for name in "012"))
+    story.tell(elastic[3])
+    assert story.only(Announce).joined == ("3",)
+
+
+def test_what_a_node_repeats_of_an_earlier_process_changes_nothing() -> None:
+    story = training(2)
+    story.tell(Exited("1", -SIGKILL, 0))
+    story.stopped()
+    story.tell(Exited("1", -SIGKILL, 0), Exited("0", -SIGTERM, 0))
+    assert not story.did
+    story.meet()
+
+
+def test_another_leader_goes_on_with_the_world_if_all_of_it_is_there() -> None:
+    world = World(("0", "1"), 4, 2, is_fixed=True)
+    members = [Member(name, "node", port=1) for name in "01"]
+    state = membership.take_over("01", Policy(), 9, members, world)
+    story = Story(2)
+    story.state = state
+    story.tell(Tick(), Seen("0", 7, 4, True), Seen("1", 7, 4, True))
+    assert not story.did
+    story.tell(Exited("0", -SIGKILL, 7))
+    story.stopped()
+    assert story.only(BeginWorld).number == 5
+    assert {action.attempt for action in story.all(Start)} == {8}, "known to no node yet"
+
+
+def test_another_leader_ends_a_world_that_lost_members_with_the_leader() -> None:
+    world = World(("0", "1"), 4, 2, is_fixed=True)
+    state = membership.take_over("01", Policy(), 9, [Member("1", "node", port=1)], world)
+    story = Story(2)
+    story.state = state
+    story.tell(Away(("0",), "ada has ended"))
+    assert story.only(EndWorld).workers == ("1",)
+    story.stopped()
+    assert story.only(BeginWorld).members == ("1",)
+
+
+def test_a_view_that_shrank_ends_the_world() -> None:
+    story = training(3)
+    story.tell(Agreed(7, ("0", "1"), reason="carl is silent"), Away(("2",), "carl left"))
+    assert story.only(EndWorld).workers == ("0", "1")
+    assert story.phase("2") is Phase.AWAY
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_losses_never_leave_two_worlds_and_always_train_again(seed: int) -> None:
+    """Deaths, lost machines and returns in any order: at most one process of each worker, all of
+    one world, and in the end all workers that have a machine train together."""
+    chance = random.Random(seed)
+    story = Story(chance.randint(1, 5), Policy(max_restarts=10_000))
+    alive = dict.fromkeys(story.names, 0)  # the world of each running process
+    is_ready: set[str] = set()
+    away: set[str] = set()
+
+    def carry_out() -> None:
+        for action in story.did:
+            match action:
+                case Start(name):
+                    assert name not in alive, "it runs already"
+                    alive[name] = story.state.world.number
+                    is_ready.discard(name)
+                case Announce(members=members):
+                    worlds = {alive[member.worker] for member in members}
+                    assert worlds == {story.state.world.number}
+                case EndWorld(workers=names) | Kill(workers=names):
+                    ending.update(name for name in names if name in alive)
+                case _:
+                    pass
+
+    def tell(event: Event) -> None:
+        story.tell(event)
+        carry_out()
+
+    def exits(name: str, code: int) -> None:
+        del alive[name]
+        ending.discard(name)
+        tell(Exited(name, code))
+
+    ending: set[str] = set()
+    for _ in range(200):
+        story.now += 0.5
+        reachable = sorted(set(alive) - away)
+        match chance.randrange(8):
+            case 0 if reachable:
+                exits(chance.choice(reachable), -SIGKILL)
+            case 1 if len(away) < len(story.names) - 1:
+                name = chance.choice(sorted(set(story.names) - away))
+                away.add(name)
+                tell(Away((name,), f"the machine of {name} is silent"))
+            case 2 if away:
+                name = chance.choice(sorted(away))
+                away.discard(name)
+                if name in alive:
+                    attempt = story.state.worker(name).attempt
+                    tell(Seen(name, attempt, alive[name], True))
+                else:
+                    tell(Placed(name))
+            case 3 | 4 if set(ending) - away:
+                exits(chance.choice(sorted(ending - away)), -SIGTERM)
+            case _ if set(reachable) - ending:
+                name = chance.choice(sorted(set(reachable) - ending))
+                tell(ready(name))
+        tell(Tick())
+    for name in sorted(away):
+        tell(Seen(name, 0, alive[name], True) if name in alive else Placed(name))
+    for _ in range(50):
+        story.now += 2.0
+        for name in sorted(ending):
+            exits(name, -SIGTERM)
+        tell(Tick())
+        for name in sorted(alive):
+            tell(ready(name))
+    assert story.state.view is not None, f"seed {seed}: no world trains"
+    assert story.state.view.members == story.state.world.members
+    assert set(alive) == set(story.state.world.members)
