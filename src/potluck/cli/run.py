@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -156,10 +157,14 @@ def run(
         if hint:
             typer.echo(f"potluck: {hint}", err=True)
         settings = load_settings(peer_timeout_s=peer_timeout, wire=wire)
+        if min_nodes is None:
+            options = replace(options, min_nodes=settings.min_peers + 1)
+            options.check()
         has_agent = find_agent(settings.home) is not None
-        if nodes > 1 and not has_agent:
+        if max(nodes, min_nodes or 0) > 1 and not has_agent:
+            given = f"--nodes {nodes}" if nodes > 1 else f"--min-nodes {min_nodes}"
             raise ConfigurationError(
-                f"--nodes {nodes}: this machine is in no cluster; start its agent with: potluck up"
+                f"{given}: this machine is in no cluster; start its agent with: potluck up"
             )
         begin = run_on_cluster if has_agent else run_job
         summary = begin(options, settings, watcher_for(sys.stdout, plain=plain))

@@ -14,6 +14,7 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from potluck.cluster.bundles.depot import BundleDepot
 from potluck.cluster.discovery.advert import Presence, new_instance
@@ -334,8 +335,10 @@ class NodeAgent:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         client, job = Waiting(writer), ""
+        asked = asyncio.ensure_future(read_request(reader))
         try:
-            while (request := await read_request(reader)) is not None:
+            while (request := await asked) is not None:
+                asked = asyncio.ensure_future(read_request(reader))
                 match request:
                     case local.NodesRequest():
                         client.send(self.status())
@@ -352,15 +355,35 @@ class NodeAgent:
                         if self._jobs is not None:
                             self._jobs.interrupt(job, number)
                     case local.RunRequest() if self._jobs is not None:
-                        try:
-                            job = await self._jobs.submit(request, client)
-                        except (PotluckError, OSError) as error:
-                            client.send(local.Outcome(False, str(error)[:4000]))
+                        job = await self._submit(self._jobs, request, client, asked)
                     case local.RunRequest():
                         client.send(local.Outcome(False, "this agent takes part in no jobs"))
         finally:
+            asked.cancel()
             if self._jobs is not None:
                 self._jobs.abandon(job, SIGHUP)
+
+    async def _submit(
+        self,
+        dispatcher: JobDispatcher,
+        request: local.RunRequest,
+        client: Waiting,
+        asked: asyncio.Future[local.Request | None],
+    ) -> str:
+        """Have a job begin, unless the command asks for something else, or leaves, first: its name,
+        empty if it does not begin."""
+        submitting = asyncio.ensure_future(dispatcher.submit(request, client))
+        try:
+            both: set[asyncio.Future[Any]] = {submitting, asked}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if submitting.done():
+                return submitting.result()
+            client.send(local.Outcome(False, "interrupted before it began"))
+        except (PotluckError, OSError) as error:
+            client.send(local.Outcome(False, str(error)[:4000]))
+        finally:
+            submitting.cancel()
+        return ""
 
     async def _order_rotation(self) -> local.Outcome:
         if self._rotated is not None and not self._rotated.done():

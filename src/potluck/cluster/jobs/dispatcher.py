@@ -62,6 +62,7 @@ class JobDispatcher:
         self._watched: dict[str, _Watched] = {}
         self._early = EarlyOrders()
         self._has_view = asyncio.Event()
+        self._view_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._tell_status())
 
@@ -81,8 +82,9 @@ class JobDispatcher:
             raise ConfigurationError(
                 f"this node is {host.stands_still}; `potluck continue --alone` overrides"
             )
-        bundle = await self._depot.take_in(Path(request.folder), request.script)
         job = f"{PurePosixPath(request.script).stem[:64]}-{secrets.token_hex(4)}"
+        await self._await_nodes(job, request, client)
+        bundle = await self._depot.take_in(Path(request.folder), request.script)
         below = ""
         with contextlib.suppress(ValueError):
             below = Path(request.directory).relative_to(request.folder).as_posix()
@@ -110,6 +112,32 @@ class JobDispatcher:
         self._watched[job] = _Watched(spec, client)
         host.to_leader(jobs.Submit(spec))
         return job
+
+    async def _await_nodes(self, job: str, request: local.RunRequest, client: Client) -> None:
+        """Until as many nodes are in the view as ``request`` asks for."""
+
+        def here() -> str:
+            nodes = () if self._host.view is None else self._host.view.nodes
+            names = ", ".join(self._host.names.label(node) for node in nodes)
+            return f"{len(nodes)} of at least {request.min_nodes} machines ({names})"
+
+        def are_enough() -> bool:
+            view = self._host.view
+            return view is not None and len(view.nodes) >= request.min_nodes
+
+        if are_enough():
+            return
+        note = f"in the cluster: {here()}; waiting {request.wait_s:g} s for the others"
+        client.send(jobs.JobNote(job, note))
+        try:
+            async with asyncio.timeout(request.wait_s):
+                while not are_enough():
+                    await self._view_changed.wait()
+        except TimeoutError:
+            raise ConfigurationError(
+                f"in the cluster: {here()}, after {request.wait_s:g} s; start `potluck up` on the "
+                "others, or give fewer with --min-nodes (POTLUCK_MIN_PEERS), or a longer --wait"
+            ) from None
 
     def interrupt(self, job: str, number: int) -> None:
         """The operator wants the end of a job that was submitted here."""
@@ -277,6 +305,8 @@ class JobDispatcher:
 
     def _installed(self, view: View) -> None:
         self._has_view.set()
+        self._view_changed.set()
+        self._view_changed = asyncio.Event()
         me = self._host.me
         if view.leader == me:
             for coordinator in list(self._coordinators.values()):
