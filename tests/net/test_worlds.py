@@ -105,6 +105,29 @@ def test_machines_that_leave_before_the_ranks_met_are_not_waited_for(tmp_path: P
             Run(command, tmp_path).finish()
 
 
+def test_a_job_waits_for_as_many_machines_as_it_needs(tmp_path: Path) -> None:
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada)
+        options = ("--min-nodes", "2", "--wait", "2")
+        with run_on(ada, tmp_path, "gloo", *options) as command:
+            command.wait_for("in the cluster: 1 of at least 2 machines (ada); waiting 2 s")
+            assert command.finish() == 2
+            assert "after 2 s; start `potluck up` on the others" in command.lines[-1]
+        ada.environment["POTLUCK_MIN_PEERS"] = "1"
+        with run_on(ada, tmp_path, "gloo") as command:
+            command.wait_for("1 of at least 2 machines")
+            bob.start()
+            run = Run(command, tmp_path)
+            assert run.begun(2) == {"ada", "bob"}
+            run.finish()
+        bob.kill()
+        with run_on(ada, tmp_path, "gloo") as command:
+            command.wait_for("1 of at least 2 machines")
+            command.signal(signal.SIGINT)
+            assert command.finish() == 2
+            assert "interrupted before it began" in command.lines[-1]
+
+
 def kill_a_worker(machine: Machine) -> None:
     """SIGKILL its worker, which runs the script in the agent's copy of its folder."""
     for pid in machine.others():

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command, process_ends, run_command
+from potluck.testing.commands import Command, potluck_command, process_ends, run_command
+from potluck.testing.figures import Figures
 
 # A counter instead of a model: what it reaches shows that every start resumed from the file.
 TRAINING = """
@@ -207,3 +212,47 @@ def test_worlds_of_processes_that_a_worker_spawns_are_its_own(tmp_path: Path) ->
     with run_command(str(path)) as command:
         assert command.finish() == 0, command.text
         assert sorted(line for line in command.lines if "met" in line) == ["[0] met 0", "[0] met 1"]
+
+
+def test_the_recipe_of_the_page_resumes(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
+    section = page.partition("### Resuming under potluck run")[2]
+    recipe = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    path = tmp_path / "recipe.py"
+    saved = 'os.replace("checkpoint.new", path)'
+    assert saved in recipe
+    announced = recipe.replace(saved, f'{saved}; print("saved", os.getpid(), flush=True)')
+    path.write_text(announced)
+    with Command([*potluck_command(), "run", "-n", "2", str(path)], cwd=tmp_path) as command:
+        saver = int(command.wait_for("saved ").rsplit(" ", 1)[1])
+        os.kill(saver, signal.SIGKILL)
+        line = command.wait_for(lambda line: "begins at step" in line and not line.endswith(" 0"))
+        assert int(line.rsplit(" ", 1)[1]) % 20 == 0
+        assert command.finish() == 0, command.text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_twenty_kills_in_a_row(training: str, tmp_path: Path, figures: Figures) -> None:
+    """Any rank, one after the other; what a start costs is imports, and what else is the rest."""
+    importing = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch, torch.distributed"], check=True)
+    importing = time.monotonic() - importing
+    chance, worst = random.Random(7), 0.0
+    arguments = (training, "gloo", "env://", str(tmp_path))
+    with run_command("-n", "3", "--max-restarts", "20", *arguments) as command:
+        run = Run(command)
+        ranks = run.begun(3)
+        for _ in range(20):
+            run.trains()
+            killed = time.monotonic()
+            os.kill(chance.choice(list(ranks.values()))[1], signal.SIGKILL)
+            ranks = run.begun(3)
+            run.trains()
+            worst = max(worst, time.monotonic() - killed)
+        (tmp_path / "stop").touch()
+        assert command.finish() == 0, command.text
+    fault = "a worker of a script that is not elastic killed, 20 times"
+    figures.take(
+        fault, "trains again after, imports not counted, at worst", worst - importing, asked=5.0
+    )

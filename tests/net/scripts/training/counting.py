@@ -2,8 +2,9 @@
 
 import os
 import pathlib
+import signal
 import sys
-import time
+import threading
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,14 @@ backend, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 checkpoint = folder / "checkpoint"
 if (folder / f"late-{os.environ['POTLUCK_NAME']}").exists():
     print("is late", flush=True)
-    time.sleep(600)
+    signal.pause()
 os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # a host's name leads to its loopback
 dist.init_process_group(backend)
 rank, size = dist.get_rank(), dist.get_world_size()
 step = int(checkpoint.read_text()) if checkpoint.exists() else 0
 restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
 print(f"rank {rank} of {size} begins at {step}, restart {restarts}", flush=True)
+pace = threading.Event()
 while True:
     stop = torch.tensor([(folder / "stop").exists(), 1], dtype=torch.int32)
     dist.all_reduce(stop)
@@ -32,5 +34,5 @@ while True:
         new.replace(checkpoint)
         if step % 10 == 0:
             print("step", step, flush=True)
-    time.sleep(0.01)
+    pace.wait(0.01)
 dist.destroy_process_group()
