@@ -20,7 +20,7 @@ EVERY_S = 10.0
 
 def to_stderr(text: str) -> None:
     """Write one line for people."""
-    with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more, or it is closed
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed, here or by its reader
         print(f"potluck: {text}", file=sys.stderr, flush=True)
 
 
@@ -48,7 +48,7 @@ class Reminder:
         self._due = self._began + FIRST_S
 
     def patience(self) -> float:
-        """Seconds until ``tick`` has something to do or the deadline has passed; 0 if one is so."""
+        """Seconds until a line is due or the deadline passes; 0 if either has come."""
         until = self._due if self._deadline is None else min(self._due, self._deadline)
         return max(0.0, until - self._clock())
 

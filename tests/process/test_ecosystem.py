@@ -1,4 +1,4 @@
-"""Front ends of others over potluck: their own configuration, the backend's name changed.
+"""Frameworks over potluck: their own configuration, with another backend's name.
 
 Each example is trained alone, and on two workers by the launchers that its first lines name. What
 it prints is checked: the backend, a loss that falls, and ranks that end with equal parameters.

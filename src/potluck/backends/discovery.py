@@ -1,8 +1,9 @@
 """``AutoDiscoveryBackend``: scripts that find each other on the network, without an agent.
 
-Each process listens, makes itself known by all ways of ``cluster.discovery``, and calls whoever it
-hears of (``discovery_search.py``). Who holds the cluster's secret answers with its random id. Then
-they agree on a group, and after a loss on the next one (``discovery_gather.py``).
+Each process listens, makes itself known by all ways of ``cluster.discovery``, and calls the
+addresses that it hears of (``discovery_search.py``). A process that holds the cluster's secret
+answers with its random id. Then the processes agree on a group, and after a loss on the next one
+(``discovery_gather.py``).
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _MEET_S = 10.0
 class AutoDiscoveryBackend(StaticBackend):
     """One rank of a group of processes that find each other on the network.
 
-    The world is whoever was found once at least ``min_peers`` others are there and nobody new has
-    turned up for ``settle_s``; ``min_peers`` defaults to POTLUCK_MIN_PEERS, at least 1.
+    The world is all processes found, once at least ``min_peers`` others are there and no new one
+    has been found for ``settle_s``; ``min_peers`` defaults to POTLUCK_MIN_PEERS, at least 1.
     ``world_size`` fixes the number instead; all processes must be given the same. Processes that
-    come later are refused and told so. After a loss those that remain form the next group.
+    come later are refused and told so. After a loss the remaining processes form the next group.
 
     All must hold the cluster's secret. ``finders`` defaults to what POTLUCK_DISCOVERY names.
     Listens on ``port`` (0: any free one); by default on POTLUCK_GRADIENT_PORT, where POTLUCK_PEERS
@@ -100,7 +101,7 @@ class AutoDiscoveryBackend(StaticBackend):
 
     @property
     def world_size(self) -> int | None:
-        """The number of processes, None if it is whoever is found."""
+        """The number of processes; None: all that are found."""
         return self._rule.world_size or None
 
     @property
@@ -131,14 +132,14 @@ class AutoDiscoveryBackend(StaticBackend):
 
         A context on this backend gets the same communicator. Rank 0 is the process with the lowest
         id; the others stand in the order of the ring whose slowest link is fastest, as measured.
-        Blocks at most ``timeout`` seconds (POTLUCK_PEER_TIMEOUT_S). OperationTimeout names who did
-        not come; Refused: the group was formed without this process; ConfigurationError: rank 0
-        gathers a world of another size.
+        Blocks at most ``timeout`` seconds (POTLUCK_PEER_TIMEOUT_S). OperationTimeout names the
+        absent processes; Refused: the group was formed without this process; ConfigurationError:
+        rank 0 gathers a world of another size.
         """
         return self.form(0, None, self._settings.peer_timeout_s if timeout is None else timeout)
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
-        """The communicator of the group, or after ``after_epoch`` of those that remain of it.
+        """The communicator of the group, or after ``after_epoch`` of its remaining members.
 
         The next group needs a majority of the last, not counting processes that are certainly
         gone; GroupError if there is none within ``timeout_s``, Evicted if the others have gone on.
@@ -189,7 +190,7 @@ class AutoDiscoveryBackend(StaticBackend):
         self._base.close()
 
     def _objection(self, hello: Hello) -> Refusal | None:
-        """Why who calls is none of this process's business; None if it is."""
+        """Why a caller is turned away: the group was formed without it. None if it may go on."""
         with self._changed:
             formed = self._formed
             if formed is None or formed.rank_of(hello.worker) >= 0:
@@ -201,10 +202,10 @@ class AutoDiscoveryBackend(StaticBackend):
             at = time.strftime("%H:%M:%S", time.localtime(self._formed_at))
             return Refusal(
                 FORMED,
-                f"a group of {len(formed.seats)} processes was formed at {at} ({who}) and takes "
-                "nobody in. Start this process together with the others (POTLUCK_MIN_PEERS says "
-                "for how many to wait), wait for the end of that group, or give the processes of "
-                "another job a secret of their own (POTLUCK_PASSPHRASE)",
+                f"a group of {len(formed.seats)} processes was formed at {at} ({who}) and "
+                "accepts no new members. Start this process together with the others "
+                "(POTLUCK_MIN_PEERS says for how many to wait), wait for the end of that group, or "
+                "give the processes of another job a secret of their own (POTLUCK_PASSPHRASE)",
             )
 
     def _objection_to_guest(self, hello: Hello) -> Refusal | None:
@@ -236,7 +237,7 @@ def _rule(
 
 
 def _members(formed: Formed) -> tuple[Member, ...]:
-    """The members of a group; those of one node are numbered there."""
+    """The members of a group, with their numbers on their nodes."""
     seen: dict[str, int] = {}
     members = []
     for seat in formed.seats:
@@ -247,4 +248,4 @@ def _members(formed: Formed) -> tuple[Member, ...]:
 
 
 def _world(size: int) -> str:
-    return f"a world of {size}" if size else "a world of whoever is found"
+    return f"a world of {size}" if size else "a world of all that are found"

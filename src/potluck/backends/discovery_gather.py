@@ -37,9 +37,9 @@ _AGAIN_S = 0.05
 _LOOK_S = 0.2
 _PROBE_S = 1.0
 _FIRST_PROBE_S = 0.1
-"""After a loss: who still runs comes at once."""
+"""After a loss: the processes that still run join at once."""
 _GRACE_S = 5.0
-"""A guest waits so much longer than its deadline: who gathers decides at its own."""
+"""A guest waits so much longer than its deadline: the gathering process decides at its own."""
 
 
 class Gathering:
@@ -48,7 +48,7 @@ class Gathering:
     def __init__(
         self, me: Seat, world_size: int, credentials: Credentials, hall: Hall, search: Search
     ) -> None:
-        """``world_size`` as in HELLO: 0 if it is whoever is found."""
+        """``world_size`` as in HELLO: 0 stands for all that are found."""
         self._me = me
         self._world_size = world_size
         self._credentials = credentials
@@ -58,7 +58,7 @@ class Gathering:
         """The highest epoch that this process has tried to form."""
 
     def agree(self, situation: Situation, deadline: float) -> Formed:
-        """What the group is. OperationTimeout if nobody said so by the deadline."""
+        """The group that was formed. OperationTimeout if there is none by the deadline."""
         said = ""
         while time.monotonic() < deadline:
             seniors = situation.seniors()
@@ -98,7 +98,7 @@ class Gathering:
     # -- a guest
 
     def _ask(self, situation: Situation, senior: Seat, deadline: float) -> Formed | None:
-        """Wait for the word of ``senior``. None if another is to be asked by now."""
+        """Wait for the answer of ``senior``. None if another process is to be asked by now."""
         member = senior.member
         try:
             until = min(deadline, time.monotonic() + CALL_S)
@@ -144,7 +144,7 @@ class Gathering:
         return None
 
     def _seated(self, formed: Formed, host: str) -> Formed:
-        """``formed`` as who gathered it, at ``host``, said it: with hosts that hold from here."""
+        """``formed``, as the process at ``host`` sent it, with addresses that hold from here."""
         if formed.rank_of(self._me.instance) < 0:
             raise LinkError(f"{host} formed a group without this process")
         seats = (
@@ -155,10 +155,10 @@ class Gathering:
         )
         return Formed(formed.epoch, tuple(seats), formed.paths)
 
-    # -- who gathers
+    # -- the gathering process
 
     def _gather(self, situation: Situation, deadline: float) -> Formed | None:
-        """Wait for all who are to come, and tell them. None if another process gathers."""
+        """Wait for the guests and form the group with them. None if another process gathers."""
         is_after_loss = situation.last.epoch > 0
         probe_at = time.monotonic() + (_FIRST_PROBE_S if is_after_loss else _PROBE_S)
         reminder = Reminder(lambda: self._missing(situation), deadline)

@@ -44,7 +44,7 @@ class Hall:
         self._is_closed = False
 
     def admit(self, hello: Hello, node: str) -> Admission:
-        """Decide on a guest; may wait a while for the hall to open."""
+        """Admit or refuse a guest; waits a while for the hall to open."""
         with self._changed:
             until = time.monotonic() + _OPENS_S
             while (refusal := self._objection(hello)) is None and not self._is_open:
@@ -71,7 +71,7 @@ class Hall:
             self._changed.wait(seconds)
 
     def guests(self) -> dict[str, Guest]:
-        """Who waits, by instance."""
+        """The guests that wait, by instance."""
         with self._changed:
             return dict(self._guests)
 
@@ -84,7 +84,7 @@ class Hall:
             return chosen
 
     def close(self) -> None:
-        """Nobody comes in any more. Idempotent."""
+        """Admit no more guests. Idempotent."""
         with self._changed:
             self._is_open, self._is_closed = False, True
             self._send_away()

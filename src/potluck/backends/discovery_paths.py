@@ -64,8 +64,8 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 def survey(
     seats: Sequence[Seat], links: Sequence[TcpLink | None], here: MeasureHere, budget_s: float
 ) -> tuple[MeasuredPath, ...]:
-    """The paths between the nodes of ``seats``. ``links`` lead to those who wait to be asked; None
-    is this process, which measures by ``here``."""
+    """The paths between the nodes of ``seats``. ``links`` lead to the guests, which
+    measure when asked; None is this process, which measures by ``here``."""
     first: dict[str, int] = {}
     for index, seat in enumerate(seats):
         first.setdefault(seat.member.node, index)
@@ -90,7 +90,7 @@ def _play(
     links: Sequence[TcpLink | None],
     here: MeasureHere,
 ) -> list[Reading]:
-    """One round. Who is asked measures; this process does its own meanwhile."""
+    """One round: the guests that are asked measure, and this process at the same time."""
     readings: dict[tuple[int, int], Reading] = {}
     deadline = time.monotonic() + _ANSWER_S
     for a, b in games:
@@ -104,7 +104,7 @@ def _play(
     for a, b in games:
         link = links[a]
         if link is not None:
-            with contextlib.suppress(PotluckError):  # who is gone is missed when the group meets
+            with contextlib.suppress(PotluckError):  # a lost guest is noticed when the group meets
                 readings[a, b] = receive(link, READING, deadline)
     return [readings.get(game, Reading()) for game in games]
 

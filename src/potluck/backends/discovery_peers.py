@@ -13,7 +13,7 @@ from potluck.service import why
 from potluck.waiting import Reminder
 
 FORMED = "formed"
-"""The code of a refusal by a process whose group takes nobody in."""
+"""The code of a refusal by a member of a group that accepts no new members."""
 
 _LOOK_S = 0.25
 
@@ -30,7 +30,7 @@ class Peer:
 
 
 class Acquaintances:
-    """Whom this process has found so far; ``changed`` is notified of each change."""
+    """The processes found so far; ``changed`` is notified of each change."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.changed = changed
@@ -45,7 +45,7 @@ class Acquaintances:
             return tuple(sorted(self._peers.values()))
 
     def get(self, instance: str) -> Peer:
-        """The peer with this id; KeyError if it is not known any more."""
+        """The peer with this id; KeyError if it is no longer known."""
         with self.changed:
             return self._peers[instance]
 
@@ -93,7 +93,7 @@ class Acquaintances:
             return bool(self._standing)
 
     def lost(self, instance: str) -> None:
-        """Nobody answers as ``instance`` any more."""
+        """The process ``instance`` no longer answers."""
         with self.changed:
             self._peers.pop(instance, None)
             self.changed.notify_all()
@@ -108,13 +108,13 @@ class Acquaintances:
             self.changed.notify_all()
 
     def refused(self, host: str, port: int, error: Refused) -> None:
-        """Who answered there belongs to a group."""
+        """The process that answered there belongs to a group."""
         with self.changed:
             self._standing.refused((host, port), str(error), time.monotonic())
             self.changed.notify_all()
 
     def unreached(self, host: str, port: int) -> None:
-        """Nobody answered there."""
+        """No process answered there."""
         with self.changed:
             self._standing.ended((host, port))
 

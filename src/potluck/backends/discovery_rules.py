@@ -1,7 +1,7 @@
 """When processes that found each other are a group. Pure; times are seconds of one clock.
 
-The first group: whoever was found, once there are enough and the network has been quiet for a
-while. The next ones: those that remain of the last group, if they are a majority of it, not
+The first group: all processes found, once there are enough and no new one has been found for a
+while. The next ones: the remaining members of the last group, if they are a majority of it, not
 counting processes that are certainly gone. In an even split the half with the most senior process
 goes on. So a network that is cut never trains on both sides.
 """
@@ -12,10 +12,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 SETTLE_S = 2.0
-"""So long nobody new may turn up before the first group is formed: a beacon's interval."""
+"""The first group is formed when no new process has been found for so long: a beacon's interval."""
 
 SILENT_S = 5.0
-"""A member that nobody has reached for so long is left out of the next group."""
+"""A member that has not answered for so long is left out of the next group."""
 
 STANDING_S = 5.0
 """A group that goes on for so long after it was met is not about to end."""
@@ -45,7 +45,7 @@ class FirstGroup:
 
 @dataclass(slots=True)
 class NextGroup:
-    """Who remains of a group whose members are ``seats``, in rank order."""
+    """The remaining members of a group, whose members were ``seats`` in rank order."""
 
     seats: Sequence[str]
     gone: set[str] = field(default_factory=set)
@@ -60,7 +60,7 @@ class NextGroup:
         self.gone.add(seat)
 
     def unanswered(self, seat: str, now: float) -> None:
-        """Nobody answered for ``seat``."""
+        """``seat`` did not answer."""
         self._silent.setdefault(seat, now)
 
     def is_silent(self, seat: str, now: float) -> bool:
@@ -72,7 +72,7 @@ class NextGroup:
         return [seat for seat in self.seats if seat not in self.gone and seat not in present]
 
     def is_complete(self, present: Collection[str], now: float) -> bool:
-        """Whether to go on with those ``present`` now: nobody else is expected to come."""
+        """Whether to go on with those ``present`` now: no other member is expected."""
         if self.objection(present):
             return False
         return all(self.is_silent(seat, now) for seat in self.absent(present))
@@ -94,7 +94,7 @@ class NextGroup:
 
 @dataclass(slots=True)
 class Standing:
-    """Groups that exist already and have refused this process, by the address of who said so.
+    """Groups that exist already and have refused this process, by the address of the refusal.
 
     One that is about to end (the run before this one) is waited for; one that goes on is an answer.
     """
@@ -107,7 +107,7 @@ class Standing:
         self._told[place] = since, reason
 
     def ended(self, place: tuple[str, int]) -> None:
-        """Nobody at ``place`` says so any more."""
+        """The process at ``place`` says so no longer."""
         self._told.pop(place, None)
 
     def __bool__(self) -> bool:

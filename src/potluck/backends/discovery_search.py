@@ -23,7 +23,7 @@ from potluck.transport.tcp import TcpLink
 from potluck.wire.messages import Hello, Refusal, Welcome
 
 MEET, JOIN = "meet", "join"
-"""What a process says to one it has found: who are you; tell me who is in."""
+"""What a process asks a process that it has found: its id; to be let into the group."""
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ Objection = Callable[[Hello], Refusal | None]
 def welcome_guest(
     hello: Hello, node: str, instance: bytes, peers: Acquaintances, objection: Objection
 ) -> Admission:
-    """Somebody found this process: tell it the id, and take down where it listens."""
+    """Another process has found this one: tell it the id, and note where it listens."""
     if hello.worker == instance.hex():
         return Admission(Refusal("self", "that is this process itself"))
     refusal = objection(hello)
@@ -54,7 +54,7 @@ def welcome_guest(
 
 
 class Search:
-    """Is found, and looks, from construction to ``close``."""
+    """Announces this process, and looks for others, from construction to ``close``."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class Search:
             self._loop.call_soon_threadsafe(self._look_again, instance)
 
     def look_at(self, host: str, port: int) -> None:
-        """Somebody may listen there."""
+        """A process may listen there: call it."""
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(self._heard, Hint(host, port, "peer"))
 
     def rest(self) -> None:
-        """Be found, but call nobody any more."""
+        """Stay visible, but call no more processes."""
         self._is_resting = True
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

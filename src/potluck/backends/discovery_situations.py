@@ -1,5 +1,5 @@
-"""Which group is wanted: the first, of processes that have found each other, or the next, of those
-that remain of the last one. What is enough for either: ``discovery_rules.py``.
+"""Which group is wanted: the first, of processes that have found each other, or the next, of the
+remaining members of the last one. What is enough for either: ``discovery_rules.py``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Found(Enum):
 
 
 class Situation(Protocol):
-    """Which group is wanted, and whom it concerns. Ids are instances."""
+    """Which group is wanted, and which processes it concerns, by their instances."""
 
     @property
     def last(self) -> Formed:
-        """The group that this process was in last; epoch 0 and whom it has found before that."""
+        """The last group of this process; before the first, epoch 0 and the processes found."""
 
     def seat(self, instance: str) -> Seat:
-        """How to call a process; KeyError if it does not matter any more."""
+        """How to call a process; KeyError if it is no longer needed."""
 
     def seniors(self) -> list[str]:
         """The processes that would gather the group rather than this one, in that order."""
@@ -45,7 +45,9 @@ class Situation(Protocol):
         """What came of calling a process."""
 
     def learn(self, guest: Guest) -> None:
-        """A guest says which group it was in, or whom it knows. Evicted if that left me out."""
+        """Take in what a guest says: its last group, or the processes that it has found.
+
+        Evicted if that group was formed without this process."""
 
     def is_complete(self, joined: list[str]) -> bool:
         """Whether the group is formed now."""
@@ -122,7 +124,7 @@ class First:
 
 
 class Next:
-    """The situation of those that remain of ``last``."""
+    """The situation of the remaining members of ``last``."""
 
     def __init__(self, me: str, last: Formed, cause: BaseException | None) -> None:
         self._me = me
@@ -157,7 +159,7 @@ class Next:
             self._rule.unanswered(instance, time.monotonic())
 
     def learn(self, guest: Guest) -> None:
-        """A guest that was in a newer group than this process: those that remain are its."""
+        """If the guest was in a newer group than this process, that is the last group."""
         joining = guest.joining
         if joining.epoch <= self._last.epoch:
             return

@@ -61,7 +61,7 @@ class Reading(msgspec.Struct, frozen=True, tag=True):
 
 class Formed(msgspec.Struct, frozen=True, tag=True):
     """The group, in rank order. Empty hosts, and loopback ones, are on the machine of the process
-    that says so."""
+    that sends this."""
 
     epoch: Epoch
     seats: Seats
@@ -75,7 +75,7 @@ class Formed(msgspec.Struct, frozen=True, tag=True):
 JOINING: MessageFormat[Joining] = MessageFormat(Joining, limit=MAX_GATHERING, name="a join request")
 READING: MessageFormat[Reading] = MessageFormat(Reading, limit=1024, name="a reading")
 ASKED: MessageFormat[Measure | Formed] = MessageFormat(
-    Measure | Formed, limit=MAX_GATHERING, name="word of who gathers a group"
+    Measure | Formed, limit=MAX_GATHERING, name="an answer of the gathering process"
 )
 
 

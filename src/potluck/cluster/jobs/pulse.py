@@ -73,7 +73,7 @@ class Pulse:
             waiting.cancel()
 
     def close(self) -> None:
-        """Judge nothing any more."""
+        """Cancel all judgements."""
         for worker in list(self._unanswered):
             self.answered(worker)
 

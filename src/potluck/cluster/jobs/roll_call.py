@@ -9,8 +9,8 @@ from potluck.waiting import Reminder
 
 
 class RollCall:
-    """Runs in the loop. ``describe()`` names the missing workers; empty: nobody is missing any
-    more, which ends the call. ``say`` gets the lines."""
+    """Runs in the event loop. ``describe()`` names the missing workers; an empty answer ends the
+    roll call. ``say`` gets the lines."""
 
     def __init__(self, describe: Callable[[], str], say: Callable[[str], None]) -> None:
         self._describe = describe
@@ -19,13 +19,13 @@ class RollCall:
         self._next: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Some worker waits from now on; nothing if this is known."""
+        """Begin, unless it has begun: some worker waits from now on."""
         if self._reminder is None:
             self._reminder = Reminder(self._describe, say=self._say)
             self._wait()
 
     def close(self) -> None:
-        """Say nothing any more."""
+        """Say nothing more."""
         if self._next is not None:
             self._next.cancel()
         self._reminder = None

@@ -1,4 +1,4 @@
-"""Open the process group that a front end would have opened under another name."""
+"""Open the process group that a framework would have opened under another name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What ranks say while torch's own rendezvous waits: ``env://`` and ``tcp://``.
 
 There rank 0 serves torch's TCPStore, whose constructor waits, in C++, until all ranks have called
-it; the others' constructors wait until rank 0 is there. Neither says for whom. Each rank that has
-come writes so into the store, where rank 0 looks on a connection of its own.
+it; the others' constructors wait until rank 0 is there. Neither names the missing ranks. So each
+rank sets a key in the store once it has come; rank 0 looks for these on a second connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 def come(
     handler: Handler, url: str, *, timeout: timedelta, **options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """What ``handler``, torch's own, gives for ``url``; says meanwhile for whom this rank waits."""
+    """Run torch's own ``handler`` for ``url``, and name the missing ranks while it waits."""
     meeting = _Meeting(url)
     reminder = Reminder(meeting.describe, time.monotonic() + timeout.total_seconds())
     found = handler(url, timeout=timeout, **options)

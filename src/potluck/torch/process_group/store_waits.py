@@ -1,4 +1,4 @@
-"""Which ranks wait for which keys of a store, said by the rank that has the store for all."""
+"""Lines on stderr about keys that ranks wait for, from the rank that serves the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Wait:
 class StoreWaits:
     """The requests that can't be answered yet. ``is_set`` says whether a key has a value.
 
-    Not thread-safe: whoever calls holds the store's lock.
+    Not thread-safe: the caller holds the store's lock.
     """
 
     def __init__(
@@ -37,18 +37,20 @@ class StoreWaits:
         self._reminder: Reminder | None = None
 
     def begin(self, rank: int, keys: Sequence[str], timeout_s: float) -> None:
-        """``rank`` waits for ``keys``, at most so long."""
+        """``rank`` begins to wait for ``keys``, at most ``timeout_s``."""
         now = self._clock()
         self._waits[rank] = _Wait(tuple(keys), now, now + timeout_s)
         if self._reminder is None:
             self._reminder = Reminder(self._describe, say=self._say, clock=self._clock)
 
     def end(self, rank: int) -> None:
-        """``rank`` has its answer, or asks for none any more."""
+        """``rank`` has its answer, or has given up."""
         self._waits.pop(rank, None)
 
     def tick(self) -> float | None:
-        """Say who waits, if a line is due; the seconds until the next call, None if none waits."""
+        """Name the waiting ranks if a line is due.
+
+        Returns the seconds until the next call is needed; None: no rank waits."""
         now = self._clock()
         self._waits = {rank: wait for rank, wait in self._waits.items() if now < wait.until}
         if not self._waits:
