@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,34 @@ def test_a_worker_that_comes_late_is_not_blamed(how: str, seconds: int) -> None:
         assert command.finish(seconds + 60.0) == 0, command.text
     for rank in range(3):
         assert f"rank {rank} of epoch 1: 3" in command.text
+
+
+FIXED = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("potluck")
+for step in range(10 ** 9):
+    dist.all_reduce(torch.ones(4))
+    if step == 20:
+        print(f"rank {dist.get_rank()} trains, pid {os.getpid()}", flush=True)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and step == 20:
+        break
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
+def test_a_fixed_world_with_a_stopped_rank_is_started_again(tmp_path: Path) -> None:
+    script = tmp_path / "fixed.py"
+    script.write_text(FIXED)
+    with run_command("--workers", "3", str(script)) as command:
+        pids = [int(command.wait_for(f"rank {rank} trains").split()[-1]) for rank in range(3)]
+        os.kill(pids[1], signal.SIGSTOP)
+        stopped = time.monotonic()
+        named = command.when(f"worker 1 stands still: its process {pids[1]} is stopped") - stopped
+        assert command.finish() == 0, command.text
+    print(f"\na fixed world: SIGSTOP noticed after {named:.2f} s")
+    assert named < SOON_S

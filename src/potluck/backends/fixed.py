@@ -17,8 +17,10 @@ import time
 from collections.abc import Mapping
 
 from potluck.backends.agent_link import AgentLink, agent_address, is_linked
+from potluck.backends.agent_waits import Waits
 from potluck.backends.last_words import LastWords, may_follow_from_a_loss
 from potluck.cluster.trust.credentials import load_credentials
+from potluck.engine.family import ongoing_here
 from potluck.errors import AgentLost, OperationTimeout, PotluckError, RemoteError
 from potluck.settings import load_settings
 from potluck.wire import control
@@ -58,6 +60,7 @@ class _Seat:
         self._changed = threading.Condition()
         self._view: control.View | None = None
         self._error: PotluckError | None = None
+        self._waits = Waits()
         credentials = load_credentials(load_settings())
         hello = Hello("control", credentials.namespace, job=job, worker=self._worker)
         self._talk = AgentLink(
@@ -65,7 +68,7 @@ class _Seat:
             hello,
             credentials,
             take=self._take,
-            look=lambda: None,
+            look=self._look,
             on_lost=self._lost_agent,
         )
         self._last_words = LastWords(
@@ -95,6 +98,13 @@ class _Seat:
                 raise self._error
         self._talk.say(control.Installed(self._view.epoch))
         return self._view
+
+    def _look(self) -> control.FromWorker | None:
+        """Called every now and then: what to tell the agent if an operation does not end. Only
+        those on potluck's links are known, not Gloo's or NCCL's."""
+        view = self._view
+        is_long = self._waits.is_long(ongoing_here(), time.monotonic())
+        return control.Waiting(view.epoch) if is_long and view is not None else None
 
     def _take(self, message: control.FromAgent) -> control.FromWorker | None:
         with self._changed:

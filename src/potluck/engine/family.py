@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -30,7 +31,18 @@ _KEYED = 1 << 31
 """Channels with this bit come from a key, the others from counting."""
 
 
-@dataclass(slots=True)
+_families: weakref.WeakSet[Family] = weakref.WeakSet()
+_families_lock = threading.Lock()
+
+
+def ongoing_here() -> list[Hashable]:
+    """A name for each operation under way in this process, whatever its group. For any thread."""
+    with _families_lock:
+        families = list(_families)
+    return [(id(family), name) for family in families for name in family.ongoing()]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Family:
     """One group's: its loop, its windows (None: it has none), and its channels so far."""
 
@@ -98,4 +110,6 @@ def open_family(
     is_known = all(member.node for member in group.members)
     windows = Windows(group, loop, metrics) if use_windows and is_known else None
     family = Family(loop, metrics, nodes, windows)
+    with _families_lock:
+        _families.add(family)
     return family
