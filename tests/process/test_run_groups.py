@@ -105,6 +105,42 @@ def test_a_killed_worker_is_left_behind_and_taken_back_in(counter, tmp_path: Pat
     assert result["committed_steps"] >= 20
 
 
+def test_a_job_begins_without_a_worker_that_keeps_dying_and_takes_it_in_later(
+    tmp_path: Path,
+) -> None:
+    gate = tmp_path / "gate"
+    script = tmp_path / "counter.py"
+    script.write_text(
+        COUNTER.replace(
+            "context = potluck.init()",
+            f"while os.environ['RANK'] == '3' and not os.path.exists({str(gate)!r}):\n"
+            "    time.sleep(0.01)\n"
+            "context = potluck.init()\n"
+            "print('enters a world of', context.world_size, flush=True)",
+        )
+    )
+    with run_command(
+        *("-n", "4", "--wait", "2", "--min-workers", "2", "--max-restarts", "1000"),
+        *(str(script), "20", "0.02", "4"),
+    ) as run:
+        killed, begun, mark = 0, False, 0
+        while not begun:
+            line = run.wait_for(
+                lambda line: line.startswith("[3] pid ") or "enters a world of" in line, since=mark
+            )
+            mark = run.lines.index(line, mark) + 1
+            begun = "enters a world of" in line
+            if not begun:
+                os.kill(int(line.split()[-1]), signal.SIGKILL)
+                killed += 1
+        assert line.endswith("enters a world of 3"), run.text
+        assert killed >= 2, run.text
+        gate.touch()
+        run.wait_for("beginning with 3 workers: worker 3 is not ready after 2 s")
+        run.wait_for("[3] enters a world of 4")
+        assert run.finish() == 0, run.text
+
+
 def test_a_stopped_worker_is_evicted_and_comes_back(counter, tmp_path: Path) -> None:
     summary = tmp_path / "summary.json"
     with run_command(

@@ -341,7 +341,12 @@ class _Turn(Turn):
             if ready and not any(worker.phase in EXPECTED for worker in state.workers):
                 self.announce(ready, ready, "all workers are ready")
             elif self.has_waited():
-                reason = f"after {state.policy.wait_s:g} s not all are ready; the others come later"
+                late = ", ".join(worker.name for worker in state.having(*EXPECTED))
+                reason = (
+                    f"beginning with {len(ready)} workers: worker {late} is not ready after "
+                    f"{state.policy.wait_s:g} s and comes in later"
+                )
+                self.actions.append(Log(reason))
                 self.announce(ready, ready, reason)
         elif state.broken:
             if not state.not_before:
