@@ -227,7 +227,7 @@ def test_an_exception_that_leaves_the_context_block_is_told_to_all() -> None:
 
 @pytest.mark.parametrize("kind", WORLD_KINDS)
 def test_who_closes_early_is_lost_only_to_those_who_need_it(kind: str) -> None:
-    left = threading.Event()
+    left, summed = threading.Event(), threading.Barrier(2)
 
     def act(ctx: DistributedContext) -> None:
         ctx.barrier(algorithm="direct")
@@ -243,6 +243,7 @@ def test_who_closes_early_is_lost_only_to_those_who_need_it(kind: str) -> None:
         assert pair is not None
         assert three is not None
         assert (pair.all_reduce(x()) == 2).all()
+        summed.wait(20)  # a rank that finds the loss ends the group, and the other's sum with it
         with pytest.raises(PeerLost, match="left the group") as caught:
             three.all_reduce(x())
         assert caught.value.rank == 2
@@ -296,7 +297,7 @@ def test_a_rank_that_left_before_anyone_was_linked_to_it_is_lost_at_once(kind: s
 def test_who_leaves_over_a_receive_that_nobody_answered_is_lost_only_to_those_who_need_it(
     kind: str,
 ) -> None:
-    left = threading.Event()
+    left, summed = threading.Event(), threading.Barrier(2)
 
     def act(ctx: DistributedContext) -> None:
         ctx.barrier(algorithm="direct")
@@ -311,6 +312,7 @@ def test_who_leaves_over_a_receive_that_nobody_answered_is_lost_only_to_those_wh
         assert left.wait(20)
         assert pair is not None
         assert (pair.all_reduce(x()) == 2).all()
+        summed.wait(20)
         with pytest.raises(PeerLost, match="left the group") as caught:
             ctx.send(x(), 2, tag=5)
         assert caught.value.rank == 2
