@@ -67,7 +67,7 @@ class Crew:
         self._links: dict[str, ControlLink[control.FromClient, control.FromAgent]] = {}
         self._unlinked: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pulse = Pulse(boss.stalled)
+        self._pulse = Pulse(boss.stalled, boss.say)
 
     @property
     def alive(self) -> tuple[str, ...]:

@@ -5,6 +5,9 @@ is no proof, though: native code that holds the interpreter's lock keeps that th
 So an agent asks the system about the processes of its own machine. Only a process that the system
 reports as stopped (SIGSTOP, a debugger) at the probe and again ``ANSWER_S`` later, and that used no
 processor time between the two looks, is blamed.
+
+A process that waits for a disk, as in a machine that swaps, may come back at any moment: people are
+told, and nobody is blamed.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import psutil
 
 ANSWER_S = 0.4
 """How long a worker that runs may take to answer before its agent looks again."""
+
+NUM_DISK_WAITS = 3
+"""So many probes in a row, each unanswered by a process that waits for a disk, are told of."""
 
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
@@ -48,14 +54,30 @@ def is_stopped(before: Look | None, after: Look | None) -> bool:
     return both and before.cpu_s == after.cpu_s
 
 
+def waits_for_disk(before: Look | None, after: Look | None) -> bool:
+    """Whether a process that gave no answer between two looks waited for a disk in both, without
+    processor time between them."""
+    waiting = psutil.STATUS_DISK_SLEEP
+    return before is not None and before == after and before.status == waiting
+
+
 class Pulse:
     """The probes on their way to the workers of one crew. Runs in the loop.
 
-    ``on_stalled(worker, reason)`` is told of a worker that does not run.
+    ``on_stalled(worker, reason)`` is told of a worker that does not run, ``on_note(text)`` of what
+    people should know.
     """
 
-    def __init__(self, on_stalled: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        on_stalled: Callable[[str, str], None],
+        on_note: Callable[[str], None],
+        look: Callable[[int], Look | None] = look,
+    ) -> None:
         self._on_stalled = on_stalled
+        self._on_note = on_note
+        self._look = look
+        self._disk_waits: dict[str, int] = {}
         self._unanswered: dict[str, asyncio.TimerHandle] = {}
 
     def probed(self, worker: str, pid: int) -> None:
@@ -63,11 +85,12 @@ class Pulse:
         if worker not in self._unanswered:
             loop = asyncio.get_running_loop()
             self._unanswered[worker] = loop.call_later(
-                ANSWER_S, self._judge, worker, pid, look(pid)
+                ANSWER_S, self._judge, worker, pid, self._look(pid)
             )
 
     def answered(self, worker: str) -> None:
         """``worker`` gave a sign of life, or is gone."""
+        self._disk_waits.pop(worker, None)
         waiting = self._unanswered.pop(worker, None)
         if waiting is not None:
             waiting.cancel()
@@ -79,9 +102,27 @@ class Pulse:
 
     def _judge(self, worker: str, pid: int, before: Look | None) -> None:
         del self._unanswered[worker]
-        if is_stopped(before, look(pid)):
-            self._on_stalled(
-                worker,
-                f"its process {pid} is stopped (SIGSTOP or a debugger) while others wait for it; "
-                f"`kill -CONT {pid}` lets it come back",
+        after = self._look(pid)
+        if after is not None and is_stopped(before, after):
+            self._on_stalled(worker, _stopped(pid, after))
+        if not waits_for_disk(before, after):
+            self._disk_waits.pop(worker, None)
+            return
+        self._disk_waits[worker] = self._disk_waits.get(worker, 0) + 1
+        if self._disk_waits[worker] == NUM_DISK_WAITS:
+            self._on_note(
+                f"worker {worker} holds the others up: its process {pid} waits for a disk and gets "
+                "no further. Does its machine swap, or does a file system not answer?"
             )
+
+
+def _stopped(pid: int, seen: Look) -> str:
+    if seen.status == psutil.STATUS_TRACING_STOP:
+        return (
+            f"its process {pid} is stopped by a debugger while others wait for it; it comes back "
+            "once the debugger lets it go on"
+        )
+    return (
+        f"its process {pid} is stopped (SIGSTOP) while others wait for it; `kill -CONT {pid}` lets "
+        "it come back"
+    )

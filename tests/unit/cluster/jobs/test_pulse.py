@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from potluck.cluster.jobs.pulse import Look, Pulse, is_stopped, look
+from potluck.cluster.jobs.pulse import NUM_DISK_WAITS, Look, Pulse, is_stopped, look
 
 WAIT_S = 20.0
 
@@ -28,6 +28,10 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         process.stdout.readline()
         yield process
         process.send_signal(signal.SIGCONT)
+
+
+def unexpected(text: str) -> None:
+    raise AssertionError(text)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -58,7 +62,7 @@ def test_a_stopped_process_is_named_and_how_to_wake_it(process: subprocess.Popen
 
     async def story() -> None:
         told = Told()
-        pulse = Pulse(told)
+        pulse = Pulse(told, unexpected)
         pulse.probed("1", process.pid)
         worker, reason = await told.first()
         assert worker == "1"
@@ -79,7 +83,7 @@ def test_a_process_that_sleeps_in_a_system_call_is_not_blamed(
 
         async def story() -> None:
             told = Told()
-            pulse = Pulse(told)
+            pulse = Pulse(told, unexpected)
             pulse.probed("sleeps", process.pid)
             pulse.probed("is stopped", stopped.pid)
             await told.first()
@@ -96,7 +100,7 @@ def test_an_answer_clears_also_a_process_that_was_stopped_since(
 
     async def story() -> None:
         told = Told()
-        pulse = Pulse(told)
+        pulse = Pulse(told, unexpected)
         pulse.probed("answers", process.pid)
         pulse.probed("is stopped", process.pid)
         pulse.answered("answers")
@@ -111,6 +115,55 @@ def test_a_process_that_has_ended_is_somebody_elses_news() -> None:
         process.wait()
     assert look(process.pid) is None
     assert not is_stopped(None, None)
+
+
+def test_a_process_that_waits_for_its_disk_is_told_of_once_and_blamed_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine that swaps; its looks are made up here, as nobody can hold a process so at will."""
+    monkeypatch.setattr("potluck.cluster.jobs.pulse.ANSWER_S", 0.0)
+    looks: list[int] = []
+    notes: list[str] = []
+
+    def sees(pid: int) -> Look:
+        looks.append(pid)
+        return Look("disk-sleep", 1.0)
+
+    async def story() -> None:
+        pulse = Pulse(lambda worker, reason: unexpected(reason), notes.append, sees)
+
+        async def unanswered(probes: int) -> None:
+            for _ in range(probes):
+                judged = len(looks) + 2
+                pulse.probed("1", 77)
+                async with asyncio.timeout(WAIT_S):
+                    while len(looks) < judged:
+                        await asyncio.sleep(0)
+
+        await unanswered(NUM_DISK_WAITS - 1)
+        pulse.answered("1")
+        await unanswered(NUM_DISK_WAITS - 1)
+        assert not notes, "it answered in between"
+        await unanswered(3)
+        [note] = notes
+        assert "worker 1 holds the others up: its process 77 waits for a disk" in note
+
+    asyncio.run(story())
+
+
+def test_a_process_held_by_a_debugger_is_not_said_to_wake_by_a_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("potluck.cluster.jobs.pulse.ANSWER_S", 0.0)
+
+    async def story() -> None:
+        told = Told()
+        Pulse(told, unexpected, lambda pid: Look("tracing-stop", 1.0)).probed("1", 77)
+        _, reason = await told.first()
+        assert "its process 77 is stopped by a debugger" in reason
+        assert "kill -CONT" not in reason
+
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize(
