@@ -73,6 +73,15 @@ except PotluckError as error:
     say(error=type(error).__name__, text=str(error), seconds=time.monotonic() - began)
 """
 
+SUCCESSOR = """
+backend = AutoDiscoveryBackend(finders=finders, port=ports[0])
+say(port=backend.port)
+try:
+    backend.establish_ring(60)
+except PotluckError as error:
+    say(error=type(error).__name__, text=str(error))
+sys.stdin.readline()
+"""
 
 TRAINING = """
 import hashlib, threading
@@ -195,6 +204,27 @@ def test_a_process_that_comes_late_is_told_by_whom_the_group_was_formed() -> Non
     assert "a group of 3 processes was formed at" in said["text"]
     assert f"127.0.0.1:{scripts[0].port}" in said["text"]
     assert "POTLUCK_MIN_PEERS" in said["text"]
+
+
+def test_a_process_that_takes_the_port_of_the_killed_rank_0_holds_nobody_up() -> None:
+    """As under a supervisor that starts rank 0 again at once, at the same port."""
+    with started(ELASTIC, 3) as scripts:
+        first = [script.hears() for script in scripts]
+        by_rank = {said["rank"]: script for said, script in zip(first, scripts, strict=True)}
+        by_rank[0].kill()
+        successor = Script(SUCCESSOR, by_rank[0].port, by_rank[1].port)
+        try:
+            assert successor.port == by_rank[0].port
+            for rank in (1, 2):
+                by_rank[rank].go()
+            said = [by_rank[rank].hears() for rank in (1, 2)]
+            refused = successor.hears()
+        finally:
+            successor.kill()
+            successor.process.communicate()
+    assert [each["world"] for each in said] == [2, 2]
+    assert [each["worker"] for each in said] == ["1", "2"]
+    assert refused["error"] == "Refused"
 
 
 def test_a_training_goes_on_with_equal_weights_after_rank_0_was_killed() -> None:

@@ -76,7 +76,7 @@ class AutoDiscoveryBackend(StaticBackend):
         self._formed: Formed | None = None
         self._formed_at = 0.0
         self._ring: Communicator | None = None
-        self._hall = Hall(self._changed, self._objection_to_guest)
+        self._hall = Hall(self._changed, self._me.instance, self._objection_to_guest)
         switchboard = self._base.switchboard
         switchboard.answer(JOIN, self._hall.admit)
         switchboard.answer(measure.KIND, discovery_paths.answer)
@@ -166,7 +166,7 @@ class AutoDiscoveryBackend(StaticBackend):
         """The communicator of a group that was agreed on, once all its members are linked."""
         rank = formed.rank_of(self._me.instance)
         communicator = self._base.open(
-            Group(formed.epoch, rank, _members(formed), "", formed.paths)
+            Group(formed.epoch, rank, _members(formed), formed.name, formed.paths)
         )
         try:
             left = min(_MEET_S, max(0.1, deadline - time.monotonic()))
@@ -178,6 +178,7 @@ class AutoDiscoveryBackend(StaticBackend):
         with self._changed:
             self._formed, self._formed_at = formed, time.time()
             self._changed.notify_all()
+        self._gathering.attempts.clear()
         self._search.rest()
         self._ring = communicator
         return communicator

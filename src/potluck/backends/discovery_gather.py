@@ -14,13 +14,14 @@ import time
 from dataclasses import replace
 
 from potluck.backends.discovery_hall import Guest, Hall
-from potluck.backends.discovery_paths import BUDGET_S, in_order, named, read, survey
+from potluck.backends.discovery_paths import ANSWER_S, BUDGET_S, in_order, named, read, survey
 from potluck.backends.discovery_peers import FORMED
 from potluck.backends.discovery_search import CALL_S, JOIN, MEET, Search
 from potluck.backends.discovery_situations import Found, Situation
 from potluck.cluster.discovery.advert import INSTANCE_BYTES
 from potluck.errors import (
     ConfigurationError,
+    GroupError,
     LinkError,
     OperationTimeout,
     PotluckError,
@@ -30,7 +31,18 @@ from potluck.transport.blocking import has_come, receive, recv_exactly, send_all
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import connect
 from potluck.waiting import Reminder
-from potluck.wire.gathering import ASKED, JOINING, READING, Formed, Joining, Reading, Seat, checked
+from potluck.wire.gathering import (
+    ASKED,
+    JOINING,
+    MAX_ATTEMPTS,
+    READING,
+    Attempt,
+    Formed,
+    Joining,
+    Reading,
+    Seat,
+    checked,
+)
 from potluck.wire.messages import Hello
 
 _AGAIN_S = 0.05
@@ -54,12 +66,14 @@ class Gathering:
         self._credentials = credentials
         self._hall = hall
         self._search = search
-        self.tried = 0
-        """The highest epoch that this process has tried to form."""
+        self.attempts: list[Attempt] = []
+        """The groups that this process has agreed to since the last that it saw complete."""
 
     def agree(self, situation: Situation, deadline: float) -> Formed:
         """The group that was formed. OperationTimeout if there is none by the deadline."""
         said = ""
+        for attempt in self.attempts:
+            situation.attempted(attempt)
         while time.monotonic() < deadline:
             seniors = situation.seniors()
             try:
@@ -71,11 +85,23 @@ class Gathering:
                 said, formed = str(error), None
                 time.sleep(_AGAIN_S)
             if formed is not None:
-                self.tried = max(self.tried, formed.epoch)
+                self._remember(formed)
                 return formed
         raise OperationTimeout(
             f"no group came about in time{': ' if said else ''}{said}", operation="establish_ring"
         )
+
+    def _remember(self, formed: Formed) -> None:
+        """Before this process enters ``formed``: from then on other members may find it complete,
+        though this one does not."""
+        agreed = Attempt(formed.epoch, tuple(seat.instance for seat in formed.seats))
+        others = [each for each in self.attempts if each.instances != agreed.instances]
+        if len(others) >= MAX_ATTEMPTS:
+            raise GroupError(
+                f"{len(others)} different groups were agreed on and none came about. Start all "
+                "processes again, from their last checkpoint"
+            )
+        self.attempts = [*others, agreed]
 
     def probe(self, seat: Seat) -> Found:
         """Whether the process of ``seat`` runs. Refused if it is in a group without this one."""
@@ -101,6 +127,11 @@ class Gathering:
         """Wait for the answer of ``senior``. None if another process is to be asked by now."""
         member = senior.member
         try:
+            found = self.probe(senior)
+            situation.heard(senior.instance, found)
+            if found is not Found.RUNS:
+                time.sleep(_AGAIN_S)
+                return None
             until = min(deadline, time.monotonic() + CALL_S)
             link, _ = connect(
                 member.host,
@@ -127,7 +158,7 @@ class Gathering:
         )
         last = situation.last
         with contextlib.closing(link):
-            joining = Joining(last.epoch, self.tried, last.seats)
+            joining = Joining(senior.instance, last.epoch, last.seats, tuple(self.attempts))
             send_all(link, JOINING.encode(joining), time.monotonic() + CALL_S)
             while time.monotonic() < deadline + _GRACE_S:
                 if not has_come(link, _LOOK_S):
@@ -138,15 +169,23 @@ class Gathering:
                 asked = receive(link, ASKED, time.monotonic() + CALL_S)
                 checked(asked.seats if isinstance(asked, Formed) else (asked.seat,))
                 if isinstance(asked, Formed):
-                    return self._seated(asked, link.peer_host)
+                    return self._seated(asked, link.peer_host, max(self._epochs(situation)))
                 reading = self._measure(asked.seat, link.peer_host)
                 send_all(link, READING.encode(reading), time.monotonic() + CALL_S)
         return None
 
-    def _seated(self, formed: Formed, host: str) -> Formed:
-        """``formed``, as the process at ``host`` sent it, with addresses that hold from here."""
+    def _epochs(self, situation: Situation) -> list[int]:
+        """The epochs that are used up here."""
+        return [situation.last.epoch, *(attempt.epoch for attempt in self.attempts)]
+
+    def _seated(self, formed: Formed, host: str, used: int) -> Formed:
+        """``formed``, as the process at ``host`` sent it, with addresses that hold from here.
+
+        ``used``: the highest epoch that this process knows."""
         if formed.rank_of(self._me.instance) < 0:
             raise LinkError(f"{host} formed a group without this process")
+        if formed.epoch <= used:
+            raise LinkError(f"{host} formed epoch {formed.epoch}; this process is past {used}")
         seats = (
             Seat(seat.instance, replace(seat.member, host=host))
             if _is_there(seat.member.host)
@@ -230,8 +269,10 @@ class Gathering:
             )
         else:
             ranked = named(ranked)
-        tried = [each.joining.tried for each in guests]
-        formed = Formed(max([last.epoch, self.tried, *tried]) + 1, ranked, known)
+        theirs = [each.epoch for guest in guests for each in guest.joining.attempts]
+        joined = [guest.joining.epoch for guest in guests]
+        epoch = 1 + max([*self._epochs(situation), *joined, *theirs])
+        formed = Formed(epoch, ranked, known)
         word = ASKED.encode(formed)
         for guest in guests:
             with contextlib.closing(guest.link), contextlib.suppress(LinkError):
@@ -241,7 +282,7 @@ class Gathering:
     def _measure(self, seat: Seat, gatherer: str) -> Reading:
         host = gatherer if _is_there(seat.member.host) else seat.member.host
         try:
-            return self._search.run(read(seat, host, self._credentials))
+            return self._search.run(read(seat, host, self._credentials), ANSWER_S)
         except LinkError:
             return Reading()
 

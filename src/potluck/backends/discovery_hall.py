@@ -13,7 +13,7 @@ from potluck.transport.blocking import receive
 from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import Member
-from potluck.wire.gathering import INSTANCE, JOINING, Joining, Seat, checked
+from potluck.wire.gathering import INSTANCE, JOINING, MAX_SEATS, Joining, Seat, checked
 from potluck.wire.messages import Hello, Refusal, Welcome
 
 _OPENS_S = 1.0
@@ -35,9 +35,11 @@ class Guest:
 class Hall:
     """Open while this process gathers a group; ``changed`` is notified of each guest."""
 
-    def __init__(self, changed: Condition, objection: Objection) -> None:
-        """``objection(hello)``, called with ``changed`` held: why a guest may not come in."""
+    def __init__(self, changed: Condition, me: str, objection: Objection) -> None:
+        """``me``: this process's instance. ``objection(hello)``, called with ``changed`` held: why
+        a guest may not come in."""
         self._changed = changed
+        self._me = me
         self._objection = objection
         self._guests: dict[str, Guest] = {}
         self._is_open = False
@@ -100,7 +102,8 @@ class Hall:
         member = Member(hello.worker, node, link.peer_host, hello.port)
         guest = Guest(Seat(hello.worker, member), joining, link)
         with self._changed:
-            if not self._is_open:
+            is_for_me = joining.host == self._me  # and not for a process that had this port before
+            if not self._is_open or not is_for_me or len(self._guests) >= MAX_SEATS - 1:
                 link.close()
                 return
             old = self._guests.get(hello.worker)

@@ -27,7 +27,7 @@ from potluck.wire.messages import Hello, Welcome
 
 BUDGET_S = 10.0
 
-_ANSWER_S = measure.MEASURE_S + 2.0
+ANSWER_S = measure.MEASURE_S + 2.0
 
 MeasureHere = Callable[[Seat], Reading]
 
@@ -92,7 +92,7 @@ def _play(
 ) -> list[Reading]:
     """One round: the guests that are asked measure, and this process at the same time."""
     readings: dict[tuple[int, int], Reading] = {}
-    deadline = time.monotonic() + _ANSWER_S
+    deadline = time.monotonic() + ANSWER_S
     for a, b in games:
         link = links[a]
         if link is not None:

@@ -11,6 +11,7 @@ from potluck.backends.discovery_rules import Standing
 from potluck.errors import LinkError, OperationTimeout, Refused
 from potluck.service import why
 from potluck.waiting import Reminder
+from potluck.wire.gathering import MAX_SEATS
 
 FORMED = "formed"
 """The code of a refusal by a member of a group that accepts no new members."""
@@ -103,8 +104,13 @@ class Acquaintances:
     def found(self, peer: Peer) -> None:
         """``peer`` proved itself."""
         with self.changed:
-            self._standing.ended((peer.host, peer.port))
-            self._peers[peer.instance] = peer
+            place = peer.host, peer.port
+            self._standing.ended(place)
+            for known in list(self._peers.values()):
+                if (known.host, known.port) == place:
+                    del self._peers[known.instance]  # its port is another process's by now
+            if len(self._peers) < MAX_SEATS - 1:
+                self._peers[peer.instance] = peer
             self.changed.notify_all()
 
     def refused(self, host: str, port: int, error: Refused) -> None:

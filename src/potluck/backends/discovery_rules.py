@@ -1,9 +1,10 @@
 """When processes that found each other are a group. Pure; times are seconds of one clock.
 
 The first group: all processes found, once there are enough and no new one has been found for a
-while. The next ones: the remaining members of the last group, if they are a majority of it, not
-counting processes that are certainly gone. In an even split the half with the most senior process
-goes on. So a network that is cut never trains on both sides.
+while. The next ones: the remaining members of the last group, if they are a majority of it, and of
+each group that was agreed on since, not counting processes that are certainly gone. In an even
+split the half with the most senior process goes on. So a network that is cut never trains on both
+sides.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class NextGroup:
 
     seats: Sequence[str]
     gone: set[str] = field(default_factory=set)
+    attempts: Collection[Sequence[str]] = ()
+    """Groups that were agreed on since and may have come about: those that go on need a majority of
+    each, or two groups could."""
     _silent: dict[str, float] = field(default_factory=dict)
 
     def answered(self, seat: str) -> None:
@@ -79,7 +83,13 @@ class NextGroup:
 
     def objection(self, present: Collection[str]) -> str:
         """Why those ``present`` may not go on alone; empty if they may."""
-        alive = [seat for seat in self.seats if seat not in self.gone]
+        for seats in (self.seats, *self.attempts):
+            if text := self._minority(seats, present):
+                return text
+        return ""
+
+    def _minority(self, seats: Sequence[str], present: Collection[str]) -> str:
+        alive = [seat for seat in seats if seat not in self.gone]
         count = sum(seat in present for seat in alive)
         if 2 * count > len(alive) or (2 * count == len(alive) and alive[0] in present):
             return ""

@@ -20,6 +20,7 @@ from potluck.transport.blocking import send_all
 from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
+from potluck.wire.gathering import INSTANCE
 from potluck.wire.messages import Hello, Refusal, Welcome
 
 MEET, JOIN = "meet", "join"
@@ -47,7 +48,7 @@ def welcome_guest(
     def deliver(link: TcpLink) -> None:
         with contextlib.closing(link):
             send_all(link, instance, time.monotonic() + CALL_S)
-            if 0 < hello.port < 65536 and len(hello.worker) == 2 * INSTANCE_BYTES:
+            if 0 < hello.port < 65536 and INSTANCE.match(hello.worker):
                 peers.found(Peer(hello.worker, node, link.peer_host, hello.port))
 
     return Admission(Welcome(), deliver)
@@ -97,13 +98,19 @@ class Search:
         """Stay visible, but call no more processes."""
         self._is_resting = True
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of ``coroutine``, run in the search's loop. LinkError if that has ended."""
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """The result of ``coroutine``, run in the search's loop. LinkError if that has ended,
+        or takes longer than ``timeout_s``."""
         try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-        except (RuntimeError, concurrent.futures.CancelledError) as error:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError as error:
             coroutine.close()
             raise LinkError("the search for other processes has ended") from error
+        try:
+            return future.result(timeout_s)
+        except (concurrent.futures.CancelledError, TimeoutError) as error:
+            future.cancel()
+            raise LinkError("the search for other processes has ended or hangs") from error
 
     def close(self) -> None:
         """Be seen no more, and stop looking. Idempotent."""

@@ -14,7 +14,7 @@ from potluck.backends.discovery_rules import FirstGroup, NextGroup
 from potluck.backends.discovery_search import Search
 from potluck.errors import Evicted, GroupError, Refused
 from potluck.types import Member
-from potluck.wire.gathering import Formed, Seat
+from potluck.wire.gathering import Attempt, Formed, Seat
 
 
 class Found(Enum):
@@ -48,6 +48,9 @@ class Situation(Protocol):
         """Take in what a guest says: its last group, or the processes that it has found.
 
         Evicted if that group was formed without this process."""
+
+    def attempted(self, attempt: Attempt) -> None:
+        """A group was agreed on that may have come about."""
 
     def is_complete(self, joined: list[str]) -> bool:
         """Whether the group is formed now."""
@@ -104,6 +107,9 @@ class First:
             if seat.instance not in known and seat.member.host:
                 self._search.look_at(seat.member.host, seat.member.port)
 
+    def attempted(self, attempt: Attempt) -> None:
+        """Its members are peers, which are waited for anyway."""
+
     def is_complete(self, joined: list[str]) -> bool:
         if self._peers.is_late:
             return False
@@ -131,6 +137,7 @@ class Next:
         self._last = last
         self._cause = cause
         self._rule = NextGroup([seat.instance for seat in last.seats])
+        self._attempts: dict[tuple[str, ...], int] = {}
 
     @property
     def last(self) -> Formed:
@@ -161,6 +168,8 @@ class Next:
     def learn(self, guest: Guest) -> None:
         """If the guest was in a newer group than this process, that is the last group."""
         joining = guest.joining
+        for attempt in joining.attempts:
+            self.attempted(attempt)
         if joining.epoch <= self._last.epoch:
             return
         mine = {seat.instance: seat for seat in self._last.seats}
@@ -170,6 +179,16 @@ class Next:
         self._last = Formed(joining.epoch, seats, self._last.paths)
         gone = self._rule.gone
         self._rule = NextGroup([seat.instance for seat in seats], gone)
+        self._rule.attempts = self._open_attempts()
+
+    def attempted(self, attempt: Attempt) -> None:
+        before = self._attempts.get(attempt.instances, 0)
+        self._attempts[attempt.instances] = max(before, attempt.epoch)
+        self._rule.attempts = self._open_attempts()
+
+    def _open_attempts(self) -> list[tuple[str, ...]]:
+        """Those since the last group that is known to have come about."""
+        return [each for each, epoch in self._attempts.items() if epoch > self._last.epoch]
 
     def is_complete(self, joined: list[str]) -> bool:
         return self._rule.is_complete([self._me, *joined], time.monotonic())

@@ -6,6 +6,7 @@ the group may ask it to ``Measure`` paths, each answered by ``Reading``, and end
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 from typing import Annotated
@@ -20,7 +21,9 @@ from potluck.wire.format import MessageFormat
 MAX_GATHERING = 1 << 20
 MAX_SEATS = 4096
 
-INSTANCE = re.compile("^[0-9a-f]{32}$")
+INSTANCE = re.compile(r"^[0-9a-f]{32}\Z")
+
+MAX_ATTEMPTS = 64
 
 Instance = Annotated[str, msgspec.Meta(pattern=INSTANCE.pattern)]
 Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -36,13 +39,22 @@ class Seat(msgspec.Struct, frozen=True):
 Seats = Annotated[tuple[Seat, ...], msgspec.Meta(max_length=MAX_SEATS)]
 
 
-class Joining(msgspec.Struct, frozen=True, tag=True):
-    """A guest. ``epoch`` is that of the last group it was in and ``seats`` are that group's; or 0
-    and the processes that it has found. ``tried`` is the highest epoch it has tried to form."""
+class Attempt(msgspec.Struct, frozen=True):
+    """A group that a process agreed to, in rank order, and did not see complete: other members may
+    have."""
 
     epoch: Epoch
-    tried: Epoch
+    instances: Annotated[tuple[Instance, ...], msgspec.Meta(max_length=MAX_SEATS)]
+
+
+class Joining(msgspec.Struct, frozen=True, tag=True):
+    """A guest, at the process ``host``. ``epoch`` is that of the last group it was in and ``seats``
+    are that group's; or 0 and the processes that it has found. ``attempts`` are those since."""
+
+    host: Instance
+    epoch: Epoch
     seats: Seats
+    attempts: Annotated[tuple[Attempt, ...], msgspec.Meta(max_length=MAX_ATTEMPTS)] = ()
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
@@ -70,6 +82,13 @@ class Formed(msgspec.Struct, frozen=True, tag=True):
     def rank_of(self, instance: str) -> int:
         """The rank of a process; -1 if it is not in this group."""
         return next((i for i, seat in enumerate(self.seats) if seat.instance == instance), -1)
+
+    @property
+    def name(self) -> str:
+        """Another one for each membership: two processes that gather at once may choose one epoch,
+        and no member of one group may link to the other."""
+        text = ",".join(seat.instance for seat in self.seats)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 JOINING: MessageFormat[Joining] = MessageFormat(Joining, limit=MAX_GATHERING, name="a join request")

@@ -78,6 +78,43 @@ def test_however_a_group_is_cut_at_most_one_side_goes_on(count: int) -> None:
         assert len(may) == 1, (halves, may)
 
 
+def test_a_group_that_was_agreed_on_and_may_have_come_about_is_not_left_behind() -> None:
+    """Of a, b, c the last was cut off. a and b agreed to go on, and only a saw that come about:
+    then a trains, and b must not go on with c, a majority of the last group that b saw."""
+    rule = NextGroup("abc")
+    assert rule.objection("bc") == ""
+    rule.attempts = ["ab"]
+    assert "1 of 2 members that may still run is half" in rule.objection("bc")
+    assert rule.objection("ab") == ""
+    assert "1 of 3" in rule.objection("a"), "nor may a alone: it has not seen it come about either"
+    rule.ended("a")
+    assert rule.objection("bc") == ""
+
+
+@pytest.mark.parametrize("last", ["abc", "abcd"])
+def test_whoever_saw_which_attempt_complete_at_most_one_group_goes_on(last: str) -> None:
+    """A group is agreed on, some of its members see it complete, and then the network is cut."""
+    attempts = [
+        each
+        for size in range(1, len(last))
+        for each in itertools.combinations(last, size)
+        if not NextGroup(last).objection(each)
+    ]
+    for attempt in attempts:
+        for saw in itertools.product((False, True), repeat=len(attempt)):
+            complete = [seat for seat, sees in zip(attempt, saw, strict=True) if sees]
+            for sides in itertools.product((0, 1), repeat=len(last)):
+                may = []
+                for side in (0, 1):
+                    present = [s for s, where in zip(last, sides, strict=True) if where == side]
+                    rule = NextGroup(attempt if set(complete) & set(present) else last)
+                    if set(attempt) & set(present):
+                        rule.attempts = [attempt]
+                    members = [seat for seat in present if seat in rule.seats]
+                    may += [members] if members and not rule.objection(members) else []
+                assert len(may) <= 1, (attempt, complete, may)
+
+
 def test_a_group_that_is_about_to_end_is_waited_for_and_one_that_goes_on_is_an_answer() -> None:
     standing = Standing()
     assert not standing
