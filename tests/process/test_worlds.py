@@ -166,6 +166,39 @@ def test_a_world_is_not_started_more_often_than_allowed(training: str, tmp_path:
         assert "worker 0 killed by SIGKILL (9); not started again after 1 restarts" in command.text
 
 
+WITH_A_CONTEXT = """
+import os, pathlib, signal, sys
+import numpy as np
+import potluck
+
+checkpoint = pathlib.Path(sys.argv[1]) / "checkpoint"
+with potluck.init() as ctx:
+    step = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    print(f"rank {ctx.rank} of {ctx.world_size} begins at {step}", flush=True)
+    while step < 40:
+        assert ctx.all_reduce(np.ones(10))[0] == 3
+        step += 1
+        if ctx.rank == 0:
+            new = checkpoint.with_name("new")
+            new.write_text(str(step))
+            new.replace(checkpoint)
+        if step == 20 and ctx.rank == 1 and os.environ["POTLUCK_RESTARTS"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_script_with_a_context_that_does_not_re_form_starts_again(tmp_path: Path) -> None:
+    path = tmp_path / "with_a_context.py"
+    path.write_text(WITH_A_CONTEXT)
+    with run_command("-n", "3", str(path), str(tmp_path)) as command:
+        assert command.finish() == 0, command.text
+        assert "so all workers start again (restart 1 of 3)" in command.text
+        command.wait_for("3 workers started again in")
+        begun = [line for line in command.lines if "begins at" in line]
+        assert len(begun) == 6
+        assert all(int(line.rsplit(" ", 1)[1]) >= 19 for line in begun[3:])
+
+
 ONE_IS_LATE = """
 import os, pathlib, signal, sys
 mark = pathlib.Path(sys.argv[1]) / "mark"

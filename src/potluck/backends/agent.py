@@ -68,6 +68,7 @@ class AgentBackend:
         self._chaos_done = -1
         self._step = -1
         self._is_closed = False
+        self._has_reformed = False
         self._base = _listening(settings or load_settings(), self._local_rank)
         credentials = self._base.credentials
         hello = Hello(
@@ -90,6 +91,7 @@ class AgentBackend:
             self._talk,
             describe=self._describe,
             follows=is_group_error if self.elastic else may_follow_from_a_loss,
+            gives_up=self._gives_up,
             on_failure=self._tell_ranks,
         )
         self._base.when_broken(self._unreachable)
@@ -105,6 +107,7 @@ class AgentBackend:
         """
         if after_epoch == 0:
             timeout_s = max(timeout_s, FIRST_VIEW_S)
+        self._has_reformed |= after_epoch > 0
         with self._changed:
             self._communicator = None
             self._asking_after = after_epoch
@@ -204,6 +207,10 @@ class AgentBackend:
         communicator = self._communicator
         rank = "" if communicator is None else f"rank {communicator.group.rank}, "
         return f"{rank}worker {self.worker}"
+
+    def _gives_up(self, error: BaseException) -> bool:
+        """The script ends at a lost peer, and has never asked for another group."""
+        return self.elastic and isinstance(error, PeerLost) and not self._has_reformed
 
     def _tell_ranks(self, error: BaseException) -> None:
         """The script's own code raised: calls of other ranks that wait for this one end."""

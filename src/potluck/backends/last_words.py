@@ -29,8 +29,9 @@ _SIGNS_OF_A_LOSS = (
 class LastWords:
     """Prints an uncaught exception as ever, then tells the agent; or tells it, at exit, that the
     worker has finished. ``describe`` says which worker fails; ``follows`` whether an error follows
-    from another worker's loss; ``on_failure`` is called after the agent was told of one that does
-    not."""
+    from another worker's loss; ``gives_up`` whether the script could have gone on after
+    that loss and does not; ``on_failure`` is called after the agent was told of an error that does
+    not follow."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class LastWords:
         *,
         describe: Callable[[], str],
         follows: Callable[[BaseException], bool],
+        gives_up: Callable[[BaseException], bool] = lambda _: False,
         on_failure: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         self.has_failed = False
@@ -45,6 +47,7 @@ class LastWords:
         self._talk = talk
         self._describe = describe
         self._follows = follows
+        self._gives_up = gives_up
         self._on_failure = on_failure
         self._previous_hook: Hook = sys.excepthook
         sys.excepthook = self._uncaught
@@ -58,7 +61,8 @@ class LastWords:
         self.has_failed = True
         secondary = self._follows(error)
         text = f"{self._describe()} failed: {kind.__name__}: {error}"
-        self._talk.say(control.Failed(kind.__name__[:256], control.clip(text), secondary))
+        gave_up = secondary and self._gives_up(error)
+        self._talk.say(control.Failed(kind.__name__[:256], control.clip(text), secondary, gave_up))
         self._talk.flush(GOODBYE_S)
         if not secondary:
             self._on_failure(error)

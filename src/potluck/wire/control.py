@@ -92,11 +92,13 @@ class Said(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """My own code raised. ``secondary`` marks a failure that only follows another worker's."""
+    """My own code raised. ``secondary`` marks a failure that only follows another worker's;
+    ``gave_up``, that my script ends at its first loss, and did not ask for another group."""
 
     kind: Name
     text: Text
     secondary: bool = False
+    gave_up: bool = False
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

@@ -67,11 +67,13 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The code of ``worker`` raised. ``secondary``: only because another worker's did."""
+    """The code of ``worker`` raised. ``secondary``: only because another worker's did. ``gave_up``:
+    at its first loss, without asking for another group, so its script is not elastic."""
 
     worker: str
     text: str
     secondary: bool = False
+    gave_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)

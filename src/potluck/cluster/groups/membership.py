@@ -376,5 +376,3 @@ class _Turn(Turn):
         return view is not None and all(
             worker.installed >= view.epoch for worker in self.state.having(Phase.MEMBER)
         )
-
-    # Means.

@@ -1,6 +1,7 @@
 """Fixed worlds: the workers of a script that can't change its world while it runs.
 
-Such a script calls torch's ``init_process_group`` and then needs every rank. Rules:
+Such a script calls torch's ``init_process_group`` and then needs every rank; or it has a context,
+ends at its first loss, and so shows that it is not elastic. Rules:
 
 - Its ranks meet in a group that is announced once all workers of the world are ready. A worker that
   dies before that is started again alone: nobody depends on it yet.
@@ -55,6 +56,8 @@ def fix(turn: Turn) -> None:
 
 def take(turn: Turn, event: Event) -> bool:
     """Deal with ``event`` if it means something else in a fixed world; whether it did."""
+    if isinstance(event, Failed) and event.gave_up and not turn.state.world.is_fixed:
+        _given_up(turn, event)
     state = turn.state
     if not state.world.is_fixed or state.stopping:
         return False
@@ -162,6 +165,20 @@ def settle(turn: Turn) -> None:
 
 
 # What is told.
+
+
+def _given_up(turn: Turn, event: Failed) -> None:
+    """A script that was taken for elastic is not. If the loss is known, its world ends now."""
+    state = turn.state
+    if state.stopping or state.num_finished or state.worker(event.worker).phase is not Phase.MEMBER:
+        return
+    fix(turn)
+    lost = [w for w in map(state.worker, state.world.members) if w.phase is not Phase.MEMBER]
+    if lost:
+        names = ", ".join(worker.name for worker in lost)
+        failure = Failure(event.worker, event.text, secondary=True)
+        is_counted = any(worker.phase is not Phase.AWAY for worker in lost)
+        end(turn, f"worker {names} is lost", (), failure if is_counted else None)
 
 
 def _exited(turn: Turn, worker: Worker, code: int) -> bool:

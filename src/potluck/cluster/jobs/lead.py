@@ -192,8 +192,8 @@ class Lead:
                 self._look_at_members(epoch)
             case control.ProbeReply(probe, _, blocked):
                 self.handle(events.ProbeReply(worker, probe, blocked))
-            case control.Failed(_, text, secondary):
-                self.handle(events.Failed(worker, text, secondary))
+            case control.Failed(_, text, secondary, gave_up):
+                self.handle(events.Failed(worker, text, secondary, gave_up))
             case control.Finished():
                 self.handle(events.Finished(worker))
             case control.Progress():

@@ -265,6 +265,54 @@ def test_an_elastic_job_begins_with_those_that_are_ready_and_takes_the_others_in
     assert story.only(Announce).joined == ("3",)
 
 
+def context(num_workers: int, policy: Policy | None = None) -> Story:
+    """A job whose workers have contexts, so that it may be elastic."""
+    story = Story(num_workers, policy)
+    story.tell(*(Ready(name, Member(name, "node", port=1)) for name in story.names))
+    epoch = story.only(Announce).epoch
+    story.tell(*(Installed(name, epoch) for name in story.names))
+    return story
+
+
+def gave_up(name: str) -> Failed:
+    return Failed(name, "PeerLost: lost rank 1", secondary=True, gave_up=True)
+
+
+@pytest.mark.parametrize("is_told_first", ["the loss", "the failure"])
+def test_a_script_that_ends_at_its_first_loss_is_not_elastic(is_told_first: str) -> None:
+    story = context(3)
+    events = [Exited("1", -SIGKILL), gave_up("0")]
+    story.tell(*(events if is_told_first == "the loss" else reversed(events)))
+    assert "the script can't go on without it, so all workers start again (restart 1 of 3)" in (
+        story.only(EndWorld).reason
+    )
+    story.tell(gave_up("2"), Exited("0", 1), Exited("2", 1))
+    if story.phase("1") is Phase.STOPPING:
+        story.tell(Exited("1", -SIGTERM))
+    assert story.only(BeginWorld).members == ("0", "1", "2")
+    assert {action.worker for action in story.all(Start)} == {"0", "1", "2"}
+    assert story.state.failure is None
+    assert story.state.world.restarts == 1
+    story.meet()
+
+
+def test_a_context_s_script_that_loses_a_machine_starts_again_without_counting_it() -> None:
+    story = context(2)
+    story.tell(Away(("1",), "bob is silent"), gave_up("0"))
+    story.tell(Exited("0", 1))
+    assert story.only(BeginWorld).members == ("0",)
+    assert story.state.world.restarts == 0
+
+
+def test_a_context_s_script_fails_if_others_have_finished_or_its_loss_is_to_fail_it() -> None:
+    story = context(2)
+    story.tell(Finished("1"), Exited("1", 0), gave_up("0"), Exited("0", 1))
+    assert (story.state.over, story.state.exit_code) == (True, 1)
+    story = context(2, Policy(restarts_worlds=False))
+    story.tell(Exited("1", -SIGKILL), gave_up("0"))
+    assert "by --on-loss fail" in story.state.failure.text
+
+
 def test_what_a_node_repeats_of_an_earlier_process_changes_nothing() -> None:
     story = training(2)
     story.tell(Exited("1", -SIGKILL, 0))
