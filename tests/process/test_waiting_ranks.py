@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -130,3 +130,36 @@ def test_gloo_worlds_name_the_missing_too(tmp_path: Path) -> None:
             with rank(1, 3, port, tmp_path, script) as one:
                 for each in (zero, one, two):
                     assert each.finish() == 0, each.text
+
+
+ON_A_RING = """
+import sys
+import numpy as np
+import potluck
+peers = sys.argv[2:]
+with potluck.init("ring", peers=peers, rank=int(sys.argv[1]), timeout_s=90) as ctx:
+    print(f"rank {ctx.rank}:", ctx.all_reduce(np.ones(1))[0], flush=True)
+"""
+
+
+def test_ranks_of_a_fixed_list_name_those_that_have_not_come(tmp_path: Path) -> None:
+    script = tmp_path / "on_a_ring.py"
+    script.write_text(ON_A_RING)
+    with ExitStack() as held:
+        socks = [held.enter_context(closing(listening_socket("127.0.0.1", 0))) for _ in range(3)]
+        peers = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in socks]
+
+    def start(number: int) -> Command:
+        return Command(
+            [sys.executable, str(script), str(number), *peers], env={"POTLUCK_HOME": str(tmp_path)}
+        )
+
+    with start(0) as zero, start(2) as two:
+        for each, number in ((zero, 0), (two, 2)):
+            each.wait_for(
+                f"potluck: rank {number} waits for rank 1 at {peers[1]} (of 3 ranks); are"
+            )
+        with start(1) as one:
+            for each in (zero, one, two):
+                assert each.finish() == 0, each.text
+                assert ": 3.0" in each.text

@@ -17,7 +17,7 @@ from collections import deque
 from typing import Any
 
 from potluck.backends.agent_link import AgentLink, agent_address
-from potluck.backends.agent_waits import Waits
+from potluck.backends.agent_waits import LongWaits
 from potluck.backends.last_words import LastWords, is_group_error, may_follow_from_a_loss
 from potluck.backends.tcp import TcpBase, is_port_taken
 from potluck.engine.communicator import Communicator
@@ -63,7 +63,7 @@ class AgentBackend:
         self._stopped: PotluckError | None = None
         self._communicator: Communicator | None = None
         self._asking_after: int | None = None
-        self._waits = Waits()
+        self._waits = LongWaits()
         self._chaos_steps: frozenset[int] = frozenset()
         self._chaos_done = -1
         self._step = -1

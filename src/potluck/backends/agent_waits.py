@@ -12,7 +12,7 @@ LONG_S = 2.0
 LOOK_EVERY_S = 0.2
 
 
-class Waits:
+class LongWaits:
     """How long the operations of this worker have been under way. Decides; reads no clock."""
 
     def __init__(self) -> None:

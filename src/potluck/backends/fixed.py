@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 
 from potluck.backends.agent_link import AgentLink, agent_address, is_linked
-from potluck.backends.agent_waits import Waits
+from potluck.backends.agent_waits import LongWaits
 from potluck.backends.last_words import LastWords, may_follow_from_a_loss
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.engine.family import ongoing_here
@@ -60,7 +60,7 @@ class _Seat:
         self._changed = threading.Condition()
         self._view: control.View | None = None
         self._error: PotluckError | None = None
-        self._waits = Waits()
+        self._waits = LongWaits()
         credentials = load_credentials(load_settings())
         hello = Hello("control", credentials.namespace, job=job, worker=self._worker)
         self._talk = AgentLink(

@@ -6,6 +6,7 @@ Every worker gets the same list of addresses and its own rank. All must hold the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from potluck.backends.base import StaticBackend
@@ -14,6 +15,7 @@ from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings, load_settings
 from potluck.types import Group, Member
+from potluck.waiting import Reminder, reminding
 
 
 class RingBackend(StaticBackend):
@@ -47,11 +49,29 @@ class RingBackend(StaticBackend):
         communicator = self._base.open(self._group, are_listening=False)
         try:
             # One link per pair: from here on a member that dies is noticed by all.
-            communicator.barrier(algorithm="direct", timeout_s=timeout_s).wait()
+            meeting = communicator.barrier(algorithm="direct", timeout_s=timeout_s)
+            deadline = time.monotonic() + timeout_s
+            with reminding(Reminder(lambda: self._missing(communicator), deadline)):
+                meeting.wait()
         except BaseException:
             communicator.close()
             raise
         return communicator
+
+    def _missing(self, communicator: Communicator) -> str:
+        """The ranks that this one has no link to; empty if it has all."""
+        group, linked = self._group, communicator.metrics.snapshot().links
+        missing = [
+            f"rank {rank} at {member.host}:{member.port}"
+            for rank, member in enumerate(group.members)
+            if rank != group.rank and f"worker {member.worker}" not in linked
+        ]
+        if not missing:
+            return ""
+        return (
+            f"rank {group.rank} waits for {', '.join(missing)} (of {len(group.members)} ranks); "
+            "are all started, with the same list of peers?"
+        )
 
     def close(self) -> None:
         self._base.close()
