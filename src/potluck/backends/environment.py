@@ -190,7 +190,9 @@ class _Rendezvous:
             self.members[rank] = Member(
                 str(rank), node=node, port=hello.port, local_rank=hello.local_rank
             )
-        return Admission(Welcome(rank=0), lambda link: self._take(rank, link))
+        return Admission(
+            Welcome(rank=0), lambda link: self._take(rank, link), lambda: self._withdraw(rank)
+        )
 
     def _take(self, rank: int, link: TcpLink) -> None:
         with self._changed:
@@ -207,6 +209,12 @@ class _Rendezvous:
             )
             self._links[rank] = link
             self._changed.notify_all()
+
+    def _withdraw(self, rank: int) -> None:
+        """``rank`` hung up before it was told that it is in; it may call again."""
+        with self._changed:
+            if rank not in self._links:
+                self.members.pop(rank, None)
 
     def wait(self, deadline: float, where: str) -> list[TcpLink]:
         """The links of all others, once all have called ``where``, the master's address."""

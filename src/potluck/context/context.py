@@ -230,8 +230,10 @@ class DistributedContext(Collectives):
         if self._is_closed:
             return
         self._is_closed = True
-        self.communicator.close()
-        self._backend.close()
+        try:
+            self.communicator.close()
+        finally:
+            self._backend.close()
 
     def __enter__(self) -> DistributedContext:
         return self

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from potluck import waiting
-from potluck.backends.environment import EnvironmentBackend
+from potluck.backends.environment import EnvironmentBackend, _Rendezvous
 from potluck.context import DistributedContext
 from potluck.errors import (
     ConfigurationError,
@@ -22,6 +22,7 @@ from potluck.errors import (
 )
 from potluck.settings import Settings
 from potluck.testing.worlds import run_all
+from potluck.wire.messages import Hello, Refusal, Welcome
 
 SETTINGS = Settings(
     psk=hashlib.sha256(b"test").hexdigest(), peer_timeout_s=10, connection_timeout_s=5.0
@@ -232,3 +233,13 @@ def test_another_secret_is_refused_and_harms_nobody(port: str) -> None:
 def test_a_port_in_use_is_a_clear_error(port: str) -> None:
     with closing(backend(variables(port, 0))), pytest.raises(ConfigurationError, match=port):
         backend(variables(port, 0))
+
+
+def test_a_rank_that_hung_up_before_it_was_told_may_call_again() -> None:
+    rendezvous = _Rendezvous(2)
+    hello = Hello("rendezvous", "home", rank=1, port=1234, world_size=2)
+    first = rendezvous.admit(hello, "ada")
+    assert isinstance(rendezvous.admit(hello, "ada").answer, Refusal), "it is taken"
+    assert first.withdraw is not None
+    first.withdraw()
+    assert isinstance(rendezvous.admit(hello, "ada").answer, Welcome)
