@@ -160,9 +160,14 @@ class Gathering:
         with contextlib.closing(link):
             joining = Joining(senior.instance, last.epoch, last.seats, tuple(self.attempts))
             send_all(link, JOINING.encode(joining), time.monotonic() + CALL_S)
+            probe_at = time.monotonic() + _PROBE_S
             while time.monotonic() < deadline + _GRACE_S:
                 if not has_come(link, _LOOK_S):
                     reminder.tick()
+                    # A host that is cut off, or a process that is stopped, ends no link.
+                    if last.epoch and time.monotonic() >= probe_at:
+                        situation.heard(senior.instance, self.probe(senior))
+                        probe_at = time.monotonic() + _PROBE_S
                     if situation.seniors()[:1] != [senior.instance]:
                         return None
                     continue
