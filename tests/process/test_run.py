@@ -346,6 +346,20 @@ def test_what_a_terminal_cannot_show_is_written_in_escapes(script) -> None:
     assert (done.returncode, done.stdout) == (0, "[0] loss \\u2193\n[0] on we go\n")
 
 
+def test_a_run_works_with_its_streams_closed(script, tmp_path: Path) -> None:
+    """As some service managers start it. Python's sys.stdout is None then."""
+    path = script(
+        f"import pathlib\nprint('line')\npathlib.Path({str(tmp_path)!r}, 'ran').touch()\n"
+    )
+    command = shlex.join([*potluck_command(), "run", path])
+    for closed in (">&-", "<&- >&- 2>&-"):
+        done = subprocess.run(
+            ["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        (tmp_path / "ran").unlink()
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 def test_an_output_on_a_full_disk_is_said_in_one_sentence(script) -> None:
     path = script("print('line', flush=True)\nimport time\ntime.sleep(600)\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ class _Commands(typer.Typer):
     """The command line. A system error that no command foresaw is one sentence, too."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _open_closed_streams()
         try:
             return super().__call__(*args, **kwargs)
         except OSError as error:
@@ -40,6 +42,21 @@ class _Commands(typer.Typer):
                 f"potluck: {error.strerror}{where}; make room or write elsewhere", file=sys.stderr
             )
             sys.exit(1)
+
+
+def _open_closed_streams() -> None:
+    """Put the null device where this process was started without stdin, stdout or stderr (``>&-``).
+
+    Python leaves such a stream None, and the next file or socket would get its descriptor.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        descriptor = os.open(os.devnull, os.O_RDWR)
+        if descriptor != number:
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 app = _Commands(
