@@ -46,6 +46,11 @@ def is_linked() -> bool:
 def agent_address() -> tuple[str, int]:
     """Where POTLUCK_AGENT says that the agent listens; ConfigurationError if it does not."""
     text = os.environ.get("POTLUCK_AGENT", "")
+    if not text:
+        raise ConfigurationError(
+            "POTLUCK_AGENT is not set, so `potluck run` did not start this process; start the "
+            "script with `potluck run SCRIPT`, or let potluck.init() choose (backend='auto')"
+        )
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdigit():
         raise ConfigurationError(

@@ -50,6 +50,10 @@ class Algorithm(StrEnum):
     TWO_LEVEL = "two-level"
     """Windows inside the nodes, plans between them (see ``two_level.py``)."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> Algorithm:
+        raise ValueError(f"there is no algorithm {value!r}; the algorithms are {', '.join(cls)}")
+
 
 class Action(IntEnum):
     SEND = 0

@@ -560,8 +560,14 @@ def test_an_agent_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyP
         AgentBackend()
 
 
-@pytest.mark.parametrize("address", ["", "nowhere", "host:", "host:port"])
+@pytest.mark.parametrize("address", ["nowhere", "host:", "host:port"])
 def test_a_broken_address_says_who_sets_it(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("POTLUCK_AGENT", address)
     with pytest.raises(ConfigurationError, match="`potluck run SCRIPT` sets it"):
+        AgentBackend()
+
+
+def test_a_process_without_an_agent_is_told_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POTLUCK_AGENT", raising=False)
+    with pytest.raises(ConfigurationError, match="with `potluck run SCRIPT`"):
         AgentBackend()

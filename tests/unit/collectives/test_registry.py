@@ -100,3 +100,8 @@ def test_direct_peers_are_staggered() -> None:
         plans = [make_plan(operation, Algorithm.DIRECT, 7, rank) for rank in range(7)]
         for steps in zip(*(plan.steps for plan in plans), strict=True):
             assert len({step.peer for step in steps}) == 7
+
+
+def test_a_mistyped_algorithm_gets_the_list_of_algorithms() -> None:
+    with pytest.raises(ValueError, match="there is no algorithm 'rng'; the algorithms are ring, "):
+        make_plan("all_reduce", "rng", 4, 0)
