@@ -136,7 +136,7 @@ def _show(jobs: list[StatusReply]) -> None:
         table = Table(
             title=f"{Path(job.script).name} · {job.job} · {_where(job)} · "
             f"{duration(time.time() - job.started)}",
-            caption=f"epoch {job.epoch} · step {max(job.step, 0)} · loss {loss}"
+            caption=f"group {job.epoch} · step {max(job.step, 0)} · loss {loss}"
             + (" · links not encrypted (plain)" if job.wire == PLAIN else "")
             + ("" if job.samples is None else f"\n{how_far(job.samples)}"),
             title_justify="left",

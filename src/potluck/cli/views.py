@@ -205,7 +205,7 @@ class LiveView(_Written):
         lines = [] if state.samples is None else [_bar(state.samples, is_narrow=is_narrow)]
         table = Table(
             title=f"{Path(state.script).name} · {duration(time.time() - state.started)} · "
-            f"epoch {state.epoch}{step}{loss}{plain}",
+            f"group {state.epoch}{step}{loss}{plain}",
             title_justify="left",
             title_style="bold",
             box=None if is_narrow else HEAVY_HEAD,
