@@ -135,3 +135,25 @@ def kill_a_worker(machine: Machine) -> None:
             os.kill(pid, signal.SIGKILL)
             return
     raise AssertionError(f"no worker runs on {machine}")
+
+
+@pytest.mark.parametrize("what", ["a worker", "a machine"])
+def test_a_script_with_a_context_that_does_not_re_form_starts_again(
+    tmp_path: Path, what: str
+) -> None:
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
+        starter, other = (each for each in machines if each is not leader)
+        with starter.run(SCRIPT.with_name("context_counting.py"), tmp_path) as command:
+            run = Run(command, tmp_path)
+            run.begun(3)
+            if what == "a worker":
+                kill_a_worker(other)
+                assert len(run.begun(3)) == 3
+                assert "(restart 1 of 3)" in command.text
+            else:
+                other.kill()
+                assert run.begun(2) == {leader.name, starter.name}
+                assert "(restart" not in command.text
+            run.finish()

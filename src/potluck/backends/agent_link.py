@@ -39,7 +39,7 @@ _links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
 
 
 def is_linked() -> bool:
-    """Whether this process has a link to its agent: it may have one."""
+    """Whether this process has a link to its agent; it may have only one."""
     return any(link.owner == os.getpid() for link in _links)
 
 

@@ -166,6 +166,10 @@ def run(
             raise ConfigurationError(
                 f"{given}: this machine is in no cluster; start its agent with: potluck up"
             )
+        if min_workers > options.num_workers and not has_agent:
+            raise ConfigurationError(
+                f"--min-workers {min_workers} is more than the {options.num_workers} of --workers"
+            )
         begin = run_on_cluster if has_agent else run_job
         summary = begin(options, settings, watcher_for(sys.stdout, plain=plain))
     except PotluckError as error:

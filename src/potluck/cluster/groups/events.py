@@ -85,8 +85,8 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process of ``worker`` ended; ``code`` is negative for a signal, as in subprocess. What is
-    told of an ``attempt`` before the present one is old news; -1: it is of the present one."""
+    """The process of ``worker`` ended; ``code`` is negative for a signal, as in subprocess. An
+    ``attempt`` before the present one is ignored; -1 stands for the present one."""
 
     worker: str
     code: int

@@ -343,7 +343,7 @@ def _announce(turn: Turn, members: list[Worker]) -> None:
 
 
 def _dismiss_others(turn: Turn) -> None:
-    """Who was started when it was not known that the world is fixed waits for the next one."""
+    """Workers that were started before the world was known to be fixed wait for the next one."""
     state = turn.state
     others = tuple(
         worker.name

@@ -39,8 +39,8 @@ _BRING_AGAIN_S = 0.2
 
 @dataclass(slots=True, eq=False)
 class Post:
-    """One job here. ``world``: what workers are started for now; ``worlds``: the number of what
-    that each was started for; ``attempts``: its newest start. ``asking``: who waits for a view,
+    """One job here. ``world`` is the one that workers are started for now; ``worlds`` and
+    ``attempts`` are those of the newest process of each worker. ``asking``: who waits for a view,
     since which epoch; ``places`` where workers listen; ``ended`` with which code the newest process
     of a worker did."""
 

@@ -92,7 +92,7 @@ class Agent:
     # What was decided (Hands).
 
     def begin_world(self, world: events.BeginWorld) -> None:
-        pass  # all that is started is started here, from what ``lead`` knows
+        pass  # ``start`` reads the world from ``lead``
 
     def start(self, worker: str, attempt: int) -> None:
         assert self._server is not None
