@@ -204,6 +204,7 @@ def test_a_process_that_comes_late_is_told_by_whom_the_group_was_formed() -> Non
     assert "a group of 3 processes was formed at" in said["text"]
     assert f"127.0.0.1:{scripts[0].port}" in said["text"]
     assert "POTLUCK_MIN_PEERS" in said["text"]
+    assert "this machine" not in said["text"], "it is read on another one"
 
 
 def test_a_process_that_takes_the_port_of_the_killed_rank_0_holds_nobody_up() -> None:

@@ -197,7 +197,7 @@ class AutoDiscoveryBackend(StaticBackend):
             if formed is None or formed.rank_of(hello.worker) >= 0:
                 return None
             who = ", ".join(
-                f"{seat.member.host or 'this machine'}:{seat.member.port}"
+                f"{seat.member.host or 'that machine'}:{seat.member.port}"
                 for seat in formed.seats[:8]
             )
             at = time.strftime("%H:%M:%S", time.localtime(self._formed_at))
