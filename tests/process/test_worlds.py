@@ -289,3 +289,90 @@ def test_twenty_kills_in_a_row(training: str, tmp_path: Path, figures: Figures) 
     figures.take(
         fault, "trains again after, imports not counted, at worst", worst - importing, asked=5.0
     )
+
+
+TWICE = """
+import sys, time
+import torch
+import torch.distributed as dist
+
+for way in sys.argv[1:]:
+    backend, method = way.split("=")
+    dist.init_process_group(backend, init_method=method)
+    ones = torch.ones(4)
+    dist.all_reduce(ones)
+    print(way, ones[0].item(), flush=True)
+    if dist.get_rank() == 0:
+        time.sleep(0.5)  # the others are in the next init_process_group before it
+    dist.destroy_process_group()
+print("ended well", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ("gloo=env://", "gloo=env://"),
+        ("potluck=potluck://", "potluck=potluck://", "gloo=env://"),
+        ("potluck=env://", "potluck=potluck://", "potluck=env://"),
+    ],
+)
+def test_a_script_may_destroy_its_process_group_and_make_another(
+    tmp_path: Path, ways: tuple[str, ...]
+) -> None:
+    script = tmp_path / "twice.py"
+    script.write_text(TWICE)
+    with run_command("-n", "3", str(script), *ways) as command:
+        assert command.finish() == 0, command.text
+        assert sum(line.endswith(" 3.0") for line in command.lines) == 3 * len(ways)
+        assert sum("ended well" in line for line in command.lines) == 3
+
+
+ONCE = """
+import sys
+import potluck
+import torch.distributed as dist
+
+for word in sys.argv[1:]:
+    if word == "close":
+        context.close()
+    elif word == "init":
+        context = potluck.init()
+    else:
+        dist.init_process_group("gloo", init_method=word)
+        dist.barrier()
+print("ended well", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("init", "close", "init"), "this worker has left its group"),
+        (("init", "init"), "this worker has a group already"),
+        (("env://", "init"), "this worker has a group already"),
+        (("init", "close", "env://"), "ended well"),
+        (("init", "env://", "close"), "ended well"),
+    ],
+)
+def test_a_second_group_of_another_kind_works_or_is_refused_at_once(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    script = tmp_path / "once.py"
+    script.write_text(ONCE)
+    with run_command("-n", "2", str(script), *words) as command:
+        assert command.finish() == (0 if said == "ended well" else 1), command.text
+        assert said in command.text
+        assert "start again" not in command.text
+
+
+def test_a_missing_backend_is_the_scripts_own_error(tmp_path: Path) -> None:
+    script = tmp_path / "nccl.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        'raise RuntimeError("Distributed package doesn\'t have NCCL built in")\n'
+    )
+    with run_command("-n", "2", str(script)) as command:
+        assert command.finish() == 1, command.text
+        assert "start again" not in command.text

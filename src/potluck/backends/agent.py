@@ -16,7 +16,7 @@ import time
 from collections import deque
 from typing import Any
 
-from potluck.backends.agent_link import AgentLink, agent_address
+from potluck.backends.agent_link import AgentLink, agent_address, check_free, leave
 from potluck.backends.agent_waits import LongWaits
 from potluck.backends.last_words import LastWords, is_group_error, may_follow_from_a_loss
 from potluck.backends.tcp import TcpBase, is_port_taken
@@ -45,7 +45,8 @@ class AgentBackend:
     """The group of a worker that ``potluck run`` started.
 
     Reads POTLUCK_AGENT (host:port), POTLUCK_JOB and POTLUCK_WORKER. ConfigurationError if they are
-    missing, LinkError or Refused if the agent can't be reached or declines.
+    missing, or if this worker has a group or has left an elastic one. LinkError or Refused if the
+    agent can't be reached or declines.
     """
 
     def __init__(self, *, settings: Settings | None = None, elastic: bool = True) -> None:
@@ -55,6 +56,7 @@ class AgentBackend:
         self.elastic = elastic
         self.job = os.environ.get("POTLUCK_JOB", "")
         self.worker = os.environ.get("POTLUCK_WORKER", "")
+        check_free()
         self._local_rank = int(os.environ.get("LOCAL_RANK") or 0)
         self._changed = threading.Condition()
         self._view: control.View | None = None
@@ -230,6 +232,8 @@ class AgentBackend:
             return
         self._is_closed = True
         self._last_words.end(is_finished=self._stopped is None)
+        if self.elastic:
+            leave()
         atexit.unregister(self._end)
 
     # -- inside, on the agent link's thread

@@ -38,9 +38,43 @@ _PROGRESS = {"step", "loss", "samples_per_s", "device", "committed_samples", "to
 _links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
 
 
+_left: set[tuple[object, ...]] = set()
+"""The workers, as ``_me`` names them, that have left an elastic group: agents take none back."""
+
+
+def _me() -> tuple[object, ...]:
+    names = ("POTLUCK_AGENT", "POTLUCK_JOB", "POTLUCK_WORKER")
+    return (os.getpid(), *(os.environ.get(name, "") for name in names))
+
+
 def is_linked() -> bool:
     """Whether this process has a link to its agent; it may have only one."""
     return any(link.owner == os.getpid() for link in _links)
+
+
+def leave() -> None:
+    """This worker has left its elastic group."""
+    _left.add(_me())
+
+
+def has_left() -> bool:
+    """Whether this worker has left its elastic group."""
+    return _me() in _left
+
+
+def check_free() -> None:
+    """ConfigurationError if this worker has had its one group, or has one."""
+    if has_left():
+        raise ConfigurationError(
+            "this worker has left its group, and under `potluck run` it can't join another: call "
+            "potluck.init() once, and close its context when the script is done"
+        )
+    if any(link.me == _me() for link in _links):
+        raise ConfigurationError(
+            "this worker has a group already, and under `potluck run` it has one at a time: use "
+            "the context that potluck.init() returned first; after init_process_group use "
+            "torch.distributed"
+        )
 
 
 def agent_address() -> tuple[str, int]:
@@ -120,6 +154,7 @@ class AgentLink:
         """
         self.progress = Progress()
         self.owner = os.getpid()
+        self.me = _me()
         _links.add(self)
         self._take = take
         self._look = look

@@ -3,7 +3,9 @@
 ``init_process_group`` asks a store at MASTER_ADDR and MASTER_PORT, and would wait there for ranks
 that never come. So each worker first tells its agent that its script forms a fixed world, and waits
 for the view of all its ranks; the agent ends the world when a rank is lost
-(``cluster.groups.worlds``). The link to the agent stays until the script ends.
+(``cluster.groups.worlds``). The link to the agent, the *seat*, stays until the script ends. Where a
+script destroys its process group and makes another, the ranks meet there again: at the port of the
+last group a fast rank would find the last group's store, and wait in that.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from potluck.backends.agent_link import AgentLink, agent_address, is_linked
+from potluck.backends.agent_link import AgentLink, agent_address, has_left, is_linked
 from potluck.backends.agent_waits import LongWaits
 from potluck.backends.last_words import LastWords, may_follow_from_a_loss
 from potluck.cluster.trust.credentials import load_credentials
@@ -29,10 +31,12 @@ from potluck.wire.messages import Hello
 
 def is_our_world(environment: Mapping[str, str], rank: int, world_size: int) -> bool:
     """Whether a world of ``world_size`` that this process joins as ``rank`` is the one that its
-    agent started it for, and it has not joined it yet."""
-    seat = environment.get("POTLUCK_SEAT")
-    has_agent = bool(environment.get("POTLUCK_AGENT"))
-    return has_agent and seat == f"{rank}/{world_size}" and not is_linked()
+    agent started it for, and no context of potluck's own has its link to the agent."""
+    if not environment.get("POTLUCK_AGENT"):
+        return False
+    if environment.get("POTLUCK_SEAT") != f"{rank}/{world_size}":
+        return False
+    return _own_seat() is not None or not (is_linked() or has_left())
 
 
 def join_world(timeout_s: float) -> tuple[str, int]:
@@ -46,18 +50,35 @@ def join_world(timeout_s: float) -> tuple[str, int]:
     with socket.socket() as held:
         if is_first:
             held.bind(("", 0))  # and holds the port until rank 0 makes its store there
-        seat = _Seat(held.getsockname()[1] if is_first else 0)
-        view = seat.wait(timeout_s)
+        seat = _own_seat() or _Seat()
+        view = seat.meet(held.getsockname()[1] if is_first else 0, timeout_s)
     return view.members[0].host, view.members[0].port
+
+
+def leave_seat() -> None:
+    """Give the link to the agent back, for a backend that has one of its own; if there is one."""
+    seat = _own_seat()
+    if seat is not None:
+        seat.end()
+
+
+_seats: list[_Seat] = []
+"""The seat of this process, and of the process that forked it."""
+
+
+def _own_seat() -> _Seat | None:
+    return next((seat for seat in _seats if seat.owner == os.getpid()), None)
 
 
 class _Seat:
     """The link to the agent, and what the agent said."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self) -> None:
+        self.owner = os.getpid()
         self._worker = os.environ.get("POTLUCK_WORKER", "")
         job = os.environ.get("POTLUCK_JOB", "")
         self._changed = threading.Condition()
+        self._after = 0
         self._view: control.View | None = None
         self._error: PotluckError | None = None
         self._waits = LongWaits()
@@ -76,14 +97,20 @@ class _Seat:
             describe=lambda: f"rank {os.environ.get('RANK', '')}, worker {self._worker}",
             follows=may_follow_from_a_loss,
         )
-        atexit.register(self._end)
-        local_rank = int(os.environ.get("LOCAL_RANK") or 0)
-        self._talk.say(control.Ready(0, port, os.getpid(), local_rank=local_rank, is_fixed=True))
+        _seats.append(self)
+        atexit.register(self.end)
 
-    def wait(self, timeout_s: float) -> control.View:
-        """The view of all ranks."""
+    def meet(self, port: int, timeout_s: float) -> control.View:
+        """The next view of all ranks; ``port`` is this rank's, for the store."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
+            if self._view is not None:
+                self._after, self._view = self._view.epoch, None
+            local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+            ready = control.Ready(
+                self._after, port, os.getpid(), local_rank=local_rank, is_fixed=True
+            )
+            self._talk.say(ready)
             while self._view is None and self._error is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -110,7 +137,7 @@ class _Seat:
         with self._changed:
             self._changed.notify_all()
             match message:
-                case control.View() if self._view is None:
+                case control.View(epoch=epoch) if epoch > self._after:
                     self._view = message
                 case control.Stop(reason):
                     self._error = RemoteError(f"the job ends: {reason}")
@@ -127,5 +154,9 @@ class _Seat:
             self._error = AgentLost(f"the agent that started this worker is lost: {cause}")
             self._changed.notify_all()
 
-    def _end(self) -> None:
-        self._last_words.end(is_finished=self._error is None)
+    def end(self) -> None:
+        """Tell the agent that this worker has finished, and end the link."""
+        if self in _seats:
+            _seats.remove(self)
+            atexit.unregister(self.end)
+            self._last_words.end(is_finished=self._error is None)

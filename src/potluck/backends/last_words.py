@@ -20,7 +20,7 @@ _SIGNS_OF_A_LOSS = (
     "connection reset by peer",
     "broken pipe",
     "gloo/transport",
-    "nccl",
+    "nccl communicator was aborted",
     "socket timeout",
 )
 """In the texts of other libraries, which raise RuntimeError for everything."""

@@ -81,7 +81,7 @@ class Worker:
     ``installed`` the newest epoch that it said it had entered, ``in_vain`` how often in a row it
     died before it had entered one, ``attempt`` how often its process was started again, whatever
     for (-1: never started). ``finished``: it left a view because it was done. ``failed``: it said
-    that its code raised.
+    that its code raised. ``again``: it waits for the next group of its fixed world.
     """
 
     name: str
@@ -95,6 +95,7 @@ class Worker:
     restart_at: float = 0.0
     finished: bool = False
     failed: bool = False
+    again: bool = False
 
     @property
     def alive(self) -> bool:
@@ -265,7 +266,11 @@ class State:
 
     @property
     def has_enough_ready(self) -> bool:
-        """Whether a first group may begin without those that are not ready."""
+        """Whether a first group may begin without those that are not ready. A fixed world may if
+        all of those keep dying: a slow worker is waited for."""
+        missing = (self.worker(name) for name in self.world.members if self.world.is_fixed)
+        if any(w.phase not in (Phase.READY, Phase.MEMBER) and not w.in_vain for w in missing):
+            return False
         return len(self.having(Phase.READY)) >= max(self.policy.min_workers, 1)
 
 

@@ -35,13 +35,16 @@ from potluck.cluster.groups.events import (
     Kill,
     Log,
     Placed,
+    Ready,
     Seen,
     Stalled,
 )
 from potluck.cluster.groups.roster import Failure, LiveGroup, Phase, Worker, World, name_exit
 from potluck.cluster.groups.turn import Turn
+from potluck.types import Member
 
 _KILLED = 128 + 9
+_ENTERED = (Phase.MEMBER, Phase.FINISHED)
 _STAYS = (Phase.STOPPING, Phase.AWAY, Phase.SPARE, Phase.GONE)
 
 
@@ -82,6 +85,9 @@ def take(turn: Turn, event: Event) -> bool:
             return True
         case Placed(name):
             _placed(turn, name)
+            return True
+        case Ready(name, member, after_epoch) if state.worker(name).phase in _ENTERED:
+            _again(turn, state.worker(name), member, after_epoch)
             return True
         case Agreed(epoch, members, 0, reason):
             _shrunk(turn, epoch, members, reason)
@@ -160,6 +166,8 @@ def settle(turn: Turn) -> None:
     elif state.view.members != state.world.members:
         missing = tuple(name for name in state.world.members if name not in state.view.members)
         end(turn, f"worker {', '.join(missing)} is missing in the cluster's view", missing)
+    elif any(worker.again for worker in members):
+        _meet_again(turn, members)
     else:
         _dismiss_others(turn)
 
@@ -184,7 +192,7 @@ def _given_up(turn: Turn, event: Failed) -> None:
 def _exited(turn: Turn, worker: Worker, code: int) -> bool:
     reason = f"worker {worker.name} {name_exit(code)}"
     match worker.phase:
-        case Phase.STOPPING:
+        case Phase.STOPPING | Phase.AWAY:  # of a world that is over, however it ended
             turn.update(worker.name, phase=Phase.SPARE)
             _say_that_it_waits(turn, worker.name)
         case Phase.MEMBER if code < 0:
@@ -232,6 +240,12 @@ def _placed(turn: Turn, name: str) -> None:
     else:
         return
     _say_that_it_waits(turn, name)
+
+
+def _again(turn: Turn, worker: Worker, member: Member, after_epoch: int) -> None:
+    """A script that ended its process group forms one again. What is told twice changes nothing."""
+    if worker.phase is Phase.FINISHED or after_epoch >= turn.state.epoch:
+        turn.update(worker.name, phase=Phase.MEMBER, member=member, finished=False, again=True)
 
 
 def _say_that_it_waits(turn: Turn, name: str) -> None:
@@ -290,7 +304,9 @@ def _begin_next(turn: Turn) -> None:
     turn.change(world=begun)
     turn.actions.append(BeginWorld(begun.number, begun.members, True, "the world starts again"))
     for name in names:
-        turn.update(name, finished=False, failed=False, joined=0, installed=0, in_vain=0)
+        turn.update(
+            name, finished=False, failed=False, joined=0, installed=0, in_vain=0, again=False
+        )
         turn.start(name, "the world starts again", alone=False)
 
 
@@ -311,6 +327,11 @@ def _gather(turn: Turn, members: list[Worker]) -> None:
     """Announce the world's group when all are there; end the world if that can't be any more."""
     state = turn.state
     out = tuple(w.name for w in members if w.phase in (Phase.AWAY, Phase.SPARE, Phase.GONE))
+    left = [worker for worker in members if _has_left(turn, worker)]
+    if left:
+        reason = f"worker {left[0].name} ended before it called init_process_group: no rank may"
+        turn.fail(Failure(left[0].name, reason))
+        return
     if out:
         end(turn, f"worker {', '.join(out)} left before all had met", out)
         return
@@ -321,25 +342,42 @@ def _gather(turn: Turn, members: list[Worker]) -> None:
         if not turn.state.not_before:
             _announce(turn, members)
     elif turn.has_waited():
-        failing = [w for w in members if w not in here and w.in_vain]
-        if len(failing) == len(members) - len(here):  # a slow one is waited for
-            names = tuple(worker.name for worker in failing)
-            times = ", ".join(f"worker {w.name} died {w.in_vain} times" for w in failing)
-            excluded = frozenset(names)
-            turn.change(world=replace(state.world, excluded=excluded))
-            end(turn, f"{times} while it started, for {state.policy.wait_s:g} s", names)
+        failing = [worker for worker in members if worker not in here]
+        names = tuple(worker.name for worker in failing)
+        times = ", ".join(f"worker {w.name} died {w.in_vain} times" for w in failing)
+        turn.change(world=replace(state.world, excluded=frozenset(names)))
+        end(turn, f"{times} while it started, for {state.policy.wait_s:g} s", names)
 
 
-def _announce(turn: Turn, members: list[Worker]) -> None:
+def _has_left(turn: Turn, worker: Worker) -> bool:
+    """Whether ``worker`` ended by itself, with code 0, before its ranks had met."""
+    is_killed = turn.state.casualty is not None and (
+        worker.restarts >= turn.state.policy.max_restarts
+    )
+    return worker.phase is Phase.GONE and not worker.finished and not is_killed
+
+
+def _meet_again(turn: Turn, members: list[Worker]) -> None:
+    """Announce the next group of the same world once all members have left the last."""
+    gone = [worker for worker in members if worker.phase is Phase.GONE]
+    if gone:
+        others = ", ".join(worker.name for worker in members if worker.again)
+        reason = f"worker {gone[0].name} has ended; worker {others} can't meet it once more"
+        turn.fail(Failure(gone[0].name, reason))
+    elif all(worker.again for worker in members):
+        _announce(turn, members, "all workers are ready once more")
+
+
+def _announce(turn: Turn, members: list[Worker], reason: str = "all workers are ready") -> None:
     epoch = turn.state.epoch + 1
     for worker in members:
-        turn.update(worker.name, phase=Phase.MEMBER, joined=epoch, installed=0)
+        turn.update(worker.name, phase=Phase.MEMBER, joined=epoch, installed=0, again=False)
     places = tuple(worker.member for worker in members if worker.member is not None)
     assert len(places) == len(members), "a worker is ready and did not say where"
     names = tuple(worker.name for worker in members)
     turn.change(epoch=epoch, groups=(LiveGroup(epoch, names),), broken="", ready_since=None)
     number = turn.state.world.number
-    turn.actions.append(Announce(epoch, places, names, "all workers are ready", number))
+    turn.actions.append(Announce(epoch, places, names, reason, number))
 
 
 def _dismiss_others(turn: Turn) -> None:

@@ -314,6 +314,10 @@ class JobRunner:
     def heard(self, post: Post, worker: str, message: control.FromWorker) -> None:
         match message:
             case control.Ready(after_epoch=after):
+                if worker in post.finished:  # and forms its fixed world once more
+                    post.finished.discard(worker)
+                    after = post.installed.get(worker, after)
+                    message = msgspec.structs.replace(message, after_epoch=after)
                 post.ready[worker] = message
                 post.asking[worker] = after
             case control.Lost(epoch=epoch):

@@ -425,3 +425,62 @@ def test_random_losses_never_leave_two_worlds_and_always_train_again(seed: int) 
     assert story.state.view is not None, f"seed {seed}: no world trains"
     assert story.state.view.members == story.state.world.members
     assert set(alive) == set(story.state.world.members)
+
+
+@pytest.mark.parametrize("code", [1, -SIGKILL])
+def test_an_old_process_on_a_machine_that_was_away_ends_without_harm(code: int) -> None:
+    story = training(3)
+    story.tell(Away(("2",), "carl is silent"))
+    story.stopped()
+    story.meet()
+    story.tell(Exited("2", code, 0), Tick())
+    assert not story.all(StopWorkers), "its links failed when it was cut off"
+    assert not story.started
+    assert story.phase("2") is Phase.SPARE
+
+
+def test_a_worker_that_ends_before_the_ranks_met_fails_the_job() -> None:
+    story = Story(3)
+    story.tell(Exited("0", 0), ready("1"))
+    reason = "worker 0 ended before it called init_process_group: no rank may"
+    assert story.only(StopWorkers).reason == reason
+    story.tell(Exited("1", -SIGTERM), Exited("2", -SIGTERM))
+    assert (story.state.over, story.state.exit_code) == (True, 1)
+
+
+def test_nobody_wakes_up_for_a_slow_worker_over_and_over() -> None:
+    story = Story(2)
+    story.tell(ready("0"))
+    story.tell(Tick(), at=600.0)
+    assert story.state.next_wakeup() is None
+
+
+def test_a_world_meets_again_after_its_group_was_destroyed() -> None:
+    story = training(2)
+    first = story.state.epoch
+    story.tell(Finished("0"), ready("0"))
+    assert not story.all(Announce), "worker 1 is in the first group"
+    story.tell(ready("1"))
+    assert not story.all(Announce), "what is told again of the first group changes nothing"
+    story.tell(Finished("1"), ready("1"))
+    again = story.only(Announce)
+    assert again.epoch == first + 1
+    assert [member.worker for member in again.members] == ["0", "1"]
+    story.tell(Installed("0", again.epoch), Installed("1", again.epoch))
+    story.tell(Exited("0", -SIGKILL))
+    assert story.only(EndWorld).workers == ("1",)
+
+
+def test_a_world_does_not_wait_for_a_member_that_has_ended() -> None:
+    story = training(2)
+    story.tell(Finished("0"), Exited("0", 0), Finished("1"), ready("1"))
+    assert "worker 0 has ended" in story.only(StopWorkers).reason
+
+
+def test_a_world_that_meets_again_is_ended_by_a_loss() -> None:
+    story = training(3)
+    story.tell(Finished("0"), ready("0"))
+    story.tell(Exited("0", -SIGKILL))
+    assert story.only(EndWorld).workers == ("1", "2")
+    story.stopped()
+    story.meet()
