@@ -42,6 +42,12 @@ def test_a_stopped_worker_is_named_to_those_that_wait_for_it(
             losses = notes.all("lost", stopped)
         finally:
             os.kill(victim, signal.SIGCONT)
+        # A worker that is on its way back when the others finish is told that the job ends, and fails.
+        back = time.monotonic()
+        notes.wait_for(
+            "the victim to be back",
+            lambda: any(note.pid == victim for note in notes.all("commit", back)),
+        )
         (notes.folder / "stop").touch()
         assert command.finish() == 0, command.text
     noticed = max(note.at for note in losses) - stopped
