@@ -52,7 +52,20 @@ dist.destroy_process_group()
 print("ended well", flush=True)
 """
 
-WAYS = [("gloo", "env://"), ("potluck", "env://"), ("potluck", "potluck://")]
+# The same without init_process_group: the context makes Gloo's group by itself.
+CONTEXT = TRAINING.replace(
+    "dist.init_process_group(backend, init_method=method)",
+    """
+import potluck
+
+context = potluck.init("gloo")
+dist.get_rank, dist.get_world_size = lambda: context.rank, lambda: context.world_size
+dist.all_reduce = lambda tensor, op=None: context.all_reduce(tensor, "max" if op else "sum")
+dist.destroy_process_group = context.close
+""",
+)
+
+WAYS = [("gloo", "env://"), ("potluck", "env://"), ("potluck", "potluck://"), ("gloo", "context")]
 
 
 @pytest.fixture
@@ -88,6 +101,8 @@ def test_a_killed_worker_has_the_world_started_again_from_its_checkpoint(
     training: str, tmp_path: Path, backend: str, method: str
 ) -> None:
     summary = tmp_path / "summary.json"
+    if method == "context":
+        Path(training).write_text(CONTEXT)
     with run_command(
         *("-n", "3", "--json", str(summary), training, backend, method, str(tmp_path))
     ) as command:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from potluck.backends.agent import FIRST_VIEW_S
 from potluck.backends.base import Communicator, StaticBackend
 from potluck.backends.borrowed import LibraryCommunicator
+from potluck.backends.fixed import is_our_world, join_world
 from potluck.backends.launchers import read_seat
 from potluck.backends.library import Library
 from potluck.backends.rendezvous import meet
@@ -31,6 +34,7 @@ class _TorchBackend(StaticBackend, ABC):
     ) -> None:
         require("torch", "torch")
         self._settings = settings or load_settings()
+        self._environment = environment
         self._seat = read_seat(environment)
         self._store: Any = None
 
@@ -41,6 +45,10 @@ class _TorchBackend(StaticBackend, ABC):
                 "and backend='auto' to survive the loss of a worker"
             ) from cause
         seat = self._seat
+        if is_our_world(self._environment, seat.rank, seat.world_size):
+            # The agent names the missing ranks, and starts all of them again after a loss.
+            host, port = join_world(max(timeout_s, FIRST_VIEW_S))
+            self._seat = seat = replace(seat, host=host, port=port)
         self._store = open_store(seat, timeout_s)
         group = meet(
             self._store,
