@@ -42,7 +42,7 @@ def test_a_stopped_worker_is_named_to_those_that_wait_for_it(
             losses = notes.all("lost", stopped)
         finally:
             os.kill(victim, signal.SIGCONT)
-        # A worker that is on its way back when the others finish is told that the job ends, and fails.
+        # A worker that is still on its way back when the others finish fails: the job ends.
         back = time.monotonic()
         notes.wait_for(
             "the victim to be back",
