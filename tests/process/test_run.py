@@ -286,6 +286,13 @@ def test_bad_options_are_one_clear_sentence(arguments: list[str], words: str) ->
         assert words in line
 
 
+def test_a_job_that_is_to_wait_for_others_does_not_begin_without_a_cluster() -> None:
+    with run_command(__file__, POTLUCK_MIN_PEERS="2") as run:
+        assert run.finish() == 2
+        (line,) = run.lines
+        assert line.startswith("potluck: POTLUCK_MIN_PEERS=2: this machine is in no cluster")
+
+
 def test_a_fault_that_never_happens_fails_the_run(script, tmp_path: Path) -> None:
     summary = tmp_path / "summary.json"
     order = "kill rank 0 at step 9"

@@ -161,8 +161,10 @@ def run(
             options = replace(options, min_nodes=settings.min_peers + 1)
             options.check()
         has_agent = find_agent(settings.home) is not None
-        if max(nodes, min_nodes or 0) > 1 and not has_agent:
+        if max(nodes, options.min_nodes) > 1 and not has_agent:
             given = f"--nodes {nodes}" if nodes > 1 else f"--min-nodes {min_nodes}"
+            if nodes <= 1 and min_nodes is None:
+                given = f"POTLUCK_MIN_PEERS={settings.min_peers}"
             raise ConfigurationError(
                 f"{given}: this machine is in no cluster; start its agent with: potluck up"
             )
