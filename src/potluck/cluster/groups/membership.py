@@ -137,7 +137,10 @@ class _Turn(Turn):
             case Finished(name):
                 self.finished(self.state.worker(name))
             case Failed(name, text, secondary):
-                if self.state.worker(name).alive:
+                worker = self.state.worker(name)
+                # Of a job that does not fail, a worker that is asked to end may raise for that.
+                is_asked = worker.phase is Phase.STOPPING and self.state.failure is None
+                if worker.alive and not is_asked:
                     self.update(name, failed=True)
                     self.fail(Failure(name, text, secondary=secondary))
             case Disconnected(name):

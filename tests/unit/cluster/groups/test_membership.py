@@ -584,6 +584,18 @@ def test_a_newcomer_still_starting_when_the_others_finish_is_stopped() -> None:
     assert story.state.exit_code == 0
 
 
+def test_what_a_newcomer_raises_when_it_is_stopped_at_the_end_fails_nothing() -> None:
+    story = training(3)
+    story.tell(Exited("2", -SIGKILL))
+    story.enter()
+    story.tell(Finished("0"), ready("2"), Finished("1"))
+    assert story.only(StopWorkers).workers == ("2",)
+    story.tell(Failed("2", "RemoteError: the job ends", secondary=True), Exited("2", 1))
+    story.tell(Exited("0", 0), Exited("1", 0))
+    assert story.state.over
+    assert story.state.exit_code == 0
+
+
 def test_a_restart_that_waits_when_the_others_finish_is_dropped() -> None:
     story = training(2, Policy(backoff_s=10.0))
     story.tell(Exited("1", -SIGKILL), ready("1"), Exited("1", -SIGKILL), Exited("1", -SIGKILL))
