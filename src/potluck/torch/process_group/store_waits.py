@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from potluck.backends.places import listed
 from potluck.waiting import FIRST_S, Reminder, to_stderr
 
+_TORCHS_PREFIX = "default_pg/0//"
+"""What torch puts in front of a script's keys in the store of the default group."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
@@ -71,8 +74,9 @@ class StoreWaits:
         if not by_key:
             return ""
         first, *more = by_key
+        shown = first.removeprefix(_TORCHS_PREFIX)
         others = f" (and {len(more)} more)" if more else ""
         return (
-            f"no rank has set the key {first!r}{others} in the store, which rank "
+            f"no rank has set the key {shown!r}{others} in the store, which rank "
             f"{listed(by_key[first])} asked for; has every rank got to the line that sets it?"
         )
