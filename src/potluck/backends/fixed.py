@@ -55,6 +55,20 @@ def join_world(timeout_s: float) -> tuple[str, int]:
     return view.members[0].host, view.members[0].port
 
 
+def hosts_of_world(rank: int, world_size: int) -> tuple[str, ...]:
+    """The hosts of all ranks, as this machine reaches them, if the agent started this process as
+    ``rank`` of that world and the ranks have met; else nothing.
+
+    A rank that publishes its own address can't do this: a link-local IPv6 address means something
+    only together with an interface of the machine that calls it.
+    """
+    seat = _own_seat()
+    view = None if seat is None else seat.view
+    if view is None or os.environ.get("POTLUCK_SEAT") != f"{rank}/{world_size}":
+        return ()
+    return tuple(member.host for member in view.members)
+
+
 def leave_seat() -> None:
     """Give the link to the agent back, for a backend that has one of its own; if there is one."""
     seat = _own_seat()
@@ -99,6 +113,11 @@ class _Seat:
         )
         _seats.append(self)
         atexit.register(self.end)
+
+    @property
+    def view(self) -> control.View | None:
+        """What the agent said of the ranks when they met last."""
+        return self._view
 
     def meet(self, port: int, timeout_s: float) -> control.View:
         """The next view of all ranks; ``port`` is this rank's, for the store."""

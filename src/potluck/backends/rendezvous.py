@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from potluck.backends.addresses import LOOPBACK, machine, own_address, store_server
+from potluck.backends.fixed import hosts_of_world
 from potluck.backends.places import listed, placed
 from potluck.backends.tcp import TcpBase
 from potluck.errors import (
@@ -114,11 +115,12 @@ def _meet(
         _stay(store, prefix, rank, world_size, is_fresh)
         raise
     has_server = store_server(store) is not None
+    hosts = hosts_of_world(rank, world_size)
     members = tuple(
         Member(
             str(other),
             node=each.node,
-            host=_host(each, entry, has_server),
+            host=hosts[other] if hosts else _host(each, entry, has_server),
             port=each.port,
             local_rank=each.local_rank,
         )

@@ -11,6 +11,7 @@ import pytest
 
 from potluck import waiting
 from potluck.backends import rendezvous
+from potluck.backends.fixed import hosts_of_world
 from potluck.errors import OperationTimeout
 from potluck.types import Group
 
@@ -70,3 +71,26 @@ def test_the_error_names_all_that_did_not_come(stores: Callable[[], Any]) -> Non
     ) as it:
         meet(stores(), 1, 5, SHORT_S)
     assert it.value.rank == 0
+
+
+def test_ranks_that_an_agent_started_call_each_other_where_it_reaches_them(
+    stores: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that published its own link-local address could be called by no other machine."""
+    hosts = ("127.0.0.1", "fe80::1%eth0")
+    monkeypatch.setattr(rendezvous, "hosts_of_world", lambda rank, world_size: hosts)
+    groups: dict[int, Group] = {}
+
+    def come(rank: int) -> None:
+        groups[rank] = meet(stores(), rank, 2, WAIT_S)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [member.host for member in groups[0].members] == list(hosts)
+
+
+def test_a_process_that_no_agent_started_knows_no_hosts() -> None:
+    assert hosts_of_world(0, 2) == ()
