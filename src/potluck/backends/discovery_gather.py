@@ -152,7 +152,6 @@ class Gathering:
             found = Found.GONE if _nobody_listens(error) else Found.SILENT
             situation.heard(senior.instance, found)
             raise
-        situation.heard(senior.instance, Found.RUNS)
         reminder = Reminder(
             lambda: f"waiting for {member.host}:{member.port} to gather the group", deadline
         )
@@ -257,9 +256,7 @@ class Gathering:
     def _form(self, situation: Situation, guests: list[Guest], deadline: float) -> Formed:
         """Tell ``guests``, the most senior first, what the group is."""
         last = situation.last
-        seats = [self._me]
-        for guest in guests:
-            seats.append(guest.seat)
+        seats = [self._me, *(guest.seat for guest in guests)]
         paths = last.paths
         if not last.epoch:
             budget_s = min(BUDGET_S, (deadline - time.monotonic()) / 3)

@@ -50,14 +50,18 @@ def in_order(
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of ``count`` players, in rounds in which each plays once at most."""
-    players = [*range(count), *([-1] if count % 2 else [])]
-    half = len(players) // 2
+    """All pairs of ``count`` nodes, in rounds in which each node is in one pair at most.
+
+    The circle method of tournament schedules: the first node stays, the others rotate by one place
+    a round, and opposite places are a pair. -1 is the place left over by an odd number of nodes.
+    """
+    circle = [*range(count), *([-1] if count % 2 else [])]
+    half = len(circle) // 2
     found = []
-    for _ in range(len(players) - 1):
-        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+    for _ in range(len(circle) - 1):
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
         found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
-        players = [players[0], players[-1], *players[1:-1]]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
     return found
 
 
@@ -72,11 +76,11 @@ def survey(
     chosen = list(first.values())
     until = time.monotonic() + budget_s
     paths: list[MeasuredPath] = []
-    for pairs in rounds(len(chosen)):
+    for of_nodes in rounds(len(chosen)):
         if time.monotonic() >= until:
             break
-        games = [(chosen[a], chosen[b]) for a, b in pairs]
-        for (a, b), reading in zip(games, _play(games, seats, links, here), strict=True):
+        pairs = [(chosen[a], chosen[b]) for a, b in of_nodes]
+        for (a, b), reading in zip(pairs, _measure(pairs, seats, links, here), strict=True):
             near, far = seats[a].member.node, seats[b].member.node
             if reading.outward and reading.inward:
                 paths.append(MeasuredPath(near, far, reading.latency_s, reading.outward))
@@ -84,8 +88,8 @@ def survey(
     return tuple(paths)
 
 
-def _play(
-    games: Sequence[tuple[int, int]],
+def _measure(
+    pairs: Sequence[tuple[int, int]],
     seats: Sequence[Seat],
     links: Sequence[TcpLink | None],
     here: MeasureHere,
@@ -93,20 +97,20 @@ def _play(
     """One round: the guests that are asked measure, and this process at the same time."""
     readings: dict[tuple[int, int], Reading] = {}
     deadline = time.monotonic() + ANSWER_S
-    for a, b in games:
+    for a, b in pairs:
         link = links[a]
         if link is not None:
             with contextlib.suppress(LinkError):
                 send_all(link, ASKED.encode(Measure(seats[b])), deadline)
-    for a, b in games:
+    for a, b in pairs:
         if links[a] is None:
             readings[a, b] = here(seats[b])
-    for a, b in games:
+    for a, b in pairs:
         link = links[a]
         if link is not None:
             with contextlib.suppress(PotluckError):  # a lost guest is noticed when the group meets
                 readings[a, b] = receive(link, READING, deadline)
-    return [readings.get(game, Reading()) for game in games]
+    return [readings.get(pair, Reading()) for pair in pairs]
 
 
 async def read(seat: Seat, host: str, credentials: Credentials) -> Reading:
