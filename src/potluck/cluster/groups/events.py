@@ -231,10 +231,12 @@ class BeginWorld:
 @dataclass(frozen=True, slots=True)
 class EndWorld:
     """Stop the processes of ``workers``: a fixed world has ended, because ``lost`` left it, and is
-    started again when they have ended."""
+    started again when they have ended. ``cause`` says why they left, ``reason`` also what
+    follows."""
 
     workers: tuple[str, ...]
     lost: tuple[str, ...]
+    cause: str
     reason: str
 
 

@@ -146,7 +146,7 @@ def end(turn: Turn, reason: str, lost: tuple[str, ...], failure: Failure | None 
     )
     counted = f" (restart {restarts} of {policy.max_restarts})" if failure is not None else ""
     text = f"{reason}: the script can't go on without it, so all workers start again{counted}"
-    turn.actions.append(EndWorld(tuple(stopped), lost, text))
+    turn.actions.append(EndWorld(tuple(stopped), lost, reason, text))
 
 
 def settle(turn: Turn) -> None:

@@ -306,16 +306,19 @@ class Lead:
 
     def _end_group(self, action: events.EndGroup) -> None:
         if not self.state.stopping:
-            self.journal.lost(action.worker, _lost_text(action), time.monotonic())
+            why = _first_line(action.reason).split(";")[0]
+            text = f"epoch {action.epoch} ended ({why})"
+            if action.worker:
+                text = _lost_text(action.worker, why)
+            self.journal.lost(action.worker, text, time.monotonic())
             self.note(action.reason)
         cause = control.clip(action.reason)
         over = control.GroupOver(action.epoch, action.worker, action.certain, cause)
         self._hands.tell(action.to, over)
 
     def _end_world(self, action: events.EndWorld) -> None:
-        why = _first_line(action.reason).partition(": the script")[0]
         for worker in action.lost:
-            text = f"worker {worker} lost ({why.removeprefix(f'worker {worker} ')})"
+            text = _lost_text(worker, _first_line(action.cause))
             self.journal.lost(worker, text, time.monotonic())
         self.note(_first_line(action.reason))
         self._hands.signal(action.workers, signal.SIGTERM)
@@ -366,12 +369,9 @@ class Lead:
         self._hands.tell((worker,), control.ChaosDone(step))
 
 
-def _lost_text(action: events.EndGroup) -> str:
-    """``worker 2 lost (killed by SIGKILL (9))``, from the reason that begins with the worker."""
-    why = _first_line(action.reason).split(";")[0]
-    if not action.worker:
-        return f"epoch {action.epoch} ended ({why})"
-    return f"worker {action.worker} lost ({why.removeprefix(f'worker {action.worker} ')})"
+def _lost_text(worker: str, why: str) -> str:
+    """``worker 2 lost (killed by SIGKILL (9))``, from a reason that may begin with the worker."""
+    return f"worker {worker} lost ({why.removeprefix(f'worker {worker} ')})"
 
 
 def _first_line(text: str) -> str:
