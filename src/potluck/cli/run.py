@@ -162,9 +162,11 @@ def run(
             options.check()
         has_agent = find_agent(settings.home) is not None
         if max(nodes, options.min_nodes) > 1 and not has_agent:
-            given = f"--nodes {nodes}" if nodes > 1 else f"--min-nodes {min_nodes}"
-            if nodes <= 1 and min_nodes is None:
-                given = f"POTLUCK_MIN_PEERS={settings.min_peers}"
+            given = f"POTLUCK_MIN_PEERS={settings.min_peers}"
+            if nodes > 1:
+                given = f"--nodes {nodes}"
+            elif min_nodes is not None:
+                given = f"--min-nodes {min_nodes}"
             raise ConfigurationError(
                 f"{given}: this machine is in no cluster; start its agent with: potluck up"
             )
