@@ -8,11 +8,9 @@ import pytest
 
 from potluck.cluster.groups import membership
 from potluck.cluster.groups.events import (
-    Action,
     Announce,
     Disconnected,
     EndGroup,
-    Event,
     Exited,
     Failed,
     Finished,
@@ -30,40 +28,14 @@ from potluck.cluster.groups.events import (
     Tick,
 )
 from potluck.cluster.groups.roster import Phase, Policy, name_exit
+from potluck.testing import stories
 from potluck.types import Member
 
 SIGKILL, SIGINT, SIGSEGV = 9, 2, 11
 
 
-class Story:
-    """A job whose events are told one by one; ``did`` holds the actions of the last one."""
-
-    def __init__(self, num_workers: int, policy: Policy | None = None) -> None:
-        names = [str(index) for index in range(num_workers)]
-        self.now = 0.0
-        self.state, self.did = membership.begin(names, policy or Policy())
-
-    def tell(self, *events: Event, at: float | None = None) -> tuple[Action, ...]:
-        if at is not None:
-            assert at >= self.now, "a story is told in order"
-            self.now = at
-        did: list[Action] = []
-        for event in events:
-            self.state, actions = membership.handle(self.state, event, self.now)
-            did += actions
-        self.did = tuple(did)
-        assert all(action.reason for action in did if not isinstance(action, Start | Announce))
-        return self.did
-
-    def all(self, kind: type[Action]) -> list[Action]:
-        return [action for action in self.did if isinstance(action, kind)]
-
-    def only(self, kind: type[Action]) -> Action:
-        (action,) = self.all(kind)
-        return action
-
-    def phase(self, name: str) -> Phase:
-        return self.state.worker(name).phase
+class Story(stories.Story):
+    """A story of an elastic job."""
 
     @property
     def view(self) -> tuple[int, str]:

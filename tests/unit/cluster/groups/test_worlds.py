@@ -8,7 +8,6 @@ import pytest
 
 from potluck.cluster.groups import membership
 from potluck.cluster.groups.events import (
-    Action,
     Agreed,
     Announce,
     Away,
@@ -29,37 +28,14 @@ from potluck.cluster.groups.events import (
     Tick,
 )
 from potluck.cluster.groups.roster import Phase, Policy, World
+from potluck.testing import stories
 from potluck.types import Member
 
 SIGTERM, SIGKILL = 15, 9
 
 
-class Story:
-    """A job whose events are told one by one; ``did`` holds the actions of the last ones."""
-
-    def __init__(self, num_workers: int, policy: Policy | None = None) -> None:
-        self.now = 0.0
-        self.names = [str(index) for index in range(num_workers)]
-        self.state, self.did = membership.begin(self.names, policy or Policy())
-
-    def tell(self, *events: Event, at: float | None = None) -> tuple[Action, ...]:
-        self.now = self.now if at is None else at
-        did: list[Action] = []
-        for event in events:
-            self.state, actions = membership.handle(self.state, event, self.now)
-            did += actions
-        self.did = tuple(did)
-        return self.did
-
-    def all(self, kind: type[Action]) -> list[Action]:
-        return [action for action in self.did if isinstance(action, kind)]
-
-    def only(self, kind: type[Action]) -> Action:
-        (action,) = self.all(kind)
-        return action
-
-    def phase(self, name: str) -> Phase:
-        return self.state.worker(name).phase
+class Story(stories.Story):
+    """A story of a fixed world."""
 
     @property
     def started(self) -> list[str]:
