@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +15,7 @@ from potluck.cluster.trust.identity import load_or_create_identity
 from potluck.cluster.trust.store import TrustStore
 from potluck.testing.figures import Figures
 from potluck.testing.hosts import Host, Network
+from potluck.testing.talking import TalkingProcess
 from potluck.transport.credentials import node_id_of
 
 pytestmark = pytest.mark.needs_root_netns
@@ -71,7 +70,7 @@ while True:
 """
 
 
-class Script:
+class Script(TalkingProcess):
     """SCRIPT in a host, with a home, and what it says line by line."""
 
     def __init__(self, host: Host, home: Path, world: int, psk: str, ways: str, **more: str):
@@ -85,25 +84,14 @@ class Script:
         if psk:
             environment["POTLUCK_PSK"] = psk
         patience = more.get("PATIENCE", "40")
-        self.process: subprocess.Popen[str] = host.start(
+        process: subprocess.Popen[str] = host.start(
             [sys.executable, "-c", SCRIPT, str(world), patience],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | environment,
         )
-
-    def hears(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the script ended with {self.process.wait(WAIT_S)}"
-        said: dict[str, Any] = json.loads(line)
-        return said
-
-    def go(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        super().__init__(process, timeout_s=WAIT_S)
 
 
 @contextmanager
@@ -119,8 +107,7 @@ def running(*scripts: Script) -> Iterator[None]:
             script.process.communicate("\n", timeout=WAIT_S)
     finally:
         for script in scripts:
-            script.process.kill()
-            script.process.communicate()
+            script.end()
 
 
 @pytest.mark.parametrize("ways", ["mdns", "beacon", "static"])

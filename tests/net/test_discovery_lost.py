@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from potluck.testing.hosts import Host, Network
+from potluck.testing.talking import TalkingProcess
 
 pytestmark = pytest.mark.needs_root_netns
 
@@ -53,12 +53,12 @@ while True:
 """
 
 
-class Script:
+class Script(TalkingProcess):
     """SCRIPT in a host, with a home, and what it says line by line."""
 
     def __init__(self, host: Host, home: Path, min_peers: int) -> None:
         self.host = host
-        self.process: subprocess.Popen[str] = host.start(
+        process: subprocess.Popen[str] = host.start(
             [sys.executable, "-c", SCRIPT, str(min_peers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -68,19 +68,7 @@ class Script:
             env=os.environ
             | {"POTLUCK_HOME": str(home), "POTLUCK_PSK": PSK, "POTLUCK_USE_WINDOWS": "no"},
         )
-
-    def hears(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise AssertionError(self.process.communicate(timeout=PATIENCE_S)[1])
-        said: dict[str, Any] = json.loads(line)
-        return said
-
-    def go(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        super().__init__(process, timeout_s=PATIENCE_S)
 
 
 @contextmanager
@@ -97,8 +85,7 @@ def formed(network: Network, home: Path) -> Iterator[tuple[list[Script], list[di
         yield ranked, [said[script] for script in ranked]
     finally:
         for script in scripts:
-            script.process.kill()
-            script.process.communicate(timeout=PATIENCE_S)
+            script.end()
 
 
 def heard(scripts: Sequence[Script]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ They know each other's first port (POTLUCK_PEERS); what multicast adds, tests/ne
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,9 +12,10 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
+
+from potluck.testing.talking import TalkingProcess
 
 PATIENCE_S = 90.0
 
@@ -116,11 +116,11 @@ say(steps=job.step_number, weights=hashlib.sha256(weights.tobytes()).hexdigest()
 """
 
 
-class Script:
+class Script(TalkingProcess):
     """One process, which says JSON line by line; it knows the ``ports`` of others."""
 
     def __init__(self, text: str, *ports: int) -> None:
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", HEAD + textwrap.dedent(text), *map(str, ports)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -128,20 +128,8 @@ class Script:
             text=True,
             env=os.environ | {"POTLUCK_DISCOVERY": "static"},
         )
+        super().__init__(process, timeout_s=PATIENCE_S)
         self.port: int = self.hears()["port"]
-
-    def hears(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise AssertionError(self.process.communicate(timeout=PATIENCE_S)[1])
-        said: dict[str, Any] = json.loads(line)
-        return said
-
-    def go(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -158,8 +146,7 @@ def started(text: str, count: int) -> Iterator[list[Script]]:
         yield scripts
     finally:
         for script in scripts:
-            script.process.kill()
-            script.process.communicate(timeout=PATIENCE_S)
+            script.end()
 
 
 @pytest.mark.parametrize("count", [2, 3])
