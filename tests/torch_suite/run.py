@@ -9,16 +9,12 @@ passes, or if a test fails for which REASONS has no reason.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
+from comparison import Outcomes, explained, outcomes_of, passed_and_lost, skipped, table
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "torch-backend-tests.md"
@@ -30,27 +26,11 @@ REASONS = {
 }
 """Why a test that Gloo passes is not expected to pass."""
 
-Outcomes = dict[str, dict[str, Any]]
-
-
-def outcomes_of(backend: str) -> Outcomes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "outcomes.json"
-        subprocess.run(
-            [sys.executable, "-W", "ignore", str(HERE / "suite.py"), backend, str(path)],
-            check=True,
-        )
-        result: Outcomes = json.loads(path.read_text())
-        return result
-
 
 def page(gloo: Outcomes, potluck: Outcomes) -> tuple[str, float, list[str]]:
     """The page, the part of Gloo's passes that potluck passes too, and the unexplained failures."""
-    passed = [name for name, each in gloo.items() if each["outcome"] == "pass"]
-    lost = [name for name in passed if potluck[name]["outcome"] != "pass"]
+    passed, lost = passed_and_lost(gloo, potluck)
     share = 1 - len(lost) / len(passed)
-    counts = {name: Counter(each["outcome"] for each in outcomes.values())
-              for name, outcomes in (("gloo", gloo), ("potluck", potluck))}  # fmt: skip
     lines = [
         "# torch's own backend tests on potluck",
         "",
@@ -68,31 +48,28 @@ def page(gloo: Outcomes, potluck: Outcomes) -> tuple[str, float, list[str]]:
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} "
         f"{platform.machine()}.",
         "",
-        "| | passed | failed | skipped |",
-        "|---|---|---|---|",
-        *(f"| {name} | {each['pass']} | {each['fail']} | {each['skip']} |"
-          for name, each in counts.items()),
+        *table(gloo, potluck),
         "",
         f"**{len(passed) - len(lost)} of the {len(passed)} tests that Gloo passes here pass on "
         f"potluck: {share:.1%}.**",
         "",
         "## Passed on Gloo, not on potluck",
         "",
-        *([f"- `{name}`: {REASONS.get(name, 'unexplained')}" for name in lost] or ["None."]),
+        *explained(lost, REASONS),
         "",
         "## Skipped on Gloo too, so not run",
         "",
-        *(f"- {number}: {reason}" for reason, number in Counter(
-            each["reason"] for each in gloo.values() if each["outcome"] == "skip"
-        ).most_common()),
+        *skipped(gloo),
         "",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines), share, [name for name in lost if name not in REASONS]
 
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    text, share, unexplained = page(outcomes_of("gloo"), outcomes_of("potluck"))
+    text, share, unexplained = page(
+        *(outcomes_of(HERE / "suite.py", name) for name in ("gloo", "potluck"))
+    )
     PAGE.write_text(text)
     print(text)
     return int(share < REACH or bool(unexplained))

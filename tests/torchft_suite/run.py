@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
-import os
 import platform
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "torch_suite"))
+from comparison import Outcomes, explained, outcomes_of, passed_and_lost, skipped, table
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "torchft-tests.md"
@@ -31,25 +28,10 @@ REASONS = {
 }
 """Why a test that Gloo passes is not expected to pass."""
 
-Outcomes = dict[str, dict[str, Any]]
-
-
-def outcomes_of(backend: str) -> Outcomes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "outcomes.json"
-        command = [sys.executable, "-W", "ignore", str(HERE / "suite.py"), backend, str(path)]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        result: Outcomes = json.loads(path.read_text())
-        return result
-
 
 def page(gloo: Outcomes, potluck: Outcomes) -> tuple[str, list[str]]:
     """The page, and the unexplained failures."""
-    passed = [name for name, each in gloo.items() if each["outcome"] == "pass"]
-    lost = [name for name in passed if potluck[name]["outcome"] != "pass"]
-    counts = {name: Counter(each["outcome"] for each in outcomes.values())
-              for name, outcomes in (("gloo", gloo), ("potluck", potluck))}  # fmt: skip
-    skipped = Counter(each["reason"] for each in gloo.values() if each["outcome"] == "skip")
+    _, lost = passed_and_lost(gloo, potluck)
     lines = [
         "# torchft's own tests on potluck",
         "",
@@ -61,26 +43,26 @@ def page(gloo: Outcomes, potluck: Outcomes) -> tuple[str, list[str]]:
         f"torchft {importlib.metadata.version('torchft')}, torch {torch.__version__}, Python "
         f"{platform.python_version()}, {platform.system()} {platform.machine()}.",
         "",
-        "| | passed | failed | skipped |",
-        "|---|---|---|---|",
-        *(f"| {name} | {each['pass']} | {each['fail']} | {each['skip']} |"
-          for name, each in counts.items()),
+        *table(gloo, potluck),
         "",
         "## Passed on Gloo, not on potluck",
         "",
-        *([f"- `{name}`: {REASONS.get(name, 'unexplained')}" for name in lost] or ["None."]),
+        *explained(lost, REASONS),
         "",
         "## Skipped on both",
         "",
-        *(f"- {number}: {reason}" for reason, number in skipped.most_common()),
+        *skipped(gloo),
         "",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines), [name for name in lost if name not in REASONS]
 
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    text, unexplained = page(outcomes_of("gloo"), outcomes_of("potluck"))
+    text, unexplained = page(
+        outcomes_of(HERE / "suite.py", "gloo", OMP_NUM_THREADS="1"),
+        outcomes_of(HERE / "suite.py", "potluck", OMP_NUM_THREADS="1"),
+    )
     PAGE.write_text(text)
     print(text)
     return int(bool(unexplained))
