@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "core/dtype.hpp"
+#include "core/kernels/dtype.hpp"
 
 namespace nb = nanobind;
 

@@ -7,10 +7,10 @@
 
 #include "bind.hpp"
 #include "bind_buffer.hpp"
-#include "core/checksum.hpp"
-#include "core/codec.hpp"
-#include "core/kernels.hpp"
-#include "core/reduce.hpp"
+#include "core/kernels/checksum.hpp"
+#include "core/kernels/codec.hpp"
+#include "core/kernels/kernels.hpp"
+#include "core/kernels/reduce.hpp"
 
 namespace nb = nanobind;
 

@@ -16,9 +16,9 @@
 #include "bind_unlocked.hpp"
 
 #ifdef POTLUCK_OPENSSL
-#include "core/loop.hpp"
-#include "core/plain.hpp"
-#include "core/tls.hpp"
+#include "core/loop/loop.hpp"
+#include "core/tls/plain.hpp"
+#include "core/tls/tls.hpp"
 #endif
 
 namespace nb = nanobind;

@@ -14,9 +14,9 @@
 #include "bind_array.hpp"
 #include "bind_buffer.hpp"
 #include "bind_unlocked.hpp"
-#include "core/window_costs.hpp"
-#include "core/window_engine.hpp"
-#include "core/window_queue.hpp"
+#include "core/shm/costs.hpp"
+#include "core/shm/engine.hpp"
+#include "core/shm/queue.hpp"
 
 #if defined(__linux__)
 #include <sys/mman.h>

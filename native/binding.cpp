@@ -4,7 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
-#include "core/cpu.hpp"
+#include "core/kernels/cpu.hpp"
 
 namespace nb = nanobind;
 

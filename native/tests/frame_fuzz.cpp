@@ -19,10 +19,10 @@
 #include <string>
 #include <vector>
 
-#include "core/checksum.hpp"
-#include "core/frame.hpp"
-#include "core/port.hpp"
-#include "core/stream.hpp"
+#include "core/kernels/checksum.hpp"
+#include "core/loop/frame.hpp"
+#include "core/loop/port.hpp"
+#include "core/tls/stream.hpp"
 
 using namespace potluck;
 using Input = std::vector<uint8_t>;

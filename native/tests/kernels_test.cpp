@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "core/checksum.hpp"
-#include "core/codec.hpp"
-#include "core/kernels.hpp"
-#include "core/reduce.hpp"
+#include "core/kernels/checksum.hpp"
+#include "core/kernels/codec.hpp"
+#include "core/kernels/kernels.hpp"
+#include "core/kernels/reduce.hpp"
 
 using namespace potluck;
 

@@ -22,7 +22,7 @@
 #include <string>
 #include <vector>
 
-#include "core/tls.hpp"
+#include "core/tls/tls.hpp"
 
 using namespace potluck;
 

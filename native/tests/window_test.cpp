@@ -17,8 +17,8 @@
 #include <thread>
 #include <vector>
 
-#include "core/window_engine.hpp"
-#include "core/window_queue.hpp"
+#include "core/shm/engine.hpp"
+#include "core/shm/queue.hpp"
 
 using namespace potluck::window;
 

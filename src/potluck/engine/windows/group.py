@@ -3,7 +3,7 @@
 A call on a window runs in the thread that waits for it; a call that nobody waits for runs on the
 native engine's thread, which never takes the interpreter lock. Only failures, and calls with
 callbacks, come back to Python by themselves, through one thread here (``potluck-window``). How the
-bytes move is in ``native/core/window_*``, how the ranks of a channel come to one window in
+bytes move is in ``native/core/shm/*``, how the ranks of a channel come to one window in
 ``channel.py``.
 
 When the group is over every window is stopped, so nobody waits there for what will not come.

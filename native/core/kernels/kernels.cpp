@@ -1,0 +1,44 @@
+#include "core/kernels/kernels.hpp"
+
+#include <atomic>
+#include <stdexcept>
+
+namespace potluck {
+
+namespace {
+
+// The sets that run here, the best last.
+std::vector<const Kernels*> sets() {
+    std::vector<const Kernels*> found;
+    for (const Kernels* table : {kernels_base(), kernels_avx2(), kernels_avx512()}) {
+        if (table != nullptr) found.push_back(table);
+    }
+    return found;
+}
+
+std::atomic<const Kernels*>& current() {
+    static std::atomic<const Kernels*> table{sets().back()};
+    return table;
+}
+
+}  // namespace
+
+const Kernels& kernels() { return *current().load(std::memory_order_relaxed); }
+
+std::vector<std::string> kernel_sets() {
+    std::vector<std::string> names;
+    for (const Kernels* table : sets()) names.emplace_back(table->name);
+    return names;
+}
+
+void use_kernel_set(const std::string& name) {
+    for (const Kernels* table : sets()) {
+        if (name == table->name) {
+            current().store(table, std::memory_order_relaxed);
+            return;
+        }
+    }
+    throw std::invalid_argument("no kernels for " + name + " on this machine");
+}
+
+}  // namespace potluck

@@ -1,0 +1,61 @@
+// The table of kernels. One is filled per instruction set (kernels_*.cpp); `kernels()` is the best
+// that this processor runs.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "core/kernels/dtype.hpp"
+
+namespace potluck {
+
+// out[i] = op(a[i], b[i]); out may be a or b.
+using Combine = void (*)(void* out, const void* a, const void* b, std::size_t count);
+// The same, and a copy of it at `also`, which may be a or b, too.
+using CombineTwice = void (*)(void* out, void* also, const void* a, const void* b,
+                              std::size_t count);
+// out[i] = op(op(sources[0][i], sources[1][i]), ...) of three or four; out may be any of them.
+using CombineMany = void (*)(void* out, const void* const* sources, std::size_t num_sources,
+                             std::size_t count);
+constexpr std::size_t most_sources = 4;
+using Divide = void (*)(void* array, std::size_t count, double divisor);
+using Convert = void (*)(void* target, const void* source, std::size_t count);
+
+// float32 to and from a 16-bit type.
+struct Half {
+    Convert widen = nullptr;       // float32 target = source
+    Convert narrow = nullptr;      // target = float32 source, rounded to nearest even
+    Convert widen_add = nullptr;   // float32 target += source
+    Convert widen_multiply = nullptr;
+};
+
+// One block of the int8 codec, count <= int8_block.
+using EncodeBlock = float (*)(void* codes, const void* source, std::size_t count);
+using DecodeBlock = void (*)(void* target, const void* codes, float scale, std::size_t count);
+
+struct Kernels {
+    Combine combine[num_dtypes][num_ops] = {};
+    CombineTwice combine_twice[num_dtypes] = {};  // sums, as the next ones
+    CombineMany combine_many[num_dtypes] = {};
+    Divide divide[num_dtypes] = {};
+    Half float16, bfloat16;
+    EncodeBlock encode_block = nullptr;
+    DecodeBlock decode_block = nullptr;
+    DecodeBlock decode_add_block = nullptr;
+    Convert subtract = nullptr;  // float32 target = source - target
+    const char* name = "";
+};
+
+const Kernels& kernels();
+
+// The names of the sets that run here, the best last; for tests and benchmarks, to use another one.
+std::vector<std::string> kernel_sets();
+void use_kernel_set(const std::string& name);
+
+// Each gives nullptr where the compiler or the processor can't.
+const Kernels* kernels_base();
+const Kernels* kernels_avx2();
+const Kernels* kernels_avx512();
+
+}  // namespace potluck

@@ -1,0 +1,28 @@
+// The kernels for processors with AVX2; the build compiles this file with their flags.
+#if defined(__AVX2__)
+
+#include "core/kernels/kernels_impl.hpp"
+
+#include "core/kernels/cpu.hpp"
+
+namespace potluck {
+
+const Kernels* kernels_avx2() {
+    if (!cpu().avx2) return nullptr;
+    static const Kernels table = fill("avx2");
+    return &table;
+}
+
+}  // namespace potluck
+
+#else
+
+#include "core/kernels/kernels.hpp"
+
+namespace potluck {
+
+const Kernels* kernels_avx2() { return nullptr; }
+
+}  // namespace potluck
+
+#endif

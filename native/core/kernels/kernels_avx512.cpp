@@ -1,0 +1,28 @@
+// The kernels for processors with AVX-512; the build compiles this file with their flags.
+#if defined(__AVX512BW__)
+
+#include "core/kernels/kernels_impl.hpp"
+
+#include "core/kernels/cpu.hpp"
+
+namespace potluck {
+
+const Kernels* kernels_avx512() {
+    if (!cpu().avx512) return nullptr;
+    static const Kernels table = fill("avx512");
+    return &table;
+}
+
+}  // namespace potluck
+
+#else
+
+#include "core/kernels/kernels.hpp"
+
+namespace potluck {
+
+const Kernels* kernels_avx512() { return nullptr; }
+
+}  // namespace potluck
+
+#endif

@@ -1,0 +1,533 @@
+// The loops of all kernels, in plain C++ that compilers turn into vector instructions. Included once
+// per instruction set, by kernels_*.cpp, which are compiled with different flags: therefore all is in
+// an unnamed namespace, and nothing inline from the standard library is called.
+#include <initializer_list>
+
+#include "core/kernels/kernels.hpp"
+
+#if !defined(__GNUC__)
+#include <string.h>
+#define __builtin_memcpy memcpy
+#define __builtin_memset memset
+#endif
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#if defined(__clang__)
+#define POTLUCK_LOOP _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define POTLUCK_LOOP _Pragma("GCC ivdep")
+#else
+#define POTLUCK_LOOP
+#endif
+
+namespace potluck {
+namespace {
+
+// An element anywhere in memory: no alignment, no type-based aliasing.
+#if defined(__GNUC__)
+template <class T>
+struct __attribute__((packed, may_alias)) Any {
+    T value;
+};
+#else
+#pragma pack(push, 1)
+template <class T>
+struct Any {
+    T value;
+};
+#pragma pack(pop)
+#endif
+
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+inline float from_bits(u32 bits) { return __builtin_bit_cast(float, bits); }
+inline u32 to_bits(float value) { return __builtin_bit_cast(u32, value); }
+
+// -- 16-bit floats
+
+struct Float16 {
+    u16 bits;
+};
+struct Bfloat16 {
+    u16 bits;
+};
+
+inline float widen(Bfloat16 value) { return from_bits(u32{value.bits} << 16); }
+
+inline void narrow(float value, Bfloat16& out) {
+    const u32 bits = to_bits(value);
+    const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const u32 nan = (bits >> 16) | 0x40u;
+    out.bits = static_cast<u16>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+}
+
+#if defined(__F16C__)
+
+inline float widen(Float16 value) { return _cvtsh_ss(value.bits); }
+inline void narrow(float value, Float16& out) {
+    out.bits = static_cast<u16>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+}
+
+#elif defined(__aarch64__) && defined(__GNUC__)
+
+inline float widen(Float16 value) { return static_cast<float>(__builtin_bit_cast(__fp16, value.bits)); }
+inline void narrow(float value, Float16& out) {
+    out.bits = __builtin_bit_cast(u16, static_cast<__fp16>(value));
+}
+
+#else
+
+inline float widen(Float16 value) {
+    const u32 sign = u32{value.bits & 0x8000u} << 16;
+    const u32 magnitude = value.bits & 0x7fffu;
+    if (magnitude >= 0x7c00u) return from_bits(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
+    if (magnitude >= 0x400u) return from_bits(sign | ((magnitude << 13) + (112u << 23)));
+    // Zero and subnormals: an integer times 2^-24, which float32 holds exactly.
+    const float small = static_cast<float>(magnitude) * 5.9604644775390625e-8f;
+    return from_bits(sign | to_bits(small));
+}
+
+inline void narrow(float value, Float16& out) {
+    const u32 bits = to_bits(value);
+    const u32 sign = (bits >> 16) & 0x8000u;
+    const u32 magnitude = bits & 0x7fffffffu;
+    u32 half;
+    if (magnitude > 0x7f800000u) {
+        half = 0x7e00u;
+    } else if (magnitude >= 0x477ff000u) {  // 65520 and more round to infinity
+        half = 0x7c00u;
+    } else if (magnitude >= 0x38800000u) {
+        half = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    } else {
+        // Below 2^-14: adding 0.5 makes the adder round at the subnormals' last place.
+        half = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
+    }
+    out.bits = static_cast<u16>(sign | half);
+}
+
+#endif
+
+// -- what an operation does to two values
+
+struct Sum {
+    template <class T>
+    static T of(T a, T b) { return static_cast<T>(a + b); }
+};
+struct Product {
+    template <class T>
+    static T of(T a, T b) { return static_cast<T>(a * b); }
+};
+// The second when they are equal, NaN when either is.
+struct Min {
+    template <class T>
+    static T of(T a, T b) { return ((a < b) | (a != a)) ? a : b; }
+};
+struct Max {
+    template <class T>
+    static T of(T a, T b) { return ((a > b) | (a != a)) ? a : b; }
+};
+// The first when they are equal: NumPy's rule for float16.
+struct MinFirst {
+    static float of(float a, float b) { return ((a <= b) | (a != a)) ? a : b; }
+};
+struct MaxFirst {
+    static float of(float a, float b) { return ((a >= b) | (a != a)) ? a : b; }
+};
+struct Band {
+    template <class T>
+    static T of(T a, T b) { return static_cast<T>(a & b); }
+};
+struct Bor {
+    template <class T>
+    static T of(T a, T b) { return static_cast<T>(a | b); }
+};
+struct Bxor {
+    template <class T>
+    static T of(T a, T b) { return static_cast<T>(a ^ b); }
+};
+
+// -- loops
+
+template <class T, class Operation>
+void combine_loop(void* out, const void* a, const void* b, std::size_t count) {
+    auto* o = static_cast<Any<T>*>(out);
+    const auto* x = static_cast<const Any<T>*>(a);
+    const auto* y = static_cast<const Any<T>*>(b);
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) o[i].value = Operation::of(x[i].value, y[i].value);
+}
+
+template <class T, class Operation>
+void combine_twice_loop(void* out, void* also, const void* a, const void* b, std::size_t count) {
+    auto* o = static_cast<Any<T>*>(out);
+    auto* p = static_cast<Any<T>*>(also);
+    const auto* x = static_cast<const Any<T>*>(a);
+    const auto* y = static_cast<const Any<T>*>(b);
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) {
+        const T value = Operation::of(x[i].value, y[i].value);
+        o[i].value = value;
+        p[i].value = value;
+    }
+}
+
+template <class T, class Operation>
+void combine_many_loop(void* out, const void* const* sources, std::size_t num_sources,
+                       std::size_t count) {
+    static_assert(most_sources == 4);
+    auto* o = static_cast<Any<T>*>(out);
+    const auto* x = static_cast<const Any<T>*>(sources[0]);
+    const auto* y = static_cast<const Any<T>*>(sources[1]);
+    const auto* z = static_cast<const Any<T>*>(sources[2]);
+    const auto* last = static_cast<const Any<T>*>(sources[num_sources - 1]);
+    if (num_sources == 3) {
+        POTLUCK_LOOP
+        for (std::size_t i = 0; i < count; ++i) {
+            o[i].value = Operation::of(Operation::of(x[i].value, y[i].value), z[i].value);
+        }
+        return;
+    }
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) {
+        const T three = Operation::of(Operation::of(x[i].value, y[i].value), z[i].value);
+        o[i].value = Operation::of(three, last[i].value);
+    }
+}
+
+#if defined(__F16C__)
+
+constexpr std::size_t lanes = 8;
+using Wide = __m256;
+inline Wide load(const void* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+}
+inline void store(void* to, Wide value) {
+    _mm_storeu_si128(static_cast<__m128i*>(to), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// The compiler does not vectorize these conversions by itself.
+inline void widen_some(float* out, const Any<Float16>* in, std::size_t count) {
+    std::size_t i = 0;
+    for (; i + lanes <= count; i += lanes) {
+        const Wide value = load(in + i);
+        __builtin_memcpy(out + i, &value, sizeof value);
+    }
+    for (; i < count; ++i) out[i] = widen(in[i].value);
+}
+inline void narrow_some(Any<Float16>* out, const float* in, std::size_t count) {
+    std::size_t i = 0;
+    for (; i + lanes <= count; i += lanes) {
+        Wide value;
+        __builtin_memcpy(&value, in + i, sizeof value);
+        store(out + i, value);
+    }
+    for (; i < count; ++i) {
+        Float16 rounded;
+        narrow(in[i], rounded);
+        out[i].value = rounded;
+    }
+}
+
+#else
+
+inline void widen_some(float* out, const Any<Float16>* in, std::size_t count) {
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) out[i] = widen(in[i].value);
+}
+inline void narrow_some(Any<Float16>* out, const float* in, std::size_t count) {
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) {
+        Float16 rounded;
+        narrow(in[i], rounded);
+        out[i].value = rounded;
+    }
+}
+
+#endif
+
+inline void widen_some(float* out, const Any<Bfloat16>* in, std::size_t count) {
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) out[i] = widen(in[i].value);
+}
+inline void narrow_some(Any<Bfloat16>* out, const float* in, std::size_t count) {
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) {
+        Bfloat16 rounded;
+        narrow(in[i], rounded);
+        out[i].value = rounded;
+    }
+}
+
+// 16-bit floats go through float32 strips that stay in the first cache.
+constexpr std::size_t strip = 256;
+
+template <class F>
+inline void for_strips(std::size_t count, F&& work) {
+    std::size_t i = 0;
+    for (; i + strip <= count; i += strip) work(i, strip);
+    if (i < count) work(i, count - i);
+}
+
+template <class H, class Operation>
+void combine_half(void* out, const void* a, const void* b, std::size_t count) {
+    auto* o = static_cast<Any<H>*>(out);
+    const auto* x = static_cast<const Any<H>*>(a);
+    const auto* y = static_cast<const Any<H>*>(b);
+    for_strips(count, [&](std::size_t at, std::size_t n) {
+        float left[strip], right[strip];
+        widen_some(left, x + at, n);
+        widen_some(right, y + at, n);
+        POTLUCK_LOOP
+        for (std::size_t i = 0; i < n; ++i) left[i] = Operation::of(left[i], right[i]);
+        narrow_some(o + at, left, n);
+    });
+}
+
+template <class H>
+void widen_loop(void* target, const void* source, std::size_t count) {
+    auto* out = static_cast<Any<float>*>(target);
+    const auto* in = static_cast<const Any<H>*>(source);
+    for_strips(count, [&](std::size_t at, std::size_t n) {
+        float wide[strip];
+        widen_some(wide, in + at, n);
+        __builtin_memcpy(out + at, wide, n * sizeof(float));
+    });
+}
+
+template <class H>
+void narrow_loop(void* target, const void* source, std::size_t count) {
+    auto* out = static_cast<Any<H>*>(target);
+    const auto* in = static_cast<const Any<float>*>(source);
+    for_strips(count, [&](std::size_t at, std::size_t n) {
+        float wide[strip];
+        __builtin_memcpy(wide, in + at, n * sizeof(float));
+        narrow_some(out + at, wide, n);
+    });
+}
+
+template <class H, class Operation>
+void widen_combine(void* target, const void* source, std::size_t count) {
+    auto* out = static_cast<Any<float>*>(target);
+    const auto* in = static_cast<const Any<H>*>(source);
+    for_strips(count, [&](std::size_t at, std::size_t n) {
+        float wide[strip];
+        widen_some(wide, in + at, n);
+        // A pointer of its own: through the captured one each store could change the pointer.
+        Any<float>* const o = out + at;
+        POTLUCK_LOOP
+        for (std::size_t i = 0; i < n; ++i) o[i].value = Operation::of(o[i].value, wide[i]);
+    });
+}
+
+// The products are stored before they are added: seen in one expression, GCC makes fused
+// multiply-adds of them, whatever -ffp-contract says, where the processor has them and only there.
+template <class T>
+void complex_product(void* out, const void* a, const void* b, std::size_t count) {
+    auto* o = static_cast<Any<T>*>(out);
+    const auto* x = static_cast<const Any<T>*>(a);
+    const auto* y = static_cast<const Any<T>*>(b);
+    for_strips(count, [&](std::size_t at, std::size_t n) {
+        T straight[2 * strip], crossed[2 * strip];
+        for (std::size_t i = 0; i < 2 * n; i += 2) {
+            const T xr = x[2 * at + i].value, xi = x[2 * at + i + 1].value;
+            const T yr = y[2 * at + i].value, yi = y[2 * at + i + 1].value;
+            straight[i] = xr * yr;
+            straight[i + 1] = xr * yi;
+            crossed[i] = xi * yi;
+            crossed[i + 1] = xi * yr;
+        }
+#if defined(__GNUC__)
+        asm volatile("" : "+m"(straight), "+m"(crossed));
+#endif
+        Any<T>* const to = o + 2 * at;
+        for (std::size_t i = 0; i < 2 * n; i += 2) {
+            to[i].value = straight[i] - crossed[i];
+            to[i + 1].value = straight[i + 1] + crossed[i + 1];
+        }
+    });
+}
+
+template <class T>
+void complex_sum(void* out, const void* a, const void* b, std::size_t count) {
+    combine_loop<T, Sum>(out, a, b, 2 * count);
+}
+
+template <class T>
+void divide_loop(void* array, std::size_t count, double divisor) {
+    auto* values = static_cast<Any<T>*>(array);
+    const T by = static_cast<T>(divisor);
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) values[i].value = values[i].value / by;
+}
+
+template <class H>
+void divide_half(void* array, std::size_t count, double divisor) {
+    auto* values = static_cast<Any<H>*>(array);
+    H rounded;
+    narrow(static_cast<float>(divisor), rounded);
+    const float by = widen(rounded);
+    for_strips(count, [&](std::size_t at, std::size_t n) {
+        float wide[strip];
+        widen_some(wide, values + at, n);
+        POTLUCK_LOOP
+        for (std::size_t i = 0; i < n; ++i) wide[i] = wide[i] / by;
+        narrow_some(values + at, wide, n);
+    });
+}
+
+// NumPy divides by n + 0i with Smith's method; so does this, for the same bits.
+template <class T>
+void divide_complex(void* array, std::size_t count, double divisor) {
+    auto* values = static_cast<Any<T>*>(array);
+    const T scale = T{1} / static_cast<T>(divisor), ratio = T{0};
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < 2 * count; i += 2) {
+        const T re = values[i].value, im = values[i + 1].value;
+        values[i].value = (re + im * ratio) * scale;
+        values[i + 1].value = (im - re * ratio) * scale;
+    }
+}
+
+// -- int8 blocks
+
+float encode_block(void* codes, const void* source, std::size_t count) {
+    auto* out = static_cast<Any<u8>*>(codes);
+    const auto* in = static_cast<const Any<u32>*>(source);
+    u32 largest = 0;
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) {
+        const u32 magnitude = in[i].value & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    if (largest >= 0x7f800000u || largest < 0x0d800000u) {  // not finite, or below 2^-100
+        __builtin_memset(codes, 0, count);
+        return largest >= 0x7f800000u ? from_bits(0x7fc00000u) : 0.0f;
+    }
+    const float maximum = from_bits(largest);
+    const float inverse = 127.0f / maximum;
+    // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the low bits.
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) {
+        const float shifted = from_bits(in[i].value) * inverse + 12582912.0f;
+        out[i].value = static_cast<u8>(to_bits(shifted));
+    }
+    return maximum / 127.0f;
+}
+
+template <bool add>
+void decode_block(void* target, const void* codes, float scale, std::size_t count) {
+    auto* out = static_cast<Any<float>*>(target);
+    const auto* in = static_cast<const Any<std::int8_t>*>(codes);
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) {
+        const float value = static_cast<float>(in[i].value) * scale;
+        out[i].value = add ? out[i].value + value : value;
+    }
+}
+
+void subtract_loop(void* target, const void* source, std::size_t count) {
+    auto* out = static_cast<Any<float>*>(target);
+    const auto* in = static_cast<const Any<float>*>(source);
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) out[i].value = in[i].value - out[i].value;
+}
+
+// -- the table
+
+template <class T>
+void fill_numbers(Kernels& table, Dtype dtype) {
+    auto& row = table.combine[static_cast<int>(dtype)];
+    row[static_cast<int>(Op::min)] = combine_loop<T, Min>;
+    row[static_cast<int>(Op::max)] = combine_loop<T, Max>;
+}
+
+// Sums, products and bits wrap alike for both signs; unsigned arithmetic is defined to.
+template <class Signed, class Unsigned>
+void fill_integers(Kernels& table, Dtype dtype_signed, Dtype dtype_unsigned) {
+    fill_numbers<Signed>(table, dtype_signed);
+    fill_numbers<Unsigned>(table, dtype_unsigned);
+    for (const Dtype dtype : {dtype_signed, dtype_unsigned}) {
+        auto& row = table.combine[static_cast<int>(dtype)];
+        row[static_cast<int>(Op::sum)] = combine_loop<Unsigned, Sum>;
+        table.combine_twice[static_cast<int>(dtype)] = combine_twice_loop<Unsigned, Sum>;
+        table.combine_many[static_cast<int>(dtype)] = combine_many_loop<Unsigned, Sum>;
+        row[static_cast<int>(Op::product)] = combine_loop<Unsigned, Product>;
+        row[static_cast<int>(Op::band)] = combine_loop<Unsigned, Band>;
+        row[static_cast<int>(Op::bor)] = combine_loop<Unsigned, Bor>;
+        row[static_cast<int>(Op::bxor)] = combine_loop<Unsigned, Bxor>;
+    }
+}
+
+// Two uint16 multiplied as int could overflow.
+struct Product16 {
+    static u16 of(u16 a, u16 b) { return static_cast<u16>(u32{a} * u32{b}); }
+};
+
+template <class T>
+void fill_floats(Kernels& table, Dtype dtype) {
+    fill_numbers<T>(table, dtype);
+    auto& row = table.combine[static_cast<int>(dtype)];
+    row[static_cast<int>(Op::sum)] = combine_loop<T, Sum>;
+    row[static_cast<int>(Op::product)] = combine_loop<T, Product>;
+    table.combine_twice[static_cast<int>(dtype)] = combine_twice_loop<T, Sum>;
+    table.combine_many[static_cast<int>(dtype)] = combine_many_loop<T, Sum>;
+    table.divide[static_cast<int>(dtype)] = divide_loop<T>;
+}
+
+template <class H, class Least, class Most>
+void fill_halves(Kernels& table, Dtype dtype, Half& half) {
+    auto& row = table.combine[static_cast<int>(dtype)];
+    row[static_cast<int>(Op::sum)] = combine_half<H, Sum>;
+    row[static_cast<int>(Op::product)] = combine_half<H, Product>;
+    row[static_cast<int>(Op::min)] = combine_half<H, Least>;
+    row[static_cast<int>(Op::max)] = combine_half<H, Most>;
+    table.divide[static_cast<int>(dtype)] = divide_half<H>;
+    half = {widen_loop<H>, narrow_loop<H>, widen_combine<H, Sum>, widen_combine<H, Product>};
+}
+
+template <class T>
+void fill_complex(Kernels& table, Dtype dtype) {
+    auto& row = table.combine[static_cast<int>(dtype)];
+    row[static_cast<int>(Op::sum)] = complex_sum<T>;
+    row[static_cast<int>(Op::product)] = complex_product<T>;
+    table.divide[static_cast<int>(dtype)] = divide_complex<T>;
+}
+
+Kernels fill(const char* name) {
+    Kernels table;
+    table.name = name;
+    fill_halves<Float16, MinFirst, MaxFirst>(table, Dtype::float16, table.float16);
+    fill_halves<Bfloat16, Min, Max>(table, Dtype::bfloat16, table.bfloat16);
+    fill_floats<float>(table, Dtype::float32);
+    fill_floats<double>(table, Dtype::float64);
+    fill_integers<std::int8_t, u8>(table, Dtype::int8, Dtype::uint8);
+    fill_integers<std::int16_t, u16>(table, Dtype::int16, Dtype::uint16);
+    fill_integers<std::int32_t, u32>(table, Dtype::int32, Dtype::uint32);
+    fill_integers<std::int64_t, u64>(table, Dtype::int64, Dtype::uint64);
+    for (const Dtype dtype : {Dtype::int16, Dtype::uint16}) {
+        table.combine[static_cast<int>(dtype)][static_cast<int>(Op::product)] =
+            combine_loop<u16, Product16>;
+    }
+    // A bool is a byte, 0 or 1: sum and maximum are "or", product and minimum "and".
+    const Combine either = combine_loop<u8, Bor>, both = combine_loop<u8, Band>;
+    const Combine bits[num_ops] = {either, both, either, both, both, either, combine_loop<u8, Bxor>};
+    for (int op = 0; op < num_ops; ++op) {
+        table.combine[static_cast<int>(Dtype::boolean)][op] = bits[op];
+    }
+    fill_complex<float>(table, Dtype::complex64);
+    fill_complex<double>(table, Dtype::complex128);
+    table.encode_block = encode_block;
+    table.decode_block = decode_block<false>;
+    table.decode_add_block = decode_block<true>;
+    table.subtract = subtract_loop;
+    return table;
+}
+
+}  // namespace
+}  // namespace potluck

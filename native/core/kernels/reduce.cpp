@@ -1,0 +1,122 @@
+#include "core/kernels/reduce.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/kernels/kernels.hpp"
+
+namespace potluck {
+
+namespace {
+
+// Elements that are combined from all sources before the next ones are: they stay in the first cache.
+constexpr std::size_t block_bytes = 8192;
+
+Combine kernel(Dtype dtype, Op op) {
+    return kernels().combine[static_cast<int>(dtype)][static_cast<int>(op)];
+}
+
+char* at(void* base, std::size_t offset) { return static_cast<char*>(base) + offset; }
+const char* at(const void* base, std::size_t offset) {
+    return static_cast<const char*>(base) + offset;
+}
+
+void combine_many_wide(const Half& half, Op op, void* target, const void* const* sources,
+                       std::size_t num_sources, std::size_t count) {
+    constexpr std::size_t strip = 2048;
+    float wide[strip];
+    const Convert more = op == Op::sum ? half.widen_add : half.widen_multiply;
+    for (std::size_t begin = 0; begin < count; begin += strip) {
+        const std::size_t n = std::min(strip, count - begin);
+        half.widen(wide, at(sources[0], 2 * begin), n);
+        for (std::size_t i = 1; i < num_sources; ++i) more(wide, at(sources[i], 2 * begin), n);
+        half.narrow(at(target, 2 * begin), wide, n);
+    }
+}
+
+template <typename Bits>
+void make_alike(void* array, std::size_t count, Bits infinity, Bits nan) {
+    const Bits magnitude = static_cast<Bits>(~Bits{0}) >> 1;
+    for (std::size_t i = 0; i < count; ++i) {
+        Bits bits;
+        std::memcpy(&bits, at(array, i * sizeof(Bits)), sizeof(Bits));
+        if ((bits & magnitude) > infinity) bits = nan;
+        std::memcpy(at(array, i * sizeof(Bits)), &bits, sizeof(Bits));
+    }
+}
+
+}  // namespace
+
+bool has_combine(Dtype dtype, Op op) { return kernel(dtype, op) != nullptr; }
+
+void combine(Dtype dtype, Op op, void* target, const void* source, std::size_t count) {
+    kernel(dtype, op)(target, target, source, count);
+}
+
+void combine_into(Dtype dtype, Op op, void* target, const void* a, const void* b,
+                  std::size_t count) {
+    kernel(dtype, op)(target, a, b, count);
+}
+
+void combine_twice(Dtype dtype, Op op, void* target, void* also, const void* a, const void* b,
+                   std::size_t count) {
+    const CombineTwice twice = kernels().combine_twice[static_cast<int>(dtype)];
+    if (op == Op::sum && twice != nullptr) return twice(target, also, a, b, count);
+    kernel(dtype, op)(target, a, b, count);
+    if (count != 0) std::memcpy(also, target, count * item_bytes(dtype));
+}
+
+void combine_many(Dtype dtype, Op op, void* target, const void* const* sources,
+                  std::size_t num_sources, std::size_t count) {
+    const std::size_t item = item_bytes(dtype);
+    if (num_sources == 1) {
+        if (target != sources[0]) std::memcpy(target, sources[0], count * item);
+        return;
+    }
+    const Combine two = kernel(dtype, op);
+    if (num_sources == 2) return two(target, sources[0], sources[1], count);
+    if (op == Op::sum || op == Op::product) {
+        if (dtype == Dtype::float16) {
+            return combine_many_wide(kernels().float16, op, target, sources, num_sources, count);
+        }
+        if (dtype == Dtype::bfloat16) {
+            return combine_many_wide(kernels().bfloat16, op, target, sources, num_sources, count);
+        }
+    }
+    const CombineMany many =
+        op == Op::sum ? kernels().combine_many[static_cast<int>(dtype)] : nullptr;
+    const std::size_t most = many != nullptr ? most_sources : 2, block = block_bytes / item;
+    for (std::size_t begin = 0; begin < count; begin += block) {
+        const std::size_t n = std::min(block, count - begin), offset = begin * item;
+        void* const total = at(target, offset);
+        for (std::size_t next = 0; next < num_sources;) {
+            const void* some[most_sources];
+            std::size_t num = 0;
+            if (next > 0) some[num++] = total;
+            while (num < most && next < num_sources) some[num++] = at(sources[next++], offset);
+            if (num == 2) two(total, some[0], some[1], n);
+            else many(total, some, num, n);
+        }
+    }
+}
+
+bool has_divide(Dtype dtype) { return kernels().divide[static_cast<int>(dtype)] != nullptr; }
+
+void divide(Dtype dtype, void* array, std::size_t count, std::size_t divisor) {
+    kernels().divide[static_cast<int>(dtype)](array, count, static_cast<double>(divisor));
+}
+
+void make_nans_alike(Dtype dtype, void* array, std::size_t count) {
+    switch (dtype) {
+        case Dtype::float16: return make_alike<std::uint16_t>(array, count, 0x7c00, 0x7e00);
+        case Dtype::bfloat16: return make_alike<std::uint16_t>(array, count, 0x7f80, 0x7fc0);
+        case Dtype::complex64: count *= 2; [[fallthrough]];
+        case Dtype::float32: return make_alike<std::uint32_t>(array, count, 0x7f800000, 0x7fc00000);
+        case Dtype::complex128: count *= 2; [[fallthrough]];
+        case Dtype::float64:
+            return make_alike<std::uint64_t>(array, count, 0x7ff0000000000000, 0x7ff8000000000000);
+        default: return;
+    }
+}
+
+}  // namespace potluck

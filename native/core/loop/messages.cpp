@@ -1,0 +1,185 @@
+#include "core/loop/messages.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+namespace potluck {
+
+void Messages::check_deadlines(double now) {
+    mailbox_.each_pending([&](const Item* item) {
+        if (now < item->deadline()) return;
+        fate_.fail(Fact::Kind::overdue, -1, "", item);
+    });
+}
+
+double Messages::wakes_at() const {
+    double soonest = std::numeric_limits<double>::infinity();
+    mailbox_.each_pending(
+        [&](const Item* item) { soonest = std::min(soonest, item->deadline()); });
+    return soonest;
+}
+
+// -- out
+
+void Messages::send(SendingPtr sending) {
+    sending->started = now_s();
+    ports_.need({sending->peer});
+    Frame frame = ports_.frame(Kind::eager, sending->channel, ++message_);
+    frame.dtype = sending->dtype;
+    frame.tag = sending->tag;
+    sending->number = message_;
+    mailbox_.sending[message_] = sending;
+    if (!ports_.departed.empty()) {
+        ports_.check_departed(*sending);
+        if (fate_.is_over()) return;
+    }
+    Share& share = ports_.share(sending->peer);
+    Outgoing outgoing;
+    if (sending->nbytes <= eager_bytes && share.has_room(sending->nbytes)) {
+        share.sent(sending->nbytes);
+        frame.length = static_cast<uint32_t>(sending->nbytes);
+        outgoing.payload = sending->data;
+        outgoing.sent = [this, sending] { end_send(sending); };
+    } else {
+        share.sent(0);
+        outgoing.owned = std::make_shared<std::vector<uint8_t>>(encode_request(sending->nbytes));
+        outgoing.payload = outgoing.owned->data();
+        frame.kind = Kind::request;
+        frame.length = static_cast<uint32_t>(outgoing.owned->size());
+    }
+    outgoing.frame = frame;
+    ports_.tell(sending->peer, std::move(outgoing));
+}
+
+void Messages::on_grant(Port& port, const Frame& frame) {
+    const auto found = mailbox_.sending.find(frame.operation);
+    if (found == mailbox_.sending.end() || found->second->peer != port.rank() ||
+        found->second->is_granted) {
+        throw ProtocolError("a GRANT for message #" + std::to_string(frame.operation) +
+                            ", which was not announced");
+    }
+    found->second->is_granted = true;
+    mailbox_.granted[port.rank()].push_back(found->second);
+    ports_.dirty.insert(port.rank());
+}
+
+bool Messages::next_outgoing(Port& port, Outgoing& outgoing) {
+    const auto found = mailbox_.granted.find(port.rank());
+    if (found == mailbox_.granted.end() || found->second.empty()) return false;
+    const SendingPtr sending = found->second.front();
+    const uint64_t start = sending->offset;
+    const uint64_t count = std::min(segment_bytes_, sending->nbytes - start);
+    if (!port.can_take(count)) return false;
+    sending->offset += count;
+    outgoing.frame = ports_.frame(Kind::piece, sending->channel, sending->number);
+    outgoing.frame.segment = static_cast<uint32_t>(start / segment_bytes_);
+    outgoing.frame.length = static_cast<uint32_t>(count);
+    outgoing.frame.dtype = sending->dtype;
+    outgoing.payload = sending->data + start;
+    if (sending->offset == sending->nbytes) {
+        found->second.pop_front();
+        outgoing.sent = [this, sending] { end_send(sending); };
+    }
+    return true;
+}
+
+void Messages::end_send(const SendingPtr& sending) {
+    if (mailbox_.sending.erase(sending->number) == 0) return;
+    sending->ticket->finish(Ticket::State::done, now_s() - sending->started);
+}
+
+// -- in
+
+void Messages::receive(ReceivingPtr receiving) {
+    receiving->started = now_s();
+    if (receiving->source >= 0) ports_.need({receiving->source});
+    Arrived arrived;
+    if (mailbox_.post(receiving, arrived)) {
+        match(receiving, arrived);
+    } else if (!ports_.departed.empty()) {
+        ports_.check_departed(*receiving);
+    }
+}
+
+// Where the payload of a small message goes: it is kept until somebody asks for it.
+Sink Messages::keep_eager(Port& port, const Frame& frame) {
+    const int source = port.rank();
+    ports_.hold(source, frame.length);
+    const std::shared_ptr<uint8_t[]> payload(new uint8_t[std::max<size_t>(1, frame.length)]);
+    Sink sink;
+    sink.buffer = payload.get();
+    sink.complete = [this, source, frame, payload](const uint8_t*) {
+        arrive({source, frame, frame.length, payload});
+    };
+    return sink;
+}
+
+void Messages::on_request(Port& port, const Frame& frame, const uint8_t* payload) {
+    const uint64_t nbytes = decode_request(payload, frame.length);
+    ports_.hold(port.rank(), 0);
+    arrive({port.rank(), frame, nbytes, nullptr});
+}
+
+void Messages::arrive(Arrived arrived) {
+    if (const ReceivingPtr receiving = mailbox_.arrive(arrived)) match(receiving, arrived);
+}
+
+void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
+    receiving->matched = arrived.source;
+    if (arrived.nbytes != receiving->nbytes || arrived.frame.dtype != receiving->dtype) {
+        mailbox_.posted.push_back(receiving);
+        fate_.disagree(Fact::Kind::misfit, arrived.source, *receiving, arrived.nbytes,
+                       arrived.frame.dtype);
+        return;
+    }
+    const std::pair<int, uint64_t> key(arrived.source, arrived.frame.operation);
+    if (!arrived.payload && mailbox_.receiving.count(key)) {
+        mailbox_.posted.push_back(receiving);
+        ports_.violated(arrived.source, "it announced message #" + std::to_string(key.second) +
+                                            " again before it had sent it");
+        return;
+    }
+    ports_.release(arrived.source, arrived.payload ? arrived.nbytes : 0);
+    if (arrived.payload) {
+        if (arrived.nbytes > 0) {
+            std::memcpy(receiving->data, arrived.payload.get(), arrived.nbytes);
+        }
+        end_receive(receiving);
+        return;
+    }
+    mailbox_.receiving[key] = receiving;
+    Outgoing outgoing;
+    outgoing.frame = ports_.frame(Kind::grant, receiving->channel, arrived.frame.operation);
+    ports_.tell(arrived.source, std::move(outgoing));
+}
+
+// Where a piece of a large message goes.
+Sink Messages::route_piece(Port& port, const Frame& frame) {
+    const std::pair<int, uint64_t> key(port.rank(), frame.operation);
+    const auto found = mailbox_.receiving.find(key);
+    if (found == mailbox_.receiving.end() || frame.segment != found->second->num_pieces ||
+        found->second->offset + frame.length > found->second->nbytes) {
+        throw ProtocolError("a piece of message #" + std::to_string(frame.operation) +
+                            " that is not due");
+    }
+    const ReceivingPtr receiving = found->second;
+    Sink sink;
+    sink.buffer = receiving->data + receiving->offset;
+    sink.complete = [this, receiving, key, length = frame.length](const uint8_t*) {
+        receiving->offset += length;
+        ++receiving->num_pieces;
+        if (receiving->offset < receiving->nbytes) return;
+        mailbox_.receiving.erase(key);
+        end_receive(receiving);
+    };
+    return sink;
+}
+
+void Messages::end_receive(const ReceivingPtr& receiving) {
+    const auto place = std::find(receiving->ranks.begin(), receiving->ranks.end(), receiving->matched);
+    receiving->ticket->finish(Ticket::State::done, now_s() - receiving->started,
+                              static_cast<int>(place - receiving->ranks.begin()));
+}
+
+}  // namespace potluck

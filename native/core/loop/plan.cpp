@@ -1,0 +1,217 @@
+#include "core/loop/plan.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/kernels/reduce.hpp"
+
+namespace potluck {
+
+RunningPlan::RunningPlan(PlanSpec given, std::shared_ptr<Ticket> ticket)
+    : Item(std::move(ticket)),
+      spec(std::move(given)),
+      key(spec.channel, spec.sequence),
+      deadline_(spec.deadline),
+      issued_(spec.steps.size()),
+      done_(spec.steps.size()),
+      num_segments_(spec.chunks.size()),
+      segment_elements_(std::max<uint64_t>(1, spec.segment_bytes / item_bytes(spec.dtype))) {
+    for (size_t index = 0; index < spec.chunks.size(); ++index) {
+        const uint64_t elements = spec.chunks[index].elements;
+        num_segments_[index] = static_cast<uint32_t>(
+            std::max<uint64_t>(1, (elements + segment_elements_ - 1) / segment_elements_));
+    }
+    std::vector<int32_t> latest(spec.chunks.size(), -1);
+    previous_.reserve(spec.steps.size());
+    for (uint32_t index = 0; index < spec.steps.size(); ++index) {
+        const Step& step = spec.steps[index];
+        const bool is_send = step.action == Action::send;
+        Queues& queues = is_send ? sends_ : receives_;
+        const auto [queue, is_new] = queues.try_emplace(step.peer);
+        if (is_new) (is_send ? send_peers_ : receive_peers_).push_back(step.peer);
+        queue->second.steps.push_back(index);
+        queue->second.num_left += num_segments_[step.chunk];
+        previous_.push_back(latest[step.chunk]);
+        latest[step.chunk] = static_cast<int32_t>(index);
+        if (is_send && spec.chunks[step.chunk].number == spec.own) ++num_takers_;
+        left_ += num_segments_[step.chunk];
+    }
+}
+
+RunningPlan::Queue* RunningPlan::find(Queues& queues, int peer) {
+    const auto found = queues.find(peer);
+    return found == queues.end() || found->second.is_empty() ? nullptr : &found->second;
+}
+
+const RunningPlan::Queue* RunningPlan::find(const Queues& queues, int peer) {
+    const auto found = queues.find(peer);
+    return found == queues.end() || found->second.is_empty() ? nullptr : &found->second;
+}
+
+bool RunningPlan::is_ready(uint32_t step, uint32_t segment) const {
+    const int32_t before = previous_[step];
+    return before < 0 || done_[static_cast<size_t>(before)] > segment;
+}
+
+Segment RunningPlan::segment_of(uint32_t step, uint32_t number) const {
+    const uint32_t index = spec.steps[step].chunk;
+    const Chunk& chunk = spec.chunks[index];
+    const uint64_t start = std::min(chunk.elements, number * segment_elements_);
+    Segment segment;
+    segment.step = step;
+    segment.chunk = index;
+    segment.number = number;
+    segment.data = chunk.data + start * item_bytes(spec.dtype);
+    segment.elements = std::min(segment_elements_, chunk.elements - start);
+    segment.nbytes = static_cast<uint32_t>(segment.elements * item_bytes(spec.dtype));
+    segment.wire_bytes = segment.nbytes;
+    if (spec.is_coded) {
+        segment.wire_bytes = static_cast<uint32_t>(encoded_bytes(spec.codec, segment.elements));
+    }
+    return segment;
+}
+
+// -- sending
+
+bool RunningPlan::next_send(int peer, Segment& segment) const {
+    const Queue* queue = find(sends_, peer);
+    if (queue == nullptr) return false;
+    const uint32_t step = queue->front();
+    if (!is_ready(step, issued_[step])) return false;
+    segment = segment_of(step, issued_[step]);
+    return true;
+}
+
+void RunningPlan::issue(int peer, const Segment& segment) {
+    Queue& queue = *find(sends_, peer);
+    --queue.num_left;
+    if (++issued_[segment.step] == num_segments_[segment.chunk]) ++queue.at;
+}
+
+bool RunningPlan::is_ahead(int peer, int other) const {
+    const auto left = [&](int rank) {
+        const Queue* queue = find(sends_, rank);
+        return queue == nullptr ? 0 : queue->num_left;
+    };
+    return left(peer) + 1 < left(other);
+}
+
+// The twin of engine/arrays/coding.py: the own chunk is encoded once, the same bytes go to all, and
+// it becomes what all others decode.
+Bytes RunningPlan::encoded(const Segment& segment) {
+    if (!spec.is_coded) return nullptr;
+    if (spec.chunks[segment.chunk].number != spec.own) return encode_segment(segment);
+    const auto [found, is_new] = shared_.try_emplace(segment.number);
+    Shared& shared = found->second;
+    if (is_new) {
+        shared = {encode_segment(segment), num_takers_};
+        decode(spec.codec, segment.data, shared.bytes->data(), segment.elements);
+    }
+    const Bytes bytes = shared.bytes;
+    if (--shared.num_left == 0) shared_.erase(found);
+    return bytes;
+}
+
+Bytes RunningPlan::encode_segment(const Segment& segment) const {
+    auto bytes = std::make_shared<std::vector<uint8_t>>(segment.wire_bytes);
+    float* residual = spec.residuals.empty() ? nullptr : spec.residuals[segment.chunk];
+    if (residual == nullptr) {
+        encode(spec.codec, bytes->data(), segment.data, segment.elements);
+    } else {
+        residual += segment.number * segment_elements_;
+        combine(Dtype::float32, Op::sum, residual, segment.data, segment.elements);
+        encode_with_residual(spec.codec, bytes->data(), residual, residual, segment.elements);
+    }
+    return bytes;
+}
+
+// -- receiving
+
+bool RunningPlan::next_receive(int peer, Segment& segment) const {
+    const Queue* queue = find(receives_, peer);
+    if (queue == nullptr) return false;
+    segment = segment_of(queue->front(), done_[queue->front()]);
+    return true;
+}
+
+bool RunningPlan::combines(const Segment& segment) const {
+    return spec.steps[segment.step].action == Action::reduce;
+}
+
+void RunningPlan::apply(const Segment& segment, const uint8_t* part, size_t offset,
+                        size_t count) const {
+    if (count == 0) return;
+    if (spec.is_coded) {
+        if (combines(segment)) {
+            decode_accumulate(spec.codec, segment.data, part, segment.elements);
+        } else {
+            decode(spec.codec, segment.data, part, segment.elements);
+        }
+    } else if (combines(segment)) {
+        combine(spec.dtype, spec.op, segment.data + offset, part, count / item_bytes(spec.dtype));
+    } else {
+        std::memcpy(segment.data + offset, part, count);
+    }
+}
+
+void RunningPlan::received(int peer, const Segment& segment) {
+    if (segment.number + 1 == num_segments_[segment.chunk]) ++find(receives_, peer)->at;
+    advance(segment.step);
+}
+
+void RunningPlan::advance(uint32_t step) {
+    ++done_[step];
+    --left_;
+}
+
+// -- the whole
+
+void RunningPlan::conclude() const {
+    if (spec.unfinished == nullptr || spec.ranks.size() < 2 || spec.num_unfinished == 0) return;
+    if (spec.is_mean) divide(spec.dtype, spec.unfinished, spec.num_unfinished, spec.ranks.size());
+    if (spec.is_computed_by_all) make_nans_alike(spec.dtype, spec.unfinished, spec.num_unfinished);
+}
+
+std::vector<Awaited> RunningPlan::awaited() const {
+    static const char* const names[] = {"SEND", "COPY", "REDUCE"};
+    std::vector<Awaited> waits;
+    const auto add = [&](const Queues& queues, const std::vector<int>& peers) {
+        for (int peer : peers) {
+            const Queue* queue = find(queues, peer);
+            if (queue == nullptr) continue;
+            const Step& step = spec.steps[queue->front()];
+            waits.emplace_back(peer, "step " + std::to_string(queue->front() + 1) + " of " +
+                                         std::to_string(spec.steps.size()) + ", " +
+                                         names[static_cast<size_t>(step.action)] + " chunk " +
+                                         std::to_string(spec.chunks[step.chunk].number));
+        }
+    };
+    add(receives_, receive_peers_);
+    add(sends_, send_peers_);
+    return waits;
+}
+
+// Whether `peer` must still take a segment, or send one that is not in `early` yet.
+bool RunningPlan::needs(int peer) const {
+    if (find(sends_, peer) != nullptr) return true;
+    const Queue* queue = find(receives_, peer);
+    if (queue == nullptr) return false;
+    uint64_t due = 0;
+    for (size_t at = queue->at; at < queue->steps.size(); ++at) {
+        const uint32_t step = queue->steps[at];
+        due += num_segments_[spec.steps[step].chunk] - done_[step];
+    }
+    const auto kept = early.find(peer);
+    return due > (kept == early.end() ? 0 : kept->second.size());
+}
+
+int RunningPlan::missing(const std::set<int>& departed) const {
+    for (int peer : departed) {
+        if (needs(peer)) return peer;
+    }
+    return -1;
+}
+
+std::string RunningPlan::name() const { return spec.call + " #" + std::to_string(spec.sequence); }
+
+}  // namespace potluck

@@ -1,0 +1,430 @@
+#include "core/loop/plans.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <tuple>
+#include <utility>
+
+namespace potluck {
+
+namespace {
+
+// How many answers may wait for a peer that asks for more, and how many of its questions here.
+constexpr size_t max_unread = 1024;
+// How many ended calls of a channel are kept, to say what a late frame disagrees with.
+constexpr size_t num_remembered = 16;
+
+}  // namespace
+
+void Plans::begin(RunningPtr running) {
+    running->started = now_s();
+    running_.push_back(running);
+    by_key_[running->key] = std::prev(running_.end());
+    posted_[running->spec.channel] = running->spec.sequence + 1;
+    ports_.need(running->send_peers());
+    ports_.need(running->receive_peers());
+    const auto kept = early_.find(running->key);
+    if (kept != early_.end()) {
+        auto queues = std::move(kept->second);
+        early_.erase(kept);
+        for (auto& [peer, queue] : queues) {
+            const uint64_t theirs = queue.front()->frame.fingerprint;
+            if (theirs != running->spec.fingerprint) {
+                fail_desync(peer, *running, theirs);
+                return;
+            }
+            for (const KeptPtr& each : queue) ports_.release(peer, each->frame.length);
+            running->early[peer] = std::move(queue);
+        }
+    }
+    const auto asked = asked_.find(running->key);
+    if (asked != asked_.end()) {
+        const auto questions = std::move(asked->second);
+        asked_.erase(asked);
+        for (const auto& [peer, fingerprint] : questions) {
+            if (fingerprint != running->spec.fingerprint) {
+                fail_desync(peer, *running, fingerprint);
+                return;
+            }
+        }
+    }
+    advance(running);
+    if (!ports_.departed.empty() && by_key_.count(running->key)) ports_.check_departed(*running);
+    for (int peer : running->receive_peers()) announce(peer);
+}
+
+Plans::RunningPtr Plans::find(const Key& key) const {
+    const auto found = by_key_.find(key);
+    return found == by_key_.end() ? nullptr : *found->second;
+}
+
+// -- deadlines
+
+// The first operation of each channel: the ones behind it may only wait for it.
+std::vector<RunningPlan*> Plans::oldest() const {
+    std::vector<RunningPlan*> first;
+    std::set<uint32_t> channels;
+    for (const RunningPtr& running : running_) {
+        if (channels.insert(running->spec.channel).second) first.push_back(running.get());
+    }
+    return first;
+}
+
+// The operation whose deadline comes next; first the one that is being looked into.
+RunningPlan* Plans::suspect() const {
+    RunningPlan* next = nullptr;
+    for (const RunningPtr& running : running_) {
+        if (next == nullptr || std::tuple(!running->is_overdue, running->deadline()) <
+                                   std::tuple(!next->is_overdue, next->deadline())) {
+            next = running.get();
+        }
+    }
+    return next;
+}
+
+void Plans::check_deadlines(double now) {
+    if (running_.empty()) return;
+    for (RunningPlan* running : oldest()) {
+        if (running->has_asked || now < running->started + stall_s) continue;
+        running->has_asked = true;
+        std::vector<int> peers;
+        for (const auto& [peer, what] : running->awaited()) peers.push_back(peer);
+        ask(*running, peers, false);
+    }
+    RunningPlan* late = suspect();
+    if (late != nullptr && now >= late->deadline()) inquire(*late, now);
+}
+
+double Plans::wakes_at() const {
+    double soonest = std::numeric_limits<double>::infinity();
+    if (running_.empty()) return soonest;
+    for (const RunningPlan* running : oldest()) {
+        if (!running->has_asked) soonest = std::min(soonest, running->started + stall_s);
+    }
+    return std::min(soonest, suspect()->deadline());
+}
+
+// -- segments out
+
+bool Plans::next_outgoing(Port& port, Outgoing& outgoing) {
+    if (fate_.is_over()) return false;
+    const int peer = port.rank();
+    Share& share = ports_.share(peer);
+    for (const RunningPtr& running : running_) {
+        Segment segment;
+        if (!running->next_send(peer, segment) || !port.can_take(segment.wire_bytes)) continue;
+        const uint32_t nbytes = segment.wire_bytes;
+        if (!share.may_send(running->spec.channel, running->spec.sequence, nbytes)) continue;
+        if (must_wait(*running, peer)) continue;
+        share.sent(nbytes);
+        running->issue(peer, segment);
+        outgoing.frame = ports_.frame(Kind::data, running->spec.channel, running->spec.sequence);
+        outgoing.frame.chunk = running->spec.chunks[segment.chunk].number;
+        outgoing.frame.segment = segment.number;
+        outgoing.frame.length = nbytes;
+        outgoing.frame.fingerprint = running->spec.fingerprint;
+        outgoing.frame.dtype = static_cast<uint8_t>(running->spec.dtype);
+        outgoing.owned = running->encoded(segment);
+        outgoing.payload = outgoing.owned ? outgoing.owned->data() : segment.data;
+        outgoing.sent = [this, running, segment] { sent(running, segment); };
+        return true;
+    }
+    return false;
+}
+
+// Links that share this rank's wire must end together, or the last one has it for itself and can't
+// fill it: one that is ahead waits for those that are full.
+bool Plans::must_wait(const RunningPlan& running, int peer) {
+    for (int other : running.send_peers()) {
+        const Port* port = ports_.find(other);
+        if (port != nullptr && port->is_blocked && running.is_ahead(peer, other)) {
+            ports_.held.insert(peer);
+            return true;
+        }
+    }
+    return false;
+}
+
+void Plans::sent(const RunningPtr& running, const Segment& segment) {
+    running->sent(segment);
+    advance(running);
+}
+
+// Apply early frames that have become due; wake the links; end what is complete.
+void Plans::advance(const RunningPtr& running) {
+    bool has_moved = true;
+    while (has_moved && !running->early.empty() && !fate_.is_over()) {
+        has_moved = false;
+        std::vector<int> peers;
+        for (const auto& [peer, queue] : running->early) peers.push_back(peer);
+        for (int peer : peers) has_moved |= apply_early(*running, peer);
+    }
+    ports_.dirty.insert(running->send_peers().begin(), running->send_peers().end());
+    if (!running->is_complete()) return;
+    const auto found = by_key_.find(running->key);
+    if (found == by_key_.end()) return;
+    const RunningPtr last = running;  // `running` may be the list's own
+    running_.erase(found->second);
+    by_key_.erase(found);
+    auto& ended = ended_[last->spec.channel];
+    ended.push_back({last->spec.sequence, last->spec.fingerprint, last->spec.call});
+    if (ended.size() > num_remembered) ended.pop_front();
+    last->conclude();
+    last->ticket->finish(Ticket::State::done, now_s() - last->started);
+}
+
+// -- segments in
+
+Sink Plans::route(Port& port, const Frame& frame) {
+    const int peer = port.rank();
+    ports_.share(peer).has_begun(frame.channel, frame.operation);
+    const RunningPtr running = find({frame.channel, frame.operation});
+    if (running == nullptr) {
+        const auto posted = posted_.find(frame.channel);
+        if (posted != posted_.end() && frame.operation < posted->second) on_late(peer, frame);
+        ports_.hold(peer, frame.length);
+        return keep(frame, &Plans::on_early, peer);
+    }
+    ports_.use(peer, frame.length);
+    Segment segment;
+    if (running->early.count(peer) || !due(*running, peer, frame, segment) ||
+        !running->is_ready(segment)) {
+        return keep(frame, &Plans::on_waiting, peer);
+    }
+    Sink sink;
+    if (running->is_coded()) {
+        sink.complete = [this, running, segment, peer](const uint8_t* payload) {
+            running->apply(segment, payload, 0, segment.wire_bytes);
+            running->received(peer, segment);
+            advance(running);
+        };
+        return sink;
+    }
+    if (running->combines(segment)) {
+        sink.consume = [running, segment](const uint8_t* part, size_t offset, size_t count) {
+            running->apply(segment, part, offset, count);
+        };
+    } else {
+        sink.buffer = segment.data;
+    }
+    sink.complete = [this, running, segment, peer](const uint8_t*) {
+        running->received(peer, segment);
+        advance(running);
+    };
+    return sink;
+}
+
+Sink Plans::keep(const Frame& frame, void (Plans::*then)(int, KeptPtr), int peer) {
+    auto kept = std::make_shared<Kept>();
+    kept->frame = frame;
+    kept->payload.reset(new uint8_t[std::max<size_t>(1, frame.length)]);
+    Sink sink;
+    sink.buffer = kept->payload.get();
+    sink.complete = [this, then, peer, kept](const uint8_t*) { (this->*then)(peer, kept); };
+    return sink;
+}
+
+// A frame is there whose operation had not begun when its header came.
+void Plans::on_early(int peer, KeptPtr kept) {
+    const Key key(kept->frame.channel, kept->frame.operation);
+    if (!by_key_.count(key)) {
+        early_[key][peer].push_back(std::move(kept));
+        return;
+    }
+    ports_.release(peer, kept->frame.length);
+    on_waiting(peer, std::move(kept));
+}
+
+// A frame is there for whose bytes the memory was not ready.
+void Plans::on_waiting(int peer, KeptPtr kept) {
+    const RunningPtr running = find({kept->frame.channel, kept->frame.operation});
+    if (running == nullptr) {
+        on_late(peer, kept->frame);
+        return;
+    }
+    running->early[peer].push_back(std::move(kept));
+    advance(running);
+}
+
+bool Plans::apply_early(RunningPlan& running, int peer) {
+    auto& queue = running.early[peer];
+    bool has_moved = false;
+    while (!queue.empty()) {
+        const KeptPtr kept = queue.front();
+        Segment segment;
+        if (!due(running, peer, kept->frame, segment) || !running.is_ready(segment)) break;
+        queue.pop_front();
+        running.apply(segment, kept->payload.get(), 0, segment.wire_bytes);
+        running.received(peer, segment);
+        has_moved = true;
+    }
+    if (queue.empty()) running.early.erase(peer);
+    return has_moved;
+}
+
+// The segment that `frame` must be; false (and a failed group) if it is another one.
+bool Plans::due(const RunningPlan& running, int peer, const Frame& frame, Segment& segment) {
+    if (frame.fingerprint != running.spec.fingerprint) {
+        fail_desync(peer, running, frame.fingerprint);
+        return false;
+    }
+    if (!running.next_receive(peer, segment) ||
+        frame.chunk != running.spec.chunks[segment.chunk].number ||
+        frame.segment != segment.number || frame.length != segment.wire_bytes ||
+        frame.dtype != static_cast<uint8_t>(running.spec.dtype)) {
+        // Equal fingerprints, so equal calls: the peer's engine is broken, not its script.
+        ports_.violated(peer, "it sent segment " + std::to_string(frame.segment) + " of chunk " +
+                                  std::to_string(frame.chunk) + ", which is not due");
+        return false;
+    }
+    return true;
+}
+
+void Plans::announce(int peer) {
+    if (ports_.find(peer) == nullptr || !ports_.share(peer).is_filling()) return;
+    for (const RunningPtr& running : running_) {
+        const auto& peers = running->receive_peers();
+        if (std::find(peers.begin(), peers.end(), peer) == peers.end()) continue;
+        if (!running->announced.insert(peer).second) continue;
+        Outgoing outgoing;
+        outgoing.frame = ports_.frame(Kind::begun, running->spec.channel, running->spec.sequence);
+        ports_.tell(peer, std::move(outgoing));
+    }
+}
+
+void Plans::on_begun(Port& port, const Frame& frame) {
+    ports_.share(port.rank()).has_begun(frame.channel, frame.operation);
+    ports_.dirty.insert(port.rank());
+}
+
+// -- disagreements
+
+// A frame of an operation that has ended here: the peer must have made another call.
+void Plans::on_late(int peer, const Frame& frame) {
+    if (disagrees(peer, frame)) return;
+    throw ProtocolError("a frame of operation #" + std::to_string(frame.operation) +
+                        ", which has ended");
+}
+
+// Whether `frame` is of another call than this rank's (then the group has failed).
+bool Plans::disagrees(int peer, const Frame& frame) {
+    if (const RunningPtr running = find({frame.channel, frame.operation})) {
+        if (running->spec.fingerprint == frame.fingerprint) return false;
+        fail_desync(peer, *running, frame.fingerprint);
+        return true;
+    }
+    const auto ended = ended_.find(frame.channel);
+    if (ended == ended_.end()) return false;
+    for (const Ended& each : ended->second) {
+        if (each.sequence != frame.operation || each.fingerprint == frame.fingerprint) continue;
+        struct Past : Item {
+            explicit Past(std::string name) : Item(nullptr), text(std::move(name)) {}
+            std::string text;
+            double deadline() const override { return 0; }
+            std::vector<Awaited> awaited() const override { return {}; }
+            int missing(const std::set<int>&) const override { return -1; }
+            std::string name() const override { return text; }
+        };
+        const Past past(each.call + " #" + std::to_string(each.sequence));
+        fate_.disagree(Fact::Kind::desync, peer, past, frame.fingerprint);
+        return true;
+    }
+    return false;
+}
+
+void Plans::fail_desync(int peer, const RunningPlan& running, uint64_t theirs) {
+    fate_.disagree(Fact::Kind::desync, peer, running, theirs);
+}
+
+// -- operations that do not end
+
+void Plans::ask(const RunningPlan& running, const std::vector<int>& peers, bool pass_on) {
+    Frame frame = ports_.frame(Kind::ask, running.spec.channel, running.spec.sequence);
+    frame.segment = pass_on ? 1 : 0;
+    frame.fingerprint = running.spec.fingerprint;
+    for (int peer : std::set<int>(peers.begin(), peers.end())) {
+        if (ports_.find(peer) == nullptr) continue;
+        Outgoing outgoing;
+        outgoing.frame = frame;
+        ports_.tell(peer, std::move(outgoing));
+    }
+}
+
+// `running` is overdue: ask who holds it up, and end the group when that is known.
+void Plans::inquire(RunningPlan& running, double now) {
+    const Inquest& inquest = *inquests_.open(running.key).first;
+    const bool is_first = !running.is_overdue;
+    running.is_overdue = true;
+    std::vector<int> others, awaited;
+    for (int rank : running.spec.ranks) {
+        if (rank != seat_.rank) others.push_back(rank);
+    }
+    for (const auto& [peer, what] : running.awaited()) awaited.push_back(peer);
+    const bool is_final = now >= running.deadline() && !is_first;
+    const int culprit = inquest.culprit(others, awaited, is_final);
+    const bool has_all = std::all_of(others.begin(), others.end(),
+                                     [&](int rank) { return inquest.has_heard(rank); });
+    if (culprit < 0 && is_first) {
+        running.set_deadline(now + answer_s);
+        ask(running, others, true);
+    } else if (culprit >= 0 || now >= running.deadline() || has_all) {
+        fate_.fail(Fact::Kind::overdue, culprit, "", &running);
+    }
+}
+
+void Plans::on_ask(Port& port, const Frame& frame) {
+    const int peer = port.rank();
+    if (disagrees(peer, frame)) return;
+    const Key key(frame.channel, frame.operation);
+    const RunningPtr running = find(key);
+    const auto posted = posted_.find(frame.channel);
+    const bool has_called = posted != posted_.end() && frame.operation < posted->second;
+    if (frame.segment == 0) {
+        if (!has_called && (asked_.count(key) || asked_.size() < max_unread)) {
+            asked_[key][peer] = frame.fingerprint;
+        }
+        return;
+    }
+    if (port.control.size() >= max_unread) {
+        throw ProtocolError("it asks and asks, and reads no answer (" +
+                            std::to_string(port.control.size()) + " wait)");
+    }
+    const auto [inquest, is_new] = inquests_.open(key);
+    answer(peer, key, seat_.rank, has_called);
+    for (const auto& [rank, called] : inquest->heard) answer(peer, key, rank, called);
+    inquest->askers.insert(peer);
+    if (is_new && running != nullptr) {
+        std::vector<int> others;
+        for (int rank : running->spec.ranks) {
+            if (rank != seat_.rank && rank != peer) others.push_back(rank);
+        }
+        ask(*running, others, true);
+    }
+}
+
+void Plans::on_tell(Port& port, const Frame& frame) {
+    const Key key(frame.channel, frame.operation);
+    Inquest* inquest = inquests_.get(key);
+    if (inquest == nullptr || frame.chunk >= static_cast<uint32_t>(seat_.world_size)) return;
+    const int rank = static_cast<int>(frame.chunk);
+    if (rank == seat_.rank || inquest->has_heard(rank)) return;
+    const bool has_called = frame.segment != 0;
+    inquest->heard.emplace_back(rank, has_called);
+    for (int asker : inquest->askers) {
+        if (asker != port.rank()) answer(asker, key, rank, has_called);
+    }
+    const RunningPtr running = find(key);
+    if (running != nullptr && running->is_overdue) inquire(*running, now_s());
+}
+
+void Plans::answer(int peer, const Key& key, int rank, bool has_called) {
+    if (ports_.find(peer) == nullptr) return;
+    Outgoing outgoing;
+    outgoing.frame = ports_.frame(Kind::tell, key.first, key.second);
+    outgoing.frame.chunk = static_cast<uint32_t>(rank);
+    outgoing.frame.segment = has_called ? 1 : 0;
+    ports_.tell(peer, std::move(outgoing));
+}
+
+}  // namespace potluck

@@ -1,0 +1,329 @@
+#include "core/loop/port.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "core/kernels/checksum.hpp"
+
+namespace potluck {
+
+namespace {
+
+constexpr size_t budget_bytes = 2 * 1024 * 1024;
+// Payloads up to this size are copied behind their header: one write, one TLS record.
+constexpr size_t merge_bytes = 8 * 1024;
+// Payloads from this size on travel through the window, where there is one.
+constexpr size_t window_bytes = 4 * 1024;
+// A payload that is combined comes in parts of this size, which stay in the cache.
+constexpr size_t part_bytes = 64 * 1024;
+
+// A payload with a checksum is read from memory once: so much of it goes to the checksum and then,
+// still in the cache, to the kernel; and the same on the way in.
+constexpr size_t checked_bytes = 128 * 1024;
+
+void put32(uint8_t* at, uint32_t value) {
+    for (int index = 0; index < 4; ++index) at[index] = static_cast<uint8_t>(value >> (8 * index));
+}
+
+uint32_t get32(const uint8_t* at) {
+    return static_cast<uint32_t>(at[0]) | static_cast<uint32_t>(at[1]) << 8 |
+           static_cast<uint32_t>(at[2]) << 16 | static_cast<uint32_t>(at[3]) << 24;
+}
+
+void add(std::atomic<uint64_t>& counter, uint64_t count) {
+    counter.fetch_add(count, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+Port::Port(Link link, std::shared_ptr<Counters> counters)
+    : link_(std::move(link)),
+      counters_(std::move(counters)),
+      has_checksums_(link_.stream->needs_checksums()),
+      header_bytes_(frame_bytes + (has_checksums_ ? checksum_bytes : 0)) {
+    for (uint32_t slot = 0; slot < link_.window.num_slots(); ++slot) slots_.push_back(slot);
+}
+
+// -- outgoing
+
+bool Port::is_writing() const {
+    return piece_ < num_pieces_ || !control.empty() || link_.stream->unsent() > 0;
+}
+
+bool Port::fits_window(size_t nbytes) const {
+    return link_.window.num_slots() > 0 && window_bytes <= nbytes &&
+           nbytes <= link_.window.slot_bytes;
+}
+
+bool Port::write(const Source& source) {
+    size_t budget = budget_bytes;
+    is_blocked = false;
+    bool has_more = true;
+    while (budget > 0) {
+        if (piece_ == num_pieces_) {
+            Outgoing outgoing;
+            if (!control.empty()) {
+                outgoing = std::move(control.front());
+                control.pop_front();
+            } else if (!source(*this, outgoing)) {
+                has_more = false;
+                break;
+            }
+            budget -= std::min(budget, start(std::move(outgoing)));
+        }
+        while (piece_ < num_pieces_ || refill()) {
+            const size_t taken = link_.stream->send(pieces_ + piece_, num_pieces_ - piece_);
+            add(counters_->bytes_sent, taken);
+            budget -= std::min(budget, taken);
+            take(taken);
+            if (piece_ < num_pieces_) {
+                link_.stream->flush();
+                is_blocked = true;
+                return false;
+            }
+        }
+        owned_.reset();
+        if (sent_) {
+            const std::function<void()> sent = std::move(sent_);
+            sent_ = nullptr;
+            sent();
+        }
+    }
+    link_.stream->flush();
+    is_blocked = link_.stream->unsent() > 0;
+    return has_more && !is_blocked;
+}
+
+// Put a frame on the way; returns the bytes that took the window.
+size_t Port::start(Outgoing outgoing) {
+    Frame& frame = outgoing.frame;
+    const size_t nbytes = frame.length;
+    add(counters_->messages_sent, 1);
+    num_pieces_ = piece_ = 0;
+    const bool is_bulk = frame.kind == Kind::data || frame.kind == Kind::piece;
+    if (is_bulk && fits_window(nbytes) && !slots_.empty()) {
+        const uint32_t slot = slots_.front();
+        slots_.pop_front();
+        std::memcpy(link_.window.outgoing[slot], outgoing.payload, nbytes);
+        add(counters_->bytes_sent, nbytes);
+        add(counters_->bytes_in_window, nbytes);
+        frame.flags |= in_window;
+        frame.tag = static_cast<int32_t>(slot);
+        encode_head(frame);
+        pieces_[num_pieces_++] = {head_.data(), head_.size()};
+        if (outgoing.sent) outgoing.sent();
+        return nbytes;
+    }
+    encode_head(frame);
+    if (nbytes <= merge_bytes) {
+        head_.insert(head_.end(), outgoing.payload, outgoing.payload + nbytes);
+        if (has_checksums_ && nbytes > 0) {
+            put32(trailer_, crc32c(0, outgoing.payload, nbytes));
+            head_.insert(head_.end(), trailer_, trailer_ + checksum_bytes);
+        }
+    }
+    pieces_[num_pieces_++] = {head_.data(), head_.size()};
+    if (nbytes > merge_bytes) {
+        checksum_out_ = 0;
+        rest_ = {outgoing.payload, nbytes};
+        if (!has_checksums_) {
+            pieces_[num_pieces_++] = std::exchange(rest_, {});
+        } else {
+            refill();
+        }
+    }
+    sent_ = std::move(outgoing.sent);
+    owned_ = std::move(outgoing.owned);
+    return 0;
+}
+
+void Port::encode_head(const Frame& frame) {
+    head_.resize(header_bytes_);
+    encode(frame, head_.data());
+    if (has_checksums_) put32(head_.data() + frame_bytes, crc32c(0, head_.data(), frame_bytes));
+}
+
+// Add the next part of a payload that is checked; false if there is none.
+bool Port::refill() {
+    if (rest_.count == 0) return false;
+    if (piece_ == num_pieces_) num_pieces_ = piece_ = 0;
+    const Piece part{rest_.data, std::min(rest_.count, checked_bytes)};
+    checksum_out_ = crc32c(checksum_out_, part.data, part.count);
+    pieces_[num_pieces_++] = part;
+    rest_ = {part.data + part.count, rest_.count - part.count};
+    if (rest_.count == 0) {
+        put32(trailer_, checksum_out_);
+        pieces_[num_pieces_++] = {trailer_, checksum_bytes};
+    }
+    return true;
+}
+
+// The link has taken `count` bytes of the pieces.
+void Port::take(size_t count) {
+    while (piece_ < num_pieces_ && count >= pieces_[piece_].count) {
+        count -= pieces_[piece_].count;
+        ++piece_;
+    }
+    if (count == 0) return;
+    pieces_[piece_].data += count;
+    pieces_[piece_].count -= count;
+}
+
+// -- incoming
+
+bool Port::read(const Route& route) {
+    size_t budget = budget_bytes;
+    while (budget > 0) {
+        size_t taken = 0;
+        if (!frame_) {
+            taken = link_.stream->recv(header_ + filled_, header_bytes_ - filled_);
+            if (taken == 0) return false;
+            add(counters_->bytes_received, taken);
+            filled_ += taken;
+            if (filled_ < header_bytes_) continue;
+            filled_ = 0;
+            if (has_checksums_) check(header_ + frame_bytes, crc32c(0, header_, frame_bytes));
+            begin(decode(header_), route);
+        } else if (filled_ < frame_->length) {
+            taken = read_payload(budget);
+            if (taken == 0) return false;
+            add(counters_->bytes_received, taken);
+        }
+        budget -= std::min(budget, taken);
+        if (frame_ && filled_ == frame_->length) {
+            if (has_checksums_ && filled_ > 0 && !read_checksum()) return false;
+            finish();
+        }
+    }
+    return true;
+}
+
+bool Port::drain() {
+    parts_.resize(part_bytes);
+    for (size_t budget = budget_bytes; budget > 0;) {
+        const size_t taken = link_.stream->recv(parts_.data(), part_bytes);
+        if (taken == 0) return false;
+        budget -= std::min(budget, taken);
+    }
+    return true;
+}
+
+void Port::begin(const Frame& frame, const Route& route) {
+    add(counters_->messages_received, 1);
+    checksum_in_ = 0;
+    trailer_filled_ = 0;
+    if (frame.kind == Kind::credit) {
+        take_credit(frame.tag);
+        return;
+    }
+    if (frame.flags & in_window) {
+        begin_in_window(frame, route);
+        return;
+    }
+    sink_ = route(*this, frame);
+    frame_ = frame;
+    in_parts_ = 0;
+    if (!sink_.buffer) {
+        if (sink_.consume) {
+            parts_.resize(part_bytes);
+        } else {
+            if (whole_.size() < frame.length) whole_.resize(frame.length);
+        }
+    }
+}
+
+void Port::begin_in_window(const Frame& frame, const Route& route) {
+    const Window& window = link_.window;
+    const auto slot = static_cast<uint32_t>(frame.tag);
+    if (window.num_slots() == 0 || frame.length > window.slot_bytes) {
+        throw ProtocolError("a frame points to a window slot that this link does not have");
+    }
+    if (slot >= window.num_slots()) {
+        throw ProtocolError("window slot " + std::to_string(frame.tag) + " was named; there are " +
+                            std::to_string(window.num_slots()));
+    }
+    if (uncredited_.count(slot)) {
+        throw ProtocolError("window slot " + std::to_string(slot) +
+                            " was used again before it was free");
+    }
+    const uint8_t* payload = window.incoming[slot];
+    add(counters_->bytes_received, frame.length);
+    const Sink sink = route(*this, frame);
+    if (sink.consume) {
+        sink.consume(payload, 0, frame.length);
+    } else if (sink.buffer) {
+        std::memcpy(sink.buffer, payload, frame.length);
+    }
+    sink.complete(sink.buffer ? sink.buffer : payload);
+    uncredited_.insert(slot);
+    Outgoing credit;
+    credit.frame.kind = Kind::credit;
+    credit.frame.epoch = frame.epoch;
+    credit.frame.tag = frame.tag;
+    credit.sent = [this, slot] { uncredited_.erase(slot); };
+    control.push_back(std::move(credit));
+}
+
+size_t Port::read_payload(size_t budget) {
+    const size_t left = std::min<size_t>(frame_->length - filled_, budget);
+    size_t taken = 0;
+    if (sink_.consume) {
+        uint8_t* part = parts_.data() + in_parts_;
+        taken = link_.stream->recv(part, std::min(left, part_bytes - in_parts_));
+        if (has_checksums_) checksum_in_ = crc32c(checksum_in_, part, taken);
+        filled_ += taken;
+        in_parts_ += taken;
+        if (in_parts_ == part_bytes || filled_ == frame_->length) {
+            sink_.consume(parts_.data(), filled_ - in_parts_, in_parts_);
+            in_parts_ = 0;
+        }
+        return taken;
+    }
+    uint8_t* target = (sink_.buffer ? sink_.buffer : whole_.data()) + filled_;
+    taken = link_.stream->recv(target, has_checksums_ ? std::min(left, checked_bytes) : left);
+    if (has_checksums_) checksum_in_ = crc32c(checksum_in_, target, taken);
+    filled_ += taken;
+    return taken;
+}
+
+// Whether the payload's checksum is there; ProtocolError if it is another one.
+bool Port::read_checksum() {
+    while (trailer_filled_ < checksum_bytes) {
+        const size_t taken = link_.stream->recv(trailer_in_ + trailer_filled_,
+                                                checksum_bytes - trailer_filled_);
+        if (taken == 0) return false;
+        add(counters_->bytes_received, taken);
+        trailer_filled_ += taken;
+    }
+    check(trailer_in_, checksum_in_);
+    return true;
+}
+
+// There is no use in reading any more, but an accident is none of the peer's doing: it can be told.
+void Port::check(const uint8_t* theirs, uint32_t mine) {
+    if (get32(theirs) == mine) return;
+    is_garbled = true;
+    throw ProtocolError("bytes were changed on the way: the checksum of a frame does not match");
+}
+
+void Port::finish() {
+    Sink sink = std::move(sink_);
+    sink_ = {};
+    frame_.reset();
+    filled_ = 0;
+    sink.complete(sink.buffer ? sink.buffer : whole_.data());
+}
+
+void Port::take_credit(int32_t tag) {
+    const auto slot = static_cast<uint32_t>(tag);
+    if (slot >= link_.window.num_slots() ||
+        std::find(slots_.begin(), slots_.end(), slot) != slots_.end()) {
+        throw ProtocolError("a credit for window slot " + std::to_string(tag) +
+                            ", which is not in use");
+    }
+    slots_.push_back(slot);
+}
+
+}  // namespace potluck

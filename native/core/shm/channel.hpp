@@ -1,0 +1,112 @@
+// One rank's place in the shared memory of a channel: ticks, waiting, waking, the end.
+//
+// Nothing here knows what is moved. One thread at a time drives a channel (see Queue); `stop` and
+// `note_elsewhere` may come from any thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "core/shm/shared.hpp"
+
+namespace potluck::window {
+
+enum class Outcome : int {
+    DONE = 0,
+    PENDING = 1,   // not ended yet
+    STOPPED = 2,   // the group is over; somebody else knows why
+    TIMEOUT = 3,   // `culprit` has not come so far
+    DESYNC = 4,    // `culprit` made another call
+    LEFT = 5,      // `culprit` closed its context
+};
+
+// What a movement must see before it can go on: that `who` (a rank or ALL) has reached `tick`. Once
+// it sleeps it need not be woken before they are `ahead` ticks further: fewer, longer turns.
+struct Need {
+    int who = ALL;
+    std::uint32_t tick = 0;
+    std::uint32_t ahead = 0;
+};
+
+class Channel {
+public:
+    // `memory` is mapped for as long as the channel is used, zeroed when it was made, and
+    // `shape.total_bytes()` long.
+    Channel(void* memory, const Shape& shape, int rank, std::int64_t spin_ns);
+
+    const int rank;
+    const Shape shape;
+
+    std::uint32_t tick() const { return tick_; }
+    char* slot(int of_rank, std::uint32_t round) const {
+        const auto index = static_cast<std::size_t>(of_rank) * shape.num_slots +
+                           round % static_cast<std::uint32_t>(shape.num_slots);
+        return blocks_ + index * shape.slot_bytes +
+               static_cast<std::size_t>(of_rank) * Shape::STAGGER;
+    }
+
+    // Whether there are more ranks than cores.
+    bool shares_cores() const { return spin_ns_ == 0; }
+
+    // A call begins: what this rank is in, for the others to compare. `index` counts the calls.
+    void publish(std::uint64_t fingerprint);
+    // Whether one of `who` is in another call than this rank published last: then `culprit` and
+    // `theirs` say who, in which. Only after their first tick in it.
+    bool has_dissenter(int who, std::uint64_t fingerprint);
+
+    // This rank has completed a round; wakes whoever waited for that.
+    void arrive();
+
+    bool has(const Need& need);
+    // Block until `need` is met (DONE) or can't be (then `culprit` tells who is to blame), or
+    // until the moment `until_ns` (PENDING).
+    Outcome wait(const Need& need, std::int64_t until_ns);
+    // The same, but for a microsecond or two at most, if it is worth it.
+    Outcome glance(const Need& need);
+    // For a thread that waits for several channels: what to sleep on, or that there is no need to.
+    bool prepare_sleep(const Need& need, Watch* watch);
+    void awake() { mine().want.store(0, std::memory_order_relaxed); }
+
+    // Why nobody should wait for `need` any more; PENDING if there is no reason.
+    Outcome verdict(const Need& need);
+    // The rank that holds up `need`, -1 if none does.
+    int laggard(const Need& need) const;
+    // Whether `who` has not even begun the current call.
+    bool has_not_called(int who, std::uint32_t base) const;
+    int culprit = -1;
+    // After DESYNC: the fingerprint of the culprit's call.
+    std::uint64_t theirs = 0;
+
+    // The group is over here; with `for_all` also for all that look into this memory.
+    void stop(bool for_all);
+    bool is_stopped() const;
+    // This rank makes no more calls.
+    void leave();
+
+    // This rank makes call `number` over links.
+    void note_elsewhere(std::uint64_t number, std::uint64_t fingerprint);
+    // The number of the call under way, for comparing with what the others made elsewhere.
+    std::uint64_t number = 0;
+
+private:
+    Seat& seat(int of_rank) const { return seats_[of_rank]; }
+    Seat& mine() const { return seats_[rank]; }
+    void ring(int of_rank);
+    bool is_met(std::uint64_t wish) const;
+    bool is_in_the_way(const Need& need) const;
+    bool looks_for(const Need& need, int looks);
+    bool spins_until(const Need& need);
+
+    Header* header_;
+    Seat* seats_;
+    char* blocks_;
+    std::uint32_t tick_ = 0;
+    std::uint32_t num_calls_ = 0;
+    std::uint32_t known_all_ = 0;
+    std::vector<std::uint32_t> known_;
+    std::int64_t spin_ns_;
+    std::atomic<bool> stopped_{false};
+};
+
+}  // namespace potluck::window

@@ -1,0 +1,47 @@
+#include "core/shm/combine.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/kernels/reduce.hpp"
+#include "core/shm/shared.hpp"
+
+namespace potluck::window {
+
+namespace {
+
+// What is summed is divided while it is still in the first cache.
+constexpr std::size_t BITE = 8192;
+
+}  // namespace
+
+bool has_combination(const Combination& what) {
+    return has_combine(what.dtype, what.op) && (!what.is_mean || has_divide(what.dtype));
+}
+
+void combine_all(const Combination& what, void* target, const void* const* sources, int num,
+                 std::size_t count, void* also) {
+    const auto num_sources = static_cast<std::size_t>(num);
+    const std::size_t size = item_bytes(what.dtype);
+    if (!what.is_mean) {
+        if (num == 2 && also != nullptr) {
+            return combine_twice(what.dtype, what.op, target, also, sources[0], sources[1], count);
+        }
+        combine_many(what.dtype, what.op, target, sources, num_sources, count);
+        if (also != nullptr) std::memcpy(also, target, count * size);
+        return;
+    }
+    const void* parts[MAX_WORLD];
+    for (std::size_t at = 0; at < count; at += BITE / size) {
+        const std::size_t length = std::min(BITE / size, count - at);
+        for (std::size_t i = 0; i < num_sources; ++i) {
+            parts[i] = static_cast<const char*>(sources[i]) + at * size;
+        }
+        char* total = static_cast<char*>(target) + at * size;
+        combine_many(what.dtype, what.op, total, parts, num_sources, length);
+        divide(what.dtype, total, length, num_sources);
+    }
+    if (also != nullptr) std::memcpy(also, target, count * size);
+}
+
+}  // namespace potluck::window

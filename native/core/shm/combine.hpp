@@ -1,0 +1,25 @@
+// Combining the contributions to one part of a call, in the order of the ranks.
+#pragma once
+
+#include <cstddef>
+
+#include "core/kernels/dtype.hpp"
+
+namespace potluck::window {
+
+struct Combination {
+    Dtype dtype = Dtype::uint8;
+    Op op = Op::sum;
+    bool is_mean = false;  // a sum that is divided by the number of sources
+};
+
+// Whether it has a meaning.
+bool has_combination(const Combination& what);
+
+// `target[i] = op(...op(sources[0][i], sources[1][i])..., sources[num - 1][i])`. `target` may be
+// `sources[0]`, or the other one of two; else it must not overlap the sources. `also`, if it is given,
+// becomes a copy of it; it may be any source, but not the target.
+void combine_all(const Combination& what, void* target, const void* const* sources, int num,
+                 std::size_t count, void* also);
+
+}  // namespace potluck::window

@@ -1,0 +1,74 @@
+// Moving bytes out of the window: what the caches of two cores make of it.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "core/shm/shared.hpp"
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <emmintrin.h>
+#endif
+
+namespace potluck::window {
+
+// Reading what another core has written, and will write again, and nobody else reads. A line that was
+// only read stays shared, and then its writer has to ask for it back: that takes several times as long
+// as reading it did. A core that stores into the line, if only what is there, has it alone and gives it
+// away whole. 64 KiB written on one core and read on another, in turns, took 8.3 us without this and
+// 2.6 us with it on a Zen 4, and 33 and 12 us between distant cores. In passing it costs less than
+// in a pass of its own: all-reduces of 1 MiB on two ranks took 57 us with that, and 44 with this.
+inline void claim_line(char* at) {
+    auto* word = reinterpret_cast<volatile std::uint32_t*>(at);
+    *word = *word;
+}
+
+inline void claim(char* at, std::size_t length) {
+    for (std::size_t offset = 0; offset < length; offset += LINE) claim_line(at + offset);
+}
+
+// As memcpy; claims what it reads, which begins a line.
+inline void copy_claimed(char* to, char* from, std::size_t length) {
+    std::size_t at = 0;
+    for (; at + LINE <= length; at += LINE) {
+        std::memcpy(to + at, from + at, LINE);
+        claim_line(from + at);
+    }
+    claim(from + at, length - at);
+    std::memcpy(to + at, from + at, length - at);
+}
+
+// As memcpy, past the caches: a plain store first reads the line that it overwrites, which for memory
+// that is in no cache costs as much again. May claim what it reads.
+template <bool claims>
+inline void stream(char* to, std::conditional_t<claims, char*, const char*> from,
+                   std::size_t length) {
+#if defined(__x86_64__) || defined(_M_X64)
+    const std::size_t head = std::min(
+        length, (LINE - reinterpret_cast<std::size_t>(to) % LINE) % LINE);
+    std::memcpy(to, from, head);
+    std::size_t at = head;
+    for (; at + LINE <= length; at += LINE) {
+        const auto* lane = reinterpret_cast<const __m128i*>(from + at);
+        auto* target = reinterpret_cast<__m128i*>(to + at);
+        const __m128i a = _mm_loadu_si128(lane), b = _mm_loadu_si128(lane + 1);
+        const __m128i c = _mm_loadu_si128(lane + 2), d = _mm_loadu_si128(lane + 3);
+        if constexpr (claims) claim_line(from + at / LINE * LINE);  // `from` begins a line
+        _mm_stream_si128(target, a);
+        _mm_stream_si128(target + 1, b);
+        _mm_stream_si128(target + 2, c);
+        _mm_stream_si128(target + 3, d);
+    }
+    if constexpr (claims) claim(from + at / LINE * LINE, length - at / LINE * LINE);
+    std::memcpy(to + at, from + at, length - at);
+    _mm_sfence();
+#else
+    if constexpr (claims) copy_claimed(to, from, length);
+    else std::memcpy(to, from, length);
+#endif
+}
+
+}  // namespace potluck::window

@@ -1,0 +1,74 @@
+#include "core/shm/engine.hpp"
+
+#include <algorithm>
+
+namespace potluck::window {
+
+namespace {
+
+constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
+// While callers compute there may be more threads than cores: this one hardly spins.
+constexpr std::int64_t SPIN_NS = 2'000;
+
+}  // namespace
+
+void Engine::serve(std::shared_ptr<Queue> queue) {
+    const std::lock_guard hold(lock_);
+    if (is_closed_) return;
+    queues_.push_back(std::move(queue));
+    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+}
+
+void Engine::ring() {
+    doorbell_.fetch_add(1, std::memory_order_seq_cst);
+    if (is_asleep_.load(std::memory_order_seq_cst)) wake_all(doorbell_);
+}
+
+void Engine::close() {
+    {
+        const std::lock_guard hold(lock_);
+        is_closed_ = true;
+    }
+    ring();
+    if (thread_.joinable()) thread_.join();
+}
+
+void Engine::run() {
+    std::vector<std::shared_ptr<Queue>> queues;
+    std::vector<Watch> watches;
+    std::int64_t idle_since = 0;
+    while (true) {
+        const std::uint32_t seen = doorbell_.load(std::memory_order_seq_cst);
+        {
+            const std::lock_guard hold(lock_);
+            if (is_closed_) return;
+            queues = queues_;
+        }
+        const std::int64_t now = now_ns();
+        const bool is_patient = idle_since != 0 && now - idle_since > SPIN_NS;
+        std::int64_t until = now + LONGEST_SLEEP_NS;
+        bool has_moved = false;
+        watches.assign(1, {&doorbell_, seen});
+        for (const auto& queue : queues) {
+            Watch watch{};
+            const Queue::Poll found = queue->poll(is_patient ? &watch : nullptr, &until);
+            if (found == Queue::Poll::MOVED) has_moved = true;
+            if (found == Queue::Poll::BLOCKED) watches.push_back(watch);
+        }
+        if (has_moved) {
+            idle_since = 0;
+        } else if (!is_patient) {
+            if (idle_since == 0) idle_since = now;
+            relax();
+        } else {
+            is_asleep_.store(true, std::memory_order_seq_cst);
+            if (doorbell_.load(std::memory_order_seq_cst) == seen) {
+                sleep_on_any(watches.data(), static_cast<int>(watches.size()), until - now_ns());
+            }
+            is_asleep_.store(false, std::memory_order_seq_cst);
+            idle_since = 0;
+        }
+    }
+}
+
+}  // namespace potluck::window

@@ -1,0 +1,356 @@
+#include "core/shm/move.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/kernels/cpu.hpp"
+#include "core/shm/copy.hpp"
+
+namespace potluck::window {
+
+namespace {
+
+// So much is claimed and combined at a time: what is read again right after is still in the first
+// cache.
+constexpr std::size_t BITE = 16 * 1024;
+constexpr std::size_t LEAST_BITE = 2 * 1024;
+// A slot is written in one round and read in the next; with slices, which are results until then, in
+// the one after. A rank that is in round r of its calls has ended what it did in rounds before.
+constexpr std::uint32_t MOST_ROUNDS_IN_USE = 3;
+
+std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
+
+}  // namespace
+
+Outcome Movement::step(Channel& channel) {
+    if (channel_ == nullptr) {
+        channel_ = &channel;
+        begin(channel);
+    }
+    for (; iteration_ < num_blocks_ + depth_; ++iteration_) {
+        if (stage_ == 0) {
+            if (iteration_ < num_blocks_ && gives()) {
+                need_ = free_slot();
+                if (!channel.has(need_)) return Outcome::PENDING;
+                give(iteration_);
+            }
+            stage_ = 1;
+        }
+        if (stage_ == 1) {
+            if (iteration_ > 0 && listens()) {
+                need_ = takes();
+                if (!channel.has(need_)) return Outcome::PENDING;
+                if (!has_compared_) {
+                    if (channel.has_dissenter(need_.who, call_.fingerprint)) return Outcome::DESYNC;
+                    has_compared_ = true;
+                }
+                if (iteration_ <= num_blocks_) take(iteration_ - 1);
+                if (depth_ == 2 && iteration_ > 1) bring_home(iteration_ - 2);
+            }
+            stage_ = 2;
+        }
+        // Right before the tick, in whose line it lies: those who spin take that line away once.
+        if (iteration_ == 0) channel.publish(call_.fingerprint);
+        if (iteration_ + 1 < num_blocks_ + depth_) channel.arrive();
+        stage_ = 0;
+    }
+    return Outcome::DONE;
+}
+
+void Movement::begin(Channel& channel) {
+    base_ = channel.tick();
+    channel.number = call_.number;
+    const Shape& shape = channel.shape;
+    const auto world = static_cast<std::size_t>(shape.world);
+    const std::size_t bytes = call_.count * call_.itemsize;
+    std::size_t most = shape.slot_bytes / call_.itemsize;
+    std::size_t unit = std::max<std::size_t>(1, LINE / call_.itemsize);
+    switch (call_.kind) {
+        case Kind::ALL_REDUCE:
+        case Kind::REDUCE:
+            depth_ = bytes <= shape.small_bytes ? 1 : 2;
+            if (depth_ == 2) unit *= world;
+            break;
+        case Kind::REDUCE_SCATTER:
+        case Kind::ALL_TO_ALL:
+        case Kind::SCATTER:
+            most /= world;
+            break;
+        default:
+            break;
+    }
+    most = most / unit * unit;
+    // What all_reduce writes it has just read, so that is still in the core's own caches, unless other
+    // ranks were on that core in between.
+    const bool collects = call_.kind == Kind::ALL_GATHER || call_.kind == Kind::ALL_TO_ALL;
+    const bool reduces = call_.kind == Kind::ALL_REDUCE || call_.kind == Kind::REDUCE;
+    is_large_ = bytes * world * (collects ? world : 1) > cpu().last_cache / (reduces ? 1 : 4) &&
+                (!reduces || channel.shares_cores());
+    num_blocks_ = static_cast<int>(std::max<std::size_t>(1, (call_.count + most - 1) / most));
+    const auto blocks = static_cast<std::size_t>(num_blocks_);
+    block_ = std::min(most, round_up((call_.count + blocks - 1) / blocks, unit));
+}
+
+bool Movement::gives() const {
+    const bool is_root = channel_->rank == call_.root;
+    switch (call_.kind) {
+        case Kind::BROADCAST:
+        case Kind::SCATTER:
+            return is_root;
+        case Kind::GATHER:
+            return !is_root;
+        default:
+            return true;
+    }
+}
+
+bool Movement::listens() const {
+    const bool is_root = channel_->rank == call_.root;
+    switch (call_.kind) {
+        case Kind::BROADCAST:
+        case Kind::SCATTER:
+            return !is_root;
+        case Kind::GATHER:
+            return is_root;
+        case Kind::REDUCE:
+            return is_root || depth_ == 2;
+        default:
+            return true;
+    }
+}
+
+Need Movement::free_slot() const {
+    const auto index = static_cast<std::uint32_t>(iteration_);
+    const auto slots = static_cast<std::uint32_t>(channel_->shape.num_slots);
+    // This rank's slot may be in use since the call before, which may have been of another kind; but
+    // who is in this call has ended that one.
+    if (index < slots) return {ALL, base_ + std::min(index + MOST_ROUNDS_IN_USE, slots + 1) - slots};
+    if (call_.kind != Kind::BROADCAST) {
+        return {ALL, base_ + index - slots + static_cast<std::uint32_t>(depth_) + 1};
+    }
+    const auto common = static_cast<std::uint32_t>(num_common_slots());
+    // Others' slots, too, until all are in this call.
+    if (index < common) return {ALL, base_ + 1};
+    return {ALL, base_ + index - common + 2, common / 2 - 1};
+}
+
+Need Movement::takes() const {
+    const std::uint32_t round = base_ + static_cast<std::uint32_t>(iteration_);
+    if (call_.kind == Kind::SCATTER) return {call_.root, round};
+    if (call_.kind != Kind::BROADCAST) return {ALL, round};
+    // Both sides' `ahead` together are less than the slots: never do they wait for each other.
+    const int ahead = std::min(num_common_slots() / 2 - 1, num_blocks_ - iteration_);
+    return {call_.root, round, static_cast<std::uint32_t>(ahead)};
+}
+
+Movement::Span Movement::block(int index) const {
+    const std::size_t at = std::min(call_.count, static_cast<std::size_t>(index) * block_);
+    return {at, std::min(block_, call_.count - at)};
+}
+
+// The part of `block` that `of_rank` combines, relative to the block.
+Movement::Span Movement::slice(Span block, int of_rank) const {
+    const auto world = static_cast<std::size_t>(channel_->shape.world);
+    const std::size_t unit = std::max<std::size_t>(1, LINE / call_.itemsize);
+    const std::size_t each = round_up((block.length + world - 1) / world, unit);
+    const std::size_t at = std::min(block.length, static_cast<std::size_t>(of_rank) * each);
+    return {at, std::min(each, block.length - at)};
+}
+
+char* Movement::slot(int of_rank, int index) const {
+    return channel_->slot(of_rank, base_ + static_cast<std::uint32_t>(index));
+}
+
+// Where the sum of `owner`'s slice of a block lies. Of two ranks, over the other's part of it: the
+// owner takes those lines anyway, and there they are needed next.
+char* Movement::total_slot(int owner, int index) const {
+    return slot(channel_->shape.world == 2 ? 1 - owner : owner, index);
+}
+
+// Where block `index` of a broadcast lies: in the root's slots, then in those of the ranks after it.
+char* Movement::common_slot(int index) const {
+    return slot((call_.root + index / channel_->shape.num_slots) % channel_->shape.world, index);
+}
+
+int Movement::num_common_slots() const {
+    return channel_->shape.num_slots * channel_->shape.world;
+}
+
+// Combining from several sources would overwrite one of them before it is read.
+bool Movement::is_over_own_part() const {
+    const auto me = static_cast<std::size_t>(channel_->rank);
+    return call_.kind == Kind::REDUCE_SCATTER &&
+           call_.result == call_.source + me * call_.count * call_.itemsize;
+}
+
+// Whether nobody but this rank reads what it takes from the others' slots.
+bool Movement::is_only_reader() const {
+    switch (call_.kind) {
+        case Kind::ALL_REDUCE:
+            return depth_ == 2 || channel_->shape.world == 2;
+        case Kind::ALL_GATHER:
+        case Kind::BROADCAST:
+            return channel_->shape.world == 2;
+        default:
+            return true;
+    }
+}
+
+void Movement::copy_slice(char* to, const char* from, std::size_t length) const {
+    if (length != 0 && to != from) std::memcpy(to, from, length * call_.itemsize);
+}
+
+void Movement::copy_own(char* to, const char* from, std::size_t length) const {
+    if (is_large_ && to != from && length != 0) stream<false>(to, from, length * call_.itemsize);
+    else copy_slice(to, from, length);
+}
+
+void Movement::copy_out(char* to, char* from, std::size_t length, bool is_claimed) const {
+    if (length == 0) return;
+    if (!is_claimed) copy_own(to, from, length);
+    else if (is_large_) stream<true>(to, from, length * call_.itemsize);
+    else copy_claimed(to, from, length * call_.itemsize);
+}
+
+void Movement::combine(int index, std::size_t offset, std::size_t length, const char* own,
+                       char* total, char* result) const {
+    const int rank = channel_->rank, world = channel_->shape.world;
+    const std::size_t size = call_.itemsize;
+    // One of two claims the other's part by writing there: the sum, or else a copy of it.
+    char* const others = world == 2 ? slot(1 - rank, index) + offset : nullptr;
+    if (result == nullptr && total != others) result = others;
+    const bool is_claimed = world > 2 && is_only_reader();
+    const std::size_t bite =
+        std::max(LEAST_BITE, BITE / static_cast<std::size_t>(world - 1) / LINE * LINE) / size;
+    const void* sources[MAX_WORLD];
+    for (std::size_t done = 0; done < length; done += bite) {
+        const std::size_t some = std::min(bite, length - done), at = done * size;
+        for (int other = 0; other < world; ++other) {
+            char* theirs = slot(other, index) + offset + at;
+            if (is_claimed && other != rank) claim(theirs, some * size);
+            sources[other] = other == rank && own != nullptr ? own + at : theirs;
+        }
+        combine_all(call_.combination, total + at, sources, world, some,
+                    result != nullptr ? result + at : nullptr);
+    }
+}
+
+void Movement::give(int index) {
+    const int rank = channel_->rank, world = channel_->shape.world;
+    const std::size_t size = call_.itemsize;
+    const Span span = block(index);
+    char* mine = call_.kind == Kind::BROADCAST ? common_slot(index) : slot(rank, index);
+    switch (call_.kind) {
+        case Kind::BARRIER:
+            break;
+        case Kind::ALL_REDUCE:
+        case Kind::REDUCE:
+            if (depth_ == 1) {
+                copy_slice(mine, call_.source + span.at * size, span.length);
+                break;
+            }
+            for (int other = 0; other < world; ++other) {
+                if (other == rank) continue;  // combined from where it is
+                const Span part = slice(span, other);
+                copy_slice(mine + part.at * size, call_.source + (span.at + part.at) * size,
+                           part.length);
+            }
+            break;
+        case Kind::REDUCE_SCATTER:
+        case Kind::ALL_TO_ALL:
+        case Kind::SCATTER:
+            for (int other = 0; other < world; ++other) {
+                const auto part = static_cast<std::size_t>(other);
+                if (other == rank && !is_over_own_part()) continue;  // taken from where it is
+                copy_slice(mine + part * block_ * size,
+                           call_.source + (part * call_.count + span.at) * size, span.length);
+            }
+            break;
+        case Kind::ALL_GATHER:
+        case Kind::GATHER:
+        case Kind::BROADCAST:
+            copy_slice(mine, call_.source + span.at * size, span.length);
+            break;
+    }
+    // A rank that only gives has its own part to bring home.
+    if (call_.kind == Kind::SCATTER) {
+        copy_slice(call_.result + span.at * size,
+                   call_.source + (static_cast<std::size_t>(rank) * call_.count + span.at) * size,
+                   span.length);
+    }
+}
+
+void Movement::take(int index) {
+    const int rank = channel_->rank, world = channel_->shape.world;
+    const auto me = static_cast<std::size_t>(rank);
+    const std::size_t size = call_.itemsize;
+    const Span span = block(index);
+    char* const result = call_.result + span.at * size;
+    switch (call_.kind) {
+        case Kind::BARRIER:
+            break;
+        case Kind::ALL_REDUCE:
+        case Kind::REDUCE: {
+            const char* const source = call_.source + span.at * size;
+            if (depth_ == 1) {
+                // Where result and source are one, its own slot is what it must read: with more than
+                // two ranks the result is written before all sources are read.
+                combine(index, 0, span.length, world == 2 ? source : nullptr, result, nullptr);
+                break;
+            }
+            const Span part = slice(span, rank);
+            const std::size_t offset = part.at * size;
+            const bool keeps = call_.kind == Kind::ALL_REDUCE || rank == call_.root;
+            combine(index, offset, part.length, source + offset, total_slot(rank, index) + offset,
+                    keeps ? result + offset : nullptr);
+            break;
+        }
+        case Kind::REDUCE_SCATTER:
+            combine(index, me * block_ * size, span.length,
+                    is_over_own_part() ? nullptr
+                                       : call_.source + (me * call_.count + span.at) * size,
+                    result, nullptr);
+            break;
+        case Kind::ALL_TO_ALL:
+            for (int i = 0; i < world; ++i) {
+                const int other = (rank + i) % world;
+                const auto part = (static_cast<std::size_t>(other) * call_.count + span.at) * size;
+                if (other == rank) copy_own(call_.result + part, call_.source + part, span.length);
+                else copy_out(call_.result + part, slot(other, index) + me * block_ * size,
+                              span.length, is_only_reader());
+            }
+            break;
+        case Kind::ALL_GATHER:
+        case Kind::GATHER:
+            for (int i = 0; i < world; ++i) {
+                const int other = (rank + i) % world;
+                char* to = result + static_cast<std::size_t>(other) * call_.count * size;
+                if (other == rank) copy_own(to, call_.source + span.at * size, span.length);
+                else copy_out(to, slot(other, index), span.length, is_only_reader());
+            }
+            break;
+        case Kind::BROADCAST:
+            copy_out(result, common_slot(index), span.length, is_only_reader());
+            break;
+        case Kind::SCATTER:
+            copy_out(result, slot(call_.root, index) + me * block_ * size, span.length,
+                     is_only_reader());
+            break;
+    }
+}
+
+void Movement::bring_home(int index) {
+    const int rank = channel_->rank, world = channel_->shape.world;
+    if (call_.kind == Kind::REDUCE && rank != call_.root) return;
+    const bool is_claimed = world == 2 || call_.kind == Kind::REDUCE;
+    const std::size_t size = call_.itemsize;
+    const Span span = block(index);
+    for (int i = 1; i < world; ++i) {
+        const int other = (rank + i) % world;
+        const Span part = slice(span, other);
+        copy_out(call_.result + (span.at + part.at) * size,
+                 total_slot(other, index) + part.at * size, part.length, is_claimed);
+    }
+}
+
+}  // namespace potluck::window

@@ -1,0 +1,49 @@
+// What went through a window, counted where it happens: a few integers per call.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+#include "core/shm/move.hpp"
+
+namespace potluck::window {
+
+// Written by whoever drives the channel, read by anybody.
+class Counter {
+public:
+    void add(std::uint64_t amount) {
+        value_.store(value_.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
+    }
+    std::uint64_t get() const { return value_.load(std::memory_order_relaxed); }
+
+private:
+    std::atomic<std::uint64_t> value_{0};
+};
+
+// The bounds are those of potluck.metrics: seconds from 10 us, each bound twice the one before;
+// bytes from 64, each bound four times the one before; the last bucket is open.
+struct Stats {
+    static constexpr int SECONDS = 25;
+    static constexpr int BYTES = 15;
+
+    std::array<Counter, SECONDS> seconds;
+    std::array<Counter, BYTES> bytes;
+    Counter total_ns;
+    Counter total_bytes;
+
+    void add(std::int64_t took_ns, std::uint64_t nbytes) {
+        int bucket = 0;
+        for (std::int64_t bound = 10'000; bucket < SECONDS - 1 && took_ns > bound; bound *= 2) {
+            ++bucket;
+        }
+        seconds[static_cast<std::size_t>(bucket)].add(1);
+        bucket = 0;
+        for (std::uint64_t bound = 64; bucket < BYTES - 1 && nbytes > bound; bound *= 4) ++bucket;
+        bytes[static_cast<std::size_t>(bucket)].add(1);
+        total_ns.add(static_cast<std::uint64_t>(took_ns));
+        total_bytes.add(nbytes);
+    }
+};
+
+}  // namespace potluck::window

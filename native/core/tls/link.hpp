@@ -1,0 +1,28 @@
+// What the loop is handed when a link to a rank is there.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/tls/stream.hpp"
+
+namespace potluck {
+
+// Slots of memory shared with a worker of the same node (transport/window.py, which owns it).
+struct Window {
+    uint32_t slot_bytes = 0;
+    std::vector<uint8_t*> outgoing;
+    std::vector<const uint8_t*> incoming;
+
+    uint32_t num_slots() const { return static_cast<uint32_t>(outgoing.size()); }
+};
+
+struct Link {
+    uint64_t id = 0;  // by which its owner knows it when the loop lets it go
+    int rank = -1;
+    std::shared_ptr<Stream> stream;
+    Window window;  // without slots where there is none
+};
+
+}  // namespace potluck
