@@ -42,7 +42,7 @@ def test_nothing_imports_upwards() -> None:
         ("transport/breach.py", "import potluck.metrics", "Nothing imports upwards"),
         ("engine/breach.py", "import potluck.cluster", "Nothing imports upwards"),
         (
-            "cluster/views/breach.py",
+            "cluster/membership/breach.py",
             "import potluck.cluster.home",
             "The folders of the",
         ),

@@ -1,6 +1,7 @@
 """The agent of one node: finds the others, keeps links to them, and agrees with them who is in.
 
-One asyncio loop that does the I/O which ``Node`` (``views``) and ``Rotation`` (``trust``) decide.
+One asyncio loop that does the I/O which ``MembershipProtocol`` (``membership``) and ``Rotation``
+(``trust``) decide.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from potluck.cluster.jobs.log import JobLog
 from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.links.local import CLIENT, Waiting, read_request
 from potluck.cluster.links.peers import KIND, ControlLinks
+from potluck.cluster.membership import events
+from potluck.cluster.membership.failure_detector import Status
+from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import NodeNames, is_node_id
 from potluck.cluster.report import Report
 from potluck.cluster.topology import measure
@@ -35,9 +39,6 @@ from potluck.cluster.topology.surveyor import Surveyor
 from potluck.cluster.trust import keyring, rotation
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.cluster.trust.store import TrustStore
-from potluck.cluster.views import events
-from potluck.cluster.views.health import Status
-from potluck.cluster.views.node import Node
 from potluck.errors import ConfigurationError, PotluckError, ProtocolError
 from potluck.service import start_task
 from potluck.settings import Settings
@@ -108,7 +109,9 @@ class NodeAgent:
         tasks: list[asyncio.Task[None]] = []
         try:
             now = loop.time()
-            self.node = Node(self.credentials.node_id, self._state.life, self._state.record, now)
+            self.membership = MembershipProtocol(
+                self.credentials.node_id, self._state.incarnation, self._state.record, now
+            )
             self._crash = loop.create_future()
             server = await self._serve()
             self.port = server.port
@@ -116,10 +119,15 @@ class NodeAgent:
                 self.credentials, self._introduction, self, on_broken=self._fail
             )
             self._surveyor = surveyor = Surveyor(
-                self.credentials, links, self.node.health, self._busy, self._rate
+                self.credentials, links, self.membership.detector, self._busy, self._rate
             )
             self._report = Report(
-                self.me, self.names, links, self.node.health, surveyor, self._introduction_of
+                self.me,
+                self.names,
+                links,
+                self.membership.detector,
+                surveyor,
+                self._introduction_of,
             )
             if self._runtime is not None:
                 # To whoever has a link: who is let in asks before all others know that it is in.
@@ -179,17 +187,17 @@ class NodeAgent:
         self.names.met(node, introduction.name)
         self._addresses[node] = self._links.address(node)
         self._trust.meet(node, introduction.name)
-        self._handle(events.Linked(node, introduction.life))
+        self._handle(events.Linked(node, introduction.incarnation))
         self._rotate(self._rotation.linked(node, namespace))
         self._surveyor.linked(node, introduction.port)
         if self._jobs is not None:
             self._jobs.linked(node)
 
-    def received(self, node: str, life: int, message: peers.PeerMessage) -> None:
+    def received(self, node: str, incarnation: int, message: peers.PeerMessage) -> None:
         if isinstance(message, Bans) and not all(map(is_node_id, message.nodes)):
             raise ProtocolError("it bans what is no node id")
         if isinstance(message, NodeMessage):
-            self._handle(events.Received(node, life, message))
+            self._handle(events.Received(node, incarnation, message))
         elif isinstance(message, JobMessage):
             if self._jobs is not None:
                 self._jobs.received(node, message)
@@ -202,18 +210,18 @@ class NodeAgent:
             now = asyncio.get_running_loop().time()
             self._rotate(self._rotation.received(node, message, now))
 
-    def ended(self, node: str, life: int, reason: str) -> None:
+    def ended(self, node: str, incarnation: int, reason: str) -> None:
         _log.info("the link to %s ended: %s", self.names.called(node), reason)
         self._rotate(self._rotation.lost(node))
         self._surveyor.lost(node)
         if self._jobs is not None:
             self._depot.lost(node)
 
-    def nobody_listens(self, node: str, life: int) -> None:
-        self._handle(events.Refused(node, life))
+    def nobody_listens(self, node: str, incarnation: int) -> None:
+        self._handle(events.Refused(node, incarnation))
 
     def _introduction(self) -> peers.Introduction:
-        return peers.Introduction(self._state.life, self._name, self.port, own_versions())
+        return peers.Introduction(self._state.incarnation, self._name, self.port, own_versions())
 
     def _introduction_of(self, node: str) -> peers.Introduction | None:
         return self._introduction() if node == self.me else self._links.introduction(node)
@@ -224,7 +232,7 @@ class NodeAgent:
         self._handle(events.Tick())
         loop = asyncio.get_running_loop()
         try:
-            self._timer = loop.call_at(self.node.next_wakeup(), self._tick)
+            self._timer = loop.call_at(self.membership.next_wakeup(), self._tick)
             rotation_at = self._rotation.next_wakeup()
             if rotation_at is not None and rotation_at <= loop.time():
                 self._rotate(self._rotation.tick(loop.time()))
@@ -246,7 +254,7 @@ class NodeAgent:
         while True:
             with contextlib.suppress(PotluckError):  # a damaged list refuses everybody by itself
                 banned = self._trust.banned()
-                for node in sorted(banned - known - set(self.node.record.banned)):
+                for node in sorted(banned - known - set(self.membership.record.banned)):
                     self._handle(events.Ban(node))
                     self._links.drop(node, "it was banned")
                 known = banned
@@ -256,7 +264,7 @@ class NodeAgent:
 
     def _handle(self, event: events.Event) -> None:
         try:
-            for action in self.node.handle(event, asyncio.get_running_loop().time()):
+            for action in self.membership.handle(event, asyncio.get_running_loop().time()):
                 self._act(action)
         except Exception as error:
             self._fail(error)
@@ -407,11 +415,11 @@ class NodeAgent:
 
     @property
     def stands_still(self) -> str:
-        return self.node.paused or ("in no cluster's view" if self.view is None else "")
+        return self.membership.paused or ("in no cluster's view" if self.view is None else "")
 
     @property
     def is_banned(self) -> bool:
-        return self.me in self.node.banned
+        return self.me in self.membership.banned
 
     def send(self, node: str, message: JobMessage) -> bool:
         if node != self.me:
@@ -456,7 +464,7 @@ class NodeAgent:
         return None if said is None else said.versions
 
     def is_dead(self, node: str) -> bool:
-        peer = self.node.health.peers.get(node)
+        peer = self.membership.detector.peers.get(node)
         return peer is not None and peer.status is Status.DEAD
 
     def log(self, job: str, line: str) -> None:
@@ -467,7 +475,7 @@ class NodeAgent:
 
     def status(self) -> local.NodesReply:
         """The cluster as it is seen here now."""
-        view = self.node.view
+        view = self.membership.view
         nodes = self._report.nodes(view)
         links = self._surveyor.links({each.node for each in nodes})
         return local.NodesReply(
@@ -476,7 +484,7 @@ class NodeAgent:
             port=self.port,
             namespace=self.credentials.namespace,
             epoch=0 if view is None else view.epoch,
-            paused=self.node.paused,
+            paused=self.membership.paused,
             nodes=nodes,
             links=links,
             stragglers=stragglers(links, self.names.label),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from potluck.cluster.links.peers import ControlLinks
+from potluck.cluster.membership.failure_detector import FailureDetector
 from potluck.cluster.names import NodeNames
 from potluck.cluster.topology.surveyor import Surveyor
-from potluck.cluster.views.health import Health
 from potluck.wire.facts import NodeFacts
 from potluck.wire.local import NodeInfo
 from potluck.wire.nodes import View
@@ -23,14 +23,14 @@ class Report:
         me: str,
         names: NodeNames,
         links: ControlLinks,
-        health: Health,
+        detector: FailureDetector,
         surveyor: Surveyor,
         introduction: Callable[[str], Introduction | None],
     ) -> None:
         self._me = me
         self._names = names
         self._links = links
-        self._health = health
+        self._detector = detector
         self._surveyor = surveyor
         self._introduction = introduction
 
@@ -43,7 +43,7 @@ class Report:
 
     def _node(self, node: str, view: View | None) -> NodeInfo:
         is_me = node == self._me
-        peer = self._health.peers.get(node)
+        peer = self._detector.peers.get(node)
         said = self._introduction(node)
         facts = self._surveyor.facts(node) or NodeFacts(node)
         return NodeInfo(

@@ -1,4 +1,5 @@
-"""CRC-32C (Castagnoli; RFC 3720, appendix B.4): the Python twin of ``native/core/kernels/checksum.cpp``."""
+"""CRC-32C (Castagnoli; RFC 3720, appendix B.4): the Python twin of
+``native/core/kernels/checksum.cpp``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the agents of two nodes say to each other, and the views they speak of.
 
 The protocol is in ``docs/membership.md``. Messages are msgspec structs, bounded as in
-``control.py``; who speaks, and in which life, the link knows from its greeting.
+``control.py``; who speaks, and in which incarnation, the link knows from its greeting.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Ballot = tuple[int, Name]
 """An attempt to decide a view: its number and who makes it. Compared in this order."""
 
 
-class Seat(msgspec.Struct, frozen=True):
-    """A node's place in views: ``life`` is the run of its agent, ``joined`` the epoch it came in
-    with. A node that starts again has a new life and needs a new seat."""
+class ViewMember(msgspec.Struct, frozen=True):
+    """A member of a view: one ``incarnation`` (run of the agent) of ``node``. ``joined`` is the
+    epoch of its first view. A node whose agent starts again is a new member."""
 
     node: Name
-    life: int
+    incarnation: int
     joined: int
 
     @property
@@ -60,13 +60,13 @@ class JobGroup(msgspec.Struct, frozen=True):
 class View(msgspec.Struct, frozen=True):
     """Who is in, agreed on by the members of the view before it.
 
-    ``seats`` are in order of seniority. ``fork_of`` names the lineage that this one left by the
+    ``members`` are in order of seniority. ``fork_of`` names the history that this one left by the
     operator's order, empty otherwise.
     """
 
-    lineage: Name
+    history: Name
     epoch: int
-    seats: Annotated[tuple[Seat, ...], msgspec.Meta(max_length=MAX_NODES, min_length=1)]
+    members: Annotated[tuple[ViewMember, ...], msgspec.Meta(max_length=MAX_NODES, min_length=1)]
     groups: Annotated[tuple[JobGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
     reason: Text = ""
     fork_of: Name = ""
@@ -74,18 +74,18 @@ class View(msgspec.Struct, frozen=True):
     @property
     def leader(self) -> str:
         """The most senior node."""
-        return self.seats[0].node
+        return self.members[0].node
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """The nodes, the most senior first."""
-        return tuple(seat.node for seat in self.seats)
+        return tuple(member.node for member in self.members)
 
-    def seat(self, node: str) -> Seat | None:
-        """The seat of ``node``, None if it has none."""
-        for seat in self.seats:
-            if seat.node == node:
-                return seat
+    def member(self, node: str) -> ViewMember | None:
+        """The member that ``node`` is, None if it is none."""
+        for member in self.members:
+            if member.node == node:
+                return member
         return None
 
     def group(self, job: str) -> JobGroup | None:
@@ -97,30 +97,30 @@ class View(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """``view`` as successor of the view of epoch ``parent``; ``dead`` are the seats of that view
+    """``view`` as successor of the view of epoch ``parent``; ``ended`` are the members of that view
     that the proposer knows to have ended. ``fresh``: it is the proposer's own, not one that others
     had accepted before."""
 
     ballot: Ballot
     parent: int
     view: View
-    dead: Names = ()
+    ended: Names = ()
     fresh: bool = False
 
 
-class Past(msgspec.Struct, frozen=True):
-    """What a node has on disk of one lineage: the last view it used, what it accepted after it."""
+class HistoryRecord(msgspec.Struct, frozen=True):
+    """What a node has on disk of one history: the last view it used, what it accepted after it."""
 
     view: View
     accepted: Proposal | None = None
 
 
-class Record(msgspec.Struct, frozen=True):
+class StableRecord(msgspec.Struct, frozen=True):
     """What a node keeps on disk of the control plane. ``installed`` is the highest epoch it ever
-    used; ``pasts`` are its newest lineages, the newest last."""
+    used; ``histories`` are its newest histories, the newest last."""
 
     installed: int = 0
-    pasts: Annotated[tuple[Past, ...], msgspec.Meta(max_length=16)] = ()
+    histories: Annotated[tuple[HistoryRecord, ...], msgspec.Meta(max_length=16)] = ()
     banned: Names = ()
 
 
@@ -132,8 +132,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
     ``echo`` is the newest ``number`` I heard from you, ``held_s`` how long ago; with ``lease`` I
     agree to no view without you for a while after I heard that. ``links``: the nodes that I have a
-    working link with. ``lineage`` and ``epoch``: the view I use, ``size`` its number of seats;
-    empty without one, and then ``wants`` is the lineage I would join. ``installed``: the highest
+    working link with. ``history`` and ``epoch``: the view I use, ``size`` its number of members;
+    empty without one, and then ``wants`` is the history I would join. ``installed``: the highest
     epoch I ever used. ``bans``: a checksum of those I know.
     """
 
@@ -142,7 +142,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     held_s: float = 0.0
     lease: bool = True
     links: Names = ()
-    lineage: Name = ""
+    history: Name = ""
     epoch: int = 0
     size: int = 0
     busy: bool = False
@@ -186,7 +186,7 @@ class Reached(msgspec.Struct, frozen=True, tag=True):
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Promise to accept no proposal older than ``ballot`` to follow view ``parent``."""
 
-    lineage: Name
+    history: Name
     parent: int
     ballot: Ballot
 
@@ -226,23 +226,23 @@ class Decided(msgspec.Struct, frozen=True, tag=True):
     view: View
 
 
-# What became of a seat.
+# Recovery: what a member that ended had accepted.
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
-    """What do you have on disk of ``lineage``? In my view of ``epoch`` you have a seat."""
+class RecoveryRequest(msgspec.Struct, frozen=True, tag=True):
+    """What do you have on disk of ``history``? In my view of ``epoch`` you are a member."""
 
-    lineage: Name
+    history: Name
     epoch: int
 
 
-class Testimony(msgspec.Struct, frozen=True, tag=True):
-    """All I have of ``lineage``. I am no member of it (any more, or in this life), and will use
-    no seat in it that dates from ``epoch`` or before."""
+class RecoveryReport(msgspec.Struct, frozen=True, tag=True):
+    """All I have of ``history``. I am no member of it (any more, or in this incarnation), and will
+    use no membership in it that dates from ``epoch`` or before."""
 
-    lineage: Name
+    history: Name
     epoch: int
-    past: Past | None = None
+    past: HistoryRecord | None = None
 
 
 class Bans(msgspec.Struct, frozen=True, tag=True):
@@ -263,7 +263,7 @@ NodeMessage = (
     | Accepted
     | Rejected
     | Decided
-    | Ask
-    | Testimony
+    | RecoveryRequest
+    | RecoveryReport
     | Bans
 )

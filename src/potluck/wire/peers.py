@@ -31,7 +31,7 @@ class Introduction(msgspec.Struct, frozen=True, tag=True):
     """The first message in both directions: in which run of my agent I speak, what people call
     this machine, where its agent listens, and with which versions its workers would run."""
 
-    life: int
+    incarnation: int
     name: Name
     port: int
     versions: Versions

@@ -22,7 +22,7 @@ from potluck.errors import ConfigurationError, IdentityError, ProtocolError
 from potluck.settings import Settings
 from potluck.transport.credentials import namespace_of
 from potluck.wire import local
-from potluck.wire.nodes import Bans, Record
+from potluck.wire.nodes import Bans, StableRecord
 
 WAIT_S = 40.0
 OLD = b"o" * 32
@@ -75,7 +75,9 @@ class Running:
     async def sees(self, *nodes: Running) -> None:
         """Wait for a view of exactly these."""
         ids = {node.id for node in nodes}
-        await self.has(lambda agent: agent.node.view is not None and set(_nodes(agent)) == ids)
+        await self.has(
+            lambda agent: agent.membership.view is not None and set(_nodes(agent)) == ids
+        )
 
     async def stop(self) -> None:
         self.task.cancel()
@@ -83,7 +85,7 @@ class Running:
 
 
 def _nodes(agent: NodeAgent) -> tuple[str, ...]:
-    view = agent.node.view
+    view = agent.membership.view
     return () if view is None else view.nodes
 
 
@@ -152,7 +154,7 @@ def test_an_agent_whose_heart_stops_ends_instead_of_looking_alive(tmp_path: Path
         def broken() -> float:
             raise MemoryError("no room")
 
-        ada.agent.node.next_wakeup = broken  # type: ignore[method-assign]
+        ada.agent.membership.next_wakeup = broken  # type: ignore[method-assign]
         with pytest.raises(MemoryError):
             await asyncio.wait_for(asyncio.shield(ada.task), WAIT_S)
 
@@ -163,7 +165,7 @@ def test_three_agents_agree_lose_one_and_take_it_back(tmp_path: Path) -> None:
     async def story(cluster: Cluster) -> None:
         loop = asyncio.get_running_loop()
         ada, bob, carl = await cluster.three()
-        assert len({node.agent.node.view for node in (ada, bob, carl)}) == 1
+        assert len({node.agent.membership.view for node in (ada, bob, carl)}) == 1
         epoch = ada.agent.status().epoch
         began = loop.time()
         await carl.stop()
@@ -236,11 +238,11 @@ def test_the_command_line_asks_the_agent_of_its_own_machine(tmp_path: Path) -> N
 
 
 def test_a_node_never_lives_the_same_life_twice_and_keeps_its_record(tmp_path: Path) -> None:
-    lives = []
+    incarnations = []
     for installed in (5, 7):
         state = NodeState(tmp_path)
-        lives.append(state.life)
-        state.write(Record(installed=installed))
+        incarnations.append(state.incarnation)
+        state.write(StableRecord(installed=installed))
         assert find_agent(tmp_path) is None, "it does not listen yet"
         state.listening(4711)
         found = find_agent(tmp_path)
@@ -250,7 +252,7 @@ def test_a_node_never_lives_the_same_life_twice_and_keeps_its_record(tmp_path: P
         state.close()
         assert find_agent(tmp_path) is None
     last = NodeState(tmp_path)
-    assert (lives, last.life, last.record.installed) == ([1, 2], 3, 7)
+    assert (incarnations, last.incarnation, last.record.installed) == ([1, 2], 3, 7)
     last.close()
     (tmp_path / "node_state").write_bytes(b"\xc1")
     with pytest.raises(IdentityError, match="damaged"):

@@ -1,4 +1,5 @@
-"""What a node's agent keeps on disk: its lives, its record of views, and where it can be asked.
+"""What a node's agent keeps on disk: its incarnation, its record of views,
+and where commands can ask it.
 
 ``<home>/node_state`` (mode 0600) is written before a view is used, so that no epoch is used twice.
 ``<home>/node_agent.json`` says where the running agent listens. One agent runs per home.
@@ -16,7 +17,7 @@ import msgspec
 from potluck import system
 from potluck.cluster.home.keyfile import read_private, replace_private
 from potluck.errors import ConfigurationError, IdentityError
-from potluck.wire.nodes import Record
+from potluck.wire.nodes import StableRecord
 
 STATE_FILE = "node_state"
 AGENT_FILE = "node_agent.json"
@@ -27,8 +28,8 @@ _LOOKING_S = 0.5
 
 
 class _State(msgspec.Struct, frozen=True):
-    life: int = 0
-    record: Record = Record()
+    incarnation: int = 0
+    record: StableRecord = StableRecord()
 
 
 class AgentRecord(msgspec.Struct, frozen=True):
@@ -42,7 +43,7 @@ class NodeState:
     """The state of the agent that runs in this process, from construction to ``close``.
 
     ConfigurationError if another agent runs with this home; IdentityError if the state is damaged
-    or can't be written. ``life`` is higher than in any run before, and on disk.
+    or can't be written. ``incarnation`` is higher than in any run before, and on disk.
     """
 
     def __init__(self, home: Path) -> None:
@@ -52,16 +53,16 @@ class NodeState:
         try:
             _take(self._lock, home)
             before = self._read()
-            self.life = before.life + 1
+            self.incarnation = before.incarnation + 1
             self.record = before.record
             self.write(self.record)
         except BaseException:
             os.close(self._lock)
             raise
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StableRecord) -> None:
         """Have ``record`` on disk when this returns. Takes some milliseconds."""
-        data = msgspec.msgpack.encode(_State(self.life, record))
+        data = msgspec.msgpack.encode(_State(self.incarnation, record))
         replace_private(self._home / STATE_FILE, _WHAT, data)
         self.record = record
 

@@ -22,7 +22,7 @@ from potluck.cluster.jobs.early import EarlyOrders
 from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.runner import JobRunner
 from potluck.cluster.jobs.versions import own_versions
-from potluck.cluster.views import events
+from potluck.cluster.membership import events
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.wire import control, jobs, local
 from potluck.wire.nodes import View
@@ -171,7 +171,7 @@ class JobDispatcher:
         elif isinstance(message, jobs.ToStarter):
             if view is not None and node == view.leader:
                 self._shown(message)
-        elif view is None or view.seat(node) is None:
+        elif view is None or view.member(node) is None:
             return
         elif isinstance(message, jobs.Submit):
             self._submitted(node, message.spec, view)
@@ -343,7 +343,7 @@ class JobDispatcher:
     def linked(self, node: str) -> None:
         """There is a new link to ``node``: what was said before may not have arrived."""
         view = self._host.view
-        if view is None or view.seat(node) is None:
+        if view is None or view.member(node) is None:
             return
         for coordinator in self._coordinators.values():
             coordinator.order(node)

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from potluck.cluster.jobs.job import Chaos, Launcher
 from potluck.cluster.jobs.lead import Lead
+from potluck.cluster.membership import events
 from potluck.cluster.names import NodeNames
-from potluck.cluster.views import events
 from potluck.types import MeasuredPath
 from potluck.wire import jobs
 from potluck.wire.names import Versions

@@ -49,13 +49,13 @@ class Owner(Protocol):
     def linked(self, node: str, introduction: peers.Introduction, namespace: str) -> None:
         """There is a link to ``node``, which shows the secret of ``namespace``."""
 
-    def received(self, node: str, life: int, message: peers.PeerMessage) -> None:
-        """``node`` said ``message`` in the run ``life`` of its agent."""
+    def received(self, node: str, incarnation: int, message: peers.PeerMessage) -> None:
+        """``node`` said ``message`` in the run ``incarnation`` of its agent."""
 
-    def ended(self, node: str, life: int, reason: str) -> None:
+    def ended(self, node: str, incarnation: int, reason: str) -> None:
         """The link is gone; where it was is being called."""
 
-    def nobody_listens(self, node: str, life: int) -> None:
+    def nobody_listens(self, node: str, incarnation: int) -> None:
         """The host of ``node`` answered that no agent listens where the last link to it was."""
 
 
@@ -91,7 +91,7 @@ class ControlLinks:
         self._owner = owner
         self._book = HintBook()
         self._links: dict[str, _Link] = {}
-        self._lives: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}
         self._calling: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_calls = 0
@@ -270,10 +270,10 @@ class ControlLinks:
         else:
             _log.debug("%s: %s", where, error)
         if isinstance(error.__cause__, ConnectionRefusedError):
-            for node, life in list(self._lives.items()):
+            for node, incarnation in list(self._incarnations.items()):
                 places = {(each.host, each.port) for each in self._book.places_of(node)}
                 if node not in self._links and (hint.host, hint.port) in places:
-                    self._owner.nobody_listens(node, life)
+                    self._owner.nobody_listens(node, incarnation)
 
     # One link, from its making to its end.
 
@@ -297,14 +297,14 @@ class ControlLinks:
             if not isinstance(first, peers.Introduction):
                 raise ProtocolError(f"it began with {type(first).__name__}, not an introduction")
             link.introduction = first
-            self._lives[link.node] = first.life
+            self._incarnations[link.node] = first.incarnation
             self._owner.linked(link.node, first, aio.shown_namespace(link.writer))
             while True:
                 async with asyncio.timeout(IDLE_S):
                     message = await _receive(link.reader)
                 if self._links.get(link.node) is not link:
                     return
-                self._owner.received(link.node, first.life, message)
+                self._owner.received(link.node, first.incarnation, message)
         except TimeoutError:
             link.reason = link.reason or "it said nothing for too long"
         except LinkError as error:
@@ -325,7 +325,7 @@ class ControlLinks:
 
     def _tell_end(self, link: _Link) -> None:
         if link.introduction is not None and not self._is_closed:
-            self._owner.ended(link.node, link.introduction.life, link.reason)
+            self._owner.ended(link.node, link.introduction.incarnation, link.reason)
 
     def _write(self, link: _Link, message: peers.PeerMessage) -> bool:
         transport = link.writer.transport

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from potluck.cluster.links.peers import ControlLinks
+from potluck.cluster.membership.failure_detector import FailureDetector, Status
 from potluck.cluster.topology.graph import Topology
 from potluck.cluster.topology.hardware import own_facts
 from potluck.cluster.topology.measure import Reading, Stopped, measure, serve
 from potluck.cluster.topology.survey import Survey, is_news, shares_interfaces
-from potluck.cluster.views.health import Health, Status
 from potluck.errors import PotluckError
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
@@ -41,14 +41,14 @@ class Surveyor:
         self,
         credentials: Credentials,
         links: ControlLinks,
-        health: Health,
+        detector: FailureDetector,
         busy: Callable[[], Collection[str]],
         rate: Callable[[], float],
     ) -> None:
         self.survey = Survey(own_facts(credentials.node_id))
         self._credentials = credentials
         self._links = links
-        self._health = health
+        self._detector = detector
         self._busy = busy
         self._rate = rate
         self._told: Facts | None = None
@@ -102,7 +102,7 @@ class Surveyor:
     def row(self) -> Facts:
         """What this node tells the others."""
         latencies = {
-            name: (peer.latency_s, peer.deviation_s) for name, peer in self._health.peers.items()
+            name: (peer.latency_s, peer.deviation_s) for name, peer in self._detector.peers.items()
         }
         local = {node: self._links.local(node) for node in self._links.nodes}
         return self.survey.row(latencies, local)
@@ -138,7 +138,7 @@ class Surveyor:
         rate = float(f"{self._rate():.2g}") or before
         facts = own_facts(self._credentials.node_id)
         self.survey.mine = msgspec.structs.replace(facts, samples_per_s=rate)
-        peers = self._health.peers
+        peers = self._detector.peers
         self.survey.forget([node for node in peers if peers[node].status is not Status.DEAD])
 
     def _may_go_on(self, node: str) -> bool:

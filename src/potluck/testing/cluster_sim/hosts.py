@@ -1,4 +1,5 @@
-"""A simulated host: the real ``Node`` with a disk, a skewed clock, one worker, and ways to fail."""
+"""A simulated host: the real ``MembershipProtocol`` with a disk, a skewed clock, one
+worker, and ways to fail."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from potluck.cluster.views import events
-from potluck.cluster.views.health import Timing
-from potluck.cluster.views.node import Node
+from potluck.cluster.membership import events
+from potluck.cluster.membership.failure_detector import Timing
+from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.testing.cluster_sim.network import Network, Queue
 from potluck.testing.cluster_sim.training import Worker, WorkerMessage
 from potluck.types import Member
-from potluck.wire.nodes import JobGroup, Record, View
+from potluck.wire.nodes import JobGroup, StableRecord, View
 
 JOB = "job"
 READY_S = 0.5
@@ -41,13 +42,13 @@ class Host:
         self.offset = chance.uniform(-86_400, 86_400)
         self.rate = chance.uniform(0.97, 1.03)
         self.others: dict[str, Host] = {}
-        self.life = 0
-        self.disk = Record()
-        self.node: Node | None = None
+        self.incarnation = 0
+        self.disk = StableRecord()
+        self.node: MembershipProtocol | None = None
         self.worker: Worker | None = None
         self.frozen_until = 0.0
         self.timing = Timing()
-        self.make_node: Callable[..., Node] = Node
+        self.make_node: Callable[..., MembershipProtocol] = MembershipProtocol
         self._backlog: list[events.Event] = []
         self._generation = 0
         self._ready: dict[str, tuple[float, str, int]] = {}
@@ -60,25 +61,25 @@ class Host:
     # Coming and going.
 
     def start(self) -> None:
-        """The agent starts: a new life, with what is on disk."""
-        self.life += 1
+        """The agent starts: a new incarnation, with what is on disk."""
+        self.incarnation += 1
         self._backlog, self._ready, self.frozen_until = [], {}, 0.0
-        self.node = self.make_node(self.name, self.life, self.disk, self.now, self.timing)
+        self.node = self.make_node(self.name, self.incarnation, self.disk, self.now, self.timing)
         self._new_worker()
-        life = self.life
+        incarnation = self.incarnation
         for other in self.others.values():
             delay = self.chance.uniform(0.01, 0.5)
-            self.queue.after(delay, partial(self._link, life, other))
-        self._tick(life)
-        self._work(life)
+            self.queue.after(delay, partial(self._link, incarnation, other))
+        self._tick(incarnation)
+        self._work(incarnation)
 
     def _new_worker(self) -> None:
         self._generation += 1
-        name = f"{self.name}.{self.life}.{self._generation:03}"
-        life, worker = self.life, None
+        name = f"{self.name}.{self.incarnation}.{self._generation:03}"
+        incarnation, worker = self.incarnation, None
 
         def tell(node: str, target: str, message: WorkerMessage) -> None:
-            if self.worker is worker and self.life == life:
+            if self.worker is worker and self.incarnation == incarnation:
                 other = self.others.get(node)
                 if other is not None:
                     self.network.send(self.name, node, lambda: other.deliver(target, message))
@@ -88,30 +89,30 @@ class Host:
 
         self.worker = worker = Worker(name, tell, on_commit)
 
-    def _link(self, life: int, other: Host) -> None:
+    def _link(self, incarnation: int, other: Host) -> None:
         """Connect, as soon as the network lets us."""
-        if self.node is None or self.life != life:
+        if self.node is None or self.incarnation != incarnation:
             return
         if other.node is not None and self.network.joined(self.name, other.name):
-            self.handle(events.Linked(other.name, other.life))
-            other.handle(events.Linked(self.name, self.life))
+            self.handle(events.Linked(other.name, other.incarnation))
+            other.handle(events.Linked(self.name, self.incarnation))
         else:
-            self.queue.after(0.5, lambda: self._link(life, other))
+            self.queue.after(0.5, lambda: self._link(incarnation, other))
 
     def crash(self, *, is_seen: bool) -> None:
         """The agent and its worker end. ``is_seen``: the host lives and refuses connections."""
         if self.node is None:
             return
         self.node = self.worker = None
-        life = self.life
+        incarnation = self.incarnation
         if is_seen:
             for other in self.others.values():
-                self._refuse(other, life)
+                self._refuse(other, incarnation)
 
-    def _refuse(self, other: Host, life: int) -> None:
+    def _refuse(self, other: Host, incarnation: int) -> None:
         def tell() -> None:
             if self.network.joined(self.name, other.name):
-                other.handle(events.Refused(self.name, life))
+                other.handle(events.Refused(self.name, incarnation))
             elif self.node is None:
                 self.queue.after(0.5, tell)  # the next attempt to connect
 
@@ -120,11 +121,11 @@ class Host:
     def freeze(self, seconds: float) -> None:
         """The agent is stopped; its worker goes on."""
         self.frozen_until = max(self.frozen_until, self.queue.now + seconds)
-        life = self.life
-        self.queue.after(seconds, lambda: self._thaw(life))
+        incarnation = self.incarnation
+        self.queue.after(seconds, lambda: self._thaw(incarnation))
 
-    def _thaw(self, life: int) -> None:
-        if self.life == life and self.queue.now >= self.frozen_until:
+    def _thaw(self, incarnation: int) -> None:
+        if self.incarnation == incarnation and self.queue.now >= self.frozen_until:
             backlog, self._backlog = self._backlog, []
             if self.chance.random() < 0.5:
                 self.handle(events.Tick())
@@ -133,16 +134,16 @@ class Host:
 
     # Time.
 
-    def _tick(self, life: int) -> None:
+    def _tick(self, incarnation: int) -> None:
         node = self.node
-        if node is None or self.life != life:
+        if node is None or self.incarnation != incarnation:
             return
         self.handle(events.Tick())
         wait = max(node.next_wakeup() - self.now, 0.001) / self.rate
-        self.queue.after(wait, lambda: self._tick(life))
+        self.queue.after(wait, lambda: self._tick(incarnation))
 
-    def _work(self, life: int) -> None:
-        if self.worker is None or self.life != life:
+    def _work(self, incarnation: int) -> None:
+        if self.worker is None or self.incarnation != incarnation:
             return
         self.worker.tick()
         if self.queue.now >= self.frozen_until:
@@ -152,13 +153,13 @@ class Host:
             self.is_ready(*word)
             self._keep_job()
         wait = self.chance.uniform(0.9, 1.1) * 0.25
-        self.queue.after(wait, lambda: self._work(life))
+        self.queue.after(wait, lambda: self._work(incarnation))
 
     # Events and actions.
 
-    def receive(self, source: str, life: int, message: object) -> None:
+    def receive(self, source: str, incarnation: int, message: object) -> None:
         """A message of another host's agent arrived."""
-        self.handle(events.Received(source, life, message))  # type: ignore[arg-type]
+        self.handle(events.Received(source, incarnation, message))  # type: ignore[arg-type]
 
     def handle(self, event: events.Event) -> None:
         if self.node is None:
@@ -175,8 +176,10 @@ class Host:
             case events.Send(node, message):
                 other = self.others.get(node)
                 if other is not None:
-                    source, life = self.name, self.life
-                    self.network.send(source, node, lambda: other.receive(source, life, message))
+                    source, incarnation = self.name, self.incarnation
+                    self.network.send(
+                        source, node, lambda: other.receive(source, incarnation, message)
+                    )
             case events.Save(number, record):
                 self._write(number, record)
             case events.Install(view):
@@ -198,11 +201,11 @@ class Host:
         if not isinstance(action, events.Send):
             self.judge.noted(self, action)
 
-    def _write(self, number: int, record: Record) -> None:
-        life = self.life
+    def _write(self, number: int, record: StableRecord) -> None:
+        incarnation = self.incarnation
 
         def done() -> None:
-            if self.life == life and self.node is not None:
+            if self.incarnation == incarnation and self.node is not None:
                 self.disk = record
                 self.handle(events.Saved(number))
 
@@ -218,7 +221,7 @@ class Host:
         if group is None or group.epoch <= self.worker.epoch:
             return
         if any(member.worker == self.worker.name for member in group.members):
-            self.worker.enter(group, f"/fork {view.lineage}" if view.fork_of else "")
+            self.worker.enter(group, f"/fork {view.history}" if view.fork_of else "")
         else:
             self.worker.leave()
 

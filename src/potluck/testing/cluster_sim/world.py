@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from potluck.cluster.views import events
-from potluck.cluster.views.node import Node
+from potluck.cluster.membership import events
+from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.testing.cluster_sim.faults import FAULTS_S, Fault, make_plan
 from potluck.testing.cluster_sim.hosts import JOB, Host
 from potluck.testing.cluster_sim.network import Network, Queue
@@ -23,7 +23,7 @@ class Broken(AssertionError):
 class World:
     """``run()`` plays the plan and raises ``Broken`` for the first invariant that does not hold.
 
-    One view per epoch of a lineage; a host's epochs never go back, also not after a restart; a
+    One view per epoch of a history; a host's epochs never go back, also not after a restart; a
     banned node is in no view that is agreed on by one who knows of it; no two sides commit: each
     step of a job's history was committed in one epoch, and an older history than the newest commits
     nothing; when faults stop, all hosts are in one view within ten seconds.
@@ -34,7 +34,7 @@ class World:
         seed: int,
         plan: Sequence[Fault] | None = None,
         num_hosts: int | None = None,
-        make_node: Callable[..., Node] = Node,
+        make_node: Callable[..., MembershipProtocol] = MembershipProtocol,
         job: bool = True,
     ) -> None:
         self.seed = seed
@@ -65,7 +65,7 @@ class World:
         if view.epoch <= before:
             raise self.broken(f"{host.name} went from epoch {before} back to {view.epoch}")
         self._epochs[host.name] = view.epoch
-        known = self.views.setdefault((view.lineage, view.epoch), view)
+        known = self.views.setdefault((view.history, view.epoch), view)
         if known != view:
             raise self.broken(f"two views in epoch {view.epoch}: {known} and {view}")
         if host.disk.installed < view.epoch:
@@ -161,13 +161,13 @@ class World:
 
     def _crash(self, hosts: list[Host], duration: float, *, is_seen: bool) -> None:
         for host in hosts:
-            life = host.life
+            incarnation = host.incarnation
             if host.node is None:
                 continue
             host.crash(is_seen=is_seen)
 
-            def again(host: Host = host, life: int = life) -> None:
-                if host.node is None and host.life == life:
+            def again(host: Host = host, incarnation: int = incarnation) -> None:
+                if host.node is None and host.incarnation == incarnation:
                     host.start()
 
             self.queue.after(duration, again)
@@ -208,7 +208,7 @@ class World:
         found = {
             host.name: None
             if host.node is None or host.node.view is None
-            else (host.node.view.lineage, host.node.view.epoch)
+            else (host.node.view.history, host.node.view.epoch)
             for host in alive
         }
         wanted = {host.name for host in alive}

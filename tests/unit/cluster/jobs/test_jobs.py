@@ -15,15 +15,15 @@ from potluck.cluster.bundles.depot import KEPT_JOBS, BundleDepot
 from potluck.cluster.jobs.dispatcher import JobDispatcher
 from potluck.cluster.jobs.lead import Lead
 from potluck.cluster.jobs.versions import own_versions
+from potluck.cluster.membership import events
+from potluck.cluster.membership.events import WantGroup
 from potluck.cluster.names import NodeNames
-from potluck.cluster.views import events
-from potluck.cluster.views.events import WantGroup
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.launch.chaos import ChaosPlan
 from potluck.types import MeasuredPath
 from potluck.wire import control, jobs, local, peers
 from potluck.wire.names import Versions
-from potluck.wire.nodes import JobGroup, Seat, View
+from potluck.wire.nodes import JobGroup, View, ViewMember
 
 ME, LEADER, EVE = "me", "leader", "eve"
 
@@ -103,7 +103,9 @@ def spec(bundle: bytes, starter: str) -> jobs.JobSpec:
 
 
 def view(*nodes: str, epoch: int = 3) -> View:
-    return View("L", epoch, tuple(Seat(node, 1, number) for number, node in enumerate(nodes, 1)))
+    return View(
+        "L", epoch, tuple(ViewMember(node, 1, number) for number, node in enumerate(nodes, 1))
+    )
 
 
 def play(tmp_path: Path, story: Callable[[Machine, JobDispatcher, BundleDepot], object]) -> Machine:

@@ -33,8 +33,8 @@ WAIT_S = 30.0
 class Agent:
     """The least an agent does with its links: write down what happens."""
 
-    def __init__(self, life: int = 1, credentials: Credentials | None = None) -> None:
-        self.life = life
+    def __init__(self, incarnation: int = 1, credentials: Credentials | None = None) -> None:
+        self.incarnation = incarnation
         self.credentials = credentials or new_credentials()
         self.events: list[tuple[Any, ...]] = []
         self._changed = asyncio.Event()
@@ -56,7 +56,9 @@ class Agent:
         return self
 
     def _introduction(self) -> peers.Introduction:
-        return peers.Introduction(self.life, f"host-{self.life}", self.server.port, own_versions())
+        return peers.Introduction(
+            self.incarnation, f"host-{self.incarnation}", self.server.port, own_versions()
+        )
 
     async def _greeted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
@@ -68,16 +70,16 @@ class Agent:
 
     def linked(self, node: str, introduction: peers.Introduction, namespace: str) -> None:
         assert namespace == self.credentials.namespace
-        self._note("linked", node, introduction.life)
+        self._note("linked", node, introduction.incarnation)
 
-    def received(self, node: str, life: int, message: peers.PeerMessage) -> None:
-        self._note("received", node, life, message)
+    def received(self, node: str, incarnation: int, message: peers.PeerMessage) -> None:
+        self._note("received", node, incarnation, message)
 
-    def ended(self, node: str, life: int, reason: str) -> None:
-        self._note("ended", node, life, reason)
+    def ended(self, node: str, incarnation: int, reason: str) -> None:
+        self._note("ended", node, incarnation, reason)
 
-    def nobody_listens(self, node: str, life: int) -> None:
-        self._note("nobody listens", node, life)
+    def nobody_listens(self, node: str, incarnation: int) -> None:
+        self._note("nobody listens", node, incarnation)
 
     def _note(self, *event: Any) -> None:
         self.events.append(event)
@@ -124,7 +126,7 @@ async def link_up(ada: Agent, bob: Agent) -> None:
 
 def test_a_hint_becomes_a_link_on_which_both_know_each_other_and_talk() -> None:
     async def story(stack: contextlib.AsyncExitStack) -> None:
-        ada, bob = await opened(stack, Agent(life=3), Agent(life=5))
+        ada, bob = await opened(stack, Agent(incarnation=3), Agent(incarnation=5))
         ada.knows(bob)
         assert await ada.sees("linked") == ("linked", bob.id, 5)
         assert await bob.sees("linked") == ("linked", ada.id, 3)
@@ -178,7 +180,7 @@ def test_a_node_with_many_addresses_and_this_node_itself_make_no_more_links() ->
 
 def test_an_agent_that_ended_is_noticed_at_once_and_called_until_it_is_back() -> None:
     async def story(stack: contextlib.AsyncExitStack) -> None:
-        ada, bob = await opened(stack, Agent(), Agent(life=1))
+        ada, bob = await opened(stack, Agent(), Agent(incarnation=1))
         await link_up(ada, bob)
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -189,7 +191,7 @@ def test_an_agent_that_ended_is_noticed_at_once_and_called_until_it_is_back() ->
         seconds = loop.time() - began
         print(f"a death was certain after {1000 * seconds:.0f} ms")
         assert seconds < WAIT_S
-        again = await Agent(life=2, credentials=bob.credentials).open(port)
+        again = await Agent(incarnation=2, credentials=bob.credentials).open(port)
         stack.push_async_callback(again.close)
         assert await ada.sees("linked", bob.id, 2)
 
@@ -203,9 +205,9 @@ def test_a_node_that_lost_its_link_silently_replaces_it_by_calling(
     monkeypatch.setattr("potluck.cluster.links.peers._YOUNG_S", 0.0)
 
     async def story(stack: contextlib.AsyncExitStack) -> None:
-        ada, bob = await opened(stack, Agent(), Agent(life=1))
+        ada, bob = await opened(stack, Agent(), Agent(incarnation=1))
         await link_up(ada, bob)
-        reborn = await Agent(life=2, credentials=bob.credentials).open()
+        reborn = await Agent(incarnation=2, credentials=bob.credentials).open()
         stack.push_async_callback(reborn.close)
         reborn.knows(ada)
         await reborn.sees("linked", ada.id)

@@ -163,13 +163,13 @@ class Node:
         self.num_linked.release()
         self.act(self.rotation.linked(node, namespace))
 
-    def received(self, node: str, life: int, message: peers.PeerMessage) -> None:
+    def received(self, node: str, incarnation: int, message: peers.PeerMessage) -> None:
         self.act(self.rotation.received(node, message, 0.0))
 
-    def ended(self, node: str, life: int, reason: str) -> None:
+    def ended(self, node: str, incarnation: int, reason: str) -> None:
         self.act(self.rotation.lost(node))
 
-    def nobody_listens(self, node: str, life: int) -> None:
+    def nobody_listens(self, node: str, incarnation: int) -> None:
         return None
 
     def act(self, actions: list[Action]) -> None:

@@ -19,8 +19,8 @@ from potluck.cluster.groups.events import (
     Start,
 )
 from potluck.cluster.groups.roster import Phase, Policy
-from potluck.cluster.views import events
-from potluck.cluster.views.events import (
+from potluck.cluster.membership import events
+from potluck.cluster.membership.events import (
     GroupRefused,
     Install,
     Received,
@@ -29,20 +29,22 @@ from potluck.cluster.views.events import (
     Send,
     WantGroup,
 )
-from potluck.cluster.views.node import Node, checksum
-from potluck.cluster.views.view import following, objection_to
+from potluck.cluster.membership.protocol import MembershipProtocol, checksum
+from potluck.cluster.membership.view import following, objection_to
 from potluck.types import Member
 from potluck.wire import nodes as wire
-from potluck.wire.nodes import JobGroup, Record, Seat, View
+from potluck.wire.nodes import JobGroup, StableRecord, View, ViewMember
 
 
 class Story:
     """A node whose disk is slow only when told so; ``sent`` and ``did`` hold what came of it."""
 
-    def __init__(self, record: Record | None = None, life: int = 1, me: str = "a") -> None:
+    def __init__(
+        self, record: StableRecord | None = None, incarnation: int = 1, me: str = "a"
+    ) -> None:
         self.now = 1000.0
-        self.node = Node(me, life, record or Record(), self.now)
-        self.disk = record or Record()
+        self.node = MembershipProtocol(me, incarnation, record or StableRecord(), self.now)
+        self.disk = record or StableRecord()
         self.slow_disk = False
         self.sent: list[Send] = []
         self.did: list[events.Action] = []
@@ -60,8 +62,10 @@ class Story:
         self.sent += [action for action in did if isinstance(action, Send)]
         return did
 
-    def hear(self, node: str, message: wire.NodeMessage, life: int = 1) -> list[events.Action]:
-        return self.tell(Received(node, life, message))
+    def hear(
+        self, node: str, message: wire.NodeMessage, incarnation: int = 1
+    ) -> list[events.Action]:
+        return self.tell(Received(node, incarnation, message))
 
     def run(self, seconds: float) -> None:
         until = self.now + seconds
@@ -77,9 +81,9 @@ class Story:
         return [action.view for action in self.did if isinstance(action, Install)]
 
 
-def view(names: str, epoch: int = 5, *groups: JobGroup, lineage: str = "L") -> View:
-    seats = tuple(Seat(name, 1, joined) for joined, name in enumerate(names, 1))
-    return View(lineage, epoch, seats, groups)
+def view(names: str, epoch: int = 5, *groups: JobGroup, history: str = "L") -> View:
+    members = tuple(ViewMember(name, 1, joined) for joined, name in enumerate(names, 1))
+    return View(history, epoch, members, groups)
 
 
 # ---------------------------------------------------------------- one node
@@ -129,7 +133,7 @@ def test_nothing_is_used_before_it_is_on_disk() -> None:
 
 
 def test_after_a_restart_epochs_go_on_where_they_were() -> None:
-    story = Story(Record(installed=41), life=2)
+    story = Story(StableRecord(installed=41), incarnation=2)
     story.tell(events.Found())
     assert story.node.view is not None
     assert story.node.view.epoch == 42
@@ -163,7 +167,7 @@ def test_a_node_without_workers_comes_and_goes_unnoticed_by_the_job() -> None:
     assert gone.groups == before.groups
     back = following(gone, 7, kept="ab", joining=[("c", 2)], reason="c joins")
     assert back.groups == before.groups
-    assert back.seats[-1] == Seat("c", 2, 7)
+    assert back.members[-1] == ViewMember("c", 2, 7)
 
 
 def test_a_group_goes_on_without_the_workers_of_a_lost_node() -> None:
@@ -229,12 +233,12 @@ class Member3(Story):
         self.numbers = {"a": 0, "c": 0}
         for name in self.numbers:
             self.tell(events.Linked(name, 1))
-        self.beats(3, lineage="L", epoch=4, size=2)
+        self.beats(3, history="L", epoch=4, size=2)
         self.hear("a", wire.Decided(view("abc")))
         self.beats(3)
 
     def beats(self, count: int, who: str = "ac", **changes: object) -> None:
-        facts: dict[str, object] = {"lineage": "L", "epoch": 5, "size": 3} | changes
+        facts: dict[str, object] = {"history": "L", "epoch": 5, "size": 3} | changes
         for _ in range(count):
             self.now = self.node.next_wakeup()
             self.tell(events.Tick())
@@ -242,13 +246,13 @@ class Member3(Story):
                 self.numbers[name] += 1
                 links = tuple(sorted({"a", "b", "c"} - {name}))
                 beat = wire.Heartbeat(
-                    self.numbers[name], self.node.health.number, links=links, **facts
+                    self.numbers[name], self.node.detector.number, links=links, **facts
                 )
                 self.hear(name, beat)
 
     def propose(self, names: str, number: int = 6, dead: tuple[str, ...] = ()) -> wire.NodeMessage:
-        seats = tuple(seat for seat in view("abc").seats if seat.node in names)
-        new = View("L", number, seats)
+        members = tuple(member for member in view("abc").members if member.node in names)
+        new = View("L", number, members)
         self.sent.clear()
         self.hear("a", wire.Prepare("L", 5, (number, "a")))
         self.hear("a", wire.Propose(wire.Proposal((number, "a"), 5, new, dead)))
@@ -266,7 +270,7 @@ def test_it_does_once_its_lease_is_over() -> None:
     story.beats(8, who="a")
     answer = story.propose("ab")
     assert answer == wire.Accepted((6, "a"))
-    assert story.disk.pasts[-1].accepted is not None, "on disk before it says so"
+    assert story.disk.histories[-1].accepted is not None, "on disk before it says so"
 
 
 def test_it_does_at_once_when_the_proposer_knows_the_death() -> None:
@@ -310,7 +314,7 @@ def test_who_proposes_from_an_older_view_is_told_the_newer() -> None:
 
 def test_a_view_without_it_means_it_is_out_and_asks_to_come_in() -> None:
     story = Member3()
-    did = story.hear("a", wire.Decided(View("L", 6, view("ac").seats, reason="b is silent")))
+    did = story.hear("a", wire.Decided(View("L", 6, view("ac").members, reason="b is silent")))
     (leave,) = (action for action in did if isinstance(action, events.Leave))
     assert "without this node: b is silent" in leave.reason
     assert story.node.wants == "L"
@@ -320,13 +324,13 @@ def test_a_view_without_it_means_it_is_out_and_asks_to_come_in() -> None:
 
 def test_it_vows_not_to_use_a_seat_that_it_was_asked_about() -> None:
     story = Member3()
-    story.hear("a", wire.Decided(View("L", 6, view("ac").seats)))
-    story.hear("a", wire.Ask("L", 7))
-    assert isinstance(story.sent[-1].message, wire.Testimony)
-    seven = View("L", 7, (*view("ac").seats, Seat("b", 1, 7)))
+    story.hear("a", wire.Decided(View("L", 6, view("ac").members)))
+    story.hear("a", wire.RecoveryRequest("L", 7))
+    assert isinstance(story.sent[-1].message, wire.RecoveryReport)
+    seven = View("L", 7, (*view("ac").members, ViewMember("b", 1, 7)))
     story.hear("a", wire.Decided(seven))
     assert story.node.view is None
-    eight = View("L", 8, (*view("ac").seats, Seat("b", 1, 8)))
+    eight = View("L", 8, (*view("ac").members, ViewMember("b", 1, 8)))
     story.hear("a", wire.Decided(eight))
     assert story.node.view == eight
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from potluck.cluster.views.succession import Outcome, Succession
+from potluck.cluster.membership.paxos import Effects, PaxosInstance
 from potluck.wire.nodes import (
     Accepted,
     Prepare,
@@ -12,76 +12,80 @@ from potluck.wire.nodes import (
     Proposal,
     Propose,
     Rejected,
-    Seat,
     View,
+    ViewMember,
 )
 
-MEMBERS = tuple(Seat(name, 1, joined) for joined, name in enumerate("abc", 1))
+MEMBERS = tuple(ViewMember(name, 1, joined) for joined, name in enumerate("abc", 1))
 
 
 def successor(names: str, epoch: int, *, joining: str = "") -> View:
-    seats = [seat for seat in MEMBERS if seat.node in names]
-    return View("L", epoch, (*seats, *(Seat(name, 1, epoch) for name in joining)))
+    members = [member for member in MEMBERS if member.node in names]
+    return View("L", epoch, (*members, *(ViewMember(name, 1, epoch) for name in joining)))
 
 
 class Table:
     """The members of one view, each with what it knows; ``gone`` hear and say nothing."""
 
     def __init__(self, names: str = "abc") -> None:
-        view = View("L", 5, tuple(seat for seat in MEMBERS if seat.node in names))
-        self.members = {name: Succession(name, view) for name in names}
+        view = View("L", 5, tuple(member for member in MEMBERS if member.node in names))
+        self.members = {name: PaxosInstance(name, view) for name in names}
         self.gone: set[str] = set()
         self.mute_accepts: set[str] = set()
         self.decided: dict[str, View] = {}
         self.failed: dict[str, str] = {}
 
-    def propose(self, me: str, keep: str, dead: Collection[str] = (), joining: str = "") -> None:
-        outcome = self.members[me].propose(
+    def propose(
+        self, me: str, keep: str, subtracted: Collection[str] = (), joining: str = ""
+    ) -> None:
+        effects = self.members[me].propose(
             keep,
             lambda epoch: successor(keep, epoch, joining=joining),
             floor=0,
-            dead=dead,
-            ended=dead,
+            subtracted=subtracted,
+            ended=subtracted,
             ends_at=1.0,
         )
-        self.follow(me, outcome, dead)
+        self.follow(me, effects, subtracted)
 
-    def follow(self, me: str, outcome: Outcome, dead: Collection[str]) -> None:
+    def follow(self, me: str, effects: Effects, subtracted: Collection[str]) -> None:
         """Carry out what came of it, at once, with a disk that is fast."""
-        if outcome.failed:
-            self.failed[me] = outcome.failed
-        if outcome.decided is not None:
-            self.decided[me] = outcome.decided
+        if effects.failed:
+            self.failed[me] = effects.failed
+        if effects.decided is not None:
+            self.decided[me] = effects.decided
         member = self.members[me]
-        if outcome.accept is not None and member.accept(outcome.accept):
-            self.follow(me, member.saved(outcome.accept, dead), dead)
-        for send in outcome.actions:
+        if effects.accept is not None and member.accept(effects.accept):
+            self.follow(me, member.saved(effects.accept, subtracted), subtracted)
+        for send in effects.actions:
             if send.node not in self.gone:  # type: ignore[union-attr]
-                self.deliver(me, send.node, send.message, dead)  # type: ignore[union-attr]
+                self.deliver(me, send.node, send.message, subtracted)  # type: ignore[union-attr]
 
-    def deliver(self, source: str, target: str, message: object, dead: Collection[str]) -> None:
+    def deliver(
+        self, source: str, target: str, message: object, subtracted: Collection[str]
+    ) -> None:
         member = self.members[target]
         match message:
             case Prepare():
-                outcome = member.prepare(source, message)
+                effects = member.prepare(source, message)
             case Promise():
-                outcome = member.promised_by(source, message, dead)
+                effects = member.promised_by(source, message, subtracted)
             case Propose(proposal):
-                outcome = member.proposed(source, proposal, "")
+                effects = member.proposed(source, proposal, "")
             case Accepted(ballot):
                 if target in self.mute_accepts:
                     return
-                outcome = member.accepted_by(source, ballot, dead)
+                effects = member.accepted_by(source, ballot, subtracted)
             case Rejected():
-                outcome = member.rejected_by(source, message)
+                effects = member.rejected_by(source, message)
             case _:
                 raise AssertionError(message)
-        self.follow(target, outcome, dead)
+        self.follow(target, effects, subtracted)
 
 
 def test_all_that_stay_accept_and_it_is_decided() -> None:
     table = Table()
-    table.propose("a", "ab", dead="c")
+    table.propose("a", "ab", subtracted="c")
     assert table.decided == {"a": successor("ab", 6)}
     assert [table.members[n].accepted is not None for n in "abc"] == [True, True, False]
 
@@ -97,7 +101,7 @@ def test_one_that_stays_and_does_not_answer_holds_it_up() -> None:
     table.gone.add("c")
     table.propose("a", "abc", joining="x")
     assert table.decided == {}
-    assert table.members["a"].expire(0.9) == Outcome()
+    assert table.members["a"].expire(0.9) == Effects()
     assert table.members["a"].expire(1.0).failed == "no answer from c"
 
 
@@ -112,7 +116,7 @@ def test_a_minority_decides_nothing() -> None:
 def test_the_dead_are_subtracted() -> None:
     table = Table()
     table.gone = {"a", "b"}
-    table.propose("c", "c", dead="ab")
+    table.propose("c", "c", subtracted="ab")
     assert table.decided["c"].nodes == ("c",)
 
 
@@ -128,9 +132,9 @@ def test_what_all_have_accepted_stays_though_its_proposer_never_said_so() -> Non
 def test_the_same_when_the_proposer_is_known_to_be_dead() -> None:
     table = Table()
     table.mute_accepts.add("a")
-    table.propose("a", "ab", dead="c")
+    table.propose("a", "ab", subtracted="c")
     table.gone = {"a"}
-    table.propose("b", "b", dead="ac")
+    table.propose("b", "b", subtracted="ac")
     assert table.decided["b"] == successor("ab", 6), "first that one, then the next"
 
 
@@ -140,7 +144,7 @@ def test_it_is_void_when_one_of_its_members_is_here_and_has_not_accepted_it() ->
     table.propose("a", "abc", joining="x")  # c never hears of it
     table.gone = {"a"}
     table.members["b"].accepted = Proposal((6, "a"), 5, successor("abc", 6, joining="x"))
-    table.propose("b", "bc", dead="a")
+    table.propose("b", "bc", subtracted="a")
     assert table.decided["b"].nodes == ("b", "c")
 
 
@@ -151,8 +155,8 @@ def test_a_dead_member_that_had_not_accepted_proves_nothing() -> None:
     for name in "bc":
         table.members[name].accepted = past
         table.members[name].promised = past.ballot
-    table.members["c"].testimony["a"] = None
-    table.propose("c", "bc", dead="a")
+    table.members["c"].recovery_reports["a"] = None
+    table.propose("c", "bc", subtracted="a")
     assert table.decided["c"] == past.view
 
 
@@ -166,26 +170,28 @@ def test_nobody_guesses_what_only_the_absent_know() -> None:
     assert table.failed["b"] == "only a knows whether a view was agreed on"
 
 
-def four(me: str) -> Succession:
+def four(me: str) -> PaxosInstance:
     """What ``me`` knows of the view of a, b, c, d, where c has ended."""
-    seats = tuple(Seat(name, 1, joined) for joined, name in enumerate("abcd", 1))
-    return Succession(me, View("L", 5, seats))
+    members = tuple(ViewMember(name, 1, joined) for joined, name in enumerate("abcd", 1))
+    return PaxosInstance(me, View("L", 5, members))
 
 
-def offered(member: Succession, past: Proposal, asked: str) -> View | None:
+def offered(member: PaxosInstance, past: Proposal, asked: str) -> View | None:
     """What ``member`` proposes when all ``asked`` promised, of whom those in ``past`` accepted."""
-    keep = View("L", 9, tuple(seat for seat in member.view.seats if seat.node in asked))
-    outcome = member.propose(asked, lambda epoch: keep, floor=8, dead="c", ended="c", ends_at=1.0)
+    keep = View("L", 9, tuple(each for each in member.view.members if each.node in asked))
+    effects = member.propose(
+        asked, lambda epoch: keep, floor=8, subtracted="c", ended="c", ends_at=1.0
+    )
     for node in set(asked) - {member.me}:
         told = past if node in past.view.nodes else None
-        outcome = member.promised_by(node, Promise((9, member.me), told), "c")
-    return None if outcome.accept is None else outcome.accept.view
+        effects = member.promised_by(node, Promise((9, member.me), told), "c")
+    return None if effects.accept is None else effects.accept.view
 
 
 def test_nobody_guesses_what_only_the_ended_knew() -> None:
     member = four("a")
     past = Proposal(
-        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.seats if s.node in "ac"))
+        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.members if s.node in "ac"))
     )
     assert member.accept(past)
     assert offered(member, past, "abd") is None
@@ -195,12 +201,12 @@ def test_what_the_ended_accepted_and_testified_is_decided() -> None:
     """Without c's vote a alone would be no majority."""
     member = four("a")
     past = Proposal(
-        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.seats if s.node in "ac"))
+        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.members if s.node in "ac"))
     )
     assert member.accept(past)
-    member.testimony["c"] = past
-    keep = View("L", 9, tuple(seat for seat in member.view.seats if seat.node in "abd"))
-    member.propose("abd", lambda epoch: keep, floor=8, dead="c", ended="c", ends_at=1.0)
+    member.recovery_reports["c"] = past
+    keep = View("L", 9, tuple(each for each in member.view.members if each.node in "abd"))
+    member.propose("abd", lambda epoch: keep, floor=8, subtracted="c", ended="c", ends_at=1.0)
     member.promised_by("b", Promise((9, "a"), None), "c")
     assert member.promised_by("d", Promise((9, "a"), None), "c").decided == past.view
 
@@ -209,10 +215,10 @@ def test_a_view_is_void_once_the_ended_testified_that_it_had_not_accepted() -> N
     """a alone is no majority: that view would be offered for ever."""
     member = four("a")
     past = Proposal(
-        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.seats if s.node in "ac"))
+        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.members if s.node in "ac"))
     )
     assert member.accept(past)
-    member.testimony["c"] = None
+    member.recovery_reports["c"] = None
     view = offered(member, past, "abd")
     assert view is not None
     assert view.nodes == ("a", "b", "d")
@@ -222,7 +228,7 @@ def test_what_too_few_accepted_is_void_once_every_seat_is_known_of() -> None:
     """c, which has ended, gave b a lease: so it had not accepted a view without b."""
     member = four("b")
     past = Proposal(
-        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.seats if s.node in "ac"))
+        (6, "a"), 5, View("L", 6, tuple(s for s in member.view.members if s.node in "ac"))
     )
     view = offered(member, past, "abd")
     assert view is not None
@@ -232,9 +238,9 @@ def test_what_too_few_accepted_is_void_once_every_seat_is_known_of() -> None:
 def test_of_two_attempts_the_newer_wins_and_the_older_is_told() -> None:
     table = Table()
     table.members["b"].promised = (9, "c")
-    table.propose("a", "ab", dead="c")
+    table.propose("a", "ab", subtracted="c")
     assert table.failed["a"] == "b refused: I promised a newer one"
-    table.propose("a", "ab", dead="c")
+    table.propose("a", "ab", subtracted="c")
     assert table.decided["a"].epoch == 10
 
 
@@ -244,11 +250,11 @@ def test_answers_to_older_attempts_do_not_count() -> None:
     table.propose("a", "ab")
     table.propose("a", "ab")
     member = table.members["a"]
-    assert member.promised_by("b", Promise((6, "a")), ()) == Outcome()
-    assert member.accepted_by("b", (7, "a"), ()) == Outcome(), "not proposed yet"
-    assert member.rejected_by("b", Rejected((6, "a"), (40, "c"), "late")) == Outcome()
+    assert member.promised_by("b", Promise((6, "a")), ()) == Effects()
+    assert member.accepted_by("b", (7, "a"), ()) == Effects(), "not proposed yet"
+    assert member.rejected_by("b", Rejected((6, "a"), (40, "c"), "late")) == Effects()
     table.gone.clear()
-    table.propose("a", "ab", dead="c")
+    table.propose("a", "ab", subtracted="c")
     assert table.decided["a"].epoch == 41, "but the numbers are remembered"
 
 

@@ -8,34 +8,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from potluck.types import MeasuredPath, Member
-from potluck.wire.nodes import NodeMessage, Record, View
+from potluck.wire.nodes import NodeMessage, StableRecord, View
 
 # What can happen.
 
 
 @dataclass(frozen=True, slots=True)
 class Linked:
-    """There is an authenticated control link to ``node``, in its run ``life``."""
+    """There is an authenticated control link to ``node``, in this ``incarnation``."""
 
     node: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """``message`` came from ``node``, in its run ``life``."""
+    """``message`` came from ``node``, in this ``incarnation``."""
 
     node: str
-    life: int
+    incarnation: int
     message: NodeMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The host of ``node`` answered that nobody listens: run ``life`` of its agent has ended."""
+    """The host of ``node`` refused a connection: this ``incarnation`` of its agent has ended."""
 
     node: str
-    life: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,12 @@ class ContinueAlone:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Found a lineage now, without listening for others first."""
+    """Found a history now, without listening for others first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; see ``Node.next_wakeup``."""
+    """Time has passed; see ``MembershipProtocol.next_wakeup``."""
 
 
 Event = (
@@ -115,7 +115,7 @@ class Save:
     """Write ``record`` to disk, then tell ``Saved(number)``."""
 
     number: int
-    record: Record
+    record: StableRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""Who is there: heartbeats in, verdicts out. No socket, no clock; times are seconds of one
+"""The failure detector: heartbeats in, findings out. No socket, no clock; times are seconds of one
 monotonic clock, of which only differences count.
 
 A link works when both directions do: I hear the peer, and it echoes what I said lately. One that
-has not worked for an adaptive while is suspected, and others are asked to reach the node before a
-verdict. What a peer's echo proves (a *lease*) is in ``docs/membership.md``.
+has not worked for an adaptive while is suspected, and others are asked to reach the node before
+its status changes. What a peer's echo proves (a *lease*) is in ``docs/membership.md``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """The verdict on ``node`` changed, for ``reason``."""
+    """The status of ``node`` changed, for ``reason``."""
 
     node: str
     status: Status
@@ -60,7 +60,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class AskOthers:
+class ProbeIndirectly:
     """Have ``via`` try to reach ``target``."""
 
     target: str
@@ -68,16 +68,17 @@ class AskOthers:
     reason: str
 
 
-Verdict = Changed | AskOthers
+Finding = Changed | ProbeIndirectly
 
 
 @dataclass(slots=True)
 class Peer:
-    """One other node, in its present life. ``latency_s`` is one way; it and ``deviation_s`` are
-    exponential means, as are ``gap_s`` and ``gap_deviation_s`` of the time between heartbeats."""
+    """One other node, in its present incarnation. ``latency_s`` is one way; it and ``deviation_s``
+    are exponential means, and so are ``gap_s`` and ``gap_deviation_s``, of the time
+    between heartbeats."""
 
     node: str
-    life: int
+    incarnation: int
     status: Status = Status.NEW
     number: int = 0
     heard_at: float = -1e9
@@ -85,7 +86,7 @@ class Peer:
     confirmed_at: float = -1e9
     leased_at: float = -1e9
     granted_at: float = -1e9
-    renounced: bool = False
+    lease_withheld: bool = False
     latency_s: float = 0.0
     deviation_s: float = 0.0
     gap_s: float = 0.0
@@ -106,7 +107,7 @@ _DEVIATION_GAIN = 0.25
 _KEPT_BEATS = 64
 
 
-class Health:
+class FailureDetector:
     """All peers of one node."""
 
     def __init__(self, timing: Timing) -> None:
@@ -117,7 +118,7 @@ class Health:
         self._excused_until = -1e9
 
     def status(self, node: str) -> Status:
-        """The verdict on ``node``; NEW if it was never heard of."""
+        """The status of ``node``; NEW if it was never heard of."""
         peer = self.peers.get(node)
         return Status.NEW if peer is None else peer.status
 
@@ -135,11 +136,11 @@ class Health:
         peer = self.peers.get(node)
         return peer is not None and now - peer.granted_at < self.timing.grant_s
 
-    def meet(self, node: str, life: int) -> None:
-        """There is a connection to ``node``, in this life: heartbeats go there from now on."""
+    def meet(self, node: str, incarnation: int) -> None:
+        """There is a connection to this incarnation of ``node``: send it heartbeats from now on."""
         peer = self.peers.get(node)
-        if peer is None or life > peer.life:
-            self.peers[node] = Peer(node, life)
+        if peer is None or incarnation > peer.incarnation:
+            self.peers[node] = Peer(node, incarnation)
 
     # What is sent.
 
@@ -156,30 +157,34 @@ class Health:
         peer = self.peers[node]
         if not peer.number:
             return 0, 0.0, False
-        if not peer.renounced:
+        if not peer.lease_withheld:
             peer.granted_at = peer.heard_at
-        return peer.number, now - peer.heard_at, not peer.renounced
+        return peer.number, now - peer.heard_at, not peer.lease_withheld
 
-    def renounce(self, nodes: Iterable[str]) -> None:
+    def withhold_leases(self, nodes: Iterable[str]) -> None:
         """Grant leases to all but these."""
         chosen = set(nodes)
         for name, peer in self.peers.items():
-            peer.renounced = name in chosen
+            peer.lease_withheld = name in chosen
 
     # What happens.
 
     def heard(
-        self, node: str, life: int, beat: Heartbeat, now: float, *, same_view: bool = True
-    ) -> list[Verdict]:
-        """A heartbeat came in. What is old, doubled, or of an ended life changes nothing.
+        self, node: str, incarnation: int, beat: Heartbeat, now: float, *, same_view: bool = True
+    ) -> list[Finding]:
+        """A heartbeat came in. What is old, doubled, or of an ended incarnation changes nothing.
 
         ``same_view``: it comes from a node that uses no newer view than I do. From another it
         grants me no lease: that view may be without me.
         """
         peer = self.peers.get(node)
-        if peer is None or life > peer.life:
-            peer = self.peers[node] = Peer(node, life)
-        if life < peer.life or beat.number <= peer.number or peer.status is Status.DEAD:
+        if peer is None or incarnation > peer.incarnation:
+            peer = self.peers[node] = Peer(node, incarnation)
+        if (
+            incarnation < peer.incarnation
+            or beat.number <= peer.number
+            or peer.status is Status.DEAD
+        ):
             return []
         if peer.number:
             self._measure_gap(peer, min(now - peer.heard_at, self.timing.max_suspicion_s))
@@ -191,17 +196,17 @@ class Health:
             self._measure(peer, max(0.0, (now - peer.confirmed_at - beat.held_s) / 2))
         if peer.status is Status.UP or now - peer.works_since > self._patience(peer):
             return []
-        return self._judge(peer, Status.UP, f"{node} is heard, and hears me")
+        return self._set_status(peer, Status.UP, f"{node} is heard, and hears me")
 
-    def refused(self, node: str, life: int, now: float) -> list[Verdict]:
-        """The host of ``node`` answered that nobody listens there: that life is over."""
+    def refused(self, node: str, incarnation: int, now: float) -> list[Finding]:
+        """The host of ``node`` answered that nobody listens there: that incarnation is over."""
         peer = self.peers.get(node)
-        if peer is None or peer.life != life or peer.status is Status.DEAD:
+        if peer is None or peer.incarnation != incarnation or peer.status is Status.DEAD:
             return []
         peer.leased_death = self.has_lease(node, now)
-        return self._judge(peer, Status.DEAD, f"the agent of {node} has ended")
+        return self._set_status(peer, Status.DEAD, f"the agent of {node} has ended")
 
-    def reached(self, target: str, now: float) -> list[Verdict]:
+    def reached(self, target: str, now: float) -> list[Finding]:
         """Another peer reached ``target`` when I asked."""
         peer = self.peers.get(target)
         if peer is None or peer.status not in (Status.SUSPECT, Status.CUT, Status.SILENT):
@@ -209,44 +214,44 @@ class Health:
         peer.reached = True
         if peer.status is Status.CUT:
             return []
-        return self._judge(peer, Status.CUT, f"{target} is reached by others, not from here")
+        return self._set_status(peer, Status.CUT, f"{target} is reached by others, not from here")
 
-    def tick(self, now: float, late_s: float) -> list[Verdict]:
+    def tick(self, now: float, late_s: float) -> list[Finding]:
         """Time has passed; ``late_s`` is how much later I was called than I had asked for."""
         if late_s > self.timing.late_s:
             # What they sent meanwhile lies unread: being late is my fault, not theirs.
             excuse = now + min(late_s, self.timing.min_suspicion_s)
             self._excused_until = max(self._excused_until, excuse)
-        verdicts: list[Verdict] = []
+        findings: list[Finding] = []
         for peer in self.peers.values():
             if peer.status is Status.UP:
                 patience = self._patience(peer)
                 if now - peer.works_since > patience and now >= self._excused_until:
-                    verdicts += self._suspect(peer, now, patience)
+                    findings += self._suspect(peer, now, patience)
             elif peer.status in (Status.SUSPECT, Status.CUT):
-                verdicts += self._after_asking(peer, now)
-        return verdicts
+                findings += self._after_asking(peer, now)
+        return findings
 
-    def _suspect(self, peer: Peer, now: float, patience: float) -> list[Verdict]:
+    def _suspect(self, peer: Peer, now: float, patience: float) -> list[Finding]:
         direction = "heard" if peer.heard_at <= peer.confirmed_at else "hearing me"
         reason = f"{peer.node} is not {direction} for {patience:.1f} s"
-        return [*self._judge(peer, Status.SUSPECT, reason), *self._ask(peer, now, reason)]
+        return [*self._set_status(peer, Status.SUSPECT, reason), *self._ask(peer, now, reason)]
 
-    def _ask(self, peer: Peer, now: float, reason: str) -> list[Verdict]:
+    def _ask(self, peer: Peer, now: float, reason: str) -> list[Finding]:
         peer.asked_at, peer.reached = now, False
         via = self.up()[: self.timing.num_probes]
-        return [AskOthers(peer.node, via, reason)] if via else []
+        return [ProbeIndirectly(peer.node, via, reason)] if via else []
 
-    def _after_asking(self, peer: Peer, now: float) -> list[Verdict]:
+    def _after_asking(self, peer: Peer, now: float) -> list[Finding]:
         waited = now - peer.asked_at
         if peer.status is Status.CUT and peer.reached:
             again = waited >= self.timing.min_suspicion_s
             return self._ask(peer, now, f"{peer.node} is still cut off from here") if again else []
         if waited < self.timing.probe_s and self.up():
             return []
-        return self._judge(peer, Status.SILENT, f"{peer.node} is silent, to others as well")
+        return self._set_status(peer, Status.SILENT, f"{peer.node} is silent, to others as well")
 
-    def _judge(self, peer: Peer, status: Status, reason: str) -> list[Verdict]:
+    def _set_status(self, peer: Peer, status: Status, reason: str) -> list[Finding]:
         peer.status = status
         return [Changed(peer.node, status, reason)]
 

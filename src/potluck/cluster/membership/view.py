@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from potluck.cluster.views.election import by_seniority
-from potluck.cluster.views.events import WantGroup
-from potluck.wire.nodes import JobGroup, Seat, View
+from potluck.cluster.membership.election import by_seniority
+from potluck.cluster.membership.events import WantGroup
+from potluck.wire.nodes import JobGroup, View, ViewMember
 
 
-def first_view(lineage: str, node: str, life: int, epoch: int, reason: str) -> View:
-    """The first view of a lineage: one node."""
-    return View(lineage, epoch, (Seat(node, life, epoch),), reason=reason)
+def first_view(history: str, node: str, incarnation: int, epoch: int, reason: str) -> View:
+    """The first view of a history: one node."""
+    return View(history, epoch, (ViewMember(node, incarnation, epoch),), reason=reason)
 
 
 def following(
@@ -26,19 +26,20 @@ def following(
     over: Collection[str] = (),
     reason: str,
 ) -> View:
-    """The view of ``epoch`` after ``view``: the ``kept`` nodes and those ``joining`` (node, life).
+    """The view of ``epoch`` after ``view``: the ``kept`` nodes, and those ``joining`` (node,
+    incarnation).
 
     A group that loses workers with their nodes goes on with the rest, in the new epoch. One that
     loses all that held its state stays on record as it was: only they can bring it back.
     """
-    seats = [seat for seat in view.seats if seat.node in kept]
-    seats += [Seat(node, life, epoch) for node, life in joining]
-    nodes = {seat.node for seat in seats}
+    members = [member for member in view.members if member.node in kept]
+    members += [ViewMember(node, incarnation, epoch) for node, incarnation in joining]
+    nodes = {member.node for member in members}
     groups = {group.job: _without(group, nodes, epoch) for group in view.groups}
     for want in wanted:
         groups[want.job] = _wanted(want, groups.get(want.job), epoch)
     kept_groups = tuple(group for job, group in sorted(groups.items()) if job not in over)
-    return View(view.lineage, epoch, by_seniority(seats), kept_groups, reason, view.fork_of)
+    return View(view.history, epoch, by_seniority(members), kept_groups, reason, view.fork_of)
 
 
 def objection_to(want: WantGroup, view: View) -> str:

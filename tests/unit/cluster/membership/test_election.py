@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.views.election import (
+from potluck.cluster.membership.election import (
     by_seniority,
     explain_minority,
     has_majority,
     keep,
     newcomers,
 )
-from potluck.wire.nodes import Seat
+from potluck.wire.nodes import ViewMember
 
 
-def seats(names: str) -> tuple[Seat, ...]:
+def nodes(names: str) -> tuple[ViewMember, ...]:
     """Seats that joined one after the other."""
-    return tuple(Seat(name, 1, joined) for joined, name in enumerate(names, 1))
+    return tuple(ViewMember(name, 1, joined) for joined, name in enumerate(names, 1))
 
 
 def test_the_first_to_join_is_the_most_senior_then_the_lesser_name() -> None:
-    unsorted = [Seat("z", 1, 1), Seat("b", 1, 2), Seat("a", 3, 2)]
-    assert [seat.node for seat in by_seniority(unsorted[::-1])] == ["z", "a", "b"]
+    unsorted = [ViewMember("z", 1, 1), ViewMember("b", 1, 2), ViewMember("a", 3, 2)]
+    assert [member.node for member in by_seniority(unsorted[::-1])] == ["z", "a", "b"]
 
 
 MAJORITIES = [
@@ -51,7 +51,7 @@ MAJORITIES = [
     ids=[row[0] for row in MAJORITIES],
 )
 def test_majorities(members: str, acks: str, dead: str, wanted: bool) -> None:
-    assert has_majority(seats(members), set(acks), set(dead)) is wanted
+    assert has_majority(nodes(members), set(acks), set(dead)) is wanted
 
 
 @pytest.mark.parametrize("members", ["a", "ab", "abc", "abcd", "abcde"])
@@ -59,12 +59,12 @@ def test_two_sides_are_never_both_a_majority(members: str) -> None:
     for chosen in range(1 << len(members)):
         side = {name for i, name in enumerate(members) if chosen >> i & 1}
         rest = set(members) - side
-        assert has_majority(seats(members), side) != has_majority(seats(members), rest)
+        assert has_majority(nodes(members), side) != has_majority(nodes(members), rest)
 
 
 def test_a_minority_is_explained() -> None:
-    assert explain_minority(seats("abc"), {"c"}) == "only 1 of 3 nodes can be reached from here"
-    text = explain_minority(seats("ab"), {"b"})
+    assert explain_minority(nodes("abc"), {"c"}) == "only 1 of 3 nodes can be reached from here"
+    text = explain_minority(nodes("ab"), {"b"})
     assert text.endswith("and the most senior, a, is not among them")
 
 
@@ -84,7 +84,7 @@ KEPT = [
 )
 def test_who_is_kept(members: str, broken: list[str], wanted: str) -> None:
     pairs = {frozenset(pair) for pair in broken}
-    assert "".join(seat.node for seat in keep(seats(members)[::-1], pairs)) == wanted
+    assert "".join(member.node for member in keep(nodes(members)[::-1], pairs)) == wanted
 
 
 def test_newcomers_need_links_to_all_and_to_each_other() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from potluck.cluster.views import standing, succession, voter
-from potluck.cluster.views.health import Health
-from potluck.cluster.views.node import Node
+from potluck.cluster.membership import paxos, reachability, voter
+from potluck.cluster.membership.failure_detector import FailureDetector
+from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.testing.cluster_sim.__main__ import main
 from potluck.testing.cluster_sim.faults import Fault
 from potluck.testing.cluster_sim.world import Broken, World
-from potluck.wire.nodes import Record, Seat
+from potluck.wire.nodes import StableRecord, ViewMember
 
 SEEDS_PER_TEST = 20
 
@@ -182,7 +182,9 @@ def test_a_cut_that_a_third_host_sees_around_does_not_flap(
     nodes = story.view_of(order[0]).nodes
     assert order[pair[1]] not in nodes, "the less senior end is out"
     assert len(nodes) == 2
-    assert len({v.epoch for at, _, v in story.world.changes if at > 12 and len(v.seats) != 2}) == 0
+    assert (
+        len({v.epoch for at, _, v in story.world.changes if at > 12 and len(v.members) != 2}) == 0
+    )
     assert story.num_views(since=12) == 1
     story.until(60)
     assert set(story.view_of(order[0]).nodes) == set(order)
@@ -255,7 +257,7 @@ FOUND = {
     2649: "a ban that a crash kept from the disk is no ban",
     108: "a view decided before a ban was known is used after",
     436: "a member that had accepted to leave a node out granted it leases again",
-    486: "a node that had vowed not to use its seat was awaited in it",
+    486: "a node that had resigned from a view was awaited in it",
     1199: "a node left a view for a ban, which nobody else could see",
     1223: "a proposer that completes an older view used it without being in it",
     985: "a member refused to accept again what it had accepted",
@@ -312,27 +314,27 @@ def first_failure(seeds: range, **options: Any) -> str:
 
 
 def test_it_notices_a_majority_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (succession, standing):
-        monkeypatch.setattr(module, "has_majority", lambda seats, acks, dead=(): True)
+    for module in (paxos, reachability):
+        monkeypatch.setattr(module, "has_majority", lambda members, acks, dead=(): True)
     assert "two views in epoch" in first_failure(range(30)) or "commits" in first_failure(range(30))
 
 
 def test_it_notices_that_both_halves_of_an_even_split_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def half(seats: tuple[Seat, ...], acks: set[str], dead: tuple[str, ...] = ()) -> bool:
-        living = [seat for seat in seats if seat.node not in dead]
-        return 2 * sum(seat.node in acks for seat in living) >= len(living)
+    def half(members: tuple[ViewMember, ...], acks: set[str], dead: tuple[str, ...] = ()) -> bool:
+        living = [member for member in members if member.node not in dead]
+        return 2 * sum(member.node in acks for member in living) >= len(living)
 
-    for module in (succession, standing):
+    for module in (paxos, reachability):
         monkeypatch.setattr(module, "has_majority", half)
     assert first_failure(range(30))
 
 
 def test_it_notices_a_node_that_forgets_its_epoch() -> None:
-    class Forgetful(Node):
-        def __init__(self, me: str, life: int, record: Record, *rest: Any) -> None:
-            super().__init__(me, life, Record(), *rest)
+    class Forgetful(MembershipProtocol):
+        def __init__(self, me: str, incarnation: int, record: StableRecord, *rest: Any) -> None:
+            super().__init__(me, incarnation, StableRecord(), *rest)
 
     assert "back to" in first_failure(range(10), make_node=Forgetful)
 
@@ -340,7 +342,7 @@ def test_it_notices_a_node_that_forgets_its_epoch() -> None:
 def test_it_notices_an_epoch_used_before_it_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     save = voter.Voter._save
 
-    def hasty(self: voter.Voter, record: Record, after: Any) -> None:
+    def hasty(self: voter.Voter, record: StableRecord, after: Any) -> None:
         if isinstance(after, list):
             self._actions += after
             after = []
@@ -351,7 +353,7 @@ def test_it_notices_an_epoch_used_before_it_is_on_disk(monkeypatch: pytest.Monke
 
 
 def test_it_notices_deaths_subtracted_without_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Health, "has_lease", lambda self, node, now: True)
+    monkeypatch.setattr(FailureDetector, "has_lease", lambda self, node, now: True)
     with pytest.raises(Broken, match=r"commits step|two views"):
         Story(3, *late_refusal()).until(39)
 

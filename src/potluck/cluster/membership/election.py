@@ -8,54 +8,55 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from potluck.wire.nodes import Seat
+from potluck.wire.nodes import ViewMember
 
 Pair = frozenset[str]
 
 
-def by_seniority(seats: Iterable[Seat]) -> tuple[Seat, ...]:
+def by_seniority(members: Iterable[ViewMember]) -> tuple[ViewMember, ...]:
     """The most senior first."""
-    return tuple(sorted(seats, key=lambda seat: seat.seniority))
+    return tuple(sorted(members, key=lambda member: member.seniority))
 
 
 def has_majority(
-    seats: Collection[Seat], acks: Collection[str], dead: Collection[str] = ()
+    members: Collection[ViewMember], acks: Collection[str], subtracted: Collection[str] = ()
 ) -> bool:
-    """Whether ``acks`` may decide for ``seats``: more than half of those not ``dead``, or half of
-    them with the most senior. ``dead`` are only deaths that can't hide a decision."""
-    living = [seat for seat in by_seniority(seats) if seat.node not in dead]
+    """Whether ``acks`` may decide for ``members``: more than half of those not
+    ``subtracted``, or half of them with the most senior. Only members whose end can't hide a
+    decision may be ``subtracted``."""
+    living = [member for member in by_seniority(members) if member.node not in subtracted]
     if not living:
         return False
-    voting = sum(seat.node in acks for seat in living)
+    voting = sum(member.node in acks for member in living)
     if 2 * voting == len(living):
         return living[0].node in acks
     return 2 * voting > len(living)
 
 
 def explain_minority(
-    seats: Collection[Seat], acks: Collection[str], dead: Collection[str] = ()
+    members: Collection[ViewMember], acks: Collection[str], subtracted: Collection[str] = ()
 ) -> str:
     """Why ``acks`` may not decide, for people."""
-    living = [seat for seat in by_seniority(seats) if seat.node not in dead]
-    voting = sum(seat.node in acks for seat in living)
+    living = [member for member in by_seniority(members) if member.node not in subtracted]
+    voting = sum(member.node in acks for member in living)
     text = f"only {voting} of {len(living)} nodes can be reached from here"
     if living and 2 * voting == len(living):
         text += f", and the most senior, {living[0].node}, is not among them"
     return text
 
 
-def keep(seats: Iterable[Seat], broken: Collection[Pair]) -> tuple[Seat, ...]:
-    """The seats left when no two of them have a ``broken`` link: out goes who has the most broken
+def keep(members: Iterable[ViewMember], broken: Collection[Pair]) -> tuple[ViewMember, ...]:
+    """The members left when no two of them have a ``broken`` link: out goes who has the most broken
     ones, of equals the least senior. All nodes with the same facts keep the same ones."""
-    kept = list(by_seniority(seats))
+    kept = list(by_seniority(members))
     while True:
-        names = {seat.node for seat in kept}
+        names = {member.node for member in kept}
         count = dict.fromkeys(names, 0)
         for pair in broken:
             if pair <= names:
                 for node in pair:
                     count[node] += 1
-        worst = max(kept, key=lambda seat: (count[seat.node], seat.seniority), default=None)
+        worst = max(kept, key=lambda member: (count[member.node], member.seniority), default=None)
         if worst is None or not count[worst.node]:
             return tuple(kept)
         kept.remove(worst)
