@@ -19,7 +19,6 @@ from typing import Any
 
 from potluck.cluster.bundles.depot import BundleDepot
 from potluck.cluster.discovery.advert import Presence, new_instance
-from potluck.cluster.discovery.everywhere import all_finders
 from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.jobs.dispatcher import JobDispatcher
@@ -67,7 +66,7 @@ class NodeAgent:
         settings: Settings,
         *,
         on_note: Callable[[str], None],
-        finders: Sequence[Finder] | None = None,
+        finders: Sequence[Finder] = (),
         host: str = "",
         port: int | None = None,
         runtime: Runtime | None = None,
@@ -79,7 +78,7 @@ class NodeAgent:
         self.credentials = load_credentials(settings)
         self._settings = settings
         self._on_note = on_note
-        self._finders = all_finders(settings) if finders is None else list(finders)
+        self._finders = finders
         self._host = host
         self._name = (settings.name or socket.gethostname())[:256]
         self.names = NodeNames(self.me, self._name)

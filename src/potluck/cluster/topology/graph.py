@@ -7,8 +7,6 @@ import ipaddress
 import itertools
 from collections.abc import Iterable, Sequence
 
-import networkx as nx
-
 from potluck.collectives.links import DEFAULT_LINKS
 from potluck.types import MeasuredPath, Member
 from potluck.wire.facts import Address, LinkFacts, NodeFacts
@@ -24,35 +22,33 @@ class Topology:
     """Nodes and their directed links. A link that was not measured counts as the default."""
 
     def __init__(self, nodes: Iterable[NodeFacts], links: Iterable[LinkFacts] = ()) -> None:
-        self.graph: nx.DiGraph[str] = nx.DiGraph()
-        for node in nodes:
-            self.graph.add_node(node.node, facts=node)
+        self._facts = {node.node: node for node in nodes}
+        self._links: dict[tuple[str, str], LinkFacts] = {}
         for link in links:
-            if link.source not in self.graph or link.target not in self.graph:
+            if link.source not in self._facts or link.target not in self._facts:
                 raise ValueError(f"a link {link.source} -> {link.target} between unknown nodes")
-            self.graph.add_edge(link.source, link.target, facts=link)
+            self._links[link.source, link.target] = link
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """All nodes, by name."""
-        return tuple(sorted(self.graph))
+        return tuple(sorted(self._facts))
 
     def facts(self, node: str) -> NodeFacts:
         """What ``node`` is; KeyError if it is not here."""
-        found: NodeFacts = self.graph.nodes[node]["facts"]
-        return found
+        return self._facts[node]
 
     def link(self, source: str, target: str) -> LinkFacts:
         """The link as measured, else the default."""
-        if self.graph.has_edge(source, target):
-            found: LinkFacts = self.graph.edges[source, target]["facts"]
+        found = self._links.get((source, target))
+        if found is not None:
             return found
         wire = DEFAULT_LINKS.remote
         return LinkFacts(source, target, wire.alpha_s, 1 / wire.beta_s_per_byte)
 
     def slowest_first(self) -> tuple[LinkFacts, ...]:
         """The measured links, least bandwidth first."""
-        links = [facts for _, _, facts in self.graph.edges(data="facts")]
+        links = self._links.values()
         return tuple(sorted(links, key=lambda each: (each.bandwidth, each.source, each.target)))
 
     def ring(self) -> tuple[str, ...]:
