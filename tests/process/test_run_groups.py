@@ -235,7 +235,7 @@ def test_a_worker_nobody_can_link_to_fails_the_run_at_once_and_says_so(tmp_path:
         "if context.rank == 1:\n"
         "    listener = context._backend._base.listener\n"
         "    def broken(): raise MemoryError('no room')\n"
-        "    listener._reception._accept = broken\n"
+        "    listener._acceptor._accept = broken\n"
         "    socket.create_connection(('127.0.0.1', listener.port))\n"
         "while True:\n"
         "    context.all_reduce(np.ones(1000), op='mean', timeout=600)\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from potluck.testing.commands import Command, run_command
-from potluck.transport.listener import listening_socket
+from potluck.transport.acceptor import listening_socket
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "meet.py"

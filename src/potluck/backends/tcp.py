@@ -16,6 +16,7 @@ from potluck.engine.mesh import Mesh, Switchboard
 from potluck.errors import ConfigurationError, GroupError
 from potluck.metrics import Metrics
 from potluck.settings import Settings
+from potluck.transport.acceptor import Limits
 from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Listener
 from potluck.types import Group
@@ -51,8 +52,7 @@ class TcpBase:
             host,
             port,
             self.credentials,
-            hello_timeout_s=settings.hello_timeout_s,
-            max_pending=settings.max_pending,
+            limits=Limits(settings.max_pending, settings.hello_timeout_s),
             use_windows=settings.use_windows,
             on_broken=self._broken,
         )

@@ -163,7 +163,7 @@ class NodeAgent:
 
     async def _serve(self) -> aio.Server:
         try:
-            return await aio.serve(self._host, self._wanted_port, self.credentials, self._greeted)
+            return await self._serve_at(self._wanted_port)
         except ConfigurationError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
@@ -172,7 +172,12 @@ class NodeAgent:
                 f"TCP port {self._wanted_port} is in use by another program; another port is used, "
                 "which nodes that only have this one written down in POTLUCK_PEERS can't know"
             )
-            return await aio.serve(self._host, 0, self.credentials, self._greeted)
+            return await self._serve_at(0)
+
+    async def _serve_at(self, port: int) -> aio.Server:
+        return await aio.serve(
+            self._host, port, self.credentials, self._greeted, on_broken=self._fail
+        )
 
     def ban(self, node: str) -> None:
         """Have ``node`` banned, here and on all nodes that can be reached."""

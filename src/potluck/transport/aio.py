@@ -1,36 +1,30 @@
-"""The same greeting for asyncio streams, for the control plane: same TLS, same bounds, same errors.
+"""Greetings over asyncio streams, for the control plane: the TLS, limits and errors of links.
 
-``serve`` is the listener's twin: at most ``max_pending`` callers that have not proved who they are,
-each with ``hello_timeout_s`` in all. ``connect`` is the client's half.
+``connect`` is the client's half, ``serve`` the server's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from potluck.errors import LinkError, PotluckError, ProtocolError
+from potluck.errors import LinkError, ProtocolError
+from potluck.service import OnBroken, start_task
+from potluck.transport.acceptor import LIMITS, Acceptor, Caller, Limits, listening_socket
 from potluck.transport.credentials import (
     Credentials,
     namespace_of_certificate,
     node_id_of_certificate,
 )
-from potluck.transport.door import Door
 from potluck.transport.failures import translated
 from potluck.transport.handshake import check_node, objection, welcomed
-from potluck.transport.listener import listening_socket
-from potluck.transport.rate import RateLimitedLog
-from potluck.transport.tcp import tune
 from potluck.wire.format import PREFIX_BYTES, MessageFormat
 from potluck.wire.messages import GREETING, Greeting, Hello, Welcome
 
 T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 Greeted = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Hello, str], Awaitable[None]]
 """``greeted(reader, writer, hello, node)``: a caller proved itself; answer it and talk to it."""
@@ -110,97 +104,47 @@ async def connect(
 
 
 class Server:
-    """The listener's twin for asyncio: see ``serve``. ``port`` is the one it listens on."""
+    """Callers that are welcome get ``greeted``; see ``serve``. ``port`` is where it listens."""
 
     def __init__(
         self,
         sock: socket.socket,
         credentials: Credentials,
         greeted: Greeted,
-        hello_timeout_s: float,
-        max_pending: int,
+        limits: Limits,
+        on_broken: OnBroken,
     ) -> None:
         self.port: int = sock.getsockname()[1]
+        self._sock = sock
         self._credentials = credentials
         self._greeted = greeted
-        self._hello_timeout_s = hello_timeout_s
-        self._max_pending = max_pending
-        self._complain = RateLimitedLog(_log)
-        # In order of arrival, each with its socket until its task begins and takes it over.
-        self._strangers: dict[asyncio.Task[None], socket.socket | None] = {}
-        self._known: set[asyncio.Task[None]] = set()
-        self._door = Door(sock, self._arrived, self._complain)
+        self._limits = limits
+        acceptor = Acceptor(sock, self._greet, limits, awaits="HELLO")
+        self._accepting = start_task(
+            acceptor.run, name=f"accepting connections on port {self.port}", on_broken=on_broken
+        )
 
     async def close(self) -> None:
         """Stop listening and end every connection; waits until their tasks are gone."""
-        self._door.close()
-        tasks = [*self._strangers, *self._known]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        self._sock.close()  # of a task that had not begun
 
-    def _arrived(self, sock: socket.socket, peer: str) -> None:
-        if len(self._strangers) >= self._max_pending:
-            self._drop_oldest()
-            self._complain.warning(
-                f"more than {self._max_pending} connections have not said HELLO: "
-                "dropping the oldest"
-            )
-        task = asyncio.create_task(self._greet(sock, peer))
-        self._strangers[task] = sock
-        task.add_done_callback(self._forget)
-
-    def _drop_oldest(self) -> None:
-        """End who has been silent longest. It leaves the count now, not when its task has ended: of
-        a crowd that arrives in one turn of the loop each makes another one go."""
-        task = next(iter(self._strangers))
-        sock = self._strangers.pop(task)
-        if sock is not None:
-            sock.close()
-        self._known.add(task)
-        task.cancel()
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        sock = self._strangers.pop(task, None)
-        if sock is not None:  # cancelled before it began
-            sock.close()
-        self._known.discard(task)
-
-    async def _greet(self, sock: socket.socket, peer: str) -> None:
-        writer = None
-        task = asyncio.current_task()
-        assert task is not None
-        self._strangers[task] = None
+    async def _greet(self, caller: Caller) -> None:
+        reader, writer = await _secure(caller.sock, self._credentials, self._limits.timeout_s)
         try:
-            async with asyncio.timeout(self._hello_timeout_s):
-                tune(sock)
-                await _readable(sock)  # who says nothing costs no TLS state (300 KiB)
-                self._strangers[task] = self._strangers.pop(task)  # not among the silent any more
-                reader, writer = await _secure(sock, self._credentials, self._hello_timeout_s)
-                node = peer_node(writer)
-                hello = await read_greeting(reader)
-                if not isinstance(hello, Hello):
-                    raise ProtocolError("the peer began with something else than HELLO")
-                refusal = objection(hello, node, self._credentials)
-                if refusal is not None:
-                    await write_greeting(writer, refusal)
-                    return
-            self._strangers.pop(task, None)
-            self._known.add(task)
+            node = peer_node(writer)
+            hello = await read_greeting(reader)
+            if not isinstance(hello, Hello):
+                raise ProtocolError("the peer began with something else than HELLO")
+            refusal = objection(hello, node, self._credentials)
+            if refusal is not None:
+                await write_greeting(writer, refusal)
+                return
+            caller.authenticated()
             await self._greeted(reader, writer, hello, node)
-        except TimeoutError:
-            self._complain.warning(f"dropped {peer}: no HELLO in {self._hello_timeout_s:g} s")
-        except OSError as error:
-            self._complain.warning(str(translated(error, peer, "greeting it")))
-        except PotluckError as error:
-            self._complain.warning(f"dropped {peer}: {error}")
-        except Exception:
-            _log.exception("the connection of %s failed", peer)
         finally:
-            if writer is None:
-                sock.close()
-            else:
-                await end(writer)
+            await end(writer)
 
 
 async def serve(
@@ -209,17 +153,16 @@ async def serve(
     credentials: Credentials,
     greeted: Greeted,
     *,
-    hello_timeout_s: float = 5.0,
-    max_pending: int = 64,
+    limits: Limits = LIMITS,
+    on_broken: OnBroken = lambda error: None,
 ) -> Server:
     """Listen on ``host:port`` (0: any) and run ``greeted`` in a task of its own for each caller.
 
     A caller reaches ``greeted`` once TLS is up and its HELLO has this version and cluster;
-    ``greeted`` writes WELCOME or REFUSAL. The connection ends when it returns.
-    ConfigurationError if the port can't be had.
+    ``greeted`` writes WELCOME or REFUSAL. The connection ends when it returns. After
+    ``on_broken(error)`` no connection is accepted. ConfigurationError if the port can't be had.
     """
-    sock = listening_socket(host, port)
-    return Server(sock, credentials, greeted, hello_timeout_s, max_pending)
+    return Server(listening_socket(host, port), credentials, greeted, limits, on_broken)
 
 
 async def _secure(
@@ -236,16 +179,6 @@ async def _secure(
         ssl_handshake_timeout=timeout_s,
     )
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
-
-
-async def _readable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    came = asyncio.Event()
-    loop.add_reader(sock, came.set)
-    try:
-        await came.wait()
-    finally:
-        loop.remove_reader(sock)
 
 
 async def end(writer: asyncio.StreamWriter) -> None:

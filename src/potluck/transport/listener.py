@@ -1,38 +1,44 @@
-"""Where peers arrive: one port, one thread that greets strangers, a short thread per known peer.
+"""The listening side of links: one port, one thread that accepts and authenticates callers.
 
-Strangers are ``reception.py``'s. A peer that said HELLO (it holds the secret) gets a thread in
-which ``admit`` may wait, for instance for a group that this side has not formed yet.
+That thread runs ``acceptor.py``. A caller that has proved its node and said HELLO gets a short
+thread of its own, in which ``admit`` may wait, for instance for a group that this side has not
+formed yet. No payload is read before WELCOME is written; from then on the socket is a link's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import errno
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
-from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.errors import LinkError, PotluckError
 from potluck.service import OnBroken, start_thread, why
+from potluck.transport.acceptor import LIMITS, Acceptor, Caller, Limits, listening_socket, ready
 from potluck.transport.credentials import Credentials
-from potluck.transport.handshake import drive, objection, write_all
+from potluck.transport.handshake import WRITE, Steps, drive, objection, receive_hello, write_all
 from potluck.transport.native_tls import TlsSocket
 from potluck.transport.plain import PlainLink, check_nothing_is_left
 from potluck.transport.rate import RateLimitedLog
-from potluck.transport.reception import Reception
-from potluck.transport.tcp import TcpLink
+from potluck.transport.tcp import TcpLink, secured
 from potluck.transport.window import map_window
 from potluck.wire.messages import GREETING, PLAIN, Hello, Refusal, Welcome
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _MAX_ADMITTING = 1024
+_DRAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +72,29 @@ class Listener:
         port: int,
         credentials: Credentials,
         *,
-        hello_timeout_s: float = 5.0,
-        max_pending: int = 64,
+        limits: Limits = LIMITS,
         admit_timeout_s: float = 30.0,
         use_windows: bool = True,
         on_broken: OnBroken = lambda error: None,
     ) -> None:
         self.admit_timeout_s = admit_timeout_s
         self._credentials = credentials
-        self._hello_timeout_s = hello_timeout_s
+        self._limits = limits
         self._use_windows = use_windows
         self._complain = RateLimitedLog(_log)
         self._lock = threading.Condition()
         self._admit: Admit | None = None
         self._closing = False
         self._answering: dict[threading.Thread, TlsSocket | None] = {}  # None: delivered
-        sock = listening_socket(host, port)
+        self._sock = listening_socket(host, port)
         self.host = host
-        self.port: int = sock.getsockname()[1]
-        self._reception = Reception(
-            sock,
-            credentials,
-            self._start_answer,
-            hello_timeout_s=hello_timeout_s,
-            max_pending=max_pending,
+        self.port: int = self._sock.getsockname()[1]
+        self._acceptor = Acceptor(self._sock, self._greet, limits, awaits="HELLO")
+        self._loop = asyncio.SelectorEventLoop()
+        self._accepting = self._loop.create_task(self._acceptor.run())
+        self._thread = start_thread(
+            self._run,
+            name=f"potluck-listener-{self.port}",
             on_broken=partial(self._broken, on_broken),
         )
 
@@ -100,7 +105,7 @@ class Listener:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """Stop listening, drop whoever is still greeting, join all threads. Idempotent.
+        """Stop listening, drop callers that are not admitted yet, join all threads. Idempotent.
 
         An ``admit`` that is blocked must let go by itself: its caller waits at most
         ``admit_timeout_s`` for it here. Links already delivered live on.
@@ -113,7 +118,9 @@ class Listener:
             for sock in filter(None, self._answering.values()):
                 _hang_up(sock)
         if first:
-            self._reception.close()
+            with contextlib.suppress(RuntimeError):  # it broke, and its loop is closed
+                self._loop.call_soon_threadsafe(self._accepting.cancel)
+            self._thread.join()
         deadline = time.monotonic() + self.admit_timeout_s
         for thread in answering:
             if thread is not threading.current_thread():
@@ -126,6 +133,38 @@ class Listener:
         error = LinkError(f"the thread that takes connections on {where} broke ({why(cause)})")
         error.__cause__ = cause
         on_broken(error)
+
+    def _run(self) -> None:
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._accepting)
+        finally:
+            self._sock.close()
+            self._loop.close()
+
+    async def _greet(self, caller: Caller) -> None:
+        """TLS and HELLO, on the descriptor itself: the link's owner will read and write there."""
+        caller.sock = sock = secured(caller.sock, self._credentials, server_side=True)
+        try:
+            hello, node = await _finish(receive_hello(sock), sock)
+        except ssl.SSLError:
+            caller.has_spoken = False  # the first to go where room is needed
+            await self._drain(sock)
+            raise
+        caller.authenticated()
+        self._start_answer(sock, caller.peer, hello, node)
+        caller.is_handed_over = True
+
+    async def _drain(self, sock: TlsSocket) -> None:
+        """Discard raw bytes until the caller closes, so that our TLS alert reaches it."""
+        with contextlib.suppress(OSError):  # which a TimeoutError is, too
+            socket.socket.shutdown(sock, socket.SHUT_WR)
+            async with asyncio.timeout(_DRAIN_S):
+                left = self._limits.drain_bytes
+                while left > 0:
+                    await ready(sock)
+                    some = len(socket.socket.recv(sock, 16 * 1024))
+                    left = left - some if some else 0
 
     def _start_answer(self, sock: TlsSocket, peer: str, hello: Hello, node: str) -> None:
         with self._lock:  # the thread waits for it, and finds itself listed
@@ -194,7 +233,7 @@ class Listener:
                 if hello.window is not None and self._use_windows:
                     window = map_window(hello.window)
                 answer = msgspec.structs.replace(answer, window=window is not None)
-            deadline = time.monotonic() + self._hello_timeout_s
+            deadline = time.monotonic() + self._limits.timeout_s
             drive(write_all(sock, GREETING.encode(answer)), sock, deadline, "answering", peer)
             if isinstance(answer, Welcome):
                 made = PlainLink if answer.wire == PLAIN else TcpLink
@@ -209,28 +248,15 @@ class Listener:
             raise
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A non-blocking listening socket; ConfigurationError if the port can't be had."""
-    try:
-        if host:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            sock = socket.create_server((host, port), family=family, backlog=256)
-        elif socket.has_dualstack_ipv6():
-            sock = socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=256, dualstack_ipv6=True
-            )
-        else:
-            sock = socket.create_server(("", port), backlog=256)
-    except OSError as error:
-        where = f"port {port} on {host or 'all interfaces'}"
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigurationError(
-                f"{where} is in use by another program; choose another with "
-                "POTLUCK_GRADIENT_PORT, or 0 for any free port"
-            ) from error
-        raise ConfigurationError(f"{where} can't be listened on: {error}") from error
-    sock.setblocking(False)
-    return sock
+async def _finish(steps: Steps[T], sock: TlsSocket) -> T:
+    """Run one half of the handshake to its end; its errors are those of sockets."""
+    while True:
+        try:
+            event = next(steps)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+        await ready(sock, write=event == WRITE)
 
 
 def _check_still_there(sock: TlsSocket) -> None:

@@ -1,6 +1,6 @@
 """What two machines say to each other while one takes the cluster's secret over from the other.
 
-The first three messages come from strangers, so they have fixed lengths and nothing in them is
+The first three messages are unauthenticated, so they have fixed lengths and nothing in them is
 decoded: ``Opening`` (joiner), ``Answer`` (host), ``Proof`` (joiner). All after that is sealed
 under the key both have agreed on. Every message begins with ``MAGIC`` and its kind.
 """

@@ -335,7 +335,7 @@ def test_a_worker_whose_listener_breaks_fails_at_once_instead_of_staying(
         raise MemoryError("no room")
 
     listener = backend._base.listener
-    listener._reception._accept = broken  # type: ignore[method-assign]
+    listener._acceptor._accept = broken  # type: ignore[method-assign]
     with socket.create_connection(("127.0.0.1", listener.port)):
         failed = agent.hear(control.Failed)
     assert not failed.secondary, "it is the cause, not what follows from another's failure"

@@ -231,7 +231,7 @@ def test_a_listener_that_breaks_ends_the_group_on_all_ranks_and_forms_no_other()
         raise MemoryError("no room")
 
     victim = backends[1]
-    victim.base.listener._reception._accept = broken
+    victim.base.listener._acceptor._accept = broken
     waiting = contexts[0].all_reduce(np.ones(4), ReduceOp.SUM, timeout_s=600)
     caller = socket.create_connection(("127.0.0.1", victim.base.port))
     with caller, pytest.raises(GroupError) as other:

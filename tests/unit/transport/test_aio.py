@@ -12,6 +12,7 @@ import pytest
 from potluck.errors import ConfigurationError, LinkError, ProtocolError, Refused, WrongSecret
 from potluck.testing.links import new_credentials
 from potluck.transport import aio
+from potluck.transport.acceptor import Limits
 from potluck.wire.messages import GREETING, Hello, Refusal, Welcome
 
 Test = Callable[["Host"], Awaitable[None]]
@@ -42,7 +43,8 @@ class Host:
 @contextlib.asynccontextmanager
 async def hosting(**options: float) -> AsyncIterator[Host]:
     host = Host()
-    host.server = await aio.serve("127.0.0.1", 0, host.credentials, host.greeted, **options)  # type: ignore[arg-type]
+    limits = Limits(**options)  # type: ignore[arg-type]
+    host.server = await aio.serve("127.0.0.1", 0, host.credentials, host.greeted, limits=limits)
     try:
         yield host
     finally:
@@ -152,7 +154,7 @@ def test_a_greeting_of_4_gib_is_refused_under_tls_too() -> None:
 
 def test_a_crowd_of_idle_connections_does_not_keep_a_peer_out() -> None:
     async def story() -> None:
-        async with hosting(max_pending=8) as host:
+        async with hosting(max_connections=8) as host:
             idle = [
                 await asyncio.open_connection("127.0.0.1", host.server.port) for _ in range(100)
             ]
@@ -166,7 +168,7 @@ def test_a_crowd_of_idle_connections_does_not_keep_a_peer_out() -> None:
 def test_of_a_crowd_that_arrives_at_once_no_more_are_kept_than_may_wait() -> None:
     async def story() -> None:
         loop = asyncio.get_running_loop()
-        async with hosting(max_pending=8, hello_timeout_s=60) as host, asyncio.timeout(30):
+        async with hosting(max_connections=8, timeout_s=60) as host, asyncio.timeout(30):
             crowd = [socket.create_connection(("127.0.0.1", host.server.port)) for _ in range(60)]
             for sock in crowd:
                 sock.setblocking(False)
@@ -182,7 +184,7 @@ def test_of_a_crowd_that_arrives_at_once_no_more_are_kept_than_may_wait() -> Non
 
 def test_a_silent_caller_is_dropped_when_its_time_is_up() -> None:
     async def story() -> None:
-        async with hosting(hello_timeout_s=0.2) as host:
+        async with hosting(timeout_s=0.2) as host:
             reader, writer = await asyncio.open_connection("127.0.0.1", host.server.port)
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), 30) == b""

@@ -26,6 +26,7 @@ from potluck.errors import (
 )
 from potluck.testing.links import Blocking, new_credentials
 from potluck.testing.proxy import RecordingProxy
+from potluck.transport.acceptor import Limits
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import connect, drive, read_greeting, tls_handshake
 from potluck.transport.listener import Admission, Listener
@@ -52,7 +53,8 @@ class Door:
 
     def __init__(self, **options: float) -> None:
         self.credentials = new_credentials()
-        self.listener = Listener("127.0.0.1", 0, self.credentials, **options)  # type: ignore[arg-type]
+        limits = Limits(**options)  # type: ignore[arg-type]
+        self.listener = Listener("127.0.0.1", 0, self.credentials, limits=limits)
         self.links: queue.Queue[TcpLink] = queue.Queue()
         self.asked: list[Hello] = []
         self.answer: Welcome | Refusal = Welcome(rank=1)
@@ -397,7 +399,7 @@ def test_a_crowd_of_bad_callers_is_worth_one_log_line_a_second(
             sock.sendall(JUNK["HTTP"])
             read_to_end(sock)
     seconds = time.monotonic() - begin
-    lines = [record for record in caplog.records if record.name == "potluck.transport.reception"]
+    lines = [record for record in caplog.records if record.name == "potluck.transport.acceptor"]
     assert 1 <= len(lines) <= seconds + 1
 
 
@@ -414,7 +416,7 @@ def test_five_hundred_idle_connections_do_not_keep_a_peer_out(door: Door) -> Non
 def test_a_caller_that_drips_its_bytes_has_no_more_time_than_one_that_is_silent() -> None:
     """A ClientHello of 16 KiB, a byte at a time: minutes, if one let it."""
     endless = b"\x16\x03\x01\x40\x00" + b"\x01\x00\x3f\xfc" + bytes(0x3FFC)
-    with contextlib.closing(Door(hello_timeout_s=0.3)) as door, raw(door.port) as sock:
+    with contextlib.closing(Door(timeout_s=0.3)) as door, raw(door.port) as sock:
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         sent = 0
@@ -430,7 +432,7 @@ def test_a_caller_that_drips_its_bytes_has_no_more_time_than_one_that_is_silent(
 
 
 def test_a_peer_that_waits_to_be_admitted_is_not_counted_among_strangers() -> None:
-    with contextlib.closing(Door(max_pending=4, hello_timeout_s=0.2)) as door:
+    with contextlib.closing(Door(max_connections=4, timeout_s=0.2)) as door:
         asked, decide = threading.Event(), threading.Event()
 
         def slowly(hello: Hello, node: str) -> Admission:
@@ -673,7 +675,7 @@ def test_a_listener_that_breaks_says_where_and_why() -> None:
     def broken() -> None:
         raise MemoryError("no room")
 
-    listener._reception._accept = broken  # type: ignore[method-assign]
+    listener._acceptor._accept = broken  # type: ignore[method-assign]
     with raw(listener.port):
         error = told.get(timeout=30)
     where = f"port {listener.port} of 127.0.0.1"

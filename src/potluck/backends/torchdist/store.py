@@ -17,7 +17,7 @@ from potluck.backends.tcp import taking_master_port
 from potluck.errors import GroupError, LinkError, PeerLost, PotluckError, RemoteError
 from potluck.optional import require
 from potluck.service import start_thread, why
-from potluck.transport.listener import listening_socket
+from potluck.transport.acceptor import listening_socket
 from potluck.waiting import Reminder, reminding
 
 _ROLL_CALL_S = 0.4

@@ -1,43 +1,35 @@
 """Pairing over the network: the host waits to be found, the joiner looks for it.
 
-The port is open only while ``hand_over`` runs. A stranger who sends junk is dropped and costs
-nothing; one who sends a well-formed opening gets one guess, and if that is wrong the code is void.
-A stranger who says nothing is dropped after ``OPENING_S``; of more than ``_MAX_STRANGERS`` at once
-one goes, of the address that most came from. Who has the guess is none of them: no crowd ends it.
+The port is open only while ``hand_over`` runs. A caller is unauthenticated, within
+``transport.acceptor``'s limits, until it has sent a well-formed opening; junk costs it the
+connection and nothing else. An opening is the one guess at the code: if it is wrong the code is
+void. The caller that has the guess is no longer counted, so no crowd can end a pairing under way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from potluck.cluster.discovery.advert import Hint, Presence, new_instance
 from potluck.cluster.discovery.finder import Finder
-from potluck.cluster.trust.pairing import Code, Exchange
+from potluck.cluster.trust.pairing import Code, Exchange, Sealing
 from potluck.errors import LinkError, PotluckError, ProtocolError, WrongCode
+from potluck.service import start_task, why
+from potluck.transport.acceptor import LIMITS, Acceptor, Caller, listening_socket
 from potluck.transport.aio import end
-from potluck.transport.door import Door
-from potluck.transport.listener import listening_socket
-from potluck.transport.rate import RateLimitedLog
 from potluck.wire import pairing as wire
 
 STEP_S = 5.0
 """How long each of the two is at work on one run, from the opening to the end."""
-OPENING_S = 2.0
-"""How long a caller may take to say its opening."""
 MAX_GUESSES = 3
 """How many hosts a joiner tells an opening: each might be an impostor, and gets one guess."""
 
-_MAX_STRANGERS = 64
 _MAX_CALLS = 32
 _CONNECT_S = 3.0
-_PATIENT_S = 0.25 * OPENING_S
-
-_log = logging.getLogger(__name__)
+_PATIENT_S = 0.25 * LIMITS.timeout_s
 
 
 async def hand_over(
@@ -74,74 +66,49 @@ async def hand_over(
 
 
 class _Host:
+    """The side that shows the code; ``outcome`` is the machine that knew it."""
+
     def __init__(self, code: Code, secret: wire.Handover, sock: socket.socket) -> None:
         self.port: int = sock.getsockname()[1]
         self.outcome: asyncio.Future[wire.Newcomer] = asyncio.get_running_loop().create_future()
+        self._sock = sock
         self._code = code
         self._secret = secret
         self._is_used = False
-        self._complain = RateLimitedLog(_log)
-        # Who has not said an opening yet, in order of arrival, and from which address.
-        self._strangers: dict[asyncio.Task[None], str] = {}
-        # Everybody, each with its socket until its task begins and takes it over.
-        self._callers: dict[asyncio.Task[None], socket.socket | None] = {}
-        self._door = Door(sock, self._arrived, self._complain)
+        acceptor = Acceptor(sock, self._answer, LIMITS, awaits="a pairing opening")
+        self._accepting = start_task(acceptor.run, name="pairing", on_broken=self._broke)
 
     async def close(self) -> None:
-        self._door.close()
-        tasks = list(self._callers)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        self._sock.close()  # of a task that had not begun
         if self.outcome.done() and not self.outcome.cancelled():
             self.outcome.exception()  # seen, also if a timeout came first
 
-    def _arrived(self, sock: socket.socket, peer: str) -> None:
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._drop_one()
-        task = asyncio.create_task(self._answer(sock))
-        self._callers[task] = sock
-        self._strangers[task] = peer.rpartition(":")[0]
-        task.add_done_callback(self._forget)
-
-    def _drop_one(self) -> None:
-        """Of the address with the most strangers the oldest goes, so one machine that calls over
-        and over only pushes out itself. It leaves the count now, not when its task has ended."""
-        counts = Counter(self._strangers.values())
-        most = max(counts.values())
-        task = next(task for task, address in self._strangers.items() if counts[address] == most)
-        del self._strangers[task]
-        task.cancel()
-        self._complain.warning(
-            f"pairing: more than {_MAX_STRANGERS} callers say nothing; dropping the oldest"
-        )
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._strangers.pop(task, None)
-        sock = self._callers.pop(task, None)
-        if sock is not None:  # cancelled before it began
-            sock.close()
-
-    async def _answer(self, sock: socket.socket) -> None:
-        is_guess = is_proved = False
-        writer = None
-        task = asyncio.current_task()
-        assert task is not None
-        self._callers[task] = None
+    async def _answer(self, caller: Caller) -> None:
+        reader, writer = await asyncio.open_connection(sock=caller.sock)
         try:
-            async with asyncio.timeout(OPENING_S):
-                reader, writer = await asyncio.open_connection(sock=sock)
-                opening = await _receive(reader, wire.OPENING)
+            opening = await _receive(reader, wire.OPENING)
+            if self._is_used:
+                writer.write(wire.encode(wire.BUSY))
+                await writer.drain()
+                return
+            exchange = Exchange(self._code, is_host=True)
+            sealing = exchange.agree(opening)
+            self._is_used = True
+            caller.authenticated()
+            writer.write(wire.encode(wire.ANSWER, exchange.opening + sealing.proof))
+            await self._finish(sealing, reader, writer)
+        finally:
+            await end(writer)
+
+    async def _finish(
+        self, sealing: Sealing, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Exchange proofs and secrets with the caller that has the guess."""
+        is_proved = False
+        try:
             async with asyncio.timeout(STEP_S):
-                if self._is_used:
-                    writer.write(wire.encode(wire.BUSY))
-                    await writer.drain()
-                    return
-                exchange = Exchange(self._code, is_host=True)
-                sealing = exchange.agree(opening)
-                self._is_used = is_guess = True
-                self._strangers.pop(task, None)
-                writer.write(wire.encode(wire.ANSWER, exchange.opening + sealing.proof))
                 await writer.drain()
                 sealing.check(await _receive(reader, wire.PROOF))
                 is_proved = True
@@ -151,7 +118,7 @@ class _Host:
                 if await reader.read(1):  # the joiner ends the connection once it has it all
                     raise ProtocolError("something was said after the end")
             self._settle(newcomer)
-        except (PotluckError, OSError, TimeoutError) as error:
+        except (PotluckError, OSError):
             if is_proved:
                 self._settle(
                     LinkError(
@@ -159,20 +126,16 @@ class _Host:
                         "the secret; run `potluck pair` again if it is not in"
                     )
                 )
-            elif is_guess:
+            else:
                 self._settle(
                     WrongCode(
                         "somebody tried to join with a wrong code, or went away in the middle. "
                         "The code is void now; run `potluck pair` for another one"
                     )
                 )
-            else:
-                self._complain.warning(f"pairing: dropped a caller: {error or 'too slow'}")
-        finally:
-            if writer is not None:
-                await end(writer)
-            else:
-                sock.close()
+
+    def _broke(self, error: BaseException) -> None:
+        self._settle(LinkError(f"the port for pairing broke ({why(error)}); run it again"))
 
     def _settle(self, outcome: wire.Newcomer | PotluckError) -> None:
         if self.outcome.done():

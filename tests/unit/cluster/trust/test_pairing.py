@@ -17,6 +17,7 @@ from potluck.cluster.trust import pairing_link
 from potluck.cluster.trust.pairing import Code, Exchange, new_code, parse_code
 from potluck.cluster.trust.pairing_link import MAX_GUESSES, hand_over, take_over
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError, WrongCode
+from potluck.transport.acceptor import LIMITS, Limits
 from potluck.wire import pairing as wire
 
 CODE = Code("274831927")
@@ -158,7 +159,7 @@ async def ends(reader: asyncio.StreamReader) -> bool:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever goes was pushed out: no deadline passes, however busy this machine is."""
-    monkeypatch.setattr(pairing_link, "OPENING_S", 60.0)
+    monkeypatch.setattr(pairing_link, "LIMITS", Limits(timeout_s=60.0))
     monkeypatch.setattr(pairing_link, "STEP_S", 60.0)
 
 
@@ -177,7 +178,7 @@ def test_no_crowd_ends_a_pairing_under_way(patient: None) -> None:
         answer = await reader.readexactly(length)
         crowd = [await dial(address, f"127.0.0.{9 + n % 3}") for n in range(150)]
         # So many are kept; all before them were dropped, which shows that the host has seen all.
-        for stranger, _ in crowd[: -pairing_link._MAX_STRANGERS]:
+        for stranger, _ in crowd[: -LIMITS.max_connections]:
             assert await ends(stranger)
         sealing = exchange.agree(answer[: wire.ELEMENT_BYTES])
         sealing.check(answer[wire.ELEMENT_BYTES :])
@@ -203,7 +204,7 @@ def test_a_machine_that_calls_over_and_over_pushes_out_only_itself(patient: None
         address = await host.address()
         reader, writer = await dial(address, "127.0.0.9")
         crowd = [await dial(address, "127.0.0.10") for _ in range(150)]
-        for stranger, _ in crowd[: -pairing_link._MAX_STRANGERS]:
+        for stranger, _ in crowd[: -LIMITS.max_connections]:
             assert await ends(stranger)
         assert await pairing_link._ask((reader, writer), CODE, ME) == SECRET
         assert await host.task == ME
@@ -214,7 +215,7 @@ def test_a_machine_that_calls_over_and_over_pushes_out_only_itself(patient: None
 
 
 def test_who_says_nothing_is_dropped_and_costs_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairing_link, "OPENING_S", 0.05)
+    monkeypatch.setattr(pairing_link, "LIMITS", Limits(timeout_s=0.05))
 
     async def story() -> None:
         host = Waiting()

@@ -1,0 +1,216 @@
+"""Accepts TCP connections, and bounds what callers may use until they have authenticated.
+
+Workers (``listener.py``), agents (``aio.py``) and ``potluck pair`` accept by this class, within the
+same ``Limits``. Each connection is served by an asyncio task of its own; what goes wrong there ends
+that connection only, and costs one log line a second, whatever callers send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from potluck.errors import ConfigurationError, PotluckError
+from potluck.service import why
+from potluck.transport.failures import translated
+from potluck.transport.rate import RateLimitedLog
+from potluck.transport.tcp import tune
+
+_PAUSE_S = 0.1
+_BURST = 64
+_BACKLOG = 256
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What callers may use before they have authenticated.
+
+    Of what a caller sends, OpenSSL keeps at most one handshake message (128 KiB for a ClientHello,
+    100 KiB for certificates), and each greeting has a bound of its own.
+    """
+
+    max_connections: int = 64
+    """Unauthenticated connections at one time. One more drops one: of the address that holds most,
+    the oldest that has sent nothing, else the oldest. So one machine displaces only its own."""
+    timeout_s: float = 5.0
+    """From accepting to the end of authentication, however slowly the bytes drip in."""
+    drain_bytes: int = 256 * 1024
+    """Read and discarded from a caller that was refused, so that it hears why: closing a connection
+    over unread bytes resets it, and the TLS alert is lost."""
+
+
+LIMITS = Limits()
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """An accepted connection, unauthenticated until its task calls ``authenticated``."""
+
+    sock: socket.socket
+    """Non-blocking. Closed when the task ends, unless ``is_handed_over``."""
+    host: str
+    port: int
+    has_spoken: bool = False
+    is_handed_over: bool = False
+    authenticated: Callable[[], None] = field(init=False)
+    """To be called once the caller has proved who it is: no limit holds for it any more."""
+
+    @property
+    def peer(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Acceptor:
+    """Accepts from ``sock`` and runs ``serve(caller)`` for each connection once bytes have arrived.
+
+    A silent connection costs a socket and a task; ``serve`` makes TLS state (300 KiB). It raises
+    OSError or PotluckError if authentication fails. ``awaits`` names in log lines what an
+    unauthenticated caller owes.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        serve: Callable[[Caller], Awaitable[None]],
+        limits: Limits,
+        *,
+        awaits: str,
+    ) -> None:
+        self._sock = sock
+        self._serve = serve
+        self._limits = limits
+        self._awaits = awaits
+        self._complain = RateLimitedLog(_log)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unauthenticated: dict[Caller, asyncio.Task[None]] = {}  # in order of arrival
+
+    async def run(self) -> None:
+        """Accept until cancelled; then stop listening and end all connections' tasks."""
+        try:
+            while True:
+                await ready(self._sock)
+                try:
+                    self._accept()
+                except OSError as error:  # no descriptors, most likely
+                    self._complain.warning(f"can't accept connections: {error}")
+                    await asyncio.sleep(_PAUSE_S)
+        finally:
+            self._sock.close()
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(_BURST):
+            try:
+                sock, address = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            sock.setblocking(False)
+            if len(self._unauthenticated) >= self._limits.max_connections:
+                self._drop_one()
+            self._start(Caller(sock, *address[:2]))
+
+    def _start(self, caller: Caller) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._unauthenticated.pop(caller, None)
+            if not caller.is_handed_over:
+                caller.sock.close()
+
+        task = asyncio.create_task(self._run(caller))
+        self._tasks.add(task)
+        self._unauthenticated[caller] = task
+        task.add_done_callback(ended)
+
+    def _drop_one(self) -> None:
+        """It leaves the count now, not when its task has ended: of a crowd that arrives in one turn
+        of the loop each connection drops another."""
+        counts = Counter(caller.host for caller in self._unauthenticated)
+        most = max(counts.values())
+        crowd = [caller for caller in self._unauthenticated if counts[caller.host] == most]
+        silent = [caller for caller in crowd if not caller.has_spoken]
+        self._unauthenticated.pop((silent or crowd)[0]).cancel()
+        self._complain.warning(
+            f"more than {self._limits.max_connections} connections have not sent {self._awaits}: "
+            "dropping the oldest"
+        )
+
+    async def _run(self, caller: Caller) -> None:
+        try:
+            async with asyncio.timeout(self._limits.timeout_s) as limit:
+
+                def authenticated() -> None:
+                    self._unauthenticated.pop(caller, None)
+                    limit.reschedule(None)
+
+                caller.authenticated = authenticated
+                tune(caller.sock)
+                await ready(caller.sock)
+                caller.has_spoken = True
+                await self._serve(caller)
+        except (OSError, PotluckError) as error:
+            if limit.expired():
+                seconds = self._limits.timeout_s
+                self._dropped(caller, f"no {self._awaits} within {seconds:g} s")
+            elif isinstance(error, OSError):
+                self._dropped(caller, str(translated(error, caller.peer, "greeting it")))
+            else:
+                self._dropped(caller, str(error))
+        except Exception as error:
+            if caller in self._unauthenticated:
+                self._dropped(caller, f"greeting it failed: {why(error)}")
+            else:
+                _log.exception("the connection of %s failed", caller.peer)
+
+    def _dropped(self, caller: Caller, reason: str) -> None:
+        self._complain.warning(f"dropped {caller.peer}: {reason}")
+
+
+async def ready(sock: socket.socket, *, write: bool = False) -> None:
+    """Wait until ``sock`` can be read (accepted from, has ended), or written."""
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    if write:
+        loop.add_writer(sock, event.set)
+    else:
+        loop.add_reader(sock, event.set)
+    try:
+        await event.wait()
+    finally:
+        if write:
+            loop.remove_writer(sock)
+        else:
+            loop.remove_reader(sock)
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A non-blocking listening socket; ConfigurationError if the port can't be had."""
+    try:
+        if host:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        elif socket.has_dualstack_ipv6():
+            sock = socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+            )
+        else:
+            sock = socket.create_server(("", port), backlog=_BACKLOG)
+    except OSError as error:
+        where = f"port {port} on {host or 'all interfaces'}"
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigurationError(
+                f"{where} is in use by another program; choose another with "
+                "POTLUCK_GRADIENT_PORT, or 0 for any free port"
+            ) from error
+        raise ConfigurationError(f"{where} can't be listened on: {error}") from error
+    sock.setblocking(False)
+    return sock
