@@ -25,7 +25,8 @@ from potluck.testing import hosts
 
 SMALL, LARGE = 4 << 10, 100 << 20
 MIB = 1 << 20
-TWO_LEVEL, TWO_LEVEL_OF_ONE = "potluck-two-level", "potluck-tls"
+SEVERAL, ONE = "potluck-hierarchical", "potluck-tls"
+"""The peers with several workers per host, and with one."""
 CODECS = {"potluck-bf16": 0.52, "potluck-int8": 0.28}
 
 
@@ -74,15 +75,15 @@ def between(
 def of_several_workers(quick: bool, say: script.Say) -> list[Claim]:
     """Two hosts of two workers: the wire of a host carries what it does for one worker."""
     nbytes, rounds = (1 << 20, 1) if quick else (LARGE, 5)
-    peers = (TWO_LEVEL, "potluck-ring", "potluck-hierarchical", "gloo")
+    peers = (SEVERAL, "potluck-ring", "gloo")
     with hosts.Network(2, rate="1gbit") as network:
         say(f"2 hosts of 2 workers at 1 Gbit/s, {show(nbytes)}")
-        one = wire.all_reduces(network, (TWO_LEVEL_OF_ONE,), 1, nbytes, rounds)[TWO_LEVEL_OF_ONE]
+        one = wire.all_reduces(network, (ONE,), 1, nbytes, rounds)[ONE]
         two = wire.all_reduces(network, peers, 2, nbytes, rounds)
     for peer, figures in two.items():
         say(f"{peer}: {figures['seconds']:.3f} s, CPU {figures['cpu_s']:.3f} s")
-    where = f"2 hosts of 2 workers at 1 Gbit/s, {show(nbytes)}, two levels"
-    ours = two[TWO_LEVEL]
+    where = f"2 hosts of 2 workers at 1 Gbit/s, {show(nbytes)}, hierarchical"
+    ours = two[SEVERAL]
     bytes_over = ours["wire_bytes"] / one["wire_bytes"]
     shown = f"{ours['wire_bytes'] / MIB:.1f} MiB of {one['wire_bytes'] / MIB:.1f} MiB:"
     found = [

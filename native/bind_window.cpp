@@ -205,17 +205,15 @@ public:
         return quick_as(kind, source, result, op, root, timeout_s, true);
     }
 
-    // Begin a call whose number was taken. Its memory must stay until it is done. `whole`: the
-    // fingerprint of the call that it is a part of and that errors describe, 0 if of none.
+    // Begin a call whose number was taken. Its memory must stay until it is done.
     PyCall start(int kind_number, int dtype, int op, int root,
                  const std::vector<std::int64_t>& dims, std::uintptr_t source, std::uintptr_t result,
-                 std::uint64_t number, std::uint64_t whole, double timeout_s, std::uint64_t id) {
+                 std::uint64_t number, double timeout_s, std::uint64_t id) {
         const auto kind = static_cast<Kind>(kind_number);
         Call call = call_of(kind, dtype, op, root, dims.data(), static_cast<int>(dims.size()));
         call.source = reinterpret_cast<const char*>(source);
         call.result = reinterpret_cast<char*>(result);
         stamp(call, number);
-        if (whole != 0) call.fingerprint = (whole & ~HASH) | (mixed(call.fingerprint, whole) & HASH);
         const int parts = kind == Kind::ALL_TO_ALL ? queue_->channel.shape.world : 1;
         const std::size_t nbytes = call.count * call.itemsize * static_cast<std::size_t>(parts);
         auto ticket = std::make_shared<Ticket>(call, in_ns(timeout_s), nbytes, id);

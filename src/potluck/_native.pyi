@@ -187,7 +187,6 @@ class Window:
         source: int,
         result: int,
         number: int,
-        whole: int,
         timeout_s: float,
         id: int,
         /,

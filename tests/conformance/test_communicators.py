@@ -57,8 +57,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     with open_world(kind, size, segment_bytes=SEGMENT_BYTES) as opened:
         opened.run(lambda ctx: ctx.all_to_all(np.zeros((size, 1)), algorithm="direct"))
         opened.run(lambda ctx: ctx.barrier())
-        if kind.endswith("+window") and size > 2:  # two nodes: their windows are made now
-            opened.run(lambda ctx: ctx.all_reduce(np.zeros(1), algorithm="two-level"))
         yield opened
 
 

@@ -21,7 +21,7 @@ needs_native = pytest.mark.skipif(not native.available, reason="windows need the
 
 NODES = (0, 0, 1, 1)
 PATIENCE_S = 30.0
-"""On two levels: the lost one's mate waits in a window, the others for their speakers."""
+"""Hierarchical plans: the mate of the lost worker waits for it, the others for their carriers."""
 
 WORKER = """
 import json, os, sys, time
@@ -36,7 +36,7 @@ patience_s = float(sys.argv[4])
 def say(**facts):
     print(json.dumps({"rank": rank, **facts}), flush=True)
 
-if algorithm in ("window", "two-level"):  # a list of addresses does not say who shares a node
+if algorithm in ("window", "hierarchical"):  # a list of addresses does not say who shares a node
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(peers)))
     os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = peers[0].rpartition(":")
     ctx = init("env", timeout_s=30)
@@ -135,14 +135,14 @@ def wait_for(child: subprocess.Popen[str], step: str) -> dict[str, object]:
         ("direct", "true"),
         ("direct", "false"),
         pytest.param("window", "true", marks=needs_native),
-        ("two-level", "true"),
+        ("hierarchical", "true"),
     ],
 )
 def test_a_killed_process_is_named_by_every_survivor_at_once(
     algorithm: str, windows: str, tmp_path: Path
 ) -> None:
     size, victim = 4, 2
-    nodes = NODES if algorithm == "two-level" else ()
+    nodes = NODES if algorithm == "hierarchical" else ()
     switch = {"POTLUCK_USE_WINDOWS": windows}
     with workers(size, algorithm, tmp_path, nodes=nodes, **switch) as children:
         for child in children:
@@ -165,14 +165,14 @@ def test_a_killed_process_is_named_by_every_survivor_at_once(
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["ring", pytest.param("window", marks=needs_native), "two-level"]
+    "algorithm", ["ring", pytest.param("window", marks=needs_native), "hierarchical"]
 )
 def test_a_stopped_process_is_named_when_the_deadline_passes(
     algorithm: str, tmp_path: Path
 ) -> None:
     """SIGSTOP: no link ends, nothing is said; and what it does later harms nobody."""
     size, victim = 4, 1
-    nodes = NODES if algorithm == "two-level" else ()
+    nodes = NODES if algorithm == "hierarchical" else ()
     with workers(size, algorithm, tmp_path, patience_s=1.0, nodes=nodes) as children:
         for child in children:
             wait_for(child, "reduced")

@@ -131,19 +131,3 @@ def test_torchs_barrier_beside_another_ranks_gradients(kind: str) -> None:
         for text in world.run(act):
             assert re.search(CALLS["sum"][1], text), text
             assert re.search(rf"rank 1 \([^)]*\) called {CALLS['barrier'][1]}", text), text
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith("window")])
-def test_parts_of_a_call_on_two_levels_are_named_as_the_whole(kind: str) -> None:
-    def act(ctx: DistributedContext) -> str:
-        ctx.all_reduce(np.ones(300_000, np.float32))
-        with pytest.raises(Desync) as caught:
-            CALLS["mean" if ctx.rank == 1 else "longer"][0](ctx)
-            ctx.barrier()
-            ctx.barrier()
-        return str(caught.value)
-
-    with open_world(kind, 4) as world:
-        for text in world.run(act):
-            assert re.search(CALLS["longer"][1], text), text
-            assert re.search(CALLS["mean"][1], text), text

@@ -34,7 +34,7 @@ def bench(
             help="Whom to measure next to potluck, with commas: gloo, mpi, mlx; or potluck in "
             "another way: potluck-tls (no shared memory), potluck-python (no native core), "
             "potluck-plain (not encrypted), potluck-bf16, potluck-int8 (compressed), potluck-ring, "
-            "potluck-hierarchical, potluck-two-level (always that algorithm); or none.",
+            "potluck-hierarchical (always that algorithm); or none.",
         ),
     ] = "gloo,mpi,mlx",
     workers: Annotated[

@@ -47,8 +47,6 @@ class Algorithm(StrEnum):
     HIERARCHICAL = "hierarchical"
     WINDOW = "window"
     """Through memory that the ranks of one node share; it has no plan (see ``window.py``)."""
-    TWO_LEVEL = "two-level"
-    """Windows inside the nodes, plans between them (see ``two_level.py``)."""
 
     @classmethod
     def _missing_(cls, value: object) -> Algorithm:

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 
 from potluck.collectives.plan import Algorithm, Operation
-from potluck.engine.fingerprint import fingerprint_of, part_of, undescribed
+from potluck.engine.fingerprint import fingerprint_of, undescribed
 from potluck.types import ReduceOp
 
 
@@ -32,8 +32,6 @@ class Call:
     codec: str = ""
     on_behalf_of: str = ""
     """The engine's own call, before one of the user's: that is what errors name. Not counted."""
-    whole: Call | None = None
-    """The user's call of which this is a part: that is what errors name. Not counted."""
 
     def __str__(self) -> str:
         return self._text
@@ -42,8 +40,6 @@ class Call:
     def _text(self) -> str:
         if self.on_behalf_of:
             return self.on_behalf_of
-        if self.whole is not None:
-            return str(self.whole)
         if self.operation is Operation.BARRIER:
             return "barrier"
         parts = [self.dtype, f"shape {self.shape}"]
@@ -61,9 +57,6 @@ class Call:
         if self.on_behalf_of:  # not the same on all ranks
             return undescribed(f"engine {self.operation} {self.shape} {self.ranks}")
         text = f"{self} {self.algorithm} {self.root} {self.segment_bytes} {self.ranks}"
-        if self.whole is not None:
-            whole = self.whole.fingerprint
-            return part_of(whole, f"{text} {whole} {self.operation} {self.shape}")
         return fingerprint_of(
             self.operation,
             self.dtype,

@@ -15,7 +15,6 @@ import numpy as np
 from potluck.collectives.choose import chooser
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import make_plan
-from potluck.collectives.two_level import has_levels
 from potluck.engine.arrays import coding
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.arrays.layout import Array, lay_out
@@ -27,7 +26,6 @@ from potluck.engine.loop.running import RunningPlan, as_bytes
 from potluck.engine.request import Request
 from potluck.engine.windows.channel import NO_WINDOW, ChannelWindow
 from potluck.engine.windows.group import WindowWork
-from potluck.engine.windows.two_level import NO_LEVELS, TwoLevel, summed
 from potluck.engine.work import Work, deadline_after, finished
 from potluck.errors import PotluckError
 from potluck.metrics import Metrics
@@ -70,8 +68,6 @@ class Communicator:
         family: Family,
         channel: int,
         ranks: tuple[int, ...],
-        *,
-        is_level: bool = False,
     ) -> None:
         self.group = group
         self._family = family
@@ -92,12 +88,6 @@ class Communicator:
                 self._exchange,
                 self._over_links_instead,
                 self._set_quick,
-                is_counted=not is_level,
-            )
-        self._levels: TwoLevel | None = None
-        if family.windows is not None and has_levels(Operation.ALL_REDUCE, self._nodes):
-            self._levels = TwoLevel(
-                self.rank, self._nodes, self._level, self._compare, family.lock, family.on_end
             )
 
     @classmethod
@@ -281,9 +271,9 @@ class Communicator:
             return None
         return Communicator(self.group, self._family, channel, members)
 
-    def _keyed(self, members: tuple[int, ...], key: str, *, is_level: bool = False) -> Communicator:
+    def _keyed(self, members: tuple[int, ...], key: str) -> Communicator:
         def make(channel: int) -> Communicator:
-            return Communicator(self.group, self._family, channel, members, is_level=is_level)
+            return Communicator(self.group, self._family, channel, members)
 
         return self._family.named(members, key, make)
 
@@ -335,18 +325,12 @@ class Communicator:
         root: int = 0,
         *,
         encoding: Encoding | None = None,
-        whole: Call | None = None,
     ) -> Work:
         chosen = None if algorithm is None else Algorithm(algorithm)
         request = Request(
-            operation, source, result, described, op, root, timeout_s, chosen, encoding, whole
+            operation, source, result, described, op, root, timeout_s, chosen, encoding
         )
         request.check(self.world_size)
-        if self._levels is not None and self._levels.takes(request):
-            call = self._call(request, Algorithm.TWO_LEVEL)
-            return self._levels.start(call, request, _flat(source), _flat(result))
-        if chosen is Algorithm.TWO_LEVEL:
-            raise ValueError(NO_LEVELS)
         if encoding is not None:
             request.algorithm = chosen = Algorithm.DIRECT
         if chosen not in (None, Algorithm.WINDOW):  # ValueError if there is no such plan
@@ -412,45 +396,6 @@ class Communicator:
             return number
         self._sequence += 1
         return self._sequence - 1
-
-    # -- levels
-
-    def part(
-        self,
-        whole: Call,
-        operation: Operation,
-        array: Array,
-        *,
-        root: int = 0,
-        is_result: bool = True,
-        encoding: Encoding | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """A part of ``whole``, a call of the communicator of which this is a level. In place."""
-        op = None if operation is Operation.BROADCAST else summed(whole.op)
-        result = array if is_result else None
-        return self._run(
-            operation,
-            array,
-            result,
-            array,
-            op,
-            None,
-            timeout_s,
-            root,
-            encoding=encoding,
-            whole=whole,
-        )
-
-    def _level(self, ranks: Sequence[int], name: str) -> Communicator:
-        members = tuple(self._ranks[rank] for rank in ranks)
-        return self._keyed(members, f"{name} of channel {self._channel}", is_level=True)
-
-    def _compare(self, whole: Call, timeout_s: float) -> Work:
-        """A barrier over links that ends once all ranks have called ``whole``."""
-        how, nothing = Algorithm.HIERARCHICAL, (_EMPTY, _EMPTY, _EMPTY)
-        asked = Request(Operation.BARRIER, *nothing, None, 0, timeout_s, how, whole=whole)
-        return self._run_over_links(asked)
 
     # -- windows
 

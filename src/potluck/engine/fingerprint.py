@@ -63,11 +63,6 @@ def fingerprint_of(
     return sum(word << shift for word, shift in words) | _hash(text, 24)
 
 
-def part_of(whole: int, text: str) -> int:
-    """The fingerprint of a part of the call ``whole``: described as that, with its own hash."""
-    return whole >> 24 << 24 | _hash(text, 24)
-
-
 def undescribed(text: str) -> int:
     """The fingerprint of a call of the engine's own."""
     return _hash(text, 60)

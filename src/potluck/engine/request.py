@@ -31,7 +31,6 @@ class Request:
         "root",
         "source",
         "timeout_s",
-        "whole",
     )
 
     def __init__(
@@ -45,9 +44,8 @@ class Request:
         timeout_s: float,
         algorithm: Algorithm | None = None,
         encoding: Encoding | None = None,
-        whole: Call | None = None,
     ) -> None:
-        """``algorithm``: what the caller wants, None for the best. ``whole``: see ``Call``."""
+        """``algorithm``: what the caller wants, None for the best."""
         self.operation = operation
         self.source = source
         self.result = result
@@ -57,7 +55,6 @@ class Request:
         self.timeout_s = timeout_s
         self.algorithm = algorithm
         self.encoding = encoding
-        self.whole = whole
         self.number = 0
 
     def check(self, world_size: int) -> None:
@@ -93,13 +90,10 @@ class Request:
             ranks,
             self.encoding.codec.name if self.encoding is not None else "",
             on_behalf_of,
-            self.whole,
         )
 
     def label(self) -> str:
         """The call, as errors name it."""
-        if self.whole is not None:
-            return str(self.whole)
         return label(self.operation, self.algorithm, self.described, self.op, self.root)
 
 

@@ -13,7 +13,6 @@ from potluck.collectives.links import LinkModel, Wire
 from potluck.collectives.plan import Action, Algorithm, Operation
 from potluck.collectives.registry import algorithms_for, make_plan
 from potluck.collectives.simulate import chunk_sizes, simulate
-from potluck.collectives.two_level import pays
 from potluck.types import ReduceOp
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
@@ -82,9 +81,7 @@ def levels() -> str:
     for counts in ((2, 2), (3, 1), (4, 4), (2, 2, 2), (4, 2, 1)):
         nodes = tuple(node for node, count in enumerate(counts) for _ in range(count))
         chosen = [
-            Algorithm.TWO_LEVEL
-            if pays(Operation.ALL_REDUCE, size, nodes, op=ReduceOp.SUM)
-            else choose(Operation.ALL_REDUCE, size, len(nodes), op=ReduceOp.SUM, nodes=nodes)
+            choose(Operation.ALL_REDUCE, size, len(nodes), op=ReduceOp.SUM, nodes=nodes)
             for size in SIZES.values()
         ]
         rows.append(f"| {' + '.join(map(str, counts))} | " + " | ".join(chosen) + " |")

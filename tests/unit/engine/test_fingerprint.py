@@ -38,13 +38,6 @@ def test_every_operation_dtype_op_and_algorithm_has_its_place(operation: Operati
         assert text == ("barrier" if is_barrier else f"{operation}({', '.join(expected)})")
 
 
-def test_a_part_is_described_as_the_whole_but_is_another_call() -> None:
-    part = Call(Operation.BROADCAST, Algorithm.RING, "float32", (3,), whole=CALL)
-    assert describe(part.fingerprint) == describe(CALL.fingerprint)
-    assert part.fingerprint != CALL.fingerprint
-    assert part.fingerprint != replace(part, shape=(2,)).fingerprint
-
-
 @pytest.mark.parametrize("nonsense", [0, 1, undescribed("x"), 2**64 - 1, 1 << 60, 13 << 60])
 def test_what_a_broken_peer_sends_is_described_as_nothing(nonsense: int) -> None:
     assert describe(nonsense) == ""

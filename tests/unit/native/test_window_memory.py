@@ -47,7 +47,6 @@ def test_a_call_may_be_waited_for_when_the_window_was_given_back() -> None:
         array.ctypes.data,
         array.ctypes.data,
         window.take_number(),
-        0,
         60.0,
         1,
     )

@@ -71,7 +71,7 @@ PEERS = {
                 f"as it comes, but all_reduce always {algorithm}",
                 arguments={"algorithm": algorithm},
             )
-            for algorithm in ("ring", "hierarchical", "two-level")
+            for algorithm in ("ring", "hierarchical")
         ),
         Peer(
             "potluck-bf16",

@@ -97,10 +97,7 @@ def check(
         raise ValueError(
             f"codec={codec.name!r} adds what it decodes: op must be sum or mean, not {op}"
         )
-    known = {None, Algorithm.DIRECT}
-    if operation is Operation.ALL_REDUCE:
-        known.add(Algorithm.TWO_LEVEL)
-    if algorithm not in known:
+    if algorithm not in (None, Algorithm.DIRECT):
         raise ValueError(
             f"codec={codec.name!r} is lossy, and the direct plan encodes a value only twice; "
             f"leave algorithm={str(algorithm)!r} out, or the codec"

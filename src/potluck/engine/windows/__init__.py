@@ -1,4 +1,3 @@
-"""Memory that the workers of one node share: a group's windows (``group``), a channel's calls to
-its own (``channel``), and collectives through windows inside nodes and plans between them
-(``two_level``).
+"""Memory that the workers of one node share: a group's windows (``group``), and a channel's
+calls to its own (``channel``).
 """

@@ -84,13 +84,8 @@ class ChannelWindow:
         exchange: Exchange,
         fallback: Fallback,
         changed: Callable[[Any], None],
-        *,
-        is_counted: bool = True,
     ) -> None:
-        """``changed(window)`` is told of the native window, and of None when it is gone.
-
-        ``is_counted``: whether its calls are the user's own, for the metrics.
-        """
+        """``changed(window)`` is told of the native window, and of None when it is gone."""
         self.state = State.NEW
         self.number = 0
         """How many calls this channel has begun, while there is no native window to count them."""
@@ -101,7 +96,6 @@ class ChannelWindow:
         self._exchange = exchange
         self._fallback = fallback
         self._changed = changed
-        self._is_counted = is_counted
         self._window: Any = None
         self._waiting: deque[tuple[Request, WindowWork]] = deque()
         self._fd = -1
@@ -155,7 +149,6 @@ class ChannelWindow:
             self._windows,
             self._ranks,
             is_waiting=self._window is None,
-            is_counted=self._is_counted,
         )
         is_first = self.state is State.NEW
         numbers = (self.take_number(), self.take_number()) if is_first else (-1, -1)
@@ -261,7 +254,6 @@ class ChannelWindow:
             window = self._windows.open(
                 self._memory,
                 self._on_close,
-                self._is_counted,
                 self._ranks,
                 rank=self._rank,
                 world=world,
@@ -296,8 +288,7 @@ class ChannelWindow:
         for _, work in waiting:
             if error is not None:
                 work.posted()
-                if self._is_counted:
-                    self._windows.failed(work.call, error)
+                self._windows.failed(work.call, error)
                 work.finish(error)
 
     def _fall_back(self, request: Request, work: WindowWork) -> None:
@@ -339,7 +330,6 @@ class ChannelWindow:
                 source,
                 result,
                 request.number,
-                0 if request.whole is None else request.whole.fingerprint,
                 request.timeout_s,
                 number,
             ),

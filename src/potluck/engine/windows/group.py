@@ -109,7 +109,7 @@ class Windows:
         self._is_closed = False
         self._engine: Any = None
         self._thread: threading.Thread | None = None
-        self._open: list[tuple[Any, Callable[[], None], WindowCounts | None, tuple[int, ...]]] = []
+        self._open: list[tuple[Any, Callable[[], None], WindowCounts, tuple[int, ...]]] = []
         self._left_bytes = MAX_BYTES
         self._inflight: dict[int, WindowWork] = {}
         self._ids = 0
@@ -133,7 +133,6 @@ class Windows:
         self,
         memory: Any,
         on_close: Callable[[], None],
-        is_counted: bool,
         peers: tuple[int, ...],
         **shape: Any,
     ) -> Any:
@@ -151,9 +150,8 @@ class Windows:
                 )
             window = native.core.Window(memory=memory, engine=self._engine, **shape)
             counts = WindowCounts(Algorithm.WINDOW, OPERATIONS, window.stats, window.waited_s)
-            self._open.append((window, on_close, counts if is_counted else None, peers))
-            if is_counted:
-                self._metrics.count(counts)
+            self._open.append((window, on_close, counts, peers))
+            self._metrics.count(counts)
             is_over = self._over.is_set() or self._is_closed
         if is_over:
             window.stop(for_all=False)
@@ -176,13 +174,8 @@ class Windows:
             self._inflight[number] = work
         work.began(begin(number))
 
-    def failure(
-        self, outcome: int, blame: Blame, call: str, *, is_counted: bool = True
-    ) -> BaseException:
-        """The error of a call that ended so, and the end of the group.
-
-        ``is_counted``: whether it is a call of the user's own, for the metrics.
-        """
+    def failure(self, outcome: int, blame: Blame, call: str) -> BaseException:
+        """The error of a call that ended so, and the end of the group."""
         if outcome != Outcome.STOPPED:
             self._loop.abort(self._verdict(outcome, blame, call))
         if not self._over.wait(_PATIENCE_S):
@@ -206,8 +199,7 @@ class Windows:
             )
             told.__cause__ = error.__cause__
             error = told
-        if is_counted:
-            self.failed(call, error)
+        self.failed(call, error)
         return again(error)
 
     def failed(self, call: str, error: BaseException) -> None:
@@ -243,8 +235,7 @@ class Windows:
             engine.close()
         for window, _, counts, _ in windows:
             window.drain()
-            if counts is not None:
-                self._metrics.keep(counts)
+            self._metrics.keep(counts)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         inflight, self._inflight = self._inflight, {}
@@ -285,7 +276,7 @@ class Windows:
 class WindowWork(Work):
     """A call on a window, or one that waits for the window to be there."""
 
-    __slots__ = ("_begun", "_is_counted", "_kept", "_native", "_peers", "_windows")
+    __slots__ = ("_begun", "_kept", "_native", "_peers", "_windows")
 
     def __init__(
         self,
@@ -295,16 +286,11 @@ class WindowWork(Work):
         peers: tuple[int, ...],
         *,
         is_waiting: bool,
-        is_counted: bool = True,
     ) -> None:
-        """``peers`` maps the window's ranks to the group's; ``is_waiting``: for the window.
-
-        ``is_counted`` as in ``Windows.failure``.
-        """
+        """``peers`` maps the window's ranks to the group's; ``is_waiting``: for the window."""
         super().__init__(call, result)
         self._windows = windows
         self._peers = peers
-        self._is_counted = is_counted
         self._native: Any = None
         self._kept: Any = None
         self._begun = threading.Event() if is_waiting else None
@@ -373,7 +359,5 @@ class WindowWork(Work):
         call, error = self._native, None
         if call.outcome != Outcome.DONE:
             blame = Blame.of(self._peers, call.culprit, call.has_begun, call.theirs)
-            error = self._windows.failure(
-                call.outcome, blame, self.call, is_counted=self._is_counted
-            )
+            error = self._windows.failure(call.outcome, blame, self.call)
         self.finish(error)

@@ -1,4 +1,4 @@
-"""Collectives on two levels: several nodes with several workers, each a window, links between."""
+"""Hierarchical plans: several nodes with several workers, shared memory inside, links between."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.collectives import two_level
 from potluck.context import DistributedContext
 from potluck.errors import Desync, OperationTimeout, PeerLost
-from potluck.testing.world import WorldError
 from potluck.testing.worlds import NATIVE_KINDS, open_world
 
 KINDS = ("tls+window", *(("native+window", "mixed+window") if NATIVE_KINDS else ()))
 """Every rank's loop in Python, natively, and every second rank's."""
 
-TWO_LEVEL = "two-level"
+HIERARCHICAL = "hierarchical"
 
 Act = Callable[[DistributedContext], object]
 
@@ -37,28 +35,21 @@ def check_all(ctx: DistributedContext, count: int, seed: int) -> None:
         ("mean", total / np.float32(size)),
         ("max", everyones.max(0)),
     ):
-        result = ctx.all_reduce(mine.copy(), op, algorithm=TWO_LEVEL)
+        result = ctx.all_reduce(mine.copy(), op, algorithm=HIERARCHICAL)
         np.testing.assert_array_equal(result, wanted)
     kept = mine.copy()
-    result = ctx.reduce(kept, root, algorithm=TWO_LEVEL)
+    result = ctx.reduce(kept, root, algorithm=HIERARCHICAL)
     np.testing.assert_array_equal(result, total if rank == root else mine)
-    result = ctx.broadcast(mine.copy(), root, algorithm=TWO_LEVEL)
+    result = ctx.broadcast(mine.copy(), root, algorithm=HIERARCHICAL)
     np.testing.assert_array_equal(result, everyones[root])
     kept = mine.copy()
-    result = ctx.reduce_scatter(kept, "mean", algorithm=TWO_LEVEL)
+    result = ctx.reduce_scatter(kept, "mean", algorithm=HIERARCHICAL)
     np.testing.assert_array_equal(result, (total / np.float32(size))[rank])
     np.testing.assert_array_equal(kept, mine)
-    result = ctx.all_gather(mine[0], algorithm=TWO_LEVEL)
+    result = ctx.all_gather(mine[0], algorithm=HIERARCHICAL)
     np.testing.assert_array_equal(result, everyones[:, 0])
 
 
-@pytest.fixture
-def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small data in many blocks, as large data would be."""
-    monkeypatch.setattr(two_level, "_block_s", lambda num_nodes, links: 3e-8)
-
-
-@pytest.mark.usefixtures("many_blocks")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 0, 1), (0, 0, 1, 2)])
 def test_every_operation_over_every_kind_of_link(kind: str, nodes: tuple[int, ...]) -> None:
@@ -75,50 +66,19 @@ def test_any_number_of_workers_on_each_node(sizes: list[int], data: st.DataObjec
     nodes = data.draw(st.permutations(nodes))
     count = data.draw(st.integers(0, 20_000))
     seed = data.draw(st.integers(0, 100))
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        open_world(KINDS[-1], len(nodes), nodes=nodes, segment_bytes=8192) as world,
-    ):
-        patch.setattr(two_level, "_block_s", lambda num_nodes, links: 3e-7)
-        if 1 < len(sizes) < len(nodes):
-            world.run(lambda ctx: check_all(ctx, count, seed))
-        else:  # one level only: there is nothing to choose
-            with pytest.raises(WorldError, match="'two-level' needs several nodes"):
-                world.run(lambda ctx: ctx.all_reduce(np.ones(count), algorithm=TWO_LEVEL))
-
-
-@pytest.mark.usefixtures("many_blocks")
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
-@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 0, 1, 2)])
-def test_a_codec_works_between_the_nodes_only(codec: str, nodes: tuple[int, ...]) -> None:
-    """All ranks end with the same bits, no further from the sum than one rank per node would."""
-
-    def act(ctx: DistributedContext) -> tuple[bytes, float]:
-        everyones = np.random.default_rng(5).standard_normal((len(nodes), 5000), np.float32)
-        mine, residual = everyones[ctx.rank].copy(), np.zeros(5000, np.float32)
-        ctx.all_reduce(mine, algorithm=TWO_LEVEL, codec=codec, residual=residual)
-        total = everyones.sum(0)
-        return mine.tobytes(), float(np.abs(mine - total).max() / np.abs(total).max())
-
-    with open_world(KINDS[-1], len(nodes), nodes=nodes) as world:
-        results = world.run(act)
-        with pytest.raises(WorldError, match="leave algorithm='two-level' out"):
-            world.run(
-                lambda ctx: ctx.all_gather(np.ones(9, "f4"), algorithm=TWO_LEVEL, codec=codec)
-            )
-    assert len({bits for bits, _ in results}) == 1
-    assert 0 < results[0][1] < 0.03
+    with open_world(KINDS[-1], len(nodes), nodes=nodes, segment_bytes=8192) as world:
+        world.run(lambda ctx: check_all(ctx, count, seed))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_calls_that_overlap_give_what_each_should(kind: str, many_blocks: None) -> None:
+def test_calls_that_overlap_give_what_each_should(kind: str) -> None:
     """Many calls under way, of several kinds and algorithms, waited for in another order."""
 
     def act(ctx: DistributedContext) -> None:
         works = []
         for number in range(30):
             array = np.full(number * 37, float(ctx.rank + number))
-            algorithm = (TWO_LEVEL, None, "direct")[number % 3]
+            algorithm = (HIERARCHICAL, None, "direct")[number % 3]
             if number % 4 == 1:
                 work = ctx.broadcast(array, number % 5, algorithm=algorithm, async_op=True)
                 wanted = float(number % 5 + number)
@@ -137,29 +97,29 @@ x = np.ones
 
 
 def begin(ctx: DistributedContext) -> None:
-    """Once through all levels, so that links and windows are there."""
-    ctx.all_reduce(x(10), algorithm=TWO_LEVEL)
+    """Once through all steps, so that the links are there."""
+    ctx.all_reduce(x(10), algorithm=HIERARCHICAL)
 
 
 DISAGREEMENTS: dict[str, tuple[Act, Act]] = {
     "shape": (
-        lambda ctx: ctx.all_reduce(x(1000), algorithm=TWO_LEVEL),
-        lambda ctx: ctx.all_reduce(x(1001), algorithm=TWO_LEVEL),
+        lambda ctx: ctx.all_reduce(x(1000), algorithm=HIERARCHICAL),
+        lambda ctx: ctx.all_reduce(x(1001), algorithm=HIERARCHICAL),
     ),
     "op": (
-        lambda ctx: ctx.all_reduce(x(1000), "sum", algorithm=TWO_LEVEL),
-        lambda ctx: ctx.all_reduce(x(1000), "mean", algorithm=TWO_LEVEL),
+        lambda ctx: ctx.all_reduce(x(1000), "sum", algorithm=HIERARCHICAL),
+        lambda ctx: ctx.all_reduce(x(1000), "mean", algorithm=HIERARCHICAL),
     ),
     "dtype": (
-        lambda ctx: ctx.all_reduce(x(1000, "f4"), algorithm=TWO_LEVEL),
-        lambda ctx: ctx.all_reduce(x(1000, "i4"), algorithm=TWO_LEVEL),
+        lambda ctx: ctx.all_reduce(x(1000, "f4"), algorithm=HIERARCHICAL),
+        lambda ctx: ctx.all_reduce(x(1000, "i4"), algorithm=HIERARCHICAL),
     ),
     "operation": (
-        lambda ctx: ctx.all_reduce(x(1000), algorithm=TWO_LEVEL),
-        lambda ctx: ctx.broadcast(x(1000), algorithm=TWO_LEVEL),
+        lambda ctx: ctx.all_reduce(x(1000), algorithm=HIERARCHICAL),
+        lambda ctx: ctx.broadcast(x(1000), algorithm=HIERARCHICAL),
     ),
     "algorithm": (
-        lambda ctx: ctx.all_reduce(x(1000), algorithm=TWO_LEVEL),
+        lambda ctx: ctx.all_reduce(x(1000), algorithm=HIERARCHICAL),
         lambda ctx: ctx.all_reduce(x(1000), algorithm="ring"),
     ),
 }
@@ -185,9 +145,9 @@ def test_a_rank_that_does_not_call_is_named_on_all(kind: str, silent: int) -> No
     def act(ctx: DistributedContext) -> None:
         if ctx.rank != silent:
             with pytest.raises(OperationTimeout, match="all_reduce") as caught:
-                ctx.all_reduce(x(100_000), algorithm=TWO_LEVEL, timeout=0.5)
+                ctx.all_reduce(x(100_000), algorithm=HIERARCHICAL, timeout=0.5)
             assert caught.value.rank == silent, caught.value
-            assert "two-level" in caught.value.operation
+            assert HIERARCHICAL in caught.value.operation
 
     with open_world(kind, 4, nodes=(0, 0, 1, 1)) as world:
         world.run(begin)
@@ -201,7 +161,7 @@ def test_a_rank_that_leaves_is_lost_to_every_rank_of_every_node(kind: str) -> No
             ctx.close()
         else:
             with pytest.raises(PeerLost) as caught:
-                ctx.all_reduce(x(100_000), algorithm=TWO_LEVEL)
+                ctx.all_reduce(x(100_000), algorithm=HIERARCHICAL)
             assert caught.value.rank == 3
 
     with open_world(kind, 5, nodes=(0, 0, 1, 1, 2)) as world:
