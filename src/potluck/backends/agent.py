@@ -130,7 +130,7 @@ class AgentBackend:
             communicator = self._base.open(group)
             self._communicator = communicator
             self._chaos_steps = frozenset(view.chaos_steps)
-        self._talk.say(control.Installed(view.epoch))
+        self._talk.say(control.Installed(self.worker, view.epoch))
         return communicator
 
     def next_epoch(self) -> int:
@@ -145,7 +145,7 @@ class AgentBackend:
             return
         with self._changed:
             self._chaos_done = -1
-            self._talk.say(control.ChaosDue(communicator.group.epoch, step))
+            self._talk.say(control.ChaosDue(self.worker, communicator.group.epoch, step))
             self._changed.wait_for(lambda: self._chaos_done == step or self._stopped is not None)
 
     def report(self, facts: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class AgentBackend:
         all else is kept for the summary."""
         communicator = self._communicator
         if "event" in facts and len(facts) == 1:
-            self._talk.say(control.Said(control.clip(str(facts["event"]))))
+            self._talk.say(control.Said(self.worker, control.clip(str(facts["event"]))))
             return
         self._talk.progress.add(facts, communicator.group.epoch if communicator else 0)
         self._talk.progress_waits()
@@ -170,6 +170,7 @@ class AgentBackend:
     def _request(self, after_epoch: int, cause: GroupError | None) -> control.Ready | control.Lost:
         if cause is None or isinstance(cause, Evicted) or after_epoch == 0:
             return control.Ready(
+                worker=self.worker,
                 after_epoch=after_epoch,
                 port=self._base.port,
                 pid=os.getpid(),
@@ -178,6 +179,7 @@ class AgentBackend:
                 is_fixed=not self.elastic,
             )
         return control.Lost(
+            worker=self.worker,
             epoch=after_epoch,
             rank=cause.rank,
             certain=cause.certain,
@@ -254,9 +256,7 @@ class AgentBackend:
                 case control.GroupOver():
                     return self._group_over(message)
                 case control.Probe(number):
-                    communicator = self._communicator
-                    epoch = 0 if communicator is None else communicator.group.epoch
-                    return control.ProbeReply(number, epoch, self._asking_after is not None)
+                    return control.ProbeReply(self.worker, number, self._asking_after is not None)
                 case control.ChaosDone(step):
                     self._chaos_done = step
                 case control.Stop(reason):
@@ -285,7 +285,8 @@ class AgentBackend:
             return None
         epoch = communicator.group.epoch
         names = [(epoch, name) for name in communicator.ongoing()]
-        return control.Waiting(epoch) if self._waits.is_long(names, time.monotonic()) else None
+        is_long = self._waits.is_long(names, time.monotonic())
+        return control.Waiting(self.worker, epoch) if is_long else None
 
     def lost_agent(self, cause: Exception) -> None:
         """The control link ended though nobody closed it, or its thread here broke."""
@@ -298,7 +299,7 @@ class AgentBackend:
         one group after the other: the job fails, and says why."""
         with self._changed:
             self._last_words.has_failed = True
-            self._talk.say(control.Failed("listener", control.clip(str(error))))
+            self._talk.say(control.Failed(self.worker, control.clip(str(error))))
             self._stop(error)
 
     def _stop(self, error: PotluckError) -> None:

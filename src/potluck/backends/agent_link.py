@@ -96,7 +96,8 @@ def agent_address() -> tuple[str, int]:
 class Progress:
     """Facts on their way to the agent: only the newest of each is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
         self._lock = threading.Lock()
         self._known: dict[str, Any] = {}
         self._facts: control.Facts = {}
@@ -121,6 +122,7 @@ class Progress:
             facts, self._facts = self._facts, {}
             known = self._known
             return control.Progress(
+                worker=self._worker,
                 epoch=self._epoch,
                 step=int(known.get("step", -1)),
                 loss=_number(known.get("loss")),
@@ -152,7 +154,8 @@ class AgentLink:
         every ``LOOK_EVERY_S`` (and may have something to say), ``on_lost`` gets the error that
         ended the link when nobody here had ended it.
         """
-        self.progress = Progress()
+        self.worker = hello.worker
+        self.progress = Progress(hello.worker)
         self.owner = os.getpid()
         self.me = _me()
         _links.add(self)
@@ -194,7 +197,7 @@ class AgentLink:
     def finish(self) -> None:
         """Send what is left to say, and that this worker has finished: the agent hangs up then."""
         self._call(self._send_progress)
-        self.say(control.Finished())
+        self.say(control.Finished(self.worker))
         self._finished = True
 
     def flush(self, timeout_s: float) -> None:
@@ -274,7 +277,7 @@ class AgentLink:
                 self._lost(error)
         except Exception as error:  # else nothing the agent says would be heard any more
             _log.exception("listening to the agent broke")
-            link.send(control.Failed("agent link", control.clip(_broke(error))))
+            link.send(control.Failed(self.worker, control.clip(_broke(error))))
             self._lost(LinkError(_broke(error)))
 
     async def _look_around(self, link: ControlLink[control.FromAgent, control.FromClient]) -> None:

@@ -127,7 +127,7 @@ class _Seat:
                 self._after, self._view = self._view.epoch, None
             local_rank = int(os.environ.get("LOCAL_RANK") or 0)
             ready = control.Ready(
-                self._after, port, os.getpid(), local_rank=local_rank, is_fixed=True
+                self._worker, self._after, port, os.getpid(), local_rank=local_rank, is_fixed=True
             )
             self._talk.say(ready)
             while self._view is None and self._error is None:
@@ -142,7 +142,7 @@ class _Seat:
             if self._view is None:
                 assert self._error is not None
                 raise self._error
-        self._talk.say(control.Installed(self._view.epoch))
+        self._talk.say(control.Installed(self._worker, self._view.epoch))
         return self._view
 
     def _look(self) -> control.FromWorker | None:
@@ -150,7 +150,9 @@ class _Seat:
         those on potluck's links are known, not Gloo's or NCCL's."""
         view = self._view
         is_long = self._waits.is_long(ongoing_here(), time.monotonic())
-        return control.Waiting(view.epoch) if is_long and view is not None else None
+        if not is_long or view is None:
+            return None
+        return control.Waiting(self._worker, view.epoch)
 
     def _take(self, message: control.FromAgent) -> control.FromWorker | None:
         with self._changed:
@@ -162,8 +164,7 @@ class _Seat:
                     self._error = RemoteError(f"the job ends: {reason}")
                     os.kill(os.getpid(), signal.SIGTERM)  # as scripts without a link are stopped
                 case control.Probe(number):
-                    epoch = 0 if self._view is None else self._view.epoch
-                    return control.ProbeReply(number, epoch, self._view is None)
+                    return control.ProbeReply(self._worker, number, self._view is None)
                 case _:
                     pass  # of groups that can be left, which this one can't
         return None

@@ -62,7 +62,7 @@ class LastWords:
         secondary = self._follows(error)
         text = f"{self._describe()} failed: {kind.__name__}: {error}"
         gave_up = secondary and self._gives_up(error)
-        self._talk.say(control.Failed(kind.__name__[:256], control.clip(text), secondary, gave_up))
+        self._talk.say(control.Failed(self._talk.worker, control.clip(text), secondary, gave_up))
         self._talk.flush(GOODBYE_S)
         if not secondary:
             self._on_failure(error)

@@ -338,7 +338,7 @@ class NodeAgent:
             await aio.write_greeting(writer, Welcome())
             await self._serve_client(reader, writer)
         elif hello.kind == "control" and node == self.credentials.node_id and self._jobs:
-            await self._jobs.runner.greeted(reader, writer, hello, node)
+            await self._jobs.runner.greeted(reader, writer, hello)
         else:
             text = "this is a node's agent: it takes other agents, and commands of its own machine"
             await aio.write_greeting(writer, Refusal("kind", text))

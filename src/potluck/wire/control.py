@@ -1,5 +1,9 @@
 """What a worker and its agent say to each other after the greeting, and how a CLI asks for status.
 
+What a worker says are also the events that ``cluster.groups.membership`` decides about, and travel
+unchanged to the node that leads the job. Each names its ``worker``; the agent ends the link of a
+worker that names another.
+
 Each message is a tagged msgpack struct behind a little-endian u32 length of at most
 ``MAX_MESSAGE`` bytes, checked before anything is allocated. Texts and collections are bounded, so
 that no peer can make the other hold more than it means to. The first messages of a connection
@@ -34,23 +38,31 @@ Facts = Annotated[dict[Name, Fact], msgspec.Meta(max_length=MAX_FACTS)]
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """I have no usable group and want a view with an epoch above ``after_epoch``.
 
-    ``host`` and ``port`` say where my listener is; an empty host means the agent's own machine.
-    ``is_fixed``: my script can't change its world while it runs; ``port`` is where rank 0 will have
-    torch's store, if torch forms the world.
+    ``node``, ``host`` and ``port`` say where my listener is. The node that leads the job fills in
+    ``node``, from the link that this came by. ``is_fixed``: my script can't change its world while
+    it runs; ``port`` is where rank 0 will have torch's store, if torch forms the world.
     """
 
-    after_epoch: int
-    port: int
-    pid: int
+    worker: Name
+    after_epoch: int = 0
+    port: int = 0
+    pid: int = 0
+    node: Name = ""
     host: Name = ""
     local_rank: int = 0
     cause: Text = ""
     is_fixed: bool = False
 
+    @property
+    def member(self) -> Member:
+        """The worker as the others of its group will see it."""
+        return Member(self.worker, self.node, self.host, self.port, self.local_rank)
+
 
 class Installed(msgspec.Struct, frozen=True, tag=True):
     """I am in the group of ``epoch`` now."""
 
+    worker: Name
     epoch: int
 
 
@@ -62,10 +74,11 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     unknown).
     """
 
+    worker: Name
     epoch: int
-    rank: int
-    certain: bool
-    cause: Text
+    rank: int = -1
+    certain: bool = False
+    cause: Text = ""
     step: int = -1
 
 
@@ -75,6 +88,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     them was committed; ``committed_samples`` of ``total_samples`` are the samples of these steps
     (0: not told); ``facts`` are those that are new."""
 
+    worker: Name
     epoch: int = 0
     step: int = -1
     loss: float | None = None
@@ -86,8 +100,9 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
-    """A line for people."""
+    """A line for people. An empty ``worker``: from the agent itself."""
 
+    worker: Name
     text: Text
 
 
@@ -95,7 +110,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """My own code raised. ``secondary`` marks a failure that only follows another worker's;
     ``gave_up``, that my script ends at its first loss, and did not ask for another group."""
 
-    kind: Name
+    worker: Name
     text: Text
     secondary: bool = False
     gave_up: bool = False
@@ -104,25 +119,29 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """I am done, not lost: later groups need not wait for me."""
 
+    worker: Name
+
 
 class ChaosDue(msgspec.Struct, frozen=True, tag=True):
     """I stand before ``step``, for which a fault was ordered, and wait for ChaosDone."""
 
+    worker: Name
     epoch: int
     step: int
 
 
 class ProbeReply(msgspec.Struct, frozen=True, tag=True):
-    """I am here. ``blocked`` says that a call of mine in group ``epoch`` waits for other ranks."""
+    """I am here. ``blocked`` says that a call of mine waits for other ranks."""
 
+    worker: Name
     probe: int
-    epoch: int
-    blocked: bool
+    blocked: bool = False
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
     """An operation of mine in group ``epoch`` has been under way for long: do the others run?"""
 
+    worker: Name
     epoch: int
 
 

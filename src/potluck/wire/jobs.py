@@ -1,9 +1,10 @@
 """What the agents of a cluster say to each other about jobs.
 
 The node that leads the cluster leads its jobs. It *orders* a job on every node, which then has the
-script's folder and reports; it says what is to be done with each worker, and hears what each one
-says. The node on which somebody called ``potluck run`` (the job's ``starter``) gets the output. All
-of it is bounded, and travels over the control links (``peers.py``).
+script's folder and reports; it says what is to be done with each worker, and hears what becomes of
+each: an ``Event``, which ``cluster.groups.membership`` takes as it came. The node on which somebody
+called ``potluck run`` (the job's ``starter``) gets the output. All of it is bounded, and travels
+over the control links (``peers.py``).
 """
 
 from __future__ import annotations
@@ -75,14 +76,6 @@ class World(msgspec.Struct, frozen=True):
     restarts: int = 0
     is_fixed: bool = False
     master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-
-
-class Started(msgspec.Struct, frozen=True):
-    """The newest process of ``worker``: in which ``attempt``, for which world."""
-
-    worker: Name
-    attempt: int
-    world: int
 
 
 Places = Annotated[tuple[Place, ...], msgspec.Meta(max_length=MAX_PLACES)]
@@ -199,22 +192,56 @@ class TellWorkers(msgspec.Struct, frozen=True, tag=True):
 # From a node to the leader.
 
 
-class Reported(msgspec.Struct, frozen=True, tag=True):
-    """The order is carried out, or not, for this ``error``. ``started`` are the workers of ``job``
-    that were started here, ``alive`` those that run."""
+class Seen(msgspec.Struct, frozen=True, tag=True):
+    """The newest process of ``worker`` here: started in which ``attempt``, for which world, and
+    whether it runs."""
 
-    job: Job
-    alive: Workers = ()
-    error: Text = ""
-    started: Annotated[tuple[Started, ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
-
-
-class WorkerSaid(msgspec.Struct, frozen=True, tag=True):
-    """A worker of mine said this."""
-
-    job: Job
     worker: Name
-    message: control.FromWorker
+    attempt: int
+    world: int
+    is_alive: bool
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """The process of ``worker`` ended; ``code`` is negative for a signal, as in subprocess. An
+    ``attempt`` before the present one is ignored; -1 stands for the present one."""
+
+    worker: Name
+    code: int
+    attempt: int = -1
+
+
+class Disconnected(msgspec.Struct, frozen=True, tag=True):
+    """The control link of ``worker`` ended while its process lives."""
+
+    worker: Name
+
+
+class Stalled(msgspec.Struct, frozen=True, tag=True):
+    """The process of ``worker`` does not run, for this ``reason``, and did not answer a probe."""
+
+    worker: Name
+    reason: control.Text
+
+
+Event = control.FromWorker | Exited | Disconnected | Stalled
+"""What a worker says, or what its agent sees of it."""
+
+
+class Happened(msgspec.Struct, frozen=True, tag=True):
+    """This became of a worker of mine."""
+
+    job: Job
+    event: Event
+
+
+class Reported(msgspec.Struct, frozen=True, tag=True):
+    """The order is carried out, or not, for this ``error``. ``workers`` are those of ``job`` that
+    were started here."""
+
+    job: Job
+    workers: Annotated[tuple[Seen, ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
+    error: Text = ""
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
@@ -226,32 +253,8 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     text: Line
 
 
-class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
-    """The process that was started in ``attempt`` ended, with ``code`` as of subprocess."""
-
-    job: Job
-    worker: Name
-    code: int
-    attempt: int = 0
-
-
-class WorkerHungUp(msgspec.Struct, frozen=True, tag=True):
-    """A worker ended its control link; its process lives."""
-
-    job: Job
-    worker: Name
-
-
-class WorkerStalled(msgspec.Struct, frozen=True, tag=True):
-    """A worker's process does not run, for this ``reason``, and did not answer a probe."""
-
-    job: Job
-    worker: Name
-    reason: control.Text
-
-
 FromLeader = Order | JobList | StartWorker | StopWorkers | SignalWorkers | TellWorkers | JobStatus
 ToStarter = Submitted | Shown | JobNote | JobEnded
-FromNode = Reported | WorkerSaid | Output | WorkerEnded | WorkerHungUp | WorkerStalled
+FromNode = Reported | Happened | Output
 ToLeader = Submit | InterruptJob | FromNode
 JobMessage = FromLeader | ToStarter | ToLeader

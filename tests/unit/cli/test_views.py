@@ -62,7 +62,7 @@ def test_plain_lines_have_their_worker_in_front(
 
 
 def test_the_live_view_shows_lines_above_a_table_of_workers(agent: Agent) -> None:
-    agent.lead.journal.progress("0", Progress(1, 60, 0.25, 812.4, "cuda:0"), 1.0)
+    agent.lead.journal.progress(Progress("0", 1, 60, 0.25, 812.4, "cuda:0"), 1.0)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, color_system=None)
     watch(LiveView(console), agent)
@@ -86,8 +86,8 @@ def on_screen(agent: Agent, width: int) -> str:
 def test_the_live_view_shows_how_far_the_training_is(agent: Agent) -> None:
     began = time.monotonic()
     for seconds in range(11):
-        told = Progress(1, seconds, committed_samples=100 * seconds, total_samples=60_000)
-        agent.lead.journal.progress("0", told, began - 10 + seconds)
+        told = Progress("0", 1, seconds, committed_samples=100 * seconds, total_samples=60_000)
+        agent.lead.journal.progress(told, began - 10 + seconds)
     assert "1,000 of 60,000 samples (1%)  100/s  about 9 min 50 s left" in on_screen(agent, 100)
     narrow = on_screen(agent, 30)
     assert "1%  about 9 min 50 s left" in narrow
@@ -95,7 +95,7 @@ def test_the_live_view_shows_how_far_the_training_is(agent: Agent) -> None:
 
 
 def test_a_script_that_tells_of_no_samples_is_shown_as_ever(agent: Agent) -> None:
-    agent.lead.journal.progress("0", Progress(1, 60, 0.25), 1.0)
+    agent.lead.journal.progress(Progress("0", 1, 60, 0.25), 1.0)
     assert "samples (" not in on_screen(agent, 100)
 
 
@@ -222,7 +222,7 @@ def test_what_breaks_the_output_ends_the_run_and_not_in_silence(
 
 
 def test_on_a_narrow_terminal_the_table_has_what_can_be_read_there(agent: Agent) -> None:
-    agent.lead.journal.progress("0", Progress(1, 60, 0.25, 812.4, "cuda:0"), 1.0)
+    agent.lead.journal.progress(Progress("0", 1, 60, 0.25, 812.4, "cuda:0"), 1.0)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=30, color_system=None)
     watch(LiveView(console), agent)

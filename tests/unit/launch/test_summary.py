@@ -50,7 +50,7 @@ def summary_of(
 ) -> Summary:
     journal = Journal([worker.name for worker in state.workers], 100.0)
     for name, told in (facts or {}).items():
-        journal.progress(name, Progress(epoch=1, step=50, facts=told), 101.0)
+        journal.progress(Progress(name, epoch=1, step=50, facts=told), 101.0)
     return summarize(
         job="job",
         script="train.py",

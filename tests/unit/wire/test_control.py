@@ -12,15 +12,17 @@ from potluck.types import Member
 from potluck.wire import control
 
 FROM_CLIENT = [
-    control.Ready(after_epoch=3, port=5, pid=7, host="h", local_rank=1, cause="c"),
-    control.Installed(4),
-    control.Lost(4, 2, True, "cause", 60),
-    control.Progress(4, 60, 0.5, 812.0, "cpu", {"accuracy": 0.97, "n": 3, "ok": True, "text": "x"}),
-    control.Said("hello"),
-    control.Failed("ValueError", "text", True),
-    control.Finished(),
-    control.ChaosDue(4, 60),
-    control.ProbeReply(1, 4, True),
+    control.Ready("0", after_epoch=3, port=5, pid=7, host="h", local_rank=1, cause="c"),
+    control.Installed("0", 4),
+    control.Lost("0", 4, 2, True, "cause", 60),
+    control.Progress(
+        "0", 4, 60, 0.5, 812.0, "cpu", {"accuracy": 0.97, "n": 3, "ok": True, "text": "x"}
+    ),
+    control.Said("0", "hello"),
+    control.Failed("0", "text", True),
+    control.Finished("0"),
+    control.ChaosDue("0", 4, 60),
+    control.ProbeReply("0", 1, True),
     control.StatusRequest(),
 ]
 FROM_AGENT = [
@@ -66,8 +68,8 @@ def test_foreign_bytes_are_no_message(body: bytes) -> None:
 
 def test_texts_and_collections_are_bounded() -> None:
     for message in (
-        control.Said("x" * (control.MAX_TEXT + 1)),
-        control.Progress(facts={str(n): n for n in range(control.MAX_FACTS + 1)}),
+        control.Said("0", "x" * (control.MAX_TEXT + 1)),
+        control.Progress("0", facts={str(n): n for n in range(control.MAX_FACTS + 1)}),
     ):
         with pytest.raises(ProtocolError):
             control.TO_AGENT.decode(msgspec.msgpack.encode(message))

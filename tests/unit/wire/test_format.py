@@ -26,7 +26,7 @@ each_format = pytest.mark.parametrize("messages", FORMATS, ids=lambda each: each
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        (TO_AGENT, Said("hello")),
+        (TO_AGENT, Said("0", "hello")),
         (FROM_AGENT, Stop("reason")),
         (MESSAGE, NotHere(bytes(32), reason="gone")),
         (REQUEST, JobsRequest()),
@@ -57,7 +57,7 @@ def test_a_length_out_of_bounds_is_refused_before_anything_is_read(
 def test_what_is_too_long_to_send_is_refused_here_by_its_name() -> None:
     text = r"a message to an agent \(Said\) of 1048\d\d\d bytes; at most 1048576 are allowed"
     with pytest.raises(ProtocolError, match=text):
-        TO_AGENT.encode(Said("x" * TO_AGENT.limit))
+        TO_AGENT.encode(Said("0", "x" * TO_AGENT.limit))
 
 
 @each_format

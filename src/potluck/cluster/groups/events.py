@@ -1,5 +1,8 @@
 """What can happen to a membership (events), and what is to be done about it (actions).
 
+What becomes of a worker is told by the messages of ``wire.control`` and ``wire.jobs``, which are
+events as they stand; the others are here.
+
 Every action carries the reason for it, in words a person can read.
 """
 
@@ -8,89 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from potluck.types import Member
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """``worker`` has no usable group and wants a view after ``after_epoch``; ``member`` says
-    where it can be reached. ``is_fixed``: the script can't change its world while it runs."""
-
-    worker: str
-    member: Member
-    after_epoch: int = 0
-    is_fixed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """``worker`` is in the group of ``epoch`` now."""
-
-    worker: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """``worker`` left group ``epoch`` because it does not work; ``rank`` is whom it blames, -1 for
-    nobody. ``certain``: a link ended, not merely silence."""
-
-    worker: str
-    epoch: int
-    rank: int = -1
-    certain: bool = False
-    cause: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeReply:
-    """``worker`` is there; ``blocked`` if a call of its own waits for other ranks."""
-
-    worker: str
-    probe: int
-    blocked: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stalled:
-    """The process of ``worker`` does not run although others wait for it, as its agent sees."""
-
-    worker: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """``worker`` is done and leaves without being lost."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The code of ``worker`` raised. ``secondary``: only because another worker's did. ``gave_up``:
-    at its first loss, without asking for another group, so its script is not elastic."""
-
-    worker: str
-    text: str
-    secondary: bool = False
-    gave_up: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """The control link of ``worker`` ended while its process lives."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """The process of ``worker`` ended; ``code`` is negative for a signal, as in subprocess. An
-    ``attempt`` before the present one is ignored; -1 stands for the present one."""
-
-    worker: str
-    code: int
-    attempt: int = -1
+from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
+from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +58,6 @@ class Placed:
     did not outlive that."""
 
     worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A node tells of the newest process of ``worker`` that it started: in which ``attempt``, for
-    which world, and whether it runs."""
-
-    worker: str
-    attempt: int
-    world: int
-    is_alive: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from potluck.cluster.groups.events import Log, Lost, ProbeReply, SendProbe
+from potluck.cluster.groups.events import Log, SendProbe
 from potluck.cluster.groups.roster import Inquiry, Phase, Report
 from potluck.cluster.groups.turn import Turn
+from potluck.wire.control import Lost, ProbeReply
 
 
 def lost(turn: Turn, event: Lost) -> None:

@@ -32,22 +32,12 @@ from potluck.cluster.groups.events import (
     Agreed,
     Announce,
     Away,
-    Disconnected,
     Event,
-    Exited,
-    Failed,
-    Finished,
-    Installed,
     Interrupted,
     Kill,
     Log,
-    Lost,
     NotAgreed,
     Placed,
-    ProbeReply,
-    Ready,
-    Seen,
-    Stalled,
     Start,
     Tick,
 )
@@ -65,6 +55,8 @@ from potluck.cluster.groups.roster import (
 from potluck.cluster.groups.turn import Turn
 from potluck.cluster.topology.graph import in_ring
 from potluck.types import Member
+from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
+from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled
 
 
 def begin(names: Iterable[str], policy: Policy, epoch: int = 0) -> tuple[State, tuple[Action, ...]]:

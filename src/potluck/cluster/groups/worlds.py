@@ -27,21 +27,17 @@ from potluck.cluster.groups.events import (
     Announce,
     Away,
     BeginWorld,
-    Disconnected,
     EndWorld,
     Event,
-    Exited,
-    Failed,
     Kill,
     Log,
     Placed,
-    Ready,
-    Seen,
-    Stalled,
 )
 from potluck.cluster.groups.roster import Failure, LiveGroup, Phase, Worker, World, name_exit
 from potluck.cluster.groups.turn import Turn
 from potluck.types import Member
+from potluck.wire.control import Failed, Ready
+from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled
 
 _KILLED = 128 + 9
 _ENTERED = (Phase.MEMBER, Phase.FINISHED)
@@ -86,8 +82,8 @@ def take(turn: Turn, event: Event) -> bool:
         case Placed(name):
             _placed(turn, name)
             return True
-        case Ready(name, member, after_epoch) if state.worker(name).phase in _ENTERED:
-            _again(turn, state.worker(name), member, after_epoch)
+        case Ready() if state.worker(event.worker).phase in _ENTERED:
+            _again(turn, state.worker(event.worker), event.member, event.after_epoch)
             return True
         case Agreed(epoch, members, 0, reason):
             _shrunk(turn, epoch, members, reason)

@@ -9,6 +9,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
+
 from potluck.cluster.groups import events, membership
 from potluck.cluster.groups.roster import Phase, Policy, World
 from potluck.cluster.jobs.host import JobHost
@@ -180,47 +182,46 @@ class JobCoordinator:
         if isinstance(message, jobs.Reported):
             self._report(node, message)
             return
-        worker = message.worker
-        if isinstance(message, jobs.WorkerSaid) and isinstance(message.message, control.Said):
-            self.lead.note(f"{self._host.names.label(node)}: {message.message.text}")
+        event = message.event if isinstance(message, jobs.Happened) else message
+        if isinstance(event, control.Said):
+            self.lead.note(f"{self._host.names.label(node)}: {event.text}")
+        elif self.node_of.get(event.worker) != node or not self._knows(event.worker):
             return
-        if self.node_of.get(worker) != node or not self._knows(worker):
-            return
-        match message:
-            case jobs.WorkerSaid(_, _, told):
-                self._heard(worker, node, told)
-            case jobs.Output():
-                self._output(message)
-            case jobs.WorkerEnded(_, _, code, attempt):
-                if attempt >= self.lead.state.worker(worker).attempt:
-                    self._ended.add(worker)
-                    self._settled.discard(worker)
-                    self.lead.ended(worker, code, attempt)
-            case jobs.WorkerHungUp():
-                self.lead.hung_up(worker)
-            case jobs.WorkerStalled(_, _, reason):
-                self.lead.stalled(worker, reason)
+        elif isinstance(event, jobs.Output):
+            self._output(event)
+        else:
+            self._happened(node, event)
 
     def _knows(self, worker: str) -> bool:
         return any(each.name == worker for each in self.lead.state.workers)
 
-    def _heard(self, worker: str, node: str, told: control.FromWorker) -> None:
-        if isinstance(told, control.Ready):
-            self._pids[worker] = told.pid
+    def _happened(self, node: str, event: jobs.Event) -> None:
+        worker = event.worker
+        if isinstance(event, control.Ready):
+            self._pids[worker] = event.pid
             self.lead.follow(self._host.ring())
-        self.lead.heard(worker, told, Member(worker, node))
-        group = self._group
-        if group is None:
-            return
-        joined = self.lead.state.worker(worker).joined
-        if isinstance(told, control.Installed):
-            # All begin with the same: who is in the first group holds what there is.
-            holds = told.epoch == group.epoch == group.origin
-        else:
-            holds = isinstance(told, control.Progress) and told.step >= 0 and told.epoch >= joined
-        if holds and worker not in self._settled:
+            event = msgspec.structs.replace(event, node=node)
+        if isinstance(event, jobs.Exited):
+            if event.attempt < self.lead.state.worker(worker).attempt:
+                return
+            self._ended.add(worker)
+            self._settled.discard(worker)
+        self.lead.take(event)
+        if self._holds_state(event) and worker not in self._settled:
             self._settled.add(worker)
             self._settle()
+
+    def _holds_state(self, event: jobs.Event) -> bool:
+        """Whether ``event`` shows that its worker holds the job's state."""
+        group = self._group
+        if group is None:
+            return False
+        if isinstance(event, control.Installed):
+            # All begin with the same: who is in the first group holds what there is.
+            return event.epoch == group.epoch == group.origin
+        if isinstance(event, control.Progress):
+            return event.step >= 0 and event.epoch >= self.lead.state.worker(event.worker).joined
+        return False
 
     def _settle(self) -> None:
         """Put on record that all members hold the state by now, once they do."""
@@ -251,10 +252,10 @@ class JobCoordinator:
                 self.lead.note(f"starting {count} worker{'s' if count > 1 else ''} on {where}")
                 self.lead.begin(self._first_actions)
             return
-        for each in told.started:
+        alive = {each.worker for each in told.workers if each.is_alive}
+        for each in told.workers:
             if self.node_of.get(each.worker) == node and self._knows(each.worker):
-                is_alive = each.worker in told.alive
-                self.lead.handle(events.Seen(each.worker, each.attempt, each.world, is_alive))
+                self.lead.handle(each)
         for name in mine:
             if not self._knows(name):
                 self.lead.handle(events.Placed(name))
@@ -262,13 +263,13 @@ class JobCoordinator:
             state = self.lead.state
             worker = state.worker(name)
             if worker.phase is Phase.STOPPING and state.world.is_fixed and not state.stopping:
-                if name in told.alive:  # its node may not have heard of it
+                if name in alive:  # its node may not have heard of it
                     self.signal((name,), signal.SIGTERM if state.world.broken else SIGKILL)
                 else:
-                    self.lead.ended(name, -SIGKILL)  # with its agent, which is another now
+                    self.lead.take(jobs.Exited(name, -SIGKILL))  # with its agent, another now
                 continue
             no_process = (Phase.GONE, Phase.WAITING, Phase.SPARE)
-            if name in told.alive or worker.phase in no_process:
+            if name in alive or worker.phase in no_process:
                 continue
             if worker.phase is Phase.STARTING:
                 self.start(name, worker.attempt)

@@ -15,11 +15,10 @@ from typing import Any, Protocol
 from potluck.cluster.jobs.job import Launcher, Process
 from potluck.cluster.jobs.pulse import Pulse
 from potluck.cluster.links.control import ControlLink
-from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 from potluck.system import SIGKILL
 from potluck.transport import aio
-from potluck.types import Member
-from potluck.wire import control
+from potluck.wire import control, jobs
 from potluck.wire.messages import Hello, Refusal, Welcome
 
 _LAST_MESSAGES_S = 1.0
@@ -28,20 +27,11 @@ _LAST_MESSAGES_S = 1.0
 class Boss(Protocol):
     """Who leads the job, as its workers' node sees it. Called in the loop."""
 
-    def heard(self, worker: str, message: control.FromClient, member: Member) -> None:
-        """``worker`` said ``message``; ``member`` is where its link comes from."""
+    def happened(self, event: jobs.Event) -> None:
+        """A worker said this, or this was seen of it."""
 
-    def ended(self, worker: str, code: int) -> None:
-        """The process of ``worker`` ended, with ``code`` as of subprocess."""
-
-    def hung_up(self, worker: str) -> None:
-        """The control link of ``worker`` ended; its process lives."""
-
-    def stalled(self, worker: str, reason: str) -> None:
-        """The process of ``worker`` does not run, and did not answer a probe."""
-
-    def say(self, text: str) -> None:
-        """Something to tell a person."""
+    def asked(self, worker: str, request: control.StatusRequest) -> None:
+        """``worker`` asks how its job is doing."""
 
 
 def seat(rank: int, world_size: int, number: int) -> dict[str, str]:
@@ -67,7 +57,10 @@ class Crew:
         self._links: dict[str, ControlLink[control.FromClient, control.FromAgent]] = {}
         self._unlinked: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pulse = Pulse(boss.stalled, boss.say)
+        self._pulse = Pulse(
+            lambda worker, reason: boss.happened(jobs.Stalled(worker, control.clip(reason))),
+            self._say,
+        )
 
     @property
     def alive(self) -> tuple[str, ...]:
@@ -91,13 +84,13 @@ class Crew:
         }
 
         def on_exit(code: int) -> None:
-            self._spawn(self._exited(worker, code))
+            self._spawn(self._exited(worker, code, attempt))
 
         try:
             process = self._launcher.start(worker, attempt, variables, on_exit)
         except ConfigurationError as error:
-            self._boss.say(str(error))
-            self._boss.ended(worker, 127)
+            self._say(str(error))
+            self._boss.happened(jobs.Exited(worker, 127, attempt))
             return
         self._processes[worker] = process
         self._alive.add(worker)
@@ -142,7 +135,6 @@ class Crew:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         hello: Hello,
-        node: str,
     ) -> None:
         """A worker of this job calls: answer, and listen until it ends."""
         refusal = self._objection(hello)
@@ -155,8 +147,7 @@ class Crew:
         ended.clear()
         self._links[worker] = link
         try:
-            host = writer.get_extra_info("peername")[0].removeprefix("::ffff:")
-            await self._listen(worker, link, Member(worker, node, host))
+            await self._listen(worker, link)
         finally:
             ended.set()
             if self._links.get(worker) is link:
@@ -171,26 +162,33 @@ class Crew:
         return None
 
     async def _listen(
-        self, worker: str, link: ControlLink[control.FromClient, control.FromAgent], member: Member
+        self, worker: str, link: ControlLink[control.FromClient, control.FromAgent]
     ) -> None:
+        is_done = False
         with contextlib.suppress(LinkError):
             try:
-                while not isinstance(message := await link.receive(), control.Finished):
+                while not is_done:
+                    message = await link.receive()
+                    if isinstance(message, control.StatusRequest):
+                        self._boss.asked(worker, message)
+                        continue
+                    if message.worker != worker:
+                        raise ProtocolError(f"it spoke for worker {message.worker!r}")
                     self._pulse.answered(worker)
-                    self._boss.heard(worker, message, member)
-                self._boss.heard(worker, message, member)
+                    self._boss.happened(message)
+                    is_done = isinstance(message, control.Finished)
             except PotluckError as error:
                 if not isinstance(error, LinkError):
-                    self._boss.say(f"worker {worker} was cut off: {error}")
+                    self._say(f"worker {worker} was cut off: {error}")
                 raise
 
     async def _hung_up(self, worker: str, process: Process | None) -> None:
         """The link ended. Mostly the process has, too, and its exit tells more."""
         await asyncio.sleep(_LAST_MESSAGES_S)
         if self._processes.get(worker) is process and worker not in self._links:
-            self._boss.hung_up(worker)
+            self._boss.happened(jobs.Disconnected(worker))
 
-    async def _exited(self, worker: str, code: int) -> None:
+    async def _exited(self, worker: str, code: int, attempt: int) -> None:
         """A death by signal counts at once; an exit may have been explained just before it."""
         process = self._processes[worker]
         if code >= 0:
@@ -202,8 +200,12 @@ class Crew:
         link = self._links.pop(worker, None)
         if link is not None:
             link.abort()
-        self._boss.ended(worker, code)
+        self._boss.happened(jobs.Exited(worker, code, attempt))
         await process.release()
+
+    def _say(self, text: str) -> None:
+        """Something to tell a person."""
+        self._boss.happened(control.Said("", control.clip(text)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

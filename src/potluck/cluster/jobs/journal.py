@@ -150,8 +150,9 @@ class Journal:
         self.note(text, now)
         return text
 
-    def progress(self, worker: str, told: Progress, now: float) -> None:
+    def progress(self, told: Progress, now: float) -> None:
         """A worker committed ``told.step``, or said something else about itself."""
+        worker = told.worker
         facts = self.facts_of(worker)
         known = (facts.training, facts.epoch, facts.step)
         if told.epoch == facts.epoch and 0 <= told.step < facts.step:

@@ -22,8 +22,7 @@ from potluck.cluster.jobs.job import Chaos, Job
 from potluck.cluster.jobs.journal import Journal
 from potluck.cluster.jobs.roll_call import RollCall
 from potluck.system import SIGCONT, SIGKILL, SIGPIPE, SIGSTOP
-from potluck.types import Member
-from potluck.wire import control
+from potluck.wire import control, jobs
 from potluck.wire.messages import PLAIN
 
 _log = logging.getLogger(__name__)
@@ -170,58 +169,44 @@ class Lead:
         for task in self._tasks:
             task.cancel()
 
-    # What the workers say (Boss, but for where they are).
+    # What becomes of the workers.
 
-    def heard(self, worker: str, message: control.FromClient, member: Member) -> None:
-        """``worker``, at ``member``, said ``message``."""
+    def take(self, event: jobs.Event) -> None:
+        """A worker said this, or its node's agent saw it."""
         now = time.monotonic()
-        match message:
-            case control.Ready(after_epoch=after, port=port, local_rank=local_rank):
-                place = Member(worker, member.node, message.host or member.host, port, local_rank)
-                self.handle(events.Ready(worker, place, after, message.is_fixed))
-                if not self.state.having(Phase.MEMBER):
-                    self._roll_call.begin()
-            case control.Installed(epoch):
-                if self.journal.installed(worker, epoch, now) and self.state.world.is_fixed:
-                    self._on_note(self.journal.world_formed(now))
-                self.handle(events.Installed(worker, epoch))
-            case control.Lost(epoch, rank, certain, cause, step):
-                self.journal.reported(epoch, step, now)
-                self.handle(events.Lost(worker, epoch, rank, certain, cause))
-            case control.Waiting(epoch):
+        match event:
+            case control.Waiting(_, epoch):
                 self._look_at_members(epoch)
-            case control.ProbeReply(probe, _, blocked):
-                self.handle(events.ProbeReply(worker, probe, blocked))
-            case control.Failed(_, text, secondary, gave_up):
-                self.handle(events.Failed(worker, text, secondary, gave_up))
-            case control.Finished():
-                self.handle(events.Finished(worker))
             case control.Progress():
                 known = len(self.journal.notes)
-                self.journal.progress(worker, message, now)
+                self.journal.progress(event, now)
                 for note in self.journal.notes[known:]:
                     self._on_note(note.text)
-            case control.Said(text):
+            case control.Said(worker, text):
                 self.note(f"worker {worker}: {text}")
-            case control.ChaosDue(epoch, step):
+            case control.ChaosDue(worker, epoch, step):
                 self._chaos_due(worker, epoch, step)
-            case control.StatusRequest():
-                pass  # the crew's agent answers those
-
-    def ended(self, worker: str, code: int, attempt: int = -1) -> None:
-        """The process of ``worker`` ended, as it was started in ``attempt`` (-1: the newest)."""
-        self.exit_codes[worker] = code
-        self.handle(events.Exited(worker, code, attempt))
-
-    def hung_up(self, worker: str) -> None:
-        """The link of ``worker`` ended while its process lives."""
-        self.handle(events.Disconnected(worker))
-
-    def stalled(self, worker: str, reason: str) -> None:
-        """The process of ``worker`` does not run, as its node's agent sees."""
-        node = self._hands.node(worker)
-        where = f" on {node}" if node else ""
-        self.handle(events.Stalled(worker, f"worker {worker}{where} stands still: {reason}"))
+            case control.Ready():
+                self.handle(event)
+                if not self.state.having(Phase.MEMBER):
+                    self._roll_call.begin()
+            case control.Installed(worker, epoch):
+                if self.journal.installed(worker, epoch, now) and self.state.world.is_fixed:
+                    self._on_note(self.journal.world_formed(now))
+                self.handle(event)
+            case control.Lost():
+                self.journal.reported(event.epoch, event.step, now)
+                self.handle(event)
+            case jobs.Exited(worker, code):
+                self.exit_codes[worker] = code
+                self.handle(event)
+            case jobs.Stalled(worker, reason):
+                node = self._hands.node(worker)
+                where = f" on {node}" if node else ""
+                text = f"worker {worker}{where} stands still: {reason}"
+                self.handle(jobs.Stalled(worker, text))
+            case _:
+                self.handle(event)
 
     def chaos_steps(self, rank: int) -> tuple[int, ...]:
         """The steps before which ``rank`` has to ask."""

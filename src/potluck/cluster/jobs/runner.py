@@ -41,8 +41,7 @@ _BRING_AGAIN_S = 0.2
 class Post:
     """One job here. ``world`` is the one that workers are started for now; ``worlds`` and
     ``attempts`` are those of the newest process of each worker. ``asking``: who waits for a view,
-    since which epoch; ``places`` where workers listen; ``ended`` with which code the newest process
-    of a worker did."""
+    since which epoch; ``ended`` how the newest process of a worker did."""
 
     spec: jobs.JobSpec
     seats: jobs.Places
@@ -58,7 +57,7 @@ class Post:
     asking: dict[str, int] = field(default_factory=dict)
     installed: dict[str, int] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
-    ended: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, jobs.Exited] = field(default_factory=dict)
     unsaid: deque[jobs.Output] = field(default_factory=lambda: deque(maxlen=_MAX_KEPT_LINES))
 
     @property
@@ -187,24 +186,24 @@ class JobRunner:
     def report(self, post: Post) -> None:
         """Tell the leader all that it may not know of this job's workers here."""
         job, say = post.spec.job, self._host.to_leader
-        for worker, code in post.ended.items():
-            say(jobs.WorkerEnded(job, worker, code, post.attempts[worker]))
-        started = tuple(
-            jobs.Started(worker, attempt, post.worlds[worker])
+        for exited in post.ended.values():
+            say(jobs.Happened(job, exited))
+        workers = tuple(
+            jobs.Seen(worker, attempt, post.worlds[worker], worker in post.alive)
             for worker, attempt in post.attempts.items()
         )
-        say(jobs.Reported(job, post.alive, post.error, started))
+        say(jobs.Reported(job, workers, post.error))
         for worker in post.alive:
             if worker in post.finished:
-                say(jobs.WorkerSaid(job, worker, control.Finished()))
+                say(jobs.Happened(job, control.Finished(worker)))
             elif worker in post.asking:
                 again = msgspec.structs.replace(
                     post.ready[worker], after_epoch=post.asking[worker], cause=""
                 )
-                say(jobs.WorkerSaid(job, worker, again))
+                say(jobs.Happened(job, again))
             elif worker in post.installed:
-                say(jobs.WorkerSaid(job, worker, post.ready[worker]))
-                say(jobs.WorkerSaid(job, worker, control.Installed(post.installed[worker])))
+                say(jobs.Happened(job, post.ready[worker]))
+                say(jobs.Happened(job, control.Installed(worker, post.installed[worker])))
         while post.unsaid:
             if not say(post.unsaid[0]):
                 return
@@ -292,7 +291,6 @@ class JobRunner:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         hello: Hello,
-        node: str,
     ) -> None:
         """A worker of this machine calls."""
         post = self.posts.get(hello.job)
@@ -300,7 +298,7 @@ class JobRunner:
             refusal = Refusal("job", f"this node runs no job {hello.job!r}")
             await aio.write_greeting(writer, refusal)
         else:
-            await post.crew.greeted(reader, writer, hello, node)
+            await post.crew.greeted(reader, writer, hello)
 
     def _line(self, post: Post, worker: str, stream: str, text: str) -> None:
         line = jobs.Output(post.spec.job, worker, stream, text)
@@ -311,39 +309,31 @@ class JobRunner:
         view = self._host.view
         return view is not None and self._host.unsent(view.leader) > _MAX_UNSENT
 
-    def heard(self, post: Post, worker: str, message: control.FromWorker) -> None:
-        match message:
-            case control.Ready(after_epoch=after):
+    def happened(self, post: Post, event: jobs.Event) -> None:
+        """Remember what a later leader has to be told again, and tell the present one."""
+        match event:
+            case control.Ready(worker=worker, after_epoch=after):
                 if worker in post.finished:  # and forms its fixed world once more
                     post.finished.discard(worker)
                     after = post.installed.get(worker, after)
-                    message = msgspec.structs.replace(message, after_epoch=after)
-                post.ready[worker] = message
+                    event = msgspec.structs.replace(event, after_epoch=after)
+                post.ready[worker] = event
                 post.asking[worker] = after
-            case control.Lost(epoch=epoch):
+            case control.Lost(worker, epoch):
                 post.asking[worker] = epoch
-            case control.Installed(epoch):
+            case control.Installed(worker, epoch):
                 post.installed[worker] = epoch
                 post.asking.pop(worker, None)
-            case control.Finished():
+            case control.Finished(worker):
                 post.finished.add(worker)
+            case jobs.Exited(worker):
+                post.ended[worker] = event
             case _:
                 pass
-        self._host.to_leader(jobs.WorkerSaid(post.spec.job, worker, message))
-        if self._host.stands_still and isinstance(message, control.Ready | control.Lost):
+        self._host.to_leader(jobs.Happened(post.spec.job, event))
+        if self._host.stands_still and isinstance(event, control.Ready | control.Lost):
             assert post.crew is not None
-            post.crew.tell((worker,), control.Hold(control.clip(self._host.stands_still)))
-
-    def ended(self, post: Post, worker: str, code: int) -> None:
-        post.ended[worker] = code
-        attempt = post.attempts[worker]
-        self._host.to_leader(jobs.WorkerEnded(post.spec.job, worker, code, attempt))
-
-    def hung_up(self, post: Post, worker: str) -> None:
-        self._host.to_leader(jobs.WorkerHungUp(post.spec.job, worker))
-
-    def stalled(self, post: Post, worker: str, reason: str) -> None:
-        self._host.to_leader(jobs.WorkerStalled(post.spec.job, worker, control.clip(reason)))
+            post.crew.tell((event.worker,), control.Hold(control.clip(self._host.stands_still)))
 
     async def close(self) -> None:
         """End all workers here."""
@@ -364,19 +354,8 @@ class _PostBoss:
     runner: JobRunner
     post: Post
 
-    def heard(self, worker: str, message: control.FromClient, member: Member) -> None:
-        if not isinstance(message, control.StatusRequest):
-            self.runner.heard(self.post, worker, message)
+    def happened(self, event: jobs.Event) -> None:
+        self.runner.happened(self.post, event)
 
-    def ended(self, worker: str, code: int) -> None:
-        self.runner.ended(self.post, worker, code)
-
-    def hung_up(self, worker: str) -> None:
-        self.runner.hung_up(self.post, worker)
-
-    def stalled(self, worker: str, reason: str) -> None:
-        self.runner.stalled(self.post, worker, reason)
-
-    def say(self, text: str) -> None:
-        said = control.Said(control.clip(text))
-        self.runner.heard(self.post, "", said)
+    def asked(self, worker: str, request: control.StatusRequest) -> None:
+        pass  # an agent of a cluster answers commands, not workers

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from potluck.cluster.groups import events, membership
 from potluck.cluster.home.runfile import RunFile
 from potluck.cluster.jobs.crew import Crew, seat
@@ -21,8 +23,7 @@ from potluck.cluster.links.control import ControlLink
 from potluck.errors import LinkError
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
-from potluck.types import Member
-from potluck.wire import control
+from potluck.wire import control, jobs
 from potluck.wire.messages import Hello, Refusal, Welcome
 
 
@@ -132,25 +133,19 @@ class Agent:
             view = control.View(self.job.id, announced.epoch, announced.members, steps)
             self._crew.tell((name,), view)
 
-    # What the workers say (Boss).
+    # What becomes of the workers (Boss).
 
-    def heard(self, worker: str, message: control.FromClient, member: Member) -> None:
-        if isinstance(message, control.StatusRequest):
-            self._crew.tell((worker,), self.status())
-        else:
-            self.lead.heard(worker, message, member)
+    def happened(self, event: jobs.Event) -> None:
+        if isinstance(event, control.Said) and not event.worker:
+            self.lead.note(event.text)
+            return
+        if isinstance(event, control.Ready):
+            host = event.host or "127.0.0.1"
+            event = msgspec.structs.replace(event, node=self._credentials.node_id, host=host)
+        self.lead.take(event)
 
-    def ended(self, worker: str, code: int) -> None:
-        self.lead.ended(worker, code)
-
-    def hung_up(self, worker: str) -> None:
-        self.lead.hung_up(worker)
-
-    def stalled(self, worker: str, reason: str) -> None:
-        self.lead.stalled(worker, reason)
-
-    def say(self, text: str) -> None:
-        self.lead.note(text)
+    def asked(self, worker: str, request: control.StatusRequest) -> None:
+        self._crew.tell((worker,), self.status())
 
     # Who calls.
 
@@ -165,7 +160,7 @@ class Agent:
         if refusal is not None:
             await aio.write_greeting(writer, refusal)
         elif hello.worker:
-            await self._crew.greeted(reader, writer, hello, node)
+            await self._crew.greeted(reader, writer, hello)
         else:
             await aio.write_greeting(writer, Welcome())
             link = ControlLink(reader, writer, received=control.TO_AGENT, sent=control.FROM_AGENT)

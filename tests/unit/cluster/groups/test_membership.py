@@ -9,27 +9,21 @@ import pytest
 from potluck.cluster.groups import membership
 from potluck.cluster.groups.events import (
     Announce,
-    Disconnected,
     EndGroup,
-    Exited,
-    Failed,
-    Finished,
-    Installed,
     Interrupted,
     Kill,
     Log,
-    Lost,
-    ProbeReply,
-    Ready,
     SendProbe,
-    Stalled,
     Start,
     StopWorkers,
     Tick,
 )
 from potluck.cluster.groups.roster import Phase, Policy, name_exit
 from potluck.testing import stories
-from potluck.types import Member
+from potluck.wire import jobs, peers
+from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
+from potluck.wire.format import PREFIX_BYTES
+from potluck.wire.jobs import Disconnected, Exited, Stalled
 
 SIGKILL, SIGINT, SIGSEGV = 9, 2, 11
 
@@ -51,7 +45,7 @@ class Story(stories.Story):
 
 
 def ready(name: str, after_epoch: int = 0, port: int = 0) -> Ready:
-    return Ready(name, Member(name, "node", "127.0.0.1", port or 5000 + int(name)), after_epoch)
+    return Ready(name, after_epoch, port or 5000 + int(name), node="node", host="127.0.0.1")
 
 
 def training(num_workers: int, policy: Policy | None = None) -> Story:
@@ -95,7 +89,7 @@ def test_ranks_follow_the_ring_of_nodes_and_the_most_senior_stays_the_first() ->
     story = Story(4)
     story.state = replace(story.state, ring=("a", "c", "b", "d"))
     for name, node in zip("0123", "bacd", strict=True):
-        story.tell(Ready(name, Member(name, node)))
+        story.tell(Ready(name, node=node))
     assert story.view == (1, "0 3 1 2"), "b, d, a, c"
 
 
@@ -174,6 +168,17 @@ def test_a_newcomer_waits_until_all_have_entered_the_present_view() -> None:
     assert story.view == (2, "0 1")
     story.tell(Installed("1", 2))
     assert story.view == (3, "0 1 2")
+
+
+def test_what_a_node_tells_of_its_workers_is_an_event_as_it_comes_off_the_wire() -> None:
+    story = training(3)
+    told = (ProbeReply("2", 1), Lost("0", 1, rank=1, cause="silent"), Exited("1", -SIGKILL))
+    for event in told:
+        data = peers.MESSAGE.encode(jobs.Happened("job", event))
+        message = peers.MESSAGE.decode(data[PREFIX_BYTES:])
+        assert isinstance(message, jobs.Happened)
+        story.tell(message.event)
+    assert story.view == (2, "0 2")
 
 
 def test_two_deaths_in_a_row_give_two_views() -> None:

@@ -14,21 +14,16 @@ from potluck.cluster.groups.events import (
     Announce,
     EndGroup,
     Event,
-    Exited,
-    Finished,
-    Installed,
     Kill,
     Log,
-    Lost,
-    ProbeReply,
-    Ready,
     SendProbe,
     Start,
     StopWorkers,
     Tick,
 )
 from potluck.cluster.groups.roster import Phase, Policy
-from potluck.types import Member
+from potluck.wire.control import Finished, Installed, Lost, ProbeReply, Ready
+from potluck.wire.jobs import Exited
 
 TIMEOUT_S = 3.0
 
@@ -45,7 +40,7 @@ class Process:
         self.later(0.5, lambda: self.say(self.ready()))
 
     def ready(self) -> Ready:
-        return Ready(self.name, Member(self.name, port=1), self.epoch)
+        return Ready(self.name, self.epoch, port=1)
 
     def later(self, most_s: float, action: Callable[[], None]) -> None:
         def run() -> None:

@@ -14,15 +14,8 @@ from potluck.cluster.groups.events import (
     BeginWorld,
     EndWorld,
     Event,
-    Exited,
-    Failed,
-    Finished,
-    Installed,
     Kill,
     Placed,
-    Ready,
-    Seen,
-    Stalled,
     Start,
     StopWorkers,
     Tick,
@@ -30,6 +23,8 @@ from potluck.cluster.groups.events import (
 from potluck.cluster.groups.roster import Phase, Policy, World
 from potluck.testing import stories
 from potluck.types import Member
+from potluck.wire.control import Failed, Finished, Installed, Ready
+from potluck.wire.jobs import Exited, Seen, Stalled
 
 SIGTERM, SIGKILL = 15, 9
 
@@ -56,7 +51,7 @@ class Story(stories.Story):
 
 
 def ready(name: str) -> Ready:
-    return Ready(name, Member(name, "node", port=1), is_fixed=True)
+    return Ready(name, port=1, node="node", is_fixed=True)
 
 
 def training(num_workers: int, policy: Policy | None = None) -> Story:
@@ -231,7 +226,7 @@ def test_a_slow_worker_is_waited_for() -> None:
 
 def test_an_elastic_job_begins_with_those_that_are_ready_and_takes_the_others_in() -> None:
     story = Story(4, Policy(max_restarts=100))
-    elastic = [Ready(name, Member(name, port=1)) for name in story.names]
+    elastic = [Ready(name, port=1) for name in story.names]
     story.tell(*elastic[:3])
     story.tell(Exited("3", -SIGKILL), at=30.0)
     story.tell(Tick(), at=60.0)
@@ -244,7 +239,7 @@ def test_an_elastic_job_begins_with_those_that_are_ready_and_takes_the_others_in
 def context(num_workers: int, policy: Policy | None = None) -> Story:
     """A job whose workers have contexts, so that it may be elastic."""
     story = Story(num_workers, policy)
-    story.tell(*(Ready(name, Member(name, "node", port=1)) for name in story.names))
+    story.tell(*(Ready(name, port=1, node="node") for name in story.names))
     epoch = story.only(Announce).epoch
     story.tell(*(Installed(name, epoch) for name in story.names))
     return story

@@ -232,10 +232,10 @@ def test_a_node_speaks_for_its_own_workers_only(tmp_path: Path) -> None:
             all_jobs.received(node, jobs.Reported("job"))
         [status] = all_jobs.status()
         assert {worker.phase for worker in status.workers} == {"starting"}
-        all_jobs.received(EVE, jobs.WorkerEnded("job", "0", 1))
+        all_jobs.received(EVE, jobs.Happened("job", jobs.Exited("0", 1, 0)))
         [status] = all_jobs.status()
         assert {worker.phase for worker in status.workers} == {"starting"}
-        all_jobs.received(LEADER, jobs.WorkerEnded("job", "0", 1))
+        all_jobs.received(LEADER, jobs.Happened("job", jobs.Exited("0", 1, 0)))
         [status] = all_jobs.status()
         assert status.workers[0].phase == "gone"
 
@@ -263,19 +263,19 @@ def test_a_wait_is_passed_on_to_all_nodes_and_a_stopped_worker_named_by_its_own(
             all_jobs.received(node, jobs.Reported("job"))
         workers = {place.node: place.worker for place in all_jobs._coordinators["job"].places}
         for node in nodes:
-            ready = control.Ready(0, 1, 1)
-            all_jobs.received(node, jobs.WorkerSaid("job", workers[node], ready))
+            ready = control.Ready(workers[node], port=1, pid=1)
+            all_jobs.received(node, jobs.Happened("job", ready))
         group = next(each for each in machine.events if isinstance(each, WantGroup))
         agreed = JobGroup("job", 4, group.members)
         install(machine, all_jobs, msgspec.structs.replace(view(*nodes, epoch=4), groups=(agreed,)))
 
-        waiting = jobs.WorkerSaid("job", workers[ME], control.Waiting(4))
+        waiting = jobs.Happened("job", control.Waiting(workers[ME], 4))
         all_jobs.received(ME, waiting)
         all_jobs.received(ME, waiting)
         for node in nodes:
             assert told(machine, node) == [control.Probe(0)], "once, however many wait"
 
-        stalled = jobs.WorkerStalled("job", workers[EVE], "its process 7 is stopped")
+        stalled = jobs.Happened("job", jobs.Stalled(workers[EVE], "its process 7 is stopped"))
         all_jobs.received(LEADER, stalled)
         assert told(machine, ME) == [control.Probe(0)], "a node speaks for its own workers"
         all_jobs.received(EVE, stalled)
@@ -355,7 +355,7 @@ def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
         all_jobs.received(LEADER, jobs.Submit(one))
         all_jobs.received(LEADER, jobs.Reported("job"))
         machine.unreachable.add(LEADER)
-        all_jobs.received(LEADER, jobs.WorkerEnded("job", "0", 0))
+        all_jobs.received(LEADER, jobs.Happened("job", jobs.Exited("0", 0, 0)))
         async with asyncio.timeout(20):
             while all_jobs.status():
                 await asyncio.sleep(0)

@@ -12,12 +12,12 @@ def training() -> Journal:
     journal.announced(1, ("0", "1", "2"), ("0", "1", "2"))
     for name in "012":
         journal.installed(name, 1, 1.0)
-        journal.progress(name, step(60, epoch=1), 9.0)
+        journal.progress(step(name, 60, epoch=1), 9.0)
     return journal
 
 
-def step(number: int, *, epoch: int, **more: object) -> Progress:
-    return Progress(epoch=epoch, step=number, loss=0.5, **more)
+def step(worker: str, number: int, *, epoch: int, **more: object) -> Progress:
+    return Progress(worker, epoch=epoch, step=number, loss=0.5, **more)
 
 
 def texts(journal: Journal) -> list[str]:
@@ -31,7 +31,7 @@ def test_a_recovery_is_measured_from_the_loss_to_the_next_committed_step() -> No
     journal.reported(1, 60, 10.01)
     journal.installed("0", 2, 10.3)
     journal.installed("1", 2, 10.4)
-    journal.progress("0", step(61, epoch=2), 10.9)
+    journal.progress(step("0", 61, epoch=2), 10.9)
     (recovery,) = journal.recoveries
     assert round(recovery.reformed_s or 0, 6) == 0.4
     assert round(recovery.recovered_s or 0, 6) == 0.9
@@ -47,7 +47,7 @@ def test_a_step_that_was_not_begun_is_not_run_again() -> None:
     journal.reported(1, 60, 9.9)
     journal.lost("2", "worker 2 lost", 10.0)
     journal.announced(2, ("0", "1"), ())
-    journal.progress("0", step(62, epoch=2), 10.5)
+    journal.progress(step("0", 62, epoch=2), 10.5)
     assert journal.recoveries[0].run_again is False, "step 60 counted, 61 was the next"
 
 
@@ -56,7 +56,7 @@ def test_a_loss_found_by_silence_counts_from_the_first_report() -> None:
     journal.reported(1, 60, 12.0)
     journal.lost("2", "worker 2 lost (no sign of life)", 13.0)
     journal.announced(2, ("0", "1"), ())
-    journal.progress("0", step(61, epoch=2), 13.5)
+    journal.progress(step("0", 61, epoch=2), 13.5)
     assert journal.recoveries[0].recovered_s == 1.5
     assert journal.recoveries[0].run_again is True
 
@@ -78,9 +78,9 @@ def test_losses_before_the_next_step_are_one_recovery() -> None:
     journal.lost("1", "worker 1 lost", 10.2)
     journal.announced(3, ("0",), ())
     journal.installed("0", 3, 10.5)
-    journal.progress("0", step(61, epoch=2), 10.6)
+    journal.progress(step("0", 61, epoch=2), 10.6)
     assert journal.open_recovery is not None, "epoch 2 was over by then"
-    journal.progress("0", step(62, epoch=3), 11.0)
+    journal.progress(step("0", 62, epoch=3), 11.0)
     (recovery,) = journal.recoveries
     assert recovery.workers == ("2", "1")
     assert recovery.recovered_s == 1.0
@@ -90,7 +90,7 @@ def test_a_group_that_ended_without_anyone_to_blame_is_a_recovery_too() -> None:
     journal = training()
     journal.lost("", "epoch 1 ended (its links failed)", 10.0)
     journal.announced(2, ("0", "1", "2"), ())
-    journal.progress("0", step(61, epoch=2), 10.5)
+    journal.progress(step("0", 61, epoch=2), 10.5)
     assert journal.recoveries[0].workers == ()
     assert journal.recoveries[0].recovered_s == 0.5
 
@@ -99,9 +99,9 @@ def test_a_worker_that_comes_back_is_told_with_its_first_step() -> None:
     journal = training()
     journal.announced(2, ("0", "1"), ())
     journal.announced(3, ("0", "1", "2"), ("2",))
-    journal.progress("0", step(85, epoch=2), 20.0)
-    journal.progress("2", step(86, epoch=3), 20.1)
-    journal.progress("2", step(87, epoch=3), 20.2)
+    journal.progress(step("0", 85, epoch=2), 20.0)
+    journal.progress(step("2", 86, epoch=3), 20.1)
+    journal.progress(step("2", 87, epoch=3), 20.2)
     assert texts(journal) == ["worker 2 rejoined at step 85"]
 
 
@@ -111,8 +111,8 @@ def test_the_first_members_do_not_rejoin() -> None:
 
 def test_the_newest_of_each_fact_is_kept() -> None:
     journal = training()
-    journal.progress("0", step(61, epoch=1, device="cpu", facts={"a": 1, "b": 2}), 10.0)
-    journal.progress("0", step(62, epoch=1, facts={"b": 3}), 11.0)
+    journal.progress(step("0", 61, epoch=1, device="cpu", facts={"a": 1, "b": 2}), 10.0)
+    journal.progress(step("0", 62, epoch=1, facts={"b": 3}), 11.0)
     facts = journal.workers["0"]
     assert (facts.step, facts.device, facts.facts) == (62, "cpu", {"a": 1, "b": 3})
     assert (journal.step, journal.loss) == (62, 0.5)
@@ -126,9 +126,9 @@ def test_notes_are_bounded() -> None:
     assert journal.notes[-1].text == str(MAX_NOTES + 9)
 
 
-def samples(number: int, *, epoch: int = 1) -> Progress:
+def samples(worker: str, number: int, *, epoch: int = 1) -> Progress:
     """A worker has committed step ``number``, of 10 samples as all of 100 steps."""
-    return step(number, epoch=epoch, committed_samples=10 * number, total_samples=1000)
+    return step(worker, number, epoch=epoch, committed_samples=10 * number, total_samples=1000)
 
 
 def test_workers_that_tell_of_one_step_late_take_nothing_back() -> None:
@@ -136,7 +136,7 @@ def test_workers_that_tell_of_one_step_late_take_nothing_back() -> None:
     journal.announced(1, ("0", "1"), ("0", "1"))
     seen = []
     for name, number in (("0", 1), ("0", 2), ("1", 1), ("0", 3), ("1", 2), ("1", 3)):
-        journal.progress(name, samples(number), 1.0)
+        journal.progress(samples(name, number), 1.0)
         seen.append((journal.step, journal.course.committed))
     assert seen == [(1, 10), (2, 20), (2, 20), (3, 30), (3, 30), (3, 30)]
 
@@ -144,25 +144,25 @@ def test_workers_that_tell_of_one_step_late_take_nothing_back() -> None:
 def test_a_lost_worker_and_one_that_comes_back_take_nothing_back() -> None:
     journal = training()
     for name in "012":
-        journal.progress(name, samples(60), 9.5)
-        journal.progress(name, samples(61), 10.0)
+        journal.progress(samples(name, 60), 9.5)
+        journal.progress(samples(name, 61), 10.0)
     journal.lost("2", "worker 2 lost", 10.1)
     journal.announced(2, ("0", "1"), ())
-    journal.progress("1", samples(62, epoch=2), 11.0)
-    journal.progress("0", samples(61), 11.1)
-    journal.progress("2", Progress(), 11.2)
+    journal.progress(samples("1", 62, epoch=2), 11.0)
+    journal.progress(samples("0", 61), 11.1)
+    journal.progress(Progress("2"), 11.2)
     assert (journal.step, journal.course.committed) == (62, 620)
     journal.announced(3, ("0", "1", "2"), ("2",))
-    journal.progress("2", samples(63, epoch=3), 12.0)
-    journal.progress("0", samples(62, epoch=2), 12.1)
+    journal.progress(samples("2", 63, epoch=3), 12.0)
+    journal.progress(samples("0", 62, epoch=2), 12.1)
     assert (journal.step, journal.course.committed) == (63, 630)
 
 
 def test_a_training_that_goes_on_from_a_checkpoint_is_where_that_was() -> None:
     journal = training()
-    journal.progress("0", samples(61), 10.0)
+    journal.progress(samples("0", 61), 10.0)
     journal.announced(2, ("0", "1", "2"), ("0", "1", "2"))
-    journal.progress("1", samples(51, epoch=2), 20.0)
+    journal.progress(samples("1", 51, epoch=2), 20.0)
     assert (journal.step, journal.course.committed) == (51, 510)
 
 
@@ -170,9 +170,9 @@ def test_a_second_training_of_one_script_begins_at_its_own_beginning() -> None:
     journal = Journal(["0", "1"], now=0.0)
     journal.announced(1, ("0", "1"), ("0", "1"))
     for name in "01":
-        journal.progress(name, samples(100), 1.0)
+        journal.progress(samples(name, 100), 1.0)
     seen = []
     for name, number in (("0", 1), ("1", 1), ("0", 2), ("1", 2)):
-        journal.progress(name, samples(number), 2.0)
+        journal.progress(samples(name, number), 2.0)
         seen.append((journal.step, journal.course.committed))
     assert seen == [(1, 10), (1, 10), (2, 20), (2, 20)]

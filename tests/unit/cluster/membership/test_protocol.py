@@ -5,19 +5,7 @@ from __future__ import annotations
 import pytest
 
 from potluck.cluster.groups import membership
-from potluck.cluster.groups.events import (
-    Agreed,
-    Announce,
-    Away,
-    EndGroup,
-    Exited,
-    Finished,
-    Installed,
-    NotAgreed,
-    Placed,
-    Ready,
-    Start,
-)
+from potluck.cluster.groups.events import Agreed, Announce, Away, EndGroup, NotAgreed, Placed, Start
 from potluck.cluster.groups.roster import Phase, Policy
 from potluck.cluster.membership import events
 from potluck.cluster.membership.events import (
@@ -33,6 +21,8 @@ from potluck.cluster.membership.protocol import MembershipProtocol, checksum
 from potluck.cluster.membership.view import following, objection_to
 from potluck.types import Member
 from potluck.wire import nodes as wire
+from potluck.wire.control import Finished, Installed, Ready
+from potluck.wire.jobs import Exited
 from potluck.wire.nodes import JobGroup, StableRecord, View, ViewMember
 
 
@@ -112,7 +102,7 @@ def test_on_one_node_a_group_is_agreed_on_in_the_same_turn() -> None:
     assert story.node.view is not None
     state, _ = membership.begin(["0", "1"], Policy(), story.node.view.epoch)
     for name in ("0", "1"):
-        state, actions = membership.handle(state, Ready(name, Member(name, "a", port=1)), 0.0)
+        state, actions = membership.handle(state, Ready(name, port=1, node="a"), 0.0)
     (announce,) = (action for action in actions if isinstance(action, Announce))
     story.tell(WantGroup("job", announce.members, (), announce.reason))
     (installed,) = story.installed()
