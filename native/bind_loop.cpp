@@ -16,7 +16,7 @@
 #include "bind_unlocked.hpp"
 
 #ifdef POTLUCK_OPENSSL
-#include "core/loop/loop.hpp"
+#include "core/loop/progress.hpp"
 #include "core/tls/plain.hpp"
 #include "core/tls/tls.hpp"
 #endif
@@ -65,9 +65,9 @@ bool wait(Ticket& ticket, double seconds) {
 using Steps = std::vector<std::tuple<int, int, uint32_t>>;
 using Chunks = std::vector<std::tuple<uint32_t, uintptr_t, uint64_t>>;
 
-void start(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, uint64_t fingerprint,
-           uint32_t channel, uint64_t sequence, double deadline, int dtype, int op,
-           uint64_t segment_bytes, std::vector<int> ranks, const Chunks& chunks,
+void start(ProgressLoop& loop, std::shared_ptr<Ticket> ticket, std::string call,
+           uint64_t fingerprint, uint32_t channel, uint64_t sequence, double deadline, int dtype,
+           int op, uint64_t segment_bytes, std::vector<int> ranks, const Chunks& chunks,
            const Steps& steps, uintptr_t unfinished, uint64_t num_unfinished, bool is_mean,
            bool is_computed_by_all, int codec, int own, const std::vector<uintptr_t>& residuals) {
     PlanSpec spec;
@@ -106,8 +106,9 @@ void start(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, uint64_
     loop.start(std::move(spec), std::move(ticket));
 }
 
-void send(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, int peer, uint32_t channel,
-          int32_t tag, uint8_t dtype, uintptr_t data, uint64_t nbytes, double deadline) {
+void send(ProgressLoop& loop, std::shared_ptr<Ticket> ticket, std::string call, int peer,
+          uint32_t channel, int32_t tag, uint8_t dtype, uintptr_t data, uint64_t nbytes,
+          double deadline) {
     auto sending = std::make_shared<Sending>(std::move(ticket));
     sending->call = std::move(call);
     sending->peer = peer;
@@ -120,7 +121,7 @@ void send(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, int peer
     loop.send(std::move(sending));
 }
 
-void receive(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, int source,
+void receive(ProgressLoop& loop, std::shared_ptr<Ticket> ticket, std::string call, int source,
              uint32_t channel, std::vector<int> ranks, int32_t tag, uint8_t dtype, uintptr_t data,
              uint64_t nbytes, double deadline) {
     auto receiving = std::make_shared<Receiving>(std::move(ticket));
@@ -136,8 +137,8 @@ void receive(Loop& loop, std::shared_ptr<Ticket> ticket, std::string call, int s
     loop.receive(std::move(receiving));
 }
 
-void adopt(Loop& loop, uint64_t id, int rank, std::shared_ptr<Stream> stream, std::string peer,
-           uint32_t slot_bytes, const std::vector<uintptr_t>& outgoing,
+void adopt(ProgressLoop& loop, uint64_t id, int rank, std::shared_ptr<Stream> stream,
+           std::string peer, uint32_t slot_bytes, const std::vector<uintptr_t>& outgoing,
            const std::vector<uintptr_t>& incoming) {
     if (outgoing.size() != incoming.size()) throw nb::value_error("a window has pairs of slots");
     Link link;
@@ -163,25 +164,25 @@ const char* name_of(Event::Kind kind) {
     return "?";
 }
 
-const char* name_of(Fact::Kind kind) {
+const char* name_of(GroupFailure::Kind kind) {
     switch (kind) {
-        case Fact::Kind::none: return "none";
-        case Fact::Kind::lost: return "lost";
-        case Fact::Kind::violated: return "violated";
-        case Fact::Kind::no_link: return "no link";
-        case Fact::Kind::left: return "left";
-        case Fact::Kind::overdue: return "overdue";
-        case Fact::Kind::desync: return "desync";
-        case Fact::Kind::misfit: return "misfit";
-        case Fact::Kind::told: return "told";
-        case Fact::Kind::stopped: return "stopped";
-        case Fact::Kind::closed: return "closed";
-        case Fact::Kind::broke: return "broke";
+        case GroupFailure::Kind::none: return "none";
+        case GroupFailure::Kind::lost: return "lost";
+        case GroupFailure::Kind::violated: return "violated";
+        case GroupFailure::Kind::no_link: return "no link";
+        case GroupFailure::Kind::left: return "left";
+        case GroupFailure::Kind::overdue: return "overdue";
+        case GroupFailure::Kind::desync: return "desync";
+        case GroupFailure::Kind::misfit: return "misfit";
+        case GroupFailure::Kind::told: return "told";
+        case GroupFailure::Kind::stopped: return "stopped";
+        case GroupFailure::Kind::closed: return "closed";
+        case GroupFailure::Kind::broke: return "broke";
     }
     return "?";
 }
 
-nb::list events(Loop& loop, double seconds) {
+nb::list events(ProgressLoop& loop, double seconds) {
     std::vector<Event> taken;
     {
         const Unlocked unlocked;
@@ -194,17 +195,17 @@ nb::list events(Loop& loop, double seconds) {
     return told;
 }
 
-nb::object fact(Loop& loop) {
-    const Fact& fact = loop.fact();
+nb::object failure(ProgressLoop& loop) {
+    const GroupFailure& failure = loop.failure();
     return nb::make_tuple(
-        name_of(fact.kind), fact.rank, fact.text,
-        fact.has_item ? nb::object(nb::cast(fact.item)) : nb::none(), fact.awaited,
-        nb::bytes(reinterpret_cast<const char*>(fact.payload.data()), fact.payload.size()),
-        fact.number, fact.dtype);
+        name_of(failure.kind), failure.rank, failure.text,
+        failure.has_item ? nb::object(nb::cast(failure.item)) : nb::none(), failure.awaited,
+        nb::bytes(reinterpret_cast<const char*>(failure.payload.data()), failure.payload.size()),
+        failure.number, failure.dtype);
 }
 
 // What crossed the link to `rank` since the last call.
-nb::tuple take_counters(Loop& loop, int rank) {
+nb::tuple take_counters(ProgressLoop& loop, int rank) {
     Counters& counters = loop.counters(rank);
     return nb::make_tuple(counters.bytes_in_window.exchange(0), counters.bytes_received.exchange(0),
                           counters.bytes_sent.exchange(0), counters.messages_received.exchange(0),
@@ -286,31 +287,32 @@ void loop(nb::module_& m) {
         .def_prop_ro("seconds", &Ticket::seconds)
         .def_prop_ro("source", &Ticket::source);
 
-    nb::class_<Loop>(m, "Loop")
+    nb::class_<ProgressLoop>(m, "ProgressLoop")
         .def(
             "__init__",
-            [](Loop* self, uint32_t epoch, int rank, int world_size, uint64_t segment_bytes,
+            [](ProgressLoop* self, uint32_t epoch, int rank, int world_size, uint64_t segment_bytes,
                uint64_t max_early_bytes) {
-                new (self) Loop({{epoch, rank, world_size}, segment_bytes, max_early_bytes});
+                new (self)
+                    ProgressLoop({{epoch, rank, world_size}, segment_bytes, max_early_bytes});
             },
             nb::arg("epoch"), nb::arg("rank"), nb::arg("world_size"), nb::arg("segment_bytes"),
             nb::arg("max_early_bytes"))
-        .def("ticket", &Loop::ticket)
+        .def("ticket", &ProgressLoop::ticket)
         .def("start", &start)
         .def("send", &send)
         .def("receive", &receive)
         .def("adopt", &adopt)
-        .def("no_link", &Loop::no_link)
-        .def("stop", &Loop::stop)
-        .def("close", &Loop::close)
-        .def("join", &Loop::join, nb::call_guard<Unlocked>())
+        .def("no_link", &ProgressLoop::no_link)
+        .def("stop", &ProgressLoop::stop)
+        .def("close", &ProgressLoop::close)
+        .def("join", &ProgressLoop::join, nb::call_guard<Unlocked>())
         .def("say",
-             [](Loop& loop, nb::bytes body, bool has_abort) {
+             [](ProgressLoop& loop, nb::bytes body, bool has_abort) {
                  const auto* at = static_cast<const uint8_t*>(body.data());
                  loop.say({at, at + body.size()}, has_abort);
              })
         .def("events", &events)
-        .def("fact", &fact)
+        .def("failure", &failure)
         .def("take_counters", &take_counters);
 }
 

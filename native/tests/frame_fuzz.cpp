@@ -1,4 +1,5 @@
-// Hostile bytes for what reads a link: the frame parser, and the port that cuts a stream into frames.
+// Hostile bytes for what reads a link: the frame parser, and the connection that cuts a stream into
+// frames.
 //
 //     frame_fuzz [SECONDS [SEED]]      5 minutes by default; prints its seed and what it did
 //
@@ -21,7 +22,7 @@
 
 #include "core/kernels/checksum.hpp"
 #include "core/loop/frame.hpp"
-#include "core/loop/port.hpp"
+#include "core/loop/connection.hpp"
 #include "core/tls/stream.hpp"
 
 using namespace potluck;
@@ -89,7 +90,7 @@ std::string read_header(const Input& input) {
 
 std::string read_request(const Input& input) {
     try {
-        decode_request(input.data(), input.size());
+        decode_rts(input.data(), input.size());
         return "request";
     } catch (const ProtocolError& error) {
         return std::string(error.what()).substr(0, 24);
@@ -113,11 +114,11 @@ std::string read_stream(const Input& input, unsigned how) {
             link.window.incoming.push_back(slots.data() + (2 + slot) * slot_bytes);
         }
     }
-    Port port(std::move(link), std::make_shared<Counters>());
+    Connection connection(std::move(link), std::make_shared<Counters>());
     std::vector<uint8_t> buffer;
     size_t num_frames = 0, seen = 0;
     uint8_t sum = 0;
-    const Port::Route route = [&](Port&, const Frame& frame) {
+    const Connection::Route route = [&](Connection&, const Frame& frame) {
         if (frame.length > bound_of(frame.kind)) finding("a payload above its bound", input);
         ++num_frames;
         Sink sink;
@@ -148,10 +149,11 @@ std::string read_stream(const Input& input, unsigned how) {
     std::string end = "end";
     try {
         // The stream says "nothing now" at most every other time, so this ends.
-        for (size_t i = 0; i < 2 * input.size() + 16 && !stream->is_empty(); ++i) port.read(route);
-        while (!port.control.empty()) {
-            if (port.control.front().sent) port.control.front().sent();
-            port.control.pop_front();
+        for (size_t i = 0; i < 2 * input.size() + 16 && !stream->is_empty(); ++i)
+            connection.read(route);
+        while (!connection.control.empty()) {
+            if (connection.control.front().sent) connection.control.front().sent();
+            connection.control.pop_front();
         }
     } catch (const ProtocolError& error) {
         end = std::string(error.what()).substr(0, 24);
@@ -191,8 +193,8 @@ public:
             frame.length = static_cast<uint32_t>(std::min<uint64_t>(bound_of(frame.kind), below(400)));
             const bool may_share = frame.kind == Kind::data || frame.kind == Kind::piece;
             if (may_share && below(3) == 0) frame.flags = in_window;
-            if (frame.kind == Kind::request) {
-                const std::vector<uint8_t> body = encode_request(random_() >> below(64));
+            if (frame.kind == Kind::rts) {
+                const std::vector<uint8_t> body = encode_rts(random_() >> below(64));
                 frame.length = static_cast<uint32_t>(body.size());
                 add_header(input, frame, has_checksums);
                 add_payload(input, body, has_checksums);
@@ -204,7 +206,7 @@ public:
             for (uint8_t& byte : payload) byte = static_cast<uint8_t>(random_());
             add_payload(input, payload, has_checksums);
         }
-        if (below(8) == 0) return encode_request(random_() >> below(64));
+        if (below(8) == 0) return encode_rts(random_() >> below(64));
         return input;
     }
 
@@ -322,7 +324,7 @@ int drive(double seconds, uint64_t seed) {
     }
     std::printf("frame_fuzz: no finding in %llu inputs; %zu kinds of outcome\n",
                 static_cast<unsigned long long>(count), reached.size());
-    for (const char* kind : {"DATA", "EAGER", "REQUEST", "ABORT", "BEGUN", "request"}) {
+    for (const char* kind : {"DATA", "EAGER", "RTS", "ABORT", "BEGUN", "request"}) {
         if (reached.count(kind) == 0) {
             std::fprintf(stderr, "frame_fuzz: never came as far as %s: the fuzzer is broken\n", kind);
             return 1;

@@ -31,11 +31,11 @@ sys.exit(7)
 
 NATIVE_CALLS = {
     "events of a loop": (
-        "loop = native.core.Loop(1, 0, 2, 1 << 19, 1 << 21)",
+        "loop = native.core.ProgressLoop(1, 0, 2, 1 << 19, 1 << 21)",
         "loop.events(0.5)",
     ),
     "an operation's end": (
-        "loop = native.core.Loop(1, 0, 2, 1 << 19, 1 << 21); ticket = loop.ticket(1)",
+        "loop = native.core.ProgressLoop(1, 0, 2, 1 << 19, 1 << 21); ticket = loop.ticket(1)",
         "ticket.wait(0.5)",
     ),
     "a measurement of windows": ("", "[native.core.window_costs() for _ in range(1000)]"),

@@ -26,7 +26,7 @@ def assert_told(error: GroupError, what: str, rank: int) -> None:
 
 
 @pytest.mark.skipif(not NATIVE_KINDS, reason="needs the native loop")
-def test_a_steward_that_breaks_ends_the_group_on_all_ranks_with_what_broke() -> None:
+def test_an_event_thread_that_breaks_ends_the_group_on_all_ranks_with_what_broke() -> None:
     with open_world("native", 2) as world:
         world.run(lambda ctx: ctx.barrier())
         first, second = (ctx.communicator for ctx in world.contexts)

@@ -12,7 +12,7 @@ import pytest
 
 from potluck.engine.communicator import Communicator
 from potluck.engine.connector import Deliver, Fail
-from potluck.engine.loop.port import as_bytes
+from potluck.engine.loop.connection import as_bytes
 from potluck.engine.work import Work
 from potluck.errors import Desync, GroupError, LinkError, OperationTimeout, PeerLost
 from potluck.testing.links import LINK_KINDS, Blocking
@@ -109,7 +109,7 @@ ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
     "random bytes": lambda enemy, _: enemy.blocking.send_all(random.randbytes(4096)),
     "another protocol": lambda enemy, _: enemy.blocking.send_all(b"GET / HTTP/1.1\r\n" * 8),
     "another version": lambda enemy, mine: enemy.say_header(b"PL\xff" + frames.encode(mine)[3:]),
-    "a stale epoch": lambda enemy, _: enemy.say(Kind.GOODBYE, epoch=EPOCH - 1),
+    "a stale epoch": lambda enemy, _: enemy.say(Kind.CLOSE, epoch=EPOCH - 1),
     "a later epoch": lambda enemy, mine: enemy.say(
         Kind.DATA, b"", epoch=EPOCH + 1, fingerprint=mine.fingerprint
     ),
@@ -117,12 +117,12 @@ ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
     "my own name": lambda enemy, _: enemy.say(Kind.EAGER, b"abc", source=0),
     "a huge length": lambda enemy, _: enemy.say(Kind.DATA, length=0xFFFF_FFFF),
     "a long eager message": lambda enemy, _: enemy.say(Kind.EAGER, length=frames.EAGER_BYTES + 1),
-    "a payload where none belongs": lambda enemy, _: enemy.say(Kind.GOODBYE, b"x"),
-    "unknown flags": lambda enemy, _: enemy.say(Kind.GOODBYE, flags=0x80),
+    "a payload where none belongs": lambda enemy, _: enemy.say(Kind.CLOSE, b"x"),
+    "unknown flags": lambda enemy, _: enemy.say(Kind.CLOSE, flags=0x80),
     "a window there is not": lambda enemy, mine: enemy.say_header(
         frames.encode(mine._replace(source=1, flags=IN_WINDOW, tag=0))
     ),
-    "a control frame in a window": lambda enemy, _: enemy.say(Kind.GOODBYE, flags=IN_WINDOW),
+    "a control frame in a window": lambda enemy, _: enemy.say(Kind.CLOSE, flags=IN_WINDOW),
     "another chunk": lambda enemy, mine: enemy.say(
         Kind.DATA, bytes(mine.length), channel=1, chunk=17, fingerprint=mine.fingerprint, dtype=4
     ),
@@ -139,20 +139,20 @@ ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
         Kind.DATA, bytes(mine.length), channel=1, fingerprint=1, dtype=4
     ),
     "another call, in a question": lambda enemy, _: enemy.say(
-        Kind.ASK, channel=1, fingerprint=1, segment=1
+        Kind.HANG_QUERY, channel=1, fingerprint=1, segment=1
     ),
-    "a credit for a slot not in use": lambda enemy, _: enemy.say(Kind.CREDIT, tag=0),
-    "a negative slot": lambda enemy, _: enemy.say(Kind.CREDIT, tag=-1),
-    "a grant of nothing": lambda enemy, _: enemy.say(Kind.GRANT, operation=5),
+    "a free slot that is not in use": lambda enemy, _: enemy.say(Kind.SLOT_FREE, tag=0),
+    "a negative slot": lambda enemy, _: enemy.say(Kind.SLOT_FREE, tag=-1),
+    "a CTS for nothing": lambda enemy, _: enemy.say(Kind.CTS, operation=5),
     "a piece of nothing": lambda enemy, _: enemy.say(Kind.PIECE, b"abc", operation=5),
-    "a malformed request": lambda enemy, _: enemy.say(Kind.REQUEST, b"\xc1"),
-    "a request that is no UTF-8": lambda enemy, _: enemy.say(Kind.REQUEST, b"\x81\xa1\xff\x01"),
+    "a malformed RTS": lambda enemy, _: enemy.say(Kind.RTS, b"\xc1"),
+    "an RTS that is no UTF-8": lambda enemy, _: enemy.say(Kind.RTS, b"\x81\xa1\xff\x01"),
     "a malformed abort": lambda enemy, _: enemy.say(Kind.ABORT, b"\x93abc"),
     "a deeply nested abort": lambda enemy, _: enemy.say(
         Kind.ABORT, b"\x81\xa1q" + b"\x91" * 15_000
     ),
-    "two goodbyes": lambda enemy, _: (enemy.say(Kind.GOODBYE), enemy.say(Kind.GOODBYE)),  # type: ignore[func-returns-value]
-    "goodbye without the data": lambda enemy, _: (enemy.say(Kind.GOODBYE), enemy.link.close()),  # type: ignore[func-returns-value]
+    "two closes": lambda enemy, _: (enemy.say(Kind.CLOSE), enemy.say(Kind.CLOSE)),  # type: ignore[func-returns-value]
+    "a close without the data": lambda enemy, _: (enemy.say(Kind.CLOSE), enemy.link.close()),  # type: ignore[func-returns-value]
     "half a frame": lambda enemy, mine: (  # type: ignore[func-returns-value]
         enemy.say_header(frames.encode(mine._replace(source=1))),
         enemy.blocking.send_all(b"abc"),
@@ -185,9 +185,9 @@ def test_a_message_that_is_announced_twice_leaves_no_receive_without_an_end(
     kind: str, is_late: bool
 ) -> None:
     def announce(enemy: Enemy) -> None:
-        request = frames.encode_request(frames.Request(100_000))
+        request = frames.encode_rts(frames.Rts(100_000))
         for _ in range(2):
-            enemy.say(Kind.REQUEST, request, operation=7, dtype=code_of(np.dtype(np.uint8)))
+            enemy.say(Kind.RTS, request, operation=7, dtype=code_of(np.dtype(np.uint8)))
 
     with at_war(kind) as enemy:
         if is_late:
@@ -205,8 +205,8 @@ def test_a_message_that_is_announced_twice_leaves_no_receive_without_an_end(
 def test_slots_of_a_window_that_are_not_theirs_to_name(kind: str) -> None:
     def credit_for_a_free_slot(enemy: Enemy) -> None:
         frame, _ = enemy.hear()
-        enemy.say(Kind.CREDIT, tag=frame.tag)
-        enemy.say(Kind.CREDIT, tag=frame.tag)
+        enemy.say(Kind.SLOT_FREE, tag=frame.tag)
+        enemy.say(Kind.SLOT_FREE, tag=frame.tag)
 
     def slot_that_is_not_there(enemy: Enemy) -> None:
         frame, data = enemy.hear()
@@ -283,11 +283,11 @@ FLOODS: dict[str, Callable[[Enemy, int], None]] = {
     "frames on channels that never come": lambda enemy, n: enemy.say(Kind.DATA, channel=n + 2),
     "messages nobody receives": lambda enemy, n: enemy.say(Kind.EAGER, bytes(2000), tag=n),
     "requests nobody grants": lambda enemy, n: enemy.say(
-        Kind.REQUEST, frames.encode_request(frames.Request(10**12)), operation=n, tag=n
+        Kind.RTS, frames.encode_rts(frames.Rts(10**12)), operation=n, tag=n
     ),
-    "questions about operations to come": lambda enemy, n: enemy.say(Kind.ASK, operation=n),
-    "inquests": lambda enemy, n: enemy.say(Kind.ASK, operation=n, segment=1),
-    "answers nobody asked for": lambda enemy, n: enemy.say(Kind.TELL, operation=n, chunk=1),
+    "questions about operations to come": lambda enemy, n: enemy.say(Kind.HANG_QUERY, operation=n),
+    "hang queries to pass on": lambda enemy, n: enemy.say(Kind.HANG_QUERY, operation=n, segment=1),
+    "answers nobody asked for": lambda enemy, n: enemy.say(Kind.HANG_REPORT, operation=n, chunk=1),
 }
 
 

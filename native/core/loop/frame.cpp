@@ -52,16 +52,16 @@ const char* name_of(Kind kind) {
     switch (kind) {
         case Kind::data: return "DATA";
         case Kind::eager: return "EAGER";
-        case Kind::request: return "REQUEST";
-        case Kind::grant: return "GRANT";
+        case Kind::rts: return "RTS";
+        case Kind::cts: return "CTS";
         case Kind::piece: return "PIECE";
-        case Kind::credit: return "CREDIT";
+        case Kind::slot_free: return "SLOT_FREE";
         case Kind::abort: return "ABORT";
-        case Kind::goodbye: return "GOODBYE";
-        case Kind::farewell: return "FAREWELL";
-        case Kind::ask: return "ASK";
-        case Kind::tell: return "TELL";
-        case Kind::used: return "USED";
+        case Kind::close: return "CLOSE";
+        case Kind::close_ack: return "CLOSE_ACK";
+        case Kind::hang_query: return "HANG_QUERY";
+        case Kind::hang_report: return "HANG_REPORT";
+        case Kind::credit: return "CREDIT";
         case Kind::begun: return "BEGUN";
     }
     return "?";
@@ -72,7 +72,7 @@ uint32_t bound_of(Kind kind) {
         case Kind::data:
         case Kind::piece: return max_payload;
         case Kind::eager: return eager_bytes;
-        case Kind::request:
+        case Kind::rts:
         case Kind::abort: return max_control;
         default: return 0;
     }
@@ -143,7 +143,7 @@ Frame decode(const uint8_t* header) {
 
 static const uint8_t request_prefix[] = {0x81, 0xa6, 'n', 'b', 'y', 't', 'e', 's'};
 
-std::vector<uint8_t> encode_request(uint64_t nbytes) {
+std::vector<uint8_t> encode_rts(uint64_t nbytes) {
     std::vector<uint8_t> body(request_prefix, request_prefix + sizeof request_prefix);
     body.push_back(0xcf);
     for (int shift = 56; shift >= 0; shift -= 8) {
@@ -152,7 +152,7 @@ std::vector<uint8_t> encode_request(uint64_t nbytes) {
     return body;
 }
 
-uint64_t decode_request(const uint8_t* body, size_t length) {
+uint64_t decode_rts(const uint8_t* body, size_t length) {
     if (length > sizeof request_prefix &&
         std::memcmp(body, request_prefix, sizeof request_prefix) == 0) {
         const uint8_t* at = body + sizeof request_prefix;
@@ -166,7 +166,7 @@ uint64_t decode_request(const uint8_t* body, size_t length) {
             return value;
         }
     }
-    throw ProtocolError("a malformed REQUEST frame");
+    throw ProtocolError("a malformed RTS frame");
 }
 
 }  // namespace potluck

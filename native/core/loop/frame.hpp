@@ -18,16 +18,16 @@ struct ProtocolError : std::runtime_error {
 enum class Kind : uint8_t {
     data = 1,
     eager = 2,
-    request = 3,
-    grant = 4,
+    rts = 3,
+    cts = 4,
     piece = 5,
-    credit = 6,
+    slot_free = 6,
     abort = 7,
-    goodbye = 8,
-    farewell = 9,
-    ask = 10,
-    tell = 11,
-    used = 12,
+    close = 8,
+    close_ack = 9,
+    hang_query = 10,
+    hang_report = 11,
+    credit = 12,
     begun = 13,
 };
 
@@ -64,8 +64,8 @@ void encode(const Frame& frame, uint8_t* header);
 // The frame in 48 bytes; ProtocolError on anything potluck would not have sent.
 Frame decode(const uint8_t* header);
 
-// The payload of a REQUEST frame (msgpack, one field): the size of a large message.
-std::vector<uint8_t> encode_request(uint64_t nbytes);
-uint64_t decode_request(const uint8_t* body, size_t length);
+// The payload of an RTS frame (msgpack, one field): the size of the message.
+std::vector<uint8_t> encode_rts(uint64_t nbytes);
+uint64_t decode_rts(const uint8_t* body, size_t length);
 
 }  // namespace potluck

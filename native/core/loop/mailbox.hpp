@@ -32,7 +32,7 @@ struct Sending : Item {
     double until = 0;
     double started = 0;
     uint64_t offset = 0;
-    bool is_granted = false;
+    bool is_clear = false;
 
     double deadline() const override { return until; }
     std::vector<Awaited> awaited() const override {
@@ -89,7 +89,7 @@ struct Receiving : Item {
     }
 };
 
-// A message that came before its receive: its bytes, or only the request to send them.
+// An unexpected message, one that came before its receive: its bytes, or only its RTS.
 struct Arrived {
     int source;
     Frame frame;
@@ -103,7 +103,7 @@ using ReceivingPtr = std::shared_ptr<Receiving>;
 class Mailbox {
 public:
     std::map<uint64_t, SendingPtr> sending;
-    std::map<int, std::deque<SendingPtr>> granted;
+    std::map<int, std::deque<SendingPtr>> cleared;
     std::map<std::pair<int, uint64_t>, ReceivingPtr> receiving;
     std::list<ReceivingPtr> posted;
 

@@ -9,7 +9,7 @@ namespace potluck {
 void Messages::check_deadlines(double now) {
     mailbox_.each_pending([&](const Item* item) {
         if (now < item->deadline()) return;
-        fate_.fail(Fact::Kind::overdue, -1, "", item);
+        state_.fail(GroupFailure::Kind::overdue, -1, "", item);
     });
 }
 
@@ -24,55 +24,55 @@ double Messages::wakes_at() const {
 
 void Messages::send(SendingPtr sending) {
     sending->started = now_s();
-    ports_.need({sending->peer});
-    Frame frame = ports_.frame(Kind::eager, sending->channel, ++message_);
+    connections_.need({sending->peer});
+    Frame frame = connections_.frame(Kind::eager, sending->channel, ++message_);
     frame.dtype = sending->dtype;
     frame.tag = sending->tag;
     sending->number = message_;
     mailbox_.sending[message_] = sending;
-    if (!ports_.departed.empty()) {
-        ports_.check_departed(*sending);
-        if (fate_.is_over()) return;
+    if (!connections_.departed.empty()) {
+        connections_.check_departed(*sending);
+        if (state_.is_over()) return;
     }
-    Share& share = ports_.share(sending->peer);
+    FlowControl& flow = connections_.flow(sending->peer);
     Outgoing outgoing;
-    if (sending->nbytes <= eager_bytes && share.has_room(sending->nbytes)) {
-        share.sent(sending->nbytes);
+    if (sending->nbytes <= eager_bytes && flow.has_credit(sending->nbytes)) {
+        flow.sent(sending->nbytes);
         frame.length = static_cast<uint32_t>(sending->nbytes);
         outgoing.payload = sending->data;
         outgoing.sent = [this, sending] { end_send(sending); };
     } else {
-        share.sent(0);
-        outgoing.owned = std::make_shared<std::vector<uint8_t>>(encode_request(sending->nbytes));
+        flow.sent(0);
+        outgoing.owned = std::make_shared<std::vector<uint8_t>>(encode_rts(sending->nbytes));
         outgoing.payload = outgoing.owned->data();
-        frame.kind = Kind::request;
+        frame.kind = Kind::rts;
         frame.length = static_cast<uint32_t>(outgoing.owned->size());
     }
     outgoing.frame = frame;
-    ports_.tell(sending->peer, std::move(outgoing));
+    connections_.tell(sending->peer, std::move(outgoing));
 }
 
-void Messages::on_grant(Port& port, const Frame& frame) {
+void Messages::on_cts(Connection& connection, const Frame& frame) {
     const auto found = mailbox_.sending.find(frame.operation);
-    if (found == mailbox_.sending.end() || found->second->peer != port.rank() ||
-        found->second->is_granted) {
-        throw ProtocolError("a GRANT for message #" + std::to_string(frame.operation) +
+    if (found == mailbox_.sending.end() || found->second->peer != connection.rank() ||
+        found->second->is_clear) {
+        throw ProtocolError("a CTS for message #" + std::to_string(frame.operation) +
                             ", which was not announced");
     }
-    found->second->is_granted = true;
-    mailbox_.granted[port.rank()].push_back(found->second);
-    ports_.dirty.insert(port.rank());
+    found->second->is_clear = true;
+    mailbox_.cleared[connection.rank()].push_back(found->second);
+    connections_.dirty.insert(connection.rank());
 }
 
-bool Messages::next_outgoing(Port& port, Outgoing& outgoing) {
-    const auto found = mailbox_.granted.find(port.rank());
-    if (found == mailbox_.granted.end() || found->second.empty()) return false;
+bool Messages::next_outgoing(Connection& connection, Outgoing& outgoing) {
+    const auto found = mailbox_.cleared.find(connection.rank());
+    if (found == mailbox_.cleared.end() || found->second.empty()) return false;
     const SendingPtr sending = found->second.front();
     const uint64_t start = sending->offset;
     const uint64_t count = std::min(segment_bytes_, sending->nbytes - start);
-    if (!port.can_take(count)) return false;
+    if (!connection.can_take(count)) return false;
     sending->offset += count;
-    outgoing.frame = ports_.frame(Kind::piece, sending->channel, sending->number);
+    outgoing.frame = connections_.frame(Kind::piece, sending->channel, sending->number);
     outgoing.frame.segment = static_cast<uint32_t>(start / segment_bytes_);
     outgoing.frame.length = static_cast<uint32_t>(count);
     outgoing.frame.dtype = sending->dtype;
@@ -93,19 +93,19 @@ void Messages::end_send(const SendingPtr& sending) {
 
 void Messages::receive(ReceivingPtr receiving) {
     receiving->started = now_s();
-    if (receiving->source >= 0) ports_.need({receiving->source});
+    if (receiving->source >= 0) connections_.need({receiving->source});
     Arrived arrived;
     if (mailbox_.post(receiving, arrived)) {
         match(receiving, arrived);
-    } else if (!ports_.departed.empty()) {
-        ports_.check_departed(*receiving);
+    } else if (!connections_.departed.empty()) {
+        connections_.check_departed(*receiving);
     }
 }
 
 // Where the payload of a small message goes: it is kept until somebody asks for it.
-Sink Messages::keep_eager(Port& port, const Frame& frame) {
-    const int source = port.rank();
-    ports_.hold(source, frame.length);
+Sink Messages::keep_eager(Connection& connection, const Frame& frame) {
+    const int source = connection.rank();
+    connections_.hold(source, frame.length);
     const std::shared_ptr<uint8_t[]> payload(new uint8_t[std::max<size_t>(1, frame.length)]);
     Sink sink;
     sink.buffer = payload.get();
@@ -115,10 +115,10 @@ Sink Messages::keep_eager(Port& port, const Frame& frame) {
     return sink;
 }
 
-void Messages::on_request(Port& port, const Frame& frame, const uint8_t* payload) {
-    const uint64_t nbytes = decode_request(payload, frame.length);
-    ports_.hold(port.rank(), 0);
-    arrive({port.rank(), frame, nbytes, nullptr});
+void Messages::on_rts(Connection& connection, const Frame& frame, const uint8_t* payload) {
+    const uint64_t nbytes = decode_rts(payload, frame.length);
+    connections_.hold(connection.rank(), 0);
+    arrive({connection.rank(), frame, nbytes, nullptr});
 }
 
 void Messages::arrive(Arrived arrived) {
@@ -129,18 +129,19 @@ void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
     receiving->matched = arrived.source;
     if (arrived.nbytes != receiving->nbytes || arrived.frame.dtype != receiving->dtype) {
         mailbox_.posted.push_back(receiving);
-        fate_.disagree(Fact::Kind::misfit, arrived.source, *receiving, arrived.nbytes,
-                       arrived.frame.dtype);
+        state_.disagree(GroupFailure::Kind::misfit, arrived.source, *receiving, arrived.nbytes,
+                        arrived.frame.dtype);
         return;
     }
     const std::pair<int, uint64_t> key(arrived.source, arrived.frame.operation);
     if (!arrived.payload && mailbox_.receiving.count(key)) {
         mailbox_.posted.push_back(receiving);
-        ports_.violated(arrived.source, "it announced message #" + std::to_string(key.second) +
-                                            " again before it had sent it");
+        connections_.violated(
+            arrived.source,
+            "it announced message #" + std::to_string(key.second) + " again before it had sent it");
         return;
     }
-    ports_.release(arrived.source, arrived.payload ? arrived.nbytes : 0);
+    connections_.release(arrived.source, arrived.payload ? arrived.nbytes : 0);
     if (arrived.payload) {
         if (arrived.nbytes > 0) {
             std::memcpy(receiving->data, arrived.payload.get(), arrived.nbytes);
@@ -150,13 +151,13 @@ void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
     }
     mailbox_.receiving[key] = receiving;
     Outgoing outgoing;
-    outgoing.frame = ports_.frame(Kind::grant, receiving->channel, arrived.frame.operation);
-    ports_.tell(arrived.source, std::move(outgoing));
+    outgoing.frame = connections_.frame(Kind::cts, receiving->channel, arrived.frame.operation);
+    connections_.tell(arrived.source, std::move(outgoing));
 }
 
 // Where a piece of a large message goes.
-Sink Messages::route_piece(Port& port, const Frame& frame) {
-    const std::pair<int, uint64_t> key(port.rank(), frame.operation);
+Sink Messages::route_piece(Connection& connection, const Frame& frame) {
+    const std::pair<int, uint64_t> key(connection.rank(), frame.operation);
     const auto found = mailbox_.receiving.find(key);
     if (found == mailbox_.receiving.end() || frame.segment != found->second->num_pieces ||
         found->second->offset + frame.length > found->second->nbytes) {

@@ -1,18 +1,18 @@
-// Point-to-point messages on their way: announced, granted, sent in pieces. The twin of
+// Point-to-point messages on their way: announced (RTS), cleared (CTS), sent in pieces. The twin of
 // engine/loop/messages.py. Who gets a message is decided in mailbox.hpp.
 #pragma once
 
 #include <cstdint>
 
 #include "core/loop/mailbox.hpp"
-#include "core/loop/ports.hpp"
+#include "core/loop/connections.hpp"
 
 namespace potluck {
 
 class Messages {
 public:
-    Messages(Fate& fate, Ports& ports, uint64_t segment_bytes)
-        : fate_(fate), ports_(ports), segment_bytes_(segment_bytes) {}
+    Messages(GroupState& state, Connections& connections, uint64_t segment_bytes)
+        : state_(state), connections_(connections), segment_bytes_(segment_bytes) {}
 
     const Mailbox& mailbox() const { return mailbox_; }
 
@@ -23,16 +23,16 @@ public:
     // -- out
 
     void send(SendingPtr sending);
-    void on_grant(Port& port, const Frame& frame);
-    // The next piece of a granted message that may go over this link; false if there is none.
-    bool next_outgoing(Port& port, Outgoing& outgoing);
+    void on_cts(Connection& connection, const Frame& frame);
+    // The next piece of a cleared message that may go over this link; false if there is none.
+    bool next_outgoing(Connection& connection, Outgoing& outgoing);
 
     // -- in
 
     void receive(ReceivingPtr receiving);
-    Sink keep_eager(Port& port, const Frame& frame);
-    void on_request(Port& port, const Frame& frame, const uint8_t* payload);
-    Sink route_piece(Port& port, const Frame& frame);
+    Sink keep_eager(Connection& connection, const Frame& frame);
+    void on_rts(Connection& connection, const Frame& frame, const uint8_t* payload);
+    Sink route_piece(Connection& connection, const Frame& frame);
 
 private:
     void end_send(const SendingPtr& sending);
@@ -40,8 +40,8 @@ private:
     void arrive(Arrived arrived);
     void match(const ReceivingPtr& receiving, const Arrived& arrived);
 
-    Fate& fate_;
-    Ports& ports_;
+    GroupState& state_;
+    Connections& connections_;
     const uint64_t segment_bytes_;
     Mailbox mailbox_;
     uint64_t message_ = 0;

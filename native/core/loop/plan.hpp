@@ -17,7 +17,7 @@
 #include "core/kernels/codec.hpp"
 #include "core/kernels/dtype.hpp"
 #include "core/loop/frame.hpp"
-#include "core/loop/inquest.hpp"
+#include "core/loop/hang_detection.hpp"
 #include "core/loop/item.hpp"
 
 namespace potluck {

@@ -22,8 +22,8 @@ void Plans::begin(RunningPtr running) {
     running_.push_back(running);
     by_key_[running->key] = std::prev(running_.end());
     posted_[running->spec.channel] = running->spec.sequence + 1;
-    ports_.need(running->send_peers());
-    ports_.need(running->receive_peers());
+    connections_.need(running->send_peers());
+    connections_.need(running->receive_peers());
     const auto kept = early_.find(running->key);
     if (kept != early_.end()) {
         auto queues = std::move(kept->second);
@@ -34,14 +34,14 @@ void Plans::begin(RunningPtr running) {
                 fail_desync(peer, *running, theirs);
                 return;
             }
-            for (const KeptPtr& each : queue) ports_.release(peer, each->frame.length);
+            for (const KeptPtr& each : queue) connections_.release(peer, each->frame.length);
             running->early[peer] = std::move(queue);
         }
     }
-    const auto asked = asked_.find(running->key);
-    if (asked != asked_.end()) {
+    const auto asked = queries_.find(running->key);
+    if (asked != queries_.end()) {
         const auto questions = std::move(asked->second);
-        asked_.erase(asked);
+        queries_.erase(asked);
         for (const auto& [peer, fingerprint] : questions) {
             if (fingerprint != running->spec.fingerprint) {
                 fail_desync(peer, *running, fingerprint);
@@ -50,7 +50,8 @@ void Plans::begin(RunningPtr running) {
         }
     }
     advance(running);
-    if (!ports_.departed.empty() && by_key_.count(running->key)) ports_.check_departed(*running);
+    if (!connections_.departed.empty() && by_key_.count(running->key))
+        connections_.check_departed(*running);
     for (int peer : running->receive_peers()) announce(peer);
 }
 
@@ -90,10 +91,10 @@ void Plans::check_deadlines(double now) {
         running->has_asked = true;
         std::vector<int> peers;
         for (const auto& [peer, what] : running->awaited()) peers.push_back(peer);
-        ask(*running, peers, false);
+        query(*running, peers, false);
     }
     RunningPlan* late = suspect();
-    if (late != nullptr && now >= late->deadline()) inquire(*late, now);
+    if (late != nullptr && now >= late->deadline()) diagnose(*late, now);
 }
 
 double Plans::wakes_at() const {
@@ -107,19 +108,21 @@ double Plans::wakes_at() const {
 
 // -- segments out
 
-bool Plans::next_outgoing(Port& port, Outgoing& outgoing) {
-    if (fate_.is_over()) return false;
-    const int peer = port.rank();
-    Share& share = ports_.share(peer);
+bool Plans::next_outgoing(Connection& connection, Outgoing& outgoing) {
+    if (state_.is_over()) return false;
+    const int peer = connection.rank();
+    FlowControl& flow = connections_.flow(peer);
     for (const RunningPtr& running : running_) {
         Segment segment;
-        if (!running->next_send(peer, segment) || !port.can_take(segment.wire_bytes)) continue;
+        if (!running->next_send(peer, segment) || !connection.can_take(segment.wire_bytes))
+            continue;
         const uint32_t nbytes = segment.wire_bytes;
-        if (!share.may_send(running->spec.channel, running->spec.sequence, nbytes)) continue;
+        if (!flow.may_send(running->spec.channel, running->spec.sequence, nbytes)) continue;
         if (must_wait(*running, peer)) continue;
-        share.sent(nbytes);
+        flow.sent(nbytes);
         running->issue(peer, segment);
-        outgoing.frame = ports_.frame(Kind::data, running->spec.channel, running->spec.sequence);
+        outgoing.frame =
+            connections_.frame(Kind::data, running->spec.channel, running->spec.sequence);
         outgoing.frame.chunk = running->spec.chunks[segment.chunk].number;
         outgoing.frame.segment = segment.number;
         outgoing.frame.length = nbytes;
@@ -133,13 +136,15 @@ bool Plans::next_outgoing(Port& port, Outgoing& outgoing) {
     return false;
 }
 
-// Links that share this rank's wire must end together, or the last one has it for itself and can't
-// fill it: one that is ahead waits for those that are full.
+// Flow balancing. A rank's links share one network interface. If one link runs ahead, the slowest
+// is left alone at the end, and one link alone can't fill the wire. So a link that is more than one
+// segment ahead of a *blocked* link pauses until that link has room. Only blocked links count: a
+// link that merely has nothing to send yet must not hold up the others (rule 3).
 bool Plans::must_wait(const RunningPlan& running, int peer) {
     for (int other : running.send_peers()) {
-        const Port* port = ports_.find(other);
-        if (port != nullptr && port->is_blocked && running.is_ahead(peer, other)) {
-            ports_.held.insert(peer);
+        const Connection* connection = connections_.find(other);
+        if (connection != nullptr && connection->is_blocked && running.is_ahead(peer, other)) {
+            connections_.held.insert(peer);
             return true;
         }
     }
@@ -154,13 +159,13 @@ void Plans::sent(const RunningPtr& running, const Segment& segment) {
 // Apply early frames that have become due; wake the links; end what is complete.
 void Plans::advance(const RunningPtr& running) {
     bool has_moved = true;
-    while (has_moved && !running->early.empty() && !fate_.is_over()) {
+    while (has_moved && !running->early.empty() && !state_.is_over()) {
         has_moved = false;
         std::vector<int> peers;
         for (const auto& [peer, queue] : running->early) peers.push_back(peer);
         for (int peer : peers) has_moved |= apply_early(*running, peer);
     }
-    ports_.dirty.insert(running->send_peers().begin(), running->send_peers().end());
+    connections_.dirty.insert(running->send_peers().begin(), running->send_peers().end());
     if (!running->is_complete()) return;
     const auto found = by_key_.find(running->key);
     if (found == by_key_.end()) return;
@@ -176,17 +181,17 @@ void Plans::advance(const RunningPtr& running) {
 
 // -- segments in
 
-Sink Plans::route(Port& port, const Frame& frame) {
-    const int peer = port.rank();
-    ports_.share(peer).has_begun(frame.channel, frame.operation);
+Sink Plans::route(Connection& connection, const Frame& frame) {
+    const int peer = connection.rank();
+    connections_.flow(peer).has_begun(frame.channel, frame.operation);
     const RunningPtr running = find({frame.channel, frame.operation});
     if (running == nullptr) {
         const auto posted = posted_.find(frame.channel);
         if (posted != posted_.end() && frame.operation < posted->second) on_late(peer, frame);
-        ports_.hold(peer, frame.length);
+        connections_.hold(peer, frame.length);
         return keep(frame, &Plans::on_early, peer);
     }
-    ports_.use(peer, frame.length);
+    connections_.consume(peer, frame.length);
     Segment segment;
     if (running->early.count(peer) || !due(*running, peer, frame, segment) ||
         !running->is_ready(segment)) {
@@ -232,7 +237,7 @@ void Plans::on_early(int peer, KeptPtr kept) {
         early_[key][peer].push_back(std::move(kept));
         return;
     }
-    ports_.release(peer, kept->frame.length);
+    connections_.release(peer, kept->frame.length);
     on_waiting(peer, std::move(kept));
 }
 
@@ -274,28 +279,30 @@ bool Plans::due(const RunningPlan& running, int peer, const Frame& frame, Segmen
         frame.segment != segment.number || frame.length != segment.wire_bytes ||
         frame.dtype != static_cast<uint8_t>(running.spec.dtype)) {
         // Equal fingerprints, so equal calls: the peer's engine is broken, not its script.
-        ports_.violated(peer, "it sent segment " + std::to_string(frame.segment) + " of chunk " +
-                                  std::to_string(frame.chunk) + ", which is not due");
+        connections_.violated(peer, "it sent segment " + std::to_string(frame.segment) +
+                                        " of chunk " + std::to_string(frame.chunk) +
+                                        ", which is not due");
         return false;
     }
     return true;
 }
 
 void Plans::announce(int peer) {
-    if (ports_.find(peer) == nullptr || !ports_.share(peer).is_filling()) return;
+    if (connections_.find(peer) == nullptr || !connections_.flow(peer).is_filling()) return;
     for (const RunningPtr& running : running_) {
         const auto& peers = running->receive_peers();
         if (std::find(peers.begin(), peers.end(), peer) == peers.end()) continue;
         if (!running->announced.insert(peer).second) continue;
         Outgoing outgoing;
-        outgoing.frame = ports_.frame(Kind::begun, running->spec.channel, running->spec.sequence);
-        ports_.tell(peer, std::move(outgoing));
+        outgoing.frame =
+            connections_.frame(Kind::begun, running->spec.channel, running->spec.sequence);
+        connections_.tell(peer, std::move(outgoing));
     }
 }
 
-void Plans::on_begun(Port& port, const Frame& frame) {
-    ports_.share(port.rank()).has_begun(frame.channel, frame.operation);
-    ports_.dirty.insert(port.rank());
+void Plans::on_begun(Connection& connection, const Frame& frame) {
+    connections_.flow(connection.rank()).has_begun(frame.channel, frame.operation);
+    connections_.dirty.insert(connection.rank());
 }
 
 // -- disagreements
@@ -327,104 +334,104 @@ bool Plans::disagrees(int peer, const Frame& frame) {
             std::string name() const override { return text; }
         };
         const Past past(each.call + " #" + std::to_string(each.sequence));
-        fate_.disagree(Fact::Kind::desync, peer, past, frame.fingerprint);
+        state_.disagree(GroupFailure::Kind::desync, peer, past, frame.fingerprint);
         return true;
     }
     return false;
 }
 
 void Plans::fail_desync(int peer, const RunningPlan& running, uint64_t theirs) {
-    fate_.disagree(Fact::Kind::desync, peer, running, theirs);
+    state_.disagree(GroupFailure::Kind::desync, peer, running, theirs);
 }
 
 // -- operations that do not end
 
-void Plans::ask(const RunningPlan& running, const std::vector<int>& peers, bool pass_on) {
-    Frame frame = ports_.frame(Kind::ask, running.spec.channel, running.spec.sequence);
+void Plans::query(const RunningPlan& running, const std::vector<int>& peers, bool pass_on) {
+    Frame frame = connections_.frame(Kind::hang_query, running.spec.channel, running.spec.sequence);
     frame.segment = pass_on ? 1 : 0;
     frame.fingerprint = running.spec.fingerprint;
     for (int peer : std::set<int>(peers.begin(), peers.end())) {
-        if (ports_.find(peer) == nullptr) continue;
+        if (connections_.find(peer) == nullptr) continue;
         Outgoing outgoing;
         outgoing.frame = frame;
-        ports_.tell(peer, std::move(outgoing));
+        connections_.tell(peer, std::move(outgoing));
     }
 }
 
 // `running` is overdue: ask who holds it up, and end the group when that is known.
-void Plans::inquire(RunningPlan& running, double now) {
-    const Inquest& inquest = *inquests_.open(running.key).first;
+void Plans::diagnose(RunningPlan& running, double now) {
+    const HangCheck& check = *hangs_.open(running.key).first;
     const bool is_first = !running.is_overdue;
     running.is_overdue = true;
     std::vector<int> others, awaited;
     for (int rank : running.spec.ranks) {
-        if (rank != seat_.rank) others.push_back(rank);
+        if (rank != group_.rank) others.push_back(rank);
     }
     for (const auto& [peer, what] : running.awaited()) awaited.push_back(peer);
     const bool is_final = now >= running.deadline() && !is_first;
-    const int culprit = inquest.culprit(others, awaited, is_final);
-    const bool has_all = std::all_of(others.begin(), others.end(),
-                                     [&](int rank) { return inquest.has_heard(rank); });
-    if (culprit < 0 && is_first) {
+    const int blocking_rank = check.blocking_rank(others, awaited, is_final);
+    const bool has_all =
+        std::all_of(others.begin(), others.end(), [&](int rank) { return check.has_report(rank); });
+    if (blocking_rank < 0 && is_first) {
         running.set_deadline(now + answer_s);
-        ask(running, others, true);
-    } else if (culprit >= 0 || now >= running.deadline() || has_all) {
-        fate_.fail(Fact::Kind::overdue, culprit, "", &running);
+        query(running, others, true);
+    } else if (blocking_rank >= 0 || now >= running.deadline() || has_all) {
+        state_.fail(GroupFailure::Kind::overdue, blocking_rank, "", &running);
     }
 }
 
-void Plans::on_ask(Port& port, const Frame& frame) {
-    const int peer = port.rank();
+void Plans::on_hang_query(Connection& connection, const Frame& frame) {
+    const int peer = connection.rank();
     if (disagrees(peer, frame)) return;
     const Key key(frame.channel, frame.operation);
     const RunningPtr running = find(key);
     const auto posted = posted_.find(frame.channel);
     const bool has_called = posted != posted_.end() && frame.operation < posted->second;
     if (frame.segment == 0) {
-        if (!has_called && (asked_.count(key) || asked_.size() < max_unread)) {
-            asked_[key][peer] = frame.fingerprint;
+        if (!has_called && (queries_.count(key) || queries_.size() < max_unread)) {
+            queries_[key][peer] = frame.fingerprint;
         }
         return;
     }
-    if (port.control.size() >= max_unread) {
+    if (connection.control.size() >= max_unread) {
         throw ProtocolError("it asks and asks, and reads no answer (" +
-                            std::to_string(port.control.size()) + " wait)");
+                            std::to_string(connection.control.size()) + " wait)");
     }
-    const auto [inquest, is_new] = inquests_.open(key);
-    answer(peer, key, seat_.rank, has_called);
-    for (const auto& [rank, called] : inquest->heard) answer(peer, key, rank, called);
-    inquest->askers.insert(peer);
+    const auto [check, is_new] = hangs_.open(key);
+    report(peer, key, group_.rank, has_called);
+    for (const auto& [rank, called] : check->reports) report(peer, key, rank, called);
+    check->askers.insert(peer);
     if (is_new && running != nullptr) {
         std::vector<int> others;
         for (int rank : running->spec.ranks) {
-            if (rank != seat_.rank && rank != peer) others.push_back(rank);
+            if (rank != group_.rank && rank != peer) others.push_back(rank);
         }
-        ask(*running, others, true);
+        query(*running, others, true);
     }
 }
 
-void Plans::on_tell(Port& port, const Frame& frame) {
+void Plans::on_hang_report(Connection& connection, const Frame& frame) {
     const Key key(frame.channel, frame.operation);
-    Inquest* inquest = inquests_.get(key);
-    if (inquest == nullptr || frame.chunk >= static_cast<uint32_t>(seat_.world_size)) return;
+    HangCheck* check = hangs_.get(key);
+    if (check == nullptr || frame.chunk >= static_cast<uint32_t>(group_.world_size)) return;
     const int rank = static_cast<int>(frame.chunk);
-    if (rank == seat_.rank || inquest->has_heard(rank)) return;
+    if (rank == group_.rank || check->has_report(rank)) return;
     const bool has_called = frame.segment != 0;
-    inquest->heard.emplace_back(rank, has_called);
-    for (int asker : inquest->askers) {
-        if (asker != port.rank()) answer(asker, key, rank, has_called);
+    check->reports.emplace_back(rank, has_called);
+    for (int asker : check->askers) {
+        if (asker != connection.rank()) report(asker, key, rank, has_called);
     }
     const RunningPtr running = find(key);
-    if (running != nullptr && running->is_overdue) inquire(*running, now_s());
+    if (running != nullptr && running->is_overdue) diagnose(*running, now_s());
 }
 
-void Plans::answer(int peer, const Key& key, int rank, bool has_called) {
-    if (ports_.find(peer) == nullptr) return;
+void Plans::report(int peer, const Key& key, int rank, bool has_called) {
+    if (connections_.find(peer) == nullptr) return;
     Outgoing outgoing;
-    outgoing.frame = ports_.frame(Kind::tell, key.first, key.second);
+    outgoing.frame = connections_.frame(Kind::hang_report, key.first, key.second);
     outgoing.frame.chunk = static_cast<uint32_t>(rank);
     outgoing.frame.segment = has_called ? 1 : 0;
-    ports_.tell(peer, std::move(outgoing));
+    connections_.tell(peer, std::move(outgoing));
 }
 
 }  // namespace potluck

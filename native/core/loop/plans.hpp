@@ -3,7 +3,8 @@
 //
 // Frames carry the number and the fingerprint of their call. One that comes before this rank has
 // called, or before the memory it goes to is ready, is kept (`early`); one of another call ends the
-// group. What a plan allows next is decided in plan.hpp, who holds up an operation in inquest.hpp.
+// group. What a plan allows next is decided in plan.hpp, which rank holds up an operation in
+// hang_detection.hpp.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +16,14 @@
 #include <vector>
 
 #include "core/loop/plan.hpp"
-#include "core/loop/ports.hpp"
+#include "core/loop/connections.hpp"
 
 namespace potluck {
 
 class Plans {
 public:
-    Plans(Fate& fate, Ports& ports, Seat seat) : fate_(fate), ports_(ports), seat_(seat) {}
+    Plans(GroupState& state, Connections& connections, Group group)
+        : state_(state), connections_(connections), group_(group) {}
 
     void begin(std::shared_ptr<RunningPlan> running);
 
@@ -36,17 +38,17 @@ public:
     // -- segments
 
     // The next segment that may go over this link; false if there is none now.
-    bool next_outgoing(Port& port, Outgoing& outgoing);
+    bool next_outgoing(Connection& connection, Outgoing& outgoing);
     // Where the payload of a DATA frame goes.
-    Sink route(Port& port, const Frame& frame);
+    Sink route(Connection& connection, const Frame& frame);
     // Let `peer` know what has begun here, if it may be waiting to send that.
     void announce(int peer);
 
     // -- frames about operations
 
-    void on_begun(Port& port, const Frame& frame);
-    void on_ask(Port& port, const Frame& frame);
-    void on_tell(Port& port, const Frame& frame);
+    void on_begun(Connection& connection, const Frame& frame);
+    void on_hang_query(Connection& connection, const Frame& frame);
+    void on_hang_report(Connection& connection, const Frame& frame);
 
 private:
     using RunningPtr = std::shared_ptr<RunningPlan>;
@@ -71,20 +73,20 @@ private:
     void on_late(int peer, const Frame& frame);
     bool disagrees(int peer, const Frame& frame);
     void fail_desync(int peer, const RunningPlan& running, uint64_t theirs);
-    void ask(const RunningPlan& running, const std::vector<int>& peers, bool pass_on);
-    void inquire(RunningPlan& running, double now);
-    void answer(int peer, const Key& key, int rank, bool has_called);
+    void query(const RunningPlan& running, const std::vector<int>& peers, bool pass_on);
+    void diagnose(RunningPlan& running, double now);
+    void report(int peer, const Key& key, int rank, bool has_called);
 
-    Fate& fate_;
-    Ports& ports_;
-    const Seat seat_;
+    GroupState& state_;
+    Connections& connections_;
+    const Group group_;
     std::list<RunningPtr> running_;
     std::map<Key, std::list<RunningPtr>::iterator> by_key_;
     std::map<uint32_t, uint64_t> posted_;
     std::map<uint32_t, std::deque<Ended>> ended_;
     std::map<Key, std::map<int, std::deque<KeptPtr>>> early_;
-    std::map<Key, std::map<int, uint64_t>> asked_;
-    Inquests inquests_;
+    std::map<Key, std::map<int, uint64_t>> queries_;
+    HangDetector hangs_;
 };
 
 }  // namespace potluck

@@ -13,7 +13,7 @@ from typing import Any
 
 from potluck.engine.communicator import SEGMENT_BYTES, Communicator
 from potluck.engine.connector import Deliver, Fail
-from potluck.engine.failures.verdict import refusal_of
+from potluck.engine.failures.group_errors import refusal_of
 from potluck.errors import Evicted, GroupError, LinkError, OperationTimeout, Refused
 from potluck.metrics import Metrics
 from potluck.transport.inproc import inproc_pair

@@ -13,7 +13,7 @@ import time
 from functools import partial
 
 from potluck.engine.connector import Deliver, Fail
-from potluck.engine.failures.verdict import refusal_of
+from potluck.engine.failures.group_errors import refusal_of
 from potluck.errors import LinkError, Refused
 from potluck.service import start_thread, why
 from potluck.transport.credentials import Credentials

@@ -2,7 +2,7 @@
 
 For a cable between two machines that trust it (``POTLUCK_WIRE=plain``). Who may join is decided as
 ever; what is sent afterwards, anybody on the wire can read, and change. The engine adds checksums
-(``engine/loop/port.py``), which find accidents and stop nobody.
+(``engine/loop/connection.py``), which find accidents and stop nobody.
 """
 
 from __future__ import annotations

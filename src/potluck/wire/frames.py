@@ -8,15 +8,17 @@ version        u8    protocol version
 kind           u8    see ``Kind``
 epoch          u32   the group this frame belongs to; any other epoch is refused
 channel        u32   0 for the group itself, else a sub-group of it
-chunk          u32   DATA: the plan's chunk; TELL: the rank it is about
-operation      u64   DATA, ASK, TELL: number of the collective on this channel; p2p: a number
-segment        u32   DATA, PIECE: which; ASK: 1 to answer and pass on; TELL: 1 if it has called
+chunk          u32   DATA: the plan's chunk; HANG_REPORT: the rank it is about
+operation      u64   collectives: number of the call on this channel; point-to-point: of the
+                     message; CREDIT: the bytes of credit
+segment        u32   DATA, PIECE: which; HANG_QUERY: 1 to report and pass on; HANG_REPORT: 1 if
+                     the rank has called
 length         u32   bytes of payload, also when they lie in the window
-fingerprint    u64   DATA, ASK: of the call; see ``engine/fingerprint.py``
+fingerprint    u64   DATA, HANG_QUERY: of the call; see ``engine/fingerprint.py``
 source         u16   sending rank, in the whole group's numbering
 dtype          u8    element type code
 flags          u8    bit 0: the payload lies in window slot ``tag``, not in the stream
-tag            i32   p2p: the message's tag; otherwise see flags; CREDIT: the slot
+tag            i32   p2p: the message's tag; otherwise see flags; SLOT_FREE: the slot
 =============  ====  ========================================================================
 
 All integers are little-endian, and so are payloads. On a link that TLS does not guard (``plain``) a
@@ -47,7 +49,7 @@ EAGER_BYTES = 64 * 1024
 """Point-to-point messages up to this size travel at once; larger ones ask first."""
 
 MAX_CONTROL = 16 * 1024
-"""Payload bound of ABORT and REQUEST frames."""
+"""Payload bound of ABORT and RTS frames."""
 
 IN_WINDOW = 1
 
@@ -57,26 +59,26 @@ class Kind(IntEnum):
     """A segment of a collective."""
     EAGER = 2
     """A whole small point-to-point message."""
-    REQUEST = 3
-    """A large point-to-point message asks to be received."""
-    GRANT = 4
-    """Its receiver is ready."""
+    RTS = 3
+    """Request to send: announces a large point-to-point message."""
+    CTS = 4
+    """Clear to send: the receive that matches an RTS was called."""
     PIECE = 5
-    """A segment of it."""
-    CREDIT = 6
+    """A segment of a large point-to-point message."""
+    SLOT_FREE = 6
     """A window slot is free again."""
     ABORT = 7
     """The group is over; the payload says why."""
-    GOODBYE = 8
-    """Nothing more will come; the sender closes once this is acknowledged."""
-    FAREWELL = 9
-    """Acknowledges GOODBYE."""
-    ASK = 10
-    """The sender waits in this call; see ``engine/failures/inquest.py``."""
-    TELL = 11
+    CLOSE = 8
+    """The sender sends nothing more; it closes the link once this is acknowledged."""
+    CLOSE_ACK = 9
+    """Acknowledges CLOSE: all that came before it was read."""
+    HANG_QUERY = 10
+    """The sender waits in this call; see ``engine/failures/hang_detection.py``."""
+    HANG_REPORT = 11
     """Whether a rank has made this call."""
-    USED = 12
-    """So many bytes (``operation``) have found their use; see ``engine/loop/share.py``."""
+    CREDIT = 12
+    """Returns flow control credit; see ``engine/loop/flow_control.py``."""
     BEGUN = 13
     """The sender has begun this collective."""
 
@@ -88,7 +90,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 _BOUNDS = {
     Kind.DATA: MAX_PAYLOAD,
     Kind.EAGER: EAGER_BYTES,
-    Kind.REQUEST: MAX_CONTROL,
+    Kind.RTS: MAX_CONTROL,
     Kind.PIECE: MAX_PAYLOAD,
     Kind.ABORT: MAX_CONTROL,
 }
@@ -119,8 +121,8 @@ class Abort(msgspec.Struct, frozen=True):
     certain: bool = False
 
 
-class Request(msgspec.Struct, frozen=True):
-    """The size of a large point-to-point message."""
+class Rts(msgspec.Struct, frozen=True):
+    """The payload of an RTS frame: the size of the message."""
 
     nbytes: int
 
@@ -129,7 +131,7 @@ _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises on bytes that are not what they should be."""
 
 _abort = msgspec.msgpack.Decoder(Abort)
-_request = msgspec.msgpack.Decoder(Request)
+_rts = msgspec.msgpack.Decoder(Rts)
 
 
 def encode(frame: Frame) -> bytes:
@@ -178,12 +180,12 @@ def decode_abort(body: bytes) -> Abort:
         raise ProtocolError(f"a malformed ABORT frame: {error}") from error
 
 
-def encode_request(request: Request) -> bytes:
-    return msgspec.msgpack.encode(request)
+def encode_rts(rts: Rts) -> bytes:
+    return msgspec.msgpack.encode(rts)
 
 
-def decode_request(body: bytes) -> Request:
+def decode_rts(body: bytes) -> Rts:
     try:
-        return _request.decode(body)
+        return _rts.decode(body)
     except _MALFORMED as error:
-        raise ProtocolError(f"a malformed REQUEST frame: {error}") from error
+        raise ProtocolError(f"a malformed RTS frame: {error}") from error

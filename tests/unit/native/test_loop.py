@@ -13,7 +13,8 @@ import pytest
 from potluck import native
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(native.core, "Loop") or sys.platform == "win32", reason="needs the native loop"
+    not hasattr(native.core, "ProgressLoop") or sys.platform == "win32",
+    reason="needs the native loop",
 )
 
 COUNT, NBYTES = 8, 1000
@@ -21,7 +22,7 @@ COUNT, NBYTES = 8, 1000
 
 def test_operations_end_while_another_thread_keeps_the_interpreter_lock() -> None:
     ends = socket.socketpair()
-    loops = [native.core.Loop(1, rank, 2, 1 << 16, 1 << 20) for rank in range(2)]
+    loops = [native.core.ProgressLoop(1, rank, 2, 1 << 16, 1 << 20) for rank in range(2)]
     arrays = np.arange(COUNT * NBYTES, dtype=np.uint8).reshape(COUNT, NBYTES)
     arrived = np.zeros_like(arrays)
     tickets = [[loop.ticket(number) for number in range(COUNT)] for loop in loops]
@@ -60,7 +61,7 @@ def test_operations_end_while_another_thread_keeps_the_interpreter_lock() -> Non
 
 def test_a_loop_that_breaks_says_why_and_lets_go_who_waits() -> None:
     ends = socket.socketpair()
-    loop = native.core.Loop(1, 0, 2, 1 << 16, 1 << 20)
+    loop = native.core.ProgressLoop(1, 0, 2, 1 << 16, 1 << 20)
     waiting, target = loop.ticket(1), np.zeros(NBYTES, dtype=np.uint8)
     deadline = time.monotonic() + 600.0
     loop.receive(waiting, "recv", 1, 0, [0, 1], 0, 0, target.ctypes.data, NBYTES, deadline)
@@ -72,7 +73,7 @@ def test_a_loop_that_breaks_says_why_and_lets_go_who_waits() -> None:
     kinds: list[str] = []
     while "failed" not in kinds:
         kinds += [kind for kind, _ in loop.events(20.0)]
-    kind, rank, text, *_ = loop.fact()
+    kind, rank, text, *_ = loop.failure()
     assert (kind, rank) == ("broke", 0)
     assert text
     loop.say(b"", False)

@@ -20,19 +20,19 @@ from potluck.wire.frames import (
     Abort,
     Frame,
     Kind,
-    Request,
+    Rts,
     decode,
     decode_abort,
-    decode_request,
+    decode_rts,
     encode,
     encode_abort,
-    encode_request,
+    encode_rts,
 )
 
 BOUNDS = {
     Kind.DATA: MAX_PAYLOAD,
     Kind.EAGER: EAGER_BYTES,
-    Kind.REQUEST: MAX_CONTROL,
+    Kind.RTS: MAX_CONTROL,
     Kind.PIECE: MAX_PAYLOAD,
     Kind.ABORT: MAX_CONTROL,
 }
@@ -101,7 +101,7 @@ def test_lengths_are_bounded_by_kind(kind: Kind) -> None:
 
 
 def test_what_is_wrong_is_said() -> None:
-    good = encode(Frame(Kind.GOODBYE, 1))
+    good = encode(Frame(Kind.CLOSE, 1))
     with pytest.raises(ProtocolError, match="begins with b'HTTP'"):
         decode(b"HTTP" + good[4:])
     with pytest.raises(ProtocolError, match="protocol 9; this is protocol 1"):
@@ -147,7 +147,7 @@ def test_a_long_abort_is_cut_not_lost(piece: str, more: int) -> None:
 
 @given(st.integers(0, 2**63 - 1))
 def test_requests_travel(nbytes: int) -> None:
-    assert decode_request(encode_request(Request(nbytes))).nbytes == nbytes
+    assert decode_rts(encode_rts(Rts(nbytes))).nbytes == nbytes
 
 
 GOOD_ABORT = msgspec.msgpack.encode({"error": "E", "text": "t", "rank": 1})
@@ -169,13 +169,13 @@ GOOD_ABORT = msgspec.msgpack.encode({"error": "E", "text": "t", "rank": 1})
     ],
 )
 def test_malformed_bodies_are_protocol_errors(body: bytes) -> None:
-    for decoder in (decode_abort, decode_request):
+    for decoder in (decode_abort, decode_rts):
         with pytest.raises(ProtocolError, match="malformed"):
             decoder(body)
 
 
 @given(st.binary(max_size=200))
 def test_random_bodies_raise_nothing_else(body: bytes) -> None:
-    for decoder in (frames.decode_abort, frames.decode_request):
+    for decoder in (frames.decode_abort, frames.decode_rts):
         with contextlib.suppress(ProtocolError):
             decoder(body)

@@ -1,10 +1,11 @@
 """Point-to-point messages: matching sends with receives.
 
-Messages of up to ``EAGER_BYTES`` travel at once and wait here if nobody asked for them yet. Larger
-ones send a REQUEST first, and their bytes only when a matching receive has answered with a GRANT,
-so an unexpected message never takes more than a small buffer; so do small ones to a receiver that
-has too many waiting already. Between two ranks, messages with the
-same tag arrive in the order they were sent. Runs on the progress loop; touches no link.
+The two protocols of MPI libraries. *Eager*: a message of up to ``EAGER_BYTES`` is sent at once, and
+waits here if no receive matches it yet. *Rendezvous*: a larger message sends RTS (request to send)
+first, and its bytes only when a matching receive has answered CTS (clear to send), so that an
+unexpected message takes no more than a small buffer. A small message whose receiver has no credit
+left takes the rendezvous protocol too. Between two ranks messages with the same tag arrive in the
+order in which they were sent. Runs on the progress loop; touches no link.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ANY_SOURCE = -1
 
 @dataclass(slots=True, eq=False)
 class Sending:
-    """A large message that waits for its GRANT, or moves."""
+    """A large message that waits for its CTS, or moves."""
 
     peer: int
     channel: int
@@ -35,7 +36,7 @@ class Sending:
     deadline: float
     keep: Array
     offset: int = 0
-    is_granted: bool = False
+    is_clear: bool = False
 
     def missing(self, departed: Set[int]) -> int | None:
         return self.peer if self.peer in departed else None
@@ -84,7 +85,7 @@ class Receiving:
 
 @dataclass(slots=True)
 class Arrived:
-    """A message that came before its receive: its bytes, or only the request to send them."""
+    """An unexpected message, one that came before its receive: its bytes, or only its RTS."""
 
     source: int
     frame: Frame
@@ -97,7 +98,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.sending: dict[int, Sending] = {}
-        self.granted: dict[int, deque[Sending]] = {}
+        self.cleared: dict[int, deque[Sending]] = {}
         self.receiving: dict[tuple[int, int], Receiving] = {}
         self.posted: list[Receiving] = []
         self._early: list[Arrived] = []

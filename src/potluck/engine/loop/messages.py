@@ -1,4 +1,4 @@
-"""Point-to-point messages on their way: announced, granted, sent in pieces.
+"""Point-to-point messages on their way: announced (RTS), cleared (CTS), sent in pieces.
 
 Runs on the progress loop. Who gets a message is decided in ``mailbox.py``.
 """
@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
-from potluck.engine.failures.fate import Fate
-from potluck.engine.failures.verdict import misfit, overdue
+from potluck.engine.failures.group_errors import misfit, overdue
+from potluck.engine.failures.group_state import GroupState
+from potluck.engine.loop.connection import Connection, Outgoing, Sink
+from potluck.engine.loop.connections import NOTHING, Connections
 from potluck.engine.loop.mailbox import Arrived, Mailbox, Receiving, Sending, fits
-from potluck.engine.loop.port import Outgoing, Port, Sink
-from potluck.engine.loop.ports import NOTHING, Ports
 from potluck.errors import ProtocolError
 from potluck.wire import frames
 from potluck.wire.frames import EAGER_BYTES, Frame, Kind
@@ -22,10 +22,10 @@ from potluck.wire.frames import EAGER_BYTES, Frame, Kind
 class Messages:
     """The sends and receives of one rank, over all channels of its group."""
 
-    def __init__(self, fate: Fate, ports: Ports, segment_bytes: int) -> None:
-        self._fate = fate
-        self._group = fate.group
-        self._ports = ports
+    def __init__(self, state: GroupState, connections: Connections, segment_bytes: int) -> None:
+        self._state = state
+        self._group = state.group
+        self._connections = connections
         self._segment_bytes = segment_bytes
         self._mailbox = Mailbox()
         self._message = 0
@@ -36,13 +36,13 @@ class Messages:
     def check_deadlines(self, now: float) -> None:
         for item in self._mailbox.pending():
             if now >= item.deadline:
-                self._fate.fail(overdue(self._group, item))
+                self._state.fail(overdue(self._group, item))
 
     # -- out
 
     def send(self, sending: Sending) -> None:
         """Send a message; its work ends when its memory may be reused."""
-        self._ports.need((sending.peer,))
+        self._connections.need((sending.peer,))
         self._message += 1
         frame = Frame(
             Kind.EAGER,
@@ -56,44 +56,44 @@ class Messages:
         )
         sending.number = self._message
         self._mailbox.sending[self._message] = sending
-        if self._ports.departed:
-            self._ports.check_departed(sending)
-            if self._fate.error is not None:
+        if self._connections.departed:
+            self._connections.check_departed(sending)
+            if self._state.error is not None:
                 return
-        share = self._ports.share(sending.peer)
-        if len(sending.data) <= EAGER_BYTES and share.has_room(len(sending.data)):
-            share.sent(len(sending.data))
+        flow = self._connections.flow(sending.peer)
+        if len(sending.data) <= EAGER_BYTES and flow.has_credit(len(sending.data)):
+            flow.sent(len(sending.data))
             done = partial(self._end_send, sending)
-            self._ports.tell(sending.peer, Outgoing(frame, sending.data, done))
+            self._connections.tell(sending.peer, Outgoing(frame, sending.data, done))
         else:
-            share.sent(0)
-            body = frames.encode_request(frames.Request(len(sending.data)))
-            frame = frame._replace(kind=Kind.REQUEST, length=len(body))
-            self._ports.tell(sending.peer, Outgoing(frame, memoryview(body)))
+            flow.sent(0)
+            body = frames.encode_rts(frames.Rts(len(sending.data)))
+            frame = frame._replace(kind=Kind.RTS, length=len(body))
+            self._connections.tell(sending.peer, Outgoing(frame, memoryview(body)))
 
-    def on_grant(self, port: Port, frame: Frame, _: memoryview) -> None:
-        """The receiver of a large message is ready (GRANT)."""
+    def on_cts(self, connection: Connection, frame: Frame, _: memoryview) -> None:
+        """The receive that matches a large message was called (CTS)."""
         sending = self._mailbox.sending.get(frame.operation)
-        if sending is None or sending.peer != port.rank or sending.is_granted:
-            raise ProtocolError(f"a GRANT for message #{frame.operation}, which was not announced")
-        sending.is_granted = True
-        self._mailbox.granted.setdefault(port.rank, deque()).append(sending)
-        self._ports.dirty.add(port.rank)
+        if sending is None or sending.peer != connection.rank or sending.is_clear:
+            raise ProtocolError(f"a CTS for message #{frame.operation}, which was not announced")
+        sending.is_clear = True
+        self._mailbox.cleared.setdefault(connection.rank, deque()).append(sending)
+        self._connections.dirty.add(connection.rank)
 
-    def next_outgoing(self, port: Port) -> Outgoing | None:
-        """The next piece of a granted message that may go over this link."""
-        granted = self._mailbox.granted.get(port.rank)
-        if not granted:
+    def next_outgoing(self, connection: Connection) -> Outgoing | None:
+        """The next piece of a cleared message that may go over this link."""
+        cleared = self._mailbox.cleared.get(connection.rank)
+        if not cleared:
             return None
-        sending = granted[0]
+        sending = cleared[0]
         start = sending.offset
         data = sending.data[start : start + self._segment_bytes]
-        if not port.can_take(len(data)):
+        if not connection.can_take(len(data)):
             return None
         sending.offset += len(data)
         is_last = sending.offset == len(sending.data)
         if is_last:
-            granted.popleft()
+            cleared.popleft()
         frame = Frame(
             Kind.PIECE,
             self._group.epoch,
@@ -115,26 +115,26 @@ class Messages:
     def receive(self, receiving: Receiving) -> None:
         """Take the first message that matches; its work ends when that is there."""
         if receiving.source >= 0:
-            self._ports.need((receiving.source,))
+            self._connections.need((receiving.source,))
         arrived = self._mailbox.post(receiving)
         if arrived is not None:
             self._match(receiving, arrived)
-        elif self._ports.departed:
-            self._ports.check_departed(receiving)
+        elif self._connections.departed:
+            self._connections.check_departed(receiving)
 
-    def keep_eager(self, port: Port, frame: Frame) -> Sink:
+    def keep_eager(self, connection: Connection, frame: Frame) -> Sink:
         """Where the payload of a small message goes: it is kept until somebody asks for it."""
-        self._ports.hold(port.rank, frame.length)
-        return self._ports.keep(port, frame, self._on_eager)
+        self._connections.hold(connection.rank, frame.length)
+        return self._connections.keep(connection, frame, self._on_eager)
 
-    def _on_eager(self, port: Port, frame: Frame, payload: bytearray) -> None:
-        self._arrive(Arrived(port.rank, frame, len(payload), payload))
+    def _on_eager(self, connection: Connection, frame: Frame, payload: bytearray) -> None:
+        self._arrive(Arrived(connection.rank, frame, len(payload), payload))
 
-    def on_request(self, port: Port, frame: Frame, payload: memoryview) -> None:
-        """A large message asks to be received (REQUEST)."""
-        nbytes = frames.decode_request(bytes(payload)).nbytes
-        self._ports.hold(port.rank, 0)
-        self._arrive(Arrived(port.rank, frame, nbytes, None))
+    def on_rts(self, connection: Connection, frame: Frame, payload: memoryview) -> None:
+        """A large message is announced (RTS)."""
+        nbytes = frames.decode_rts(bytes(payload)).nbytes
+        self._connections.hold(connection.rank, 0)
+        self._arrive(Arrived(connection.rank, frame, nbytes, None))
 
     def _arrive(self, arrived: Arrived) -> None:
         receiving = self._mailbox.arrive(arrived)
@@ -146,25 +146,25 @@ class Messages:
         if not fits(receiving, arrived):
             self._mailbox.posted.append(receiving)
             sent = (arrived.nbytes, arrived.frame.dtype)
-            self._fate.fail(misfit(self._group, arrived.source, receiving, *sent))
+            self._state.fail(misfit(self._group, arrived.source, receiving, *sent))
             return
         key = (arrived.source, arrived.frame.operation)
         if arrived.payload is None and key in self._mailbox.receiving:
             self._mailbox.posted.append(receiving)
             again = ProtocolError(f"it announced message #{key[1]} again before it had sent it")
-            self._ports.violated(arrived.source, again)
+            self._connections.violated(arrived.source, again)
             return
-        self._ports.release(arrived.source, len(arrived.payload or b""))
+        self._connections.release(arrived.source, len(arrived.payload or b""))
         if arrived.payload is not None:
             receiving.data[:] = arrived.payload
             self._end_receive(receiving)
             return
         self._mailbox.receiving[key] = receiving
-        self._ports.tell(
+        self._connections.tell(
             arrived.source,
             Outgoing(
                 Frame(
-                    Kind.GRANT,
+                    Kind.CTS,
                     self._group.epoch,
                     receiving.channel,
                     operation=arrived.frame.operation,
@@ -174,9 +174,9 @@ class Messages:
             ),
         )
 
-    def route_piece(self, port: Port, frame: Frame) -> Sink:
+    def route_piece(self, connection: Connection, frame: Frame) -> Sink:
         """Where a piece of a large message goes (PIECE)."""
-        key = (port.rank, frame.operation)
+        key = (connection.rank, frame.operation)
         receiving = self._mailbox.receiving.get(key)
         if (
             receiving is None

@@ -1,8 +1,8 @@
 """The native progress loop's Python side: same methods as ``ProgressLoop``, no byte moved here.
 
 The native thread never waits for the interpreter. A caller that blocks waits natively for its own
-operation; one Python thread, the steward, does what only Python can do: it makes links, names
-errors, and ends the operations for which nobody waits.
+operation; one Python thread, the event thread, does what only Python can do: it makes links and
+errors, and ends the operations that no thread waits for.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from potluck import native
 from potluck.engine.arrays.kernels import codes
 from potluck.engine.arrays.layout import Array
 from potluck.engine.connector import Connector
-from potluck.engine.failures.fate import Fate
-from potluck.engine.failures.verdict import (
+from potluck.engine.failures.group_errors import (
     abort_of,
     broke,
     desync,
@@ -33,7 +32,8 @@ from potluck.engine.failures.verdict import (
     overdue,
     peer_lost,
 )
-from potluck.engine.loop.farewell import turn_away
+from potluck.engine.failures.group_state import GroupState
+from potluck.engine.loop.close import reject
 from potluck.engine.loop.mailbox import Receiving, Sending
 from potluck.engine.loop.plans import OnOperation
 from potluck.engine.loop.running import RunningPlan
@@ -54,7 +54,7 @@ _PATIENCE_S = 3600.0
 
 def is_available() -> bool:
     """Whether the native core is here and has a loop (it needs OpenSSL)."""
-    return native.available and hasattr(native.core, "Loop")
+    return native.available and hasattr(native.core, "ProgressLoop")
 
 
 @dataclass(slots=True)
@@ -100,8 +100,8 @@ class NativeLoop:
         self._connector = connector
         self._on_operation = on_operation
         self._meter = meter
-        self._fate = Fate(group)
-        self._core = native.core.Loop(
+        self._state = GroupState(group)
+        self._core = native.core.ProgressLoop(
             group.epoch, group.rank, group.world_size, segment_bytes, max_early_bytes
         )
         self._idents = itertools.count()
@@ -111,7 +111,7 @@ class NativeLoop:
         self._causes: dict[int, Exception] = {}
         self._is_over = False
         self._thread = start_thread(
-            self._serve, name=f"potluck-steward-{group.rank}", on_broken=self._broke
+            self._serve, name=f"potluck-events-{group.rank}", on_broken=self._broke
         )
         _alive.add(self)
         connector.start(self._deliver, self._no_link)
@@ -121,11 +121,11 @@ class NativeLoop:
     @property
     def error(self) -> BaseException | None:
         """Why the group is over, None while it is not."""
-        return self._fate.error
+        return self._state.error
 
     def when_over(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` once ``error`` is set; it must not block."""
-        self._fate.when_over(callback)
+        self._state.when_over(callback)
 
     def ongoing(self) -> list[Hashable]:
         """A name for each operation under way, the same for as long as it is."""
@@ -207,7 +207,7 @@ class NativeLoop:
 
     def abort(self, error: PotluckError) -> None:
         """End the group with ``error`` on every rank."""
-        self._fate.fail(error)
+        self._state.fail(error)
         self._core.stop()
 
     def close(self) -> None:
@@ -242,8 +242,8 @@ class NativeLoop:
         return True
 
     def _look(self, ident: int, ticket: Ticket) -> None:
-        """End an operation's work if it has ended. The steward would, but while another thread is
-        busy in Python it waits for the interpreter's lock."""
+        """End an operation's work if it has ended. The event thread would do it too, but while
+        another thread is busy in Python it waits for the interpreter's lock."""
         if ticket.state != "running":
             self._settle(ident)
 
@@ -256,7 +256,7 @@ class NativeLoop:
         if state == "done":
             item.work.source = item.ticket.source
         else:
-            error = self._fate.error or self._fate.closed()
+            error = self._state.error or self._state.closed()
         if item.running is not None and state != "refused":
             seconds = item.ticket.seconds if error is None else time.monotonic() - item.began
             self._on_operation(item.running, seconds, error)
@@ -268,7 +268,7 @@ class NativeLoop:
         assert isinstance(link, TcpLink), "the connector must make native links"
         assert link.stream is not None, "the connector must make native links"
         if self._is_over:
-            turn_away(self._fate, link)
+            reject(self._state, link)
             return
         ident = next(self._idents)
         self._links[ident] = link
@@ -292,19 +292,19 @@ class NativeLoop:
             else (),
         )
         if self._is_over:
-            self._turn_away_late()
+            self._reject_late()
 
     def _no_link(self, rank: int, error: Exception) -> None:
         self._causes[rank] = error
         self._core.no_link(rank)
 
-    def _turn_away_late(self) -> None:
+    def _reject_late(self) -> None:
         for ident in list(self._links):
             link = self._links.pop(ident, None)
             if link is not None:
-                turn_away(self._fate, link)
+                reject(self._state, link)
 
-    # -- the steward
+    # -- the event thread
 
     def _serve(self) -> None:
         while not self._is_over:
@@ -313,7 +313,7 @@ class NativeLoop:
 
     def _broke(self, cause: BaseException) -> None:
         error = broke(self.group, "the thread that makes links", why(cause))
-        self._fate.fail(error)
+        self._state.fail(error)
         self._core.stop()
         self._core.say(frames.encode_abort(abort_of(error)), True)
         self._end()
@@ -326,23 +326,23 @@ class NativeLoop:
         elif kind == "let go":
             self._links.pop(ident).close()
         elif kind == "failed":
-            self._judge()
+            self._on_failed()
         elif kind == "over":
             self._end()
 
-    def _judge(self) -> None:
-        """The group is over: find the words, for callers here and for the peers."""
-        error = self._verdict()
+    def _on_failed(self) -> None:
+        """The group is over: make the error, for callers here and for the peers."""
+        error = self._make_error()
         if error is not None:
-            self._fate.fail(error)
-        error = self._fate.error
+            self._state.fail(error)
+        error = self._state.error
         if isinstance(error, GroupError) and not isinstance(error, GroupClosed):
             self._core.say(frames.encode_abort(abort_of(error)), True)
         else:
             self._core.say(b"", False)
 
-    def _verdict(self) -> BaseException | None:
-        kind, rank, text, name, waits, payload, number, dtype = self._core.fact()
+    def _make_error(self) -> BaseException | None:
+        kind, rank, text, name, waits, payload, number, dtype = self._core.failure()
         group = self.group
         item = None if name is None else _Report(name, waits)
         if kind == "told":
@@ -370,12 +370,12 @@ class NativeLoop:
     def _end(self) -> None:
         """Let every waiting caller go: whatever broke, nobody hangs."""
         self._core.join()
-        self._fate.fail(self._fate.closed())
+        self._state.fail(self._state.closed())
         self._is_over = True
         for ident in list(self._items):
             self._settle(ident)
-        self._connector.close(self._fate.error or self._fate.closed())
-        self._turn_away_late()
+        self._connector.close(self._state.error or self._state.closed())
+        self._reject_late()
         for meter in self._meters.values():
             meter.follow(None)
         _alive.discard(self)

@@ -3,7 +3,7 @@
 Frames carry the number and the fingerprint of their call. One that comes before this rank has
 called, or before the memory it goes to is ready, is kept (``early``); one of another call ends the
 group with Desync on every rank. Runs on the progress loop. What a plan allows next is decided in
-``running.py``, which rank holds up an operation in ``engine/failures/inquest.py``.
+``running.py``, which rank holds up an operation in ``engine/failures/hang_detection.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from potluck.engine.call import Call
-from potluck.engine.failures.fate import Fate
-from potluck.engine.failures.inquest import ANSWER_S, STALL_S, Inquests, Key
-from potluck.engine.failures.verdict import desync, overdue
-from potluck.engine.loop.port import Outgoing, Port, Sink
-from potluck.engine.loop.ports import NOTHING, Ports
+from potluck.engine.failures.group_errors import desync, overdue
+from potluck.engine.failures.group_state import GroupState
+from potluck.engine.failures.hang_detection import ANSWER_S, STALL_S, HangDetector, Key
+from potluck.engine.loop.connection import Connection, Outgoing, Sink
+from potluck.engine.loop.connections import NOTHING, Connections
 from potluck.engine.loop.running import RunningPlan, Segment, as_bytes
 from potluck.errors import ProtocolError
 from potluck.wire.dtypes import code_of
@@ -37,17 +37,19 @@ OnOperation = Callable[[RunningPlan, float, BaseException | None], None]
 class Plans:
     """The plans of one rank that run now, over all channels of its group."""
 
-    def __init__(self, fate: Fate, ports: Ports, on_operation: OnOperation) -> None:
-        self._fate = fate
-        self._group = fate.group
-        self._ports = ports
+    def __init__(
+        self, state: GroupState, connections: Connections, on_operation: OnOperation
+    ) -> None:
+        self._state = state
+        self._group = state.group
+        self._connections = connections
         self._on_operation = on_operation
         self._running: dict[Key, RunningPlan] = {}
         self._posted: dict[int, int] = {}
         self._ended: dict[int, deque[tuple[int, Call]]] = {}
         self._early: dict[Key, dict[int, deque[tuple[Frame, bytearray]]]] = {}
-        self._asked: dict[Key, dict[int, int]] = {}
-        self._inquests = Inquests()
+        self._queries: dict[Key, dict[int, int]] = {}
+        self._hangs = HangDetector()
 
     def begin(self, running: RunningPlan) -> None:
         """Run a plan; its work ends with the result, or with the group."""
@@ -55,23 +57,23 @@ class Plans:
         key = (running.channel, running.sequence)
         self._running[key] = running
         self._posted[running.channel] = running.sequence + 1
-        self._ports.need((*running.send_peers, *running.receive_peers))
+        self._connections.need((*running.send_peers, *running.receive_peers))
         for peer, queue in self._early.pop(key, {}).items():
             theirs = queue[0][0].fingerprint
             if theirs != running.call.fingerprint:
-                self._fate.fail(desync(self._group, peer, running, theirs))
+                self._state.fail(desync(self._group, peer, running, theirs))
                 return
             running.early[peer] = queue
             for frame, _ in queue:
-                self._ports.release(peer, frame.length)
-        for peer, theirs in self._asked.pop(key, {}).items():
+                self._connections.release(peer, frame.length)
+        for peer, theirs in self._queries.pop(key, {}).items():
             if theirs != running.call.fingerprint:
-                self._fate.fail(desync(self._group, peer, running, theirs))
+                self._state.fail(desync(self._group, peer, running, theirs))
                 return
-        self._ports.dirty.update(running.send_peers)
+        self._connections.dirty.update(running.send_peers)
         self._advance(running)
-        if self._ports.departed and key in self._running:
-            self._ports.check_departed(running)
+        if self._connections.departed and key in self._running:
+            self._connections.check_departed(running)
         for peer in running.receive_peers:
             self.announce(peer)
 
@@ -80,10 +82,10 @@ class Plans:
         for running in self._oldest():
             if not running.has_asked and now >= running.started + STALL_S:
                 running.has_asked = True
-                self._ask(running, [peer for peer, _ in running.awaited()], pass_on=False)
+                self._query(running, [peer for peer, _ in running.awaited()], pass_on=False)
         late = self._suspect()
         if late is not None and now >= late.deadline:
-            self._inquire(late, now)
+            self._diagnose(late, now)
 
     def wake_times(self) -> Iterator[float]:
         """When ``check_deadlines`` has something to do (monotonic seconds)."""
@@ -115,23 +117,23 @@ class Plans:
 
     # -- segments out
 
-    def next_outgoing(self, port: Port) -> Outgoing | None:
+    def next_outgoing(self, connection: Connection) -> Outgoing | None:
         """The next segment that may go over this link, None if there is none now."""
-        peer, share = port.rank, self._ports.share(port.rank)
-        if self._fate.error is not None:
+        peer, flow = connection.rank, self._connections.flow(connection.rank)
+        if self._state.error is not None:
             return None
         for running in self._running.values():
             segment = running.next_send(peer)
             if segment is None:
                 continue
             nbytes = running.wire_bytes(segment)
-            if not port.can_take(nbytes):
+            if not connection.can_take(nbytes):
                 continue
-            if not share.may_send(running.channel, running.sequence, nbytes):
+            if not flow.may_send(running.channel, running.sequence, nbytes):
                 continue
             if self._must_wait(running, peer):
                 continue
-            share.sent(nbytes)
+            flow.sent(nbytes)
             running.issue(peer, segment)
             return Outgoing(
                 Frame(
@@ -152,12 +154,17 @@ class Plans:
         return None
 
     def _must_wait(self, running: RunningPlan, peer: int) -> bool:
-        """Links that share this rank's wire must end together, or the last one has it for itself
-        and can't fill it: one that is ahead waits for those that are full."""
+        """Flow balancing: whether ``peer``'s link must pause for one that lags behind.
+
+        A rank's links share one network interface. If one link runs ahead, the slowest is left
+        alone at the end, and one link alone can't fill the wire. So a link that is more than one
+        segment ahead of a *blocked* link pauses until that link has room. Only blocked links
+        count: a link that merely has nothing to send yet must not hold up the others (rule 3).
+        """
         for other in running.send_peers:
-            port = self._ports.by_rank.get(other)
-            if port is not None and port.is_blocked and running.is_ahead(peer, other):
-                self._ports.held.add(peer)
+            connection = self._connections.by_rank.get(other)
+            if connection is not None and connection.is_blocked and running.is_ahead(peer, other):
+                self._connections.held.add(peer)
                 return True
         return False
 
@@ -169,11 +176,11 @@ class Plans:
         """Apply early frames that have become due; wake the links; end what is complete."""
         key = (running.channel, running.sequence)
         moved = True
-        while moved and running.early and self._fate.error is None:
+        while moved and running.early and self._state.error is None:
             moved = False
             for peer in list(running.early):
                 moved |= self._apply_early(running, peer)
-        self._ports.dirty.update(running.send_peers)
+        self._connections.dirty.update(running.send_peers)
         if running.is_complete and self._running.pop(key, None) is not None:
             self._ended.setdefault(running.channel, deque(maxlen=_NUM_REMEMBERED)).append(
                 (running.sequence, running.call)
@@ -184,51 +191,53 @@ class Plans:
 
     # -- segments in
 
-    def route(self, port: Port, frame: Frame) -> Sink:
+    def route(self, connection: Connection, frame: Frame) -> Sink:
         """Where the payload of a DATA frame goes."""
-        self._ports.share(port.rank).has_begun(frame.channel, frame.operation)
+        self._connections.flow(connection.rank).has_begun(frame.channel, frame.operation)
         running = self._running.get((frame.channel, frame.operation))
         if running is None:
             if frame.operation < self._posted.get(frame.channel, 0):
-                self._on_late(port, frame)
-            self._ports.hold(port.rank, frame.length)
-            return self._ports.keep(port, frame, self._on_early)
-        self._ports.use(port.rank, frame.length)
-        if port.rank in running.early:
-            return self._ports.keep(port, frame, self._on_waiting)
-        segment = self._due(running, port.rank, frame)
+                self._on_late(connection, frame)
+            self._connections.hold(connection.rank, frame.length)
+            return self._connections.keep(connection, frame, self._on_early)
+        self._connections.consume(connection.rank, frame.length)
+        if connection.rank in running.early:
+            return self._connections.keep(connection, frame, self._on_waiting)
+        segment = self._due(running, connection.rank, frame)
         if segment is None or not running.is_ready(segment):
-            return self._ports.keep(port, frame, self._on_waiting)
+            return self._connections.keep(connection, frame, self._on_waiting)
         if frame.flags & IN_WINDOW:
             buffer = None
         elif running.is_stored(segment):
             buffer = as_bytes(segment.data)
         else:
-            buffer = port.scratch(frame.length)
+            buffer = connection.scratch(frame.length)
         in_place = buffer is not None and running.is_stored(segment)
 
         def complete(payload: memoryview) -> None:
-            running.received(port.rank, segment, None if in_place else payload)
+            running.received(connection.rank, segment, None if in_place else payload)
             self._advance(running)
 
         return Sink(buffer, complete)
 
-    def _on_early(self, port: Port, frame: Frame, payload: bytearray) -> None:
+    def _on_early(self, connection: Connection, frame: Frame, payload: bytearray) -> None:
         """A frame is there whose operation had not begun when its header came."""
         key = (frame.channel, frame.operation)
         if key not in self._running:
-            self._early.setdefault(key, {}).setdefault(port.rank, deque()).append((frame, payload))
+            self._early.setdefault(key, {}).setdefault(connection.rank, deque()).append(
+                (frame, payload)
+            )
             return
-        self._ports.release(port.rank, frame.length)
-        self._on_waiting(port, frame, payload)
+        self._connections.release(connection.rank, frame.length)
+        self._on_waiting(connection, frame, payload)
 
-    def _on_waiting(self, port: Port, frame: Frame, payload: bytearray) -> None:
+    def _on_waiting(self, connection: Connection, frame: Frame, payload: bytearray) -> None:
         """A frame is there for whose bytes the memory was not ready."""
         running = self._running.get((frame.channel, frame.operation))
         if running is None:
-            self._on_late(port, frame)
+            self._on_late(connection, frame)
             return
-        running.early.setdefault(port.rank, deque()).append((frame, payload))
+        running.early.setdefault(connection.rank, deque()).append((frame, payload))
         self._advance(running)
 
     def _apply_early(self, running: RunningPlan, peer: int) -> bool:
@@ -249,7 +258,7 @@ class Plans:
     def _due(self, running: RunningPlan, peer: int, frame: Frame) -> Segment | None:
         """The segment that ``frame`` must be; None (and a failed group) if it is another one."""
         if frame.fingerprint != running.call.fingerprint:
-            self._fate.fail(desync(self._group, peer, running, frame.fingerprint))
+            self._state.fail(desync(self._group, peer, running, frame.fingerprint))
             return None
         segment = running.next_receive(peer)
         if (
@@ -260,13 +269,13 @@ class Plans:
         ):
             # Equal fingerprints, so equal calls: the peer's engine is broken, not its script.
             what = f"segment {frame.segment} of chunk {frame.chunk}, which is not due"
-            self._ports.violated(peer, ProtocolError(f"it sent {what}"))
+            self._connections.violated(peer, ProtocolError(f"it sent {what}"))
             return None
         return segment
 
     def announce(self, peer: int) -> None:
         """Let ``peer`` know what has begun here, if it may be waiting to send that."""
-        if peer not in self._ports.by_rank or not self._ports.share(peer).is_filling:
+        if peer not in self._connections.by_rank or not self._connections.flow(peer).is_filling:
             return
         for running in self._running.values():
             if peer in running.receive_peers and peer not in running.announced:
@@ -278,18 +287,18 @@ class Plans:
                     operation=running.sequence,
                     source=self._group.rank,
                 )
-                self._ports.tell(peer, Outgoing(frame, NOTHING))
+                self._connections.tell(peer, Outgoing(frame, NOTHING))
 
-    def on_begun(self, port: Port, frame: Frame, _: memoryview) -> None:
-        """A peer has begun a call (BEGUN): its frames need no share any more."""
-        self._ports.share(port.rank).has_begun(frame.channel, frame.operation)
-        self._ports.dirty.add(port.rank)
+    def on_begun(self, connection: Connection, frame: Frame, _: memoryview) -> None:
+        """A peer has begun a call (BEGUN): that call's frames need no credit any more."""
+        self._connections.flow(connection.rank).has_begun(frame.channel, frame.operation)
+        self._connections.dirty.add(connection.rank)
 
     # -- disagreements
 
-    def _on_late(self, port: Port, frame: Frame) -> None:
+    def _on_late(self, connection: Connection, frame: Frame) -> None:
         """A frame of an operation that has ended here: the peer must have made another call."""
-        if not self._disagrees(port.rank, frame):
+        if not self._disagrees(connection.rank, frame):
             raise ProtocolError(f"a frame of operation #{frame.operation}, which has ended")
 
     def _disagrees(self, peer: int, frame: Frame) -> bool:
@@ -299,15 +308,15 @@ class Plans:
         for number, call in calls:
             if number == frame.operation and call.fingerprint != frame.fingerprint:
                 mine = f"{call} #{number}"
-                self._fate.fail(desync(self._group, peer, mine, frame.fingerprint))
+                self._state.fail(desync(self._group, peer, mine, frame.fingerprint))
                 return True
         return False
 
     # -- operations that do not end
 
-    def _ask(self, running: RunningPlan, peers: Iterable[int], *, pass_on: bool) -> None:
+    def _query(self, running: RunningPlan, peers: Iterable[int], *, pass_on: bool) -> None:
         frame = Frame(
-            Kind.ASK,
+            Kind.HANG_QUERY,
             self._group.epoch,
             running.channel,
             operation=running.sequence,
@@ -316,63 +325,67 @@ class Plans:
             source=self._group.rank,
         )
         for peer in set(peers):
-            if peer in self._ports.by_rank:
-                self._ports.tell(peer, Outgoing(frame, NOTHING))
+            if peer in self._connections.by_rank:
+                self._connections.tell(peer, Outgoing(frame, NOTHING))
 
-    def _inquire(self, running: RunningPlan, now: float) -> None:
+    def _diagnose(self, running: RunningPlan, now: float) -> None:
         """``running`` is overdue: ask who holds it up, and end the group when that is known."""
-        inquest, _ = self._inquests.open((running.channel, running.sequence))
+        check, _ = self._hangs.open((running.channel, running.sequence))
         is_first, running.is_overdue = not running.is_overdue, True
         others = [rank for rank in running.peers if rank != self._group.rank]
         awaited = [peer for peer, _ in running.awaited()]
-        culprit = inquest.culprit(others, awaited, final=now >= running.deadline and not is_first)
-        if culprit < 0 and is_first:
+        blocking_rank = check.blocking_rank(
+            others, awaited, final=now >= running.deadline and not is_first
+        )
+        if blocking_rank < 0 and is_first:
             running.deadline = now + ANSWER_S
-            self._ask(running, others, pass_on=True)
-        elif culprit >= 0 or now >= running.deadline or inquest.heard.keys() >= set(others):
-            self._fate.fail(overdue(self._group, running, culprit))
+            self._query(running, others, pass_on=True)
+        elif blocking_rank >= 0 or now >= running.deadline or check.reports.keys() >= set(others):
+            self._state.fail(overdue(self._group, running, blocking_rank))
 
-    def on_ask(self, port: Port, frame: Frame, _: memoryview) -> None:
-        """A peer tells which call it waits in (ASK)."""
-        if self._disagrees(port.rank, frame):
+    def on_hang_query(self, connection: Connection, frame: Frame, _: memoryview) -> None:
+        """A peer tells which call it waits in (HANG_QUERY)."""
+        if self._disagrees(connection.rank, frame):
             return
         key = (frame.channel, frame.operation)
         running = self._running.get(key)
         has_called = frame.operation < self._posted.get(frame.channel, 0)
         if not frame.segment:
-            if not has_called and (key in self._asked or len(self._asked) < _MAX_UNREAD):
-                self._asked.setdefault(key, {})[port.rank] = frame.fingerprint
+            if not has_called and (key in self._queries or len(self._queries) < _MAX_UNREAD):
+                self._queries.setdefault(key, {})[connection.rank] = frame.fingerprint
             return
-        if len(port.control) >= _MAX_UNREAD:
-            raise ProtocolError(f"it asks and asks, and reads no answer ({len(port.control)} wait)")
-        inquest, is_new = self._inquests.open(key)
-        self._answer(port.rank, key, self._group.rank, has_called)
-        for rank, called in inquest.heard.items():
-            self._answer(port.rank, key, rank, called)
-        inquest.askers.add(port.rank)
+        if len(connection.control) >= _MAX_UNREAD:
+            raise ProtocolError(
+                f"it asks and asks, and reads no answer ({len(connection.control)} wait)"
+            )
+        check, is_new = self._hangs.open(key)
+        self._report(connection.rank, key, self._group.rank, has_called)
+        for rank, called in check.reports.items():
+            self._report(connection.rank, key, rank, called)
+        check.askers.add(connection.rank)
         if is_new and running is not None:
-            others = set(running.peers) - {self._group.rank, port.rank}
-            self._ask(running, others, pass_on=True)
+            others = set(running.peers) - {self._group.rank, connection.rank}
+            self._query(running, others, pass_on=True)
 
-    def on_tell(self, port: Port, frame: Frame, _: memoryview) -> None:
-        """A peer tells whether some rank has made a call (TELL)."""
+    def on_hang_report(self, connection: Connection, frame: Frame, _: memoryview) -> None:
+        """A peer tells whether some rank has made a call (HANG_REPORT)."""
         key = (frame.channel, frame.operation)
-        inquest = self._inquests.get(key)
+        check = self._hangs.get(key)
         rank, has_called = frame.chunk, bool(frame.segment)
-        if inquest is None or rank in inquest.heard or rank >= self._group.world_size:
+        if check is None or rank in check.reports or rank >= self._group.world_size:
             return
         if rank == self._group.rank:
             return
-        inquest.heard[rank] = has_called
-        for asker in inquest.askers - {port.rank}:
-            self._answer(asker, key, rank, has_called)
+        check.reports[rank] = has_called
+        for asker in check.askers - {connection.rank}:
+            self._report(asker, key, rank, has_called)
         running = self._running.get(key)
         if running is not None and running.is_overdue:
-            self._inquire(running, time.monotonic())
+            self._diagnose(running, time.monotonic())
 
-    def _answer(self, peer: int, key: Key, rank: int, has_called: bool) -> None:
+    def _report(self, peer: int, key: Key, rank: int, has_called: bool) -> None:
         frame = Frame(
-            Kind.TELL,
+            Kind.HANG_REPORT,
             self._group.epoch,
             key[0],
             operation=key[1],
@@ -380,5 +393,5 @@ class Plans:
             segment=int(has_called),
             source=self._group.rank,
         )
-        if peer in self._ports.by_rank:
-            self._ports.tell(peer, Outgoing(frame, NOTHING))
+        if peer in self._connections.by_rank:
+            self._connections.tell(peer, Outgoing(frame, NOTHING))

@@ -2,7 +2,7 @@
 
 User threads post operations and wait; this loop owns every link and all state of the group, so
 nothing in it is locked. One turn: take what was posted, read what has come, write what may go,
-fail what is overdue. Links are in ``ports.py``, collectives in ``plans.py``, point-to-point
+fail what is overdue. Links are in ``connections.py``, collectives in ``plans.py``, point-to-point
 messages in ``messages.py``.
 
 The first failure ends the group: every operation under way and every later one raises the same
@@ -24,16 +24,16 @@ from collections.abc import Callable, Hashable, Iterable
 import numpy as np
 
 from potluck.engine.connector import Connector
-from potluck.engine.failures.fate import Fate
-from potluck.engine.failures.verdict import broke, error_of
-from potluck.engine.loop.farewell import tell_all, turn_away
+from potluck.engine.failures.group_errors import broke, error_of
+from potluck.engine.failures.group_state import GroupState
+from potluck.engine.loop.close import reject, send_abort
+from potluck.engine.loop.connection import Connection, Outgoing, Sink
+from potluck.engine.loop.connections import Connections
+from potluck.engine.loop.flow_control import FRAME_OVERHEAD
 from potluck.engine.loop.mailbox import Receiving, Sending
 from potluck.engine.loop.messages import Messages
 from potluck.engine.loop.plans import OnOperation, Plans
-from potluck.engine.loop.port import Outgoing, Port, Sink
-from potluck.engine.loop.ports import Ports
 from potluck.engine.loop.running import RunningPlan
-from potluck.engine.loop.share import OVERHEAD
 from potluck.engine.work import Work
 from potluck.errors import GroupError, PotluckError, ProtocolError
 from potluck.metrics import LinkMeter
@@ -45,12 +45,12 @@ from potluck.wire.frames import Frame, Kind
 
 _log = logging.getLogger(__name__)
 
-_FAREWELL_S = 1.0
+_CLOSE_S = 1.0
 """How long an orderly close waits for every peer to have everything."""
 
 _IDLE_S = 5.0
 
-Handler = Callable[[Port, Frame, memoryview], None]
+Handler = Callable[[Connection, Frame, memoryview], None]
 
 
 class ProgressLoop:
@@ -70,29 +70,29 @@ class ProgressLoop:
         self.segment_bytes = segment_bytes
         self._connector = connector
         self._on_operation = on_operation
-        self._fate = Fate(group)
-        self._ports = Ports(
-            self._fate,
+        self._state = GroupState(group)
+        self._connections = Connections(
+            self._state,
             connector,
             # With less than three segments a sender would wait for each report.
-            max_early_bytes=max(max_early_bytes, 3 * (segment_bytes + OVERHEAD)),
+            max_early_bytes=max(max_early_bytes, 3 * (segment_bytes + FRAME_OVERHEAD)),
             meter=meter,
             pending=self._wanted,
             on_hold=lambda rank: self._plans.announce(rank),
             wake=self._wake_for,
         )
-        self._plans = Plans(self._fate, self._ports, on_operation)
-        self._messages = Messages(self._fate, self._ports, segment_bytes)
+        self._plans = Plans(self._state, self._connections, on_operation)
+        self._messages = Messages(self._state, self._connections, segment_bytes)
         self._handlers: dict[Kind, Handler] = {
-            Kind.REQUEST: self._messages.on_request,
-            Kind.GRANT: self._messages.on_grant,
-            Kind.ASK: self._plans.on_ask,
-            Kind.TELL: self._plans.on_tell,
-            Kind.USED: self._ports.on_used,
+            Kind.RTS: self._messages.on_rts,
+            Kind.CTS: self._messages.on_cts,
+            Kind.HANG_QUERY: self._plans.on_hang_query,
+            Kind.HANG_REPORT: self._plans.on_hang_report,
+            Kind.CREDIT: self._connections.on_credit,
             Kind.BEGUN: self._plans.on_begun,
             Kind.ABORT: self._on_abort,
-            Kind.GOODBYE: self._on_goodbye,
-            Kind.FAREWELL: self._on_farewell,
+            Kind.CLOSE: self._on_close,
+            Kind.CLOSE_ACK: self._on_close_ack,
         }
         self._closing: float | None = None
         self._late: list[Link] = []
@@ -105,11 +105,11 @@ class ProgressLoop:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._ports.selector.register(self._wake_reader, selectors.EVENT_READ, None)
+        self._connections.selector.register(self._wake_reader, selectors.EVENT_READ, None)
         self._thread = start_thread(
             self._run,
             name=f"potluck-progress-{group.rank}",
-            on_broken=lambda error: self._fate.fail(self._broke(error)),
+            on_broken=lambda error: self._state.fail(self._broke(error)),
         )
         connector.start(self._deliver, self._no_link)
 
@@ -118,11 +118,11 @@ class ProgressLoop:
     @property
     def error(self) -> BaseException | None:
         """Why the group is over, None while it is not."""
-        return self._fate.error
+        return self._state.error
 
     def when_over(self, callback: Callable[[], None]) -> None:
         """Call ``callback()`` once ``error`` is set; it must not block."""
-        self._fate.when_over(callback)
+        self._state.when_over(callback)
 
     def ongoing(self) -> list[Hashable]:
         """A name for each operation under way, the same for as long as it is."""
@@ -143,7 +143,7 @@ class ProgressLoop:
 
     def abort(self, error: PotluckError) -> None:
         """End the group with ``error`` on every rank."""
-        self._post(lambda: self._fate.fail(error))
+        self._post(lambda: self._state.fail(error))
 
     def close(self) -> None:
         """Leave in order: what was sent arrives, nothing new begins. Idempotent."""
@@ -175,7 +175,7 @@ class ProgressLoop:
         self._post(lambda: self._adopt(rank, link))
 
     def _no_link(self, rank: int, error: Exception) -> None:
-        self._post(lambda: self._ports.lose(rank, error))
+        self._post(lambda: self._connections.lose(rank, error))
 
     # -- the loop
 
@@ -186,7 +186,7 @@ class ProgressLoop:
                 while not self._should_end():
                     self._turn()
         except BaseException as error:
-            self._fate.fail(self._broke(error))
+            self._state.fail(self._broke(error))
             raise
         finally:
             self._end()
@@ -195,20 +195,20 @@ class ProgressLoop:
         return broke(self.group, "the progress loop", why(error))
 
     def _turn(self) -> None:
-        ports = self._ports
-        for key, _ in ports.selector.select(self._patience()):
+        connections = self._connections
+        for key, _ in connections.selector.select(self._patience()):
             if key.data is None:
                 self._drain_wake()
             else:
-                ports.ready.add(key.data)
+                connections.ready.add(key.data)
         while self._woken:
-            ports.ready.add(self._woken.popleft())
+            connections.ready.add(self._woken.popleft())
         while self._inbox:
             self._inbox[
                 0
             ]()  # if it breaks this loop, _end still finds it, and whoever waits for it
             self._inbox.popleft()
-        ports.move(self._route, self._next_outgoing)
+        connections.move(self._route, self._next_outgoing)
         now = time.monotonic()
         if self._closing is None:
             self._plans.check_deadlines(now)
@@ -216,7 +216,7 @@ class ProgressLoop:
 
     def _patience(self) -> float:
         """How long there is nothing to do unless something comes."""
-        if self._ports.ready or self._ports.dirty or self._inbox or self._woken:
+        if self._connections.ready or self._connections.dirty or self._inbox or self._woken:
             return 0.0
         if self._closing is not None:
             times = [self._closing]
@@ -244,86 +244,90 @@ class ProgressLoop:
 
     def _begin(self, work: Work, begin: Callable[[], None]) -> None:
         """Begin an operation, unless the group is over or being left."""
-        if self._fate.error is not None:
-            work.finish(self._fate.error)
+        if self._state.error is not None:
+            work.finish(self._state.error)
         elif self._closing is not None:
-            work.finish(self._fate.closed())
+            work.finish(self._state.closed())
         else:
             begin()
 
     def _adopt(self, rank: int, link: Link) -> None:
-        if self._fate.error is None:
-            self._ports.adopt(rank, link)
+        if self._state.error is None:
+            self._connections.adopt(rank, link)
             if self._closing is not None:  # it came while this rank was leaving: say so in order
-                self._ports.say(rank, Kind.GOODBYE)
+                self._connections.say(rank, Kind.CLOSE)
         elif threading.current_thread() is self._thread:
             self._late.append(link)  # those who wait for their operations come first
         else:
-            turn_away(self._fate, link)
+            reject(self._state, link)
 
     # -- frames
 
-    def _next_outgoing(self, port: Port) -> Outgoing | None:
+    def _next_outgoing(self, connection: Connection) -> Outgoing | None:
         if self._closing is not None:
             return None
-        return self._messages.next_outgoing(port) or self._plans.next_outgoing(port)
+        return self._messages.next_outgoing(connection) or self._plans.next_outgoing(connection)
 
-    def _route(self, port: Port, frame: Frame) -> Sink:
+    def _route(self, connection: Connection, frame: Frame) -> Sink:
         """Where the payload of an arriving frame goes, and what is done once it is there."""
         if frame.epoch != self.group.epoch:
             raise ProtocolError(f"a frame of epoch {frame.epoch} in epoch {self.group.epoch}")
-        if frame.source != port.rank:
-            raise ProtocolError(f"a frame of rank {frame.source} on the link to rank {port.rank}")
+        if frame.source != connection.rank:
+            raise ProtocolError(
+                f"a frame of rank {frame.source} on the link to rank {connection.rank}"
+            )
         if frame.kind is Kind.DATA:
-            return self._plans.route(port, frame)
+            return self._plans.route(connection, frame)
         if frame.kind is Kind.EAGER:
-            return self._messages.keep_eager(port, frame)
+            return self._messages.keep_eager(connection, frame)
         if frame.kind is Kind.PIECE:
-            return self._messages.route_piece(port, frame)
+            return self._messages.route_piece(connection, frame)
         handler = self._handlers[frame.kind]
-        return Sink(None, lambda payload: handler(port, frame, payload))
+        return Sink(None, lambda payload: handler(connection, frame, payload))
 
-    def _on_abort(self, port: Port, _: Frame, payload: memoryview) -> None:
+    def _on_abort(self, connection: Connection, _: Frame, payload: memoryview) -> None:
         abort = frames.decode_abort(bytes(payload))
-        port.said_abort = True
-        self._fate.fail(error_of(self.group, abort, next(iter(self._pending()), None)))
+        connection.has_aborted = True
+        self._state.fail(error_of(self.group, abort, next(iter(self._pending()), None)))
 
-    def _on_goodbye(self, port: Port, _: Frame, __: memoryview) -> None:
-        if port.said_goodbye:
-            raise ProtocolError("a second GOODBYE")
-        port.said_goodbye = True
-        self._ports.say(port.rank, Kind.FAREWELL)
+    def _on_close(self, connection: Connection, _: Frame, __: memoryview) -> None:
+        if connection.has_closed:
+            raise ProtocolError("a second CLOSE")
+        connection.has_closed = True
+        self._connections.say(connection.rank, Kind.CLOSE_ACK)
 
-    def _on_farewell(self, port: Port, _: Frame, __: memoryview) -> None:
-        port.is_acknowledged = True
+    def _on_close_ack(self, connection: Connection, _: Frame, __: memoryview) -> None:
+        connection.is_acknowledged = True
 
     # -- the end
 
     def _begin_close(self) -> None:
         """Say goodbye. What is under way here is given up: who needs this rank for it is told, who
         does not may go on."""
-        if self._closing is not None or self._fate.error is not None:
+        if self._closing is not None or self._state.error is not None:
             return
-        self._closing = time.monotonic() + _FAREWELL_S
-        for rank in self._ports.by_rank:
-            self._ports.say(rank, Kind.GOODBYE)
+        self._closing = time.monotonic() + _CLOSE_S
+        for rank in self._connections.by_rank:
+            self._connections.say(rank, Kind.CLOSE)
 
     def _should_end(self) -> bool:
-        if self._fate.error is not None:
+        if self._state.error is not None:
             return True
         if self._closing is None:
             return False
-        ports = self._ports.by_rank.values()
-        settled = all(port.is_acknowledged and not port.is_writing for port in ports)
+        connections = self._connections.by_rank.values()
+        settled = all(
+            connection.is_acknowledged and not connection.is_writing for connection in connections
+        )
         return settled or time.monotonic() >= self._closing
 
     def _end(self) -> None:
         """Tell the peers, then let every waiting caller go: whatever breaks here, nobody hangs."""
         try:
-            tell_all(self._fate, self._ports, self._drain_wake)
+            send_abort(self._state, self._connections, self._drain_wake)
         except Exception:
             _log.exception("could not tell the peers why epoch %d ended", self.group.epoch)
-        self._fate.fail(self._fate.closed())
+        self._state.fail(self._state.closed())
         with self._lock:
             self._is_over.set()
         while self._inbox:
@@ -332,11 +336,11 @@ class ProgressLoop:
             if isinstance(item, RunningPlan):
                 self._on_operation(item, time.monotonic() - item.started, self.error)
             item.work.finish(self.error)
-        for port in list(self._ports.by_rank.values()):
-            self._ports.drop(port)
-        self._connector.close(self.error or self._fate.closed())
+        for connection in list(self._connections.by_rank.values()):
+            self._connections.drop(connection)
+        self._connector.close(self.error or self._state.closed())
         for link in self._late:
-            turn_away(self._fate, link)
-        self._ports.selector.close()
+            reject(self._state, link)
+        self._connections.selector.close()
         self._wake_reader.close()
         self._wake_writer.close()

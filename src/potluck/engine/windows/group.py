@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from potluck import native
 from potluck.collectives.plan import Algorithm
-from potluck.engine.failures.verdict import broke, desync, overdue, peer_lost
+from potluck.engine.failures.group_errors import broke, desync, overdue, peer_lost
 from potluck.engine.fingerprint import OPERATIONS
 from potluck.engine.work import Work, again
 from potluck.errors import GroupClosed, GroupError, LinkError, PeerLost, PotluckError

@@ -1,4 +1,4 @@
-"""A port on a link that gives and takes as little as it likes."""
+"""A connection on a link that gives and takes as little as it likes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from potluck.engine.loop.port import Outgoing, Port, Sink, as_bytes
+from potluck.engine.loop.connection import Connection, Outgoing, Sink, as_bytes
 from potluck.errors import LinkError, ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.wire import frames
@@ -76,9 +76,11 @@ class FakeLink:
         return None
 
 
-def port_on(step: Callable[[], int], window: FakeWindow | None = None) -> tuple[Port, FakeLink]:
+def connection_on(
+    step: Callable[[], int], window: FakeWindow | None = None
+) -> tuple[Connection, FakeLink]:
     link = FakeLink(step, window)
-    return Port(1, link, LinkMeter()), link
+    return Connection(1, link, LinkMeter()), link
 
 
 def data_frame(payload: bytes, kind: Kind = Kind.DATA, **fields: int) -> Frame:
@@ -97,7 +99,7 @@ def parse(wire: bytearray) -> list[tuple[Frame, bytes]]:
     return parsed
 
 
-def source_of(queue: deque[Outgoing]) -> Callable[[Port], Outgoing | None]:
+def source_of(queue: deque[Outgoing]) -> Callable[[Connection], Outgoing | None]:
     return lambda _: queue.popleft() if queue else None
 
 
@@ -120,41 +122,43 @@ PAYLOADS = [
 @pytest.mark.parametrize("stutter", [0, 1, 7])
 def test_frames_cross_a_link_that_takes_one_byte_at_a_time(stutter: int) -> None:
     calls = iter(range(10**9))
-    port, link = port_on(lambda: int(not stutter or next(calls) % (stutter + 1) == 0))
+    connection, link = connection_on(lambda: int(not stutter or next(calls) % (stutter + 1) == 0))
     sent: list[int] = []
     queue = deque(
         Outgoing(data_frame(each), memoryview(each), lambda number=number: sent.append(number))
         for number, each in enumerate(PAYLOADS[:4])
     )
-    while queue or port.is_writing:
-        port.write(source_of(queue))
+    while queue or connection.is_writing:
+        connection.write(source_of(queue))
     assert [payload for _, payload in parse(link.wire)] == PAYLOADS[:4]
     assert sent == [0, 1, 2, 3]
 
     arrived: list[bytes] = []
     link.incoming, link.wire = link.wire, bytearray()
 
-    def route(_: Port, frame: Frame) -> Sink:
+    def route(_: Connection, frame: Frame) -> Sink:
         buffer = memoryview(bytearray(frame.length))
         return Sink(buffer, lambda payload: arrived.append(bytes(payload)))
 
     while link.incoming:
-        port.read(route)
+        connection.read(route)
     assert arrived == PAYLOADS[:4]
 
 
 def test_random_steps_with_control_frames_in_between(seed: int) -> None:
-    port, link = port_on(steps_of(seed))
+    connection, link = connection_on(steps_of(seed))
     queue = deque(Outgoing(data_frame(each), memoryview(each)) for each in PAYLOADS * 3)
     number = 0
-    while queue or port.is_writing:
+    while queue or connection.is_writing:
         if number < 20 and random.Random(seed + number).random() < 0.2:
-            port.control.append(Outgoing(Frame(Kind.CREDIT, 3, tag=number), memoryview(b"")))
+            connection.control.append(
+                Outgoing(Frame(Kind.SLOT_FREE, 3, tag=number), memoryview(b""))
+            )
             number += 1
-        port.write(source_of(queue))
+        connection.write(source_of(queue))
     parsed = parse(link.wire)
     assert [payload for frame, payload in parsed if frame.kind is Kind.DATA] == PAYLOADS * 3
-    credits = [frame.tag for frame, _ in parsed if frame.kind is Kind.CREDIT]
+    credits = [frame.tag for frame, _ in parsed if frame.kind is Kind.SLOT_FREE]
     assert credits == list(range(number)), "whole frames, in order, between whole frames"
 
 
@@ -164,86 +168,86 @@ def test_memory_is_let_go_only_when_its_last_byte_has_left() -> None:
     def step() -> int:
         return room[0]
 
-    port, link = port_on(step)
+    connection, link = connection_on(step)
     payload = bytearray(b"a" * 20_000)
     done: list[bool] = []
     queue = deque([Outgoing(data_frame(payload), memoryview(payload), lambda: done.append(True))])
-    port.write(source_of(queue))
-    assert port.is_blocked
-    assert port.is_writing
+    connection.write(source_of(queue))
+    assert connection.is_blocked
+    assert connection.is_writing
     assert not done
     room[0] = 10_000
     while len(link.wire) < 20_000:
-        port.write(source_of(queue))
+        connection.write(source_of(queue))
         room[0] = 0 if len(link.wire) >= 19_000 else 10_000
         if len(link.wire) < FRAME_BYTES + 20_000:
             assert not done
             room[0] = 10
     room[0] = 10_000
-    port.write(source_of(queue))
+    connection.write(source_of(queue))
     assert done == [True]
     assert parse(link.wire) == [(data_frame(payload), bytes(payload))]
 
 
 def test_a_link_full_of_bytes_gives_others_their_turn() -> None:
-    port, _ = port_on(lambda: 1 << 20)
+    connection, _ = connection_on(lambda: 1 << 20)
     payload = bytes(1 << 20)
     endless = Outgoing(data_frame(payload), memoryview(payload))
-    assert port.write(lambda _: endless), "there is more"
-    assert 8 << 20 <= port.meter.bytes_sent < 10 << 20
+    assert connection.write(lambda _: endless), "there is more"
+    assert 8 << 20 <= connection.meter.bytes_sent < 10 << 20
 
-    port, link = port_on(lambda: 1 << 20)
+    connection, link = connection_on(lambda: 1 << 20)
     link.incoming = bytearray((frames.encode(data_frame(payload)) + payload) * 12)
     scratch = memoryview(bytearray(1 << 20))
-    assert port.read(lambda _, frame: Sink(scratch, lambda _: None))
-    assert 8 << 20 <= port.meter.bytes_received < 10 << 20
+    assert connection.read(lambda _, frame: Sink(scratch, lambda _: None))
+    assert 8 << 20 <= connection.meter.bytes_received < 10 << 20
 
 
 def test_bytes_before_the_end_of_a_link_count() -> None:
-    port, link = port_on(lambda: 100)
+    connection, link = connection_on(lambda: 100)
     link.incoming = bytearray(frames.encode(data_frame(b"abc")) + b"abc")
     link.ended = True
     got: list[bytes] = []
 
-    def route(_: Port, frame: Frame) -> Sink:
+    def route(_: Connection, frame: Frame) -> Sink:
         return Sink(memoryview(bytearray(frame.length)), lambda data: got.append(bytes(data)))
 
     with pytest.raises(LinkError):
-        port.read(route)
+        connection.read(route)
     assert got == [b"abc"]
 
 
 # ---------------------------------------------------------------- checksums
 
 
-def checked(step: Callable[[], int]) -> tuple[Port, FakeLink]:
+def checked(step: Callable[[], int]) -> tuple[Connection, FakeLink]:
     link = FakeLink(step)
     link.needs_checksums = True
-    return Port(1, link, LinkMeter()), link
+    return Connection(1, link, LinkMeter()), link
 
 
 def listener(wire: bytes, step: Callable[[], int]) -> tuple[list[bytes], Callable[[], None]]:
-    """The payloads that a port takes from ``wire``, and what makes it read all."""
-    port, link = checked(step)
+    """The payloads that a connection takes from ``wire``, and what makes it read all."""
+    connection, link = checked(step)
     link.incoming += wire
     arrived: list[bytes] = []
 
-    def route(_: Port, frame: Frame) -> Sink:
+    def route(_: Connection, frame: Frame) -> Sink:
         buffer = memoryview(bytearray(frame.length))
         return Sink(buffer, lambda payload: arrived.append(bytes(payload)))
 
     def listen() -> None:
         while link.incoming:
-            port.read(route)
+            connection.read(route)
 
     return arrived, listen
 
 
 def test_checked_frames_cross_a_link_that_takes_what_it_likes(seed: int) -> None:
-    port, link = checked(steps_of(seed))
+    connection, link = checked(steps_of(seed))
     queue = deque(Outgoing(data_frame(each), memoryview(each)) for each in PAYLOADS)
-    while queue or port.is_writing:
-        port.write(source_of(queue))
+    while queue or connection.is_writing:
+        connection.write(source_of(queue))
     whole = [as_bytes(data_frame(each), each, are_checked=True) for each in PAYLOADS]
     assert bytes(link.wire) == b"".join(whole)
     arrived, listen = listener(bytes(link.wire), steps_of(seed + 1))
@@ -269,7 +273,7 @@ SLOT = 8192
 
 def test_slots_are_used_until_there_are_none_and_again_after_a_credit() -> None:
     window = FakeWindow(2, SLOT)
-    port, link = port_on(lambda: 1 << 20, window)
+    connection, link = connection_on(lambda: 1 << 20, window)
     payloads = [bytes([number]) * 5000 for number in range(3)]
     let_go: list[int] = []
     queue = deque(
@@ -277,10 +281,10 @@ def test_slots_are_used_until_there_are_none_and_again_after_a_credit() -> None:
         for number, each in enumerate(payloads)
     )
 
-    def source(port: Port) -> Outgoing | None:
-        return queue.popleft() if queue and port.can_take(len(queue[0].payload)) else None
+    def source(connection: Connection) -> Outgoing | None:
+        return queue.popleft() if queue and connection.can_take(len(queue[0].payload)) else None
 
-    port.write(source)
+    connection.write(source)
     assert len(queue) == 1
     assert let_go == [0, 1], "the copy is made: the memory is free at once"
     assert [bytes(slot[:5000]) for slot in window.mine] == payloads[:2]
@@ -288,29 +292,29 @@ def test_slots_are_used_until_there_are_none_and_again_after_a_credit() -> None:
         (IN_WINDOW, 0),
         (IN_WINDOW, 1),
     ]
-    assert not port.can_take(5000)
-    assert port.can_take(100), "small payloads go through the stream"
-    assert port.can_take(SLOT + 1), "and so do those that fit no slot"
+    assert not connection.can_take(5000)
+    assert connection.can_take(100), "small payloads go through the stream"
+    assert connection.can_take(SLOT + 1), "and so do those that fit no slot"
 
-    link.incoming += frames.encode(Frame(Kind.CREDIT, 3, source=1, tag=1))
-    port.read(lambda *_: pytest.fail("credits are the port's own business"))
-    port.write(source)
+    link.incoming += frames.encode(Frame(Kind.SLOT_FREE, 3, source=1, tag=1))
+    connection.read(lambda *_: pytest.fail("credits are the connection's own business"))
+    connection.write(source)
     assert bytes(window.mine[1][:5000]) == payloads[2]
-    assert port.meter.bytes_in_window == 15_000
+    assert connection.meter.bytes_in_window == 15_000
 
 
 def test_messages_with_a_tag_keep_it() -> None:
-    port, link = port_on(lambda: 1 << 20, FakeWindow(2, SLOT))
+    connection, link = connection_on(lambda: 1 << 20, FakeWindow(2, SLOT))
     payload = bytes(6000)
     frame = data_frame(payload, Kind.EAGER, tag=77)
-    port.control.append(Outgoing(frame, memoryview(payload)))
-    port.write(lambda _: None)
+    connection.control.append(Outgoing(frame, memoryview(payload)))
+    connection.write(lambda _: None)
     assert parse(link.wire) == [(frame, payload)]
 
 
 def test_a_payload_in_the_window_is_credited_once_it_is_used() -> None:
     window = FakeWindow(2, SLOT)
-    port, link = port_on(lambda: 1 << 20, window)
+    connection, link = connection_on(lambda: 1 << 20, window)
     window.theirs[1][:5] = b"hello"
     for into_buffer in (True, False):
         got: list[bytes] = []
@@ -318,46 +322,46 @@ def test_a_payload_in_the_window_is_credited_once_it_is_used() -> None:
             Frame(Kind.DATA, 3, length=5, source=1, flags=IN_WINDOW, tag=1)
         )
         buffer = memoryview(bytearray(5)) if into_buffer else None
-        port.read(
+        connection.read(
             lambda *_, buffer=buffer, got=got: Sink(
                 buffer, lambda payload: got.append(bytes(payload))
             )
         )
         assert got == [b"hello"]
-        port.write(lambda _: None)
-        assert parse(link.wire)[-1][0] == Frame(Kind.CREDIT, 3, tag=1, source=0)
+        connection.write(lambda _: None)
+        assert parse(link.wire)[-1][0] == Frame(Kind.SLOT_FREE, 3, tag=1, source=0)
 
 
 @pytest.mark.parametrize(
     "hostile",
     [
-        Frame(Kind.CREDIT, 3, source=1, tag=0),
-        Frame(Kind.CREDIT, 3, source=1, tag=-1),
-        Frame(Kind.CREDIT, 3, source=1, tag=2),
+        Frame(Kind.SLOT_FREE, 3, source=1, tag=0),
+        Frame(Kind.SLOT_FREE, 3, source=1, tag=-1),
+        Frame(Kind.SLOT_FREE, 3, source=1, tag=2),
         Frame(Kind.DATA, 3, length=10, source=1, flags=IN_WINDOW, tag=2),
         Frame(Kind.DATA, 3, length=10, source=1, flags=IN_WINDOW, tag=-1),
         Frame(Kind.DATA, 3, length=SLOT + 1, source=1, flags=IN_WINDOW, tag=0),
     ],
 )
 def test_slots_that_a_peer_must_not_name(hostile: Frame) -> None:
-    port, link = port_on(lambda: 1 << 20, FakeWindow(2, SLOT))
+    connection, link = connection_on(lambda: 1 << 20, FakeWindow(2, SLOT))
     link.incoming += frames.encode(hostile)
     with pytest.raises(ProtocolError):
-        port.read(lambda *_: pytest.fail("must not be routed"))
+        connection.read(lambda *_: pytest.fail("must not be routed"))
 
 
 def test_a_slot_is_not_used_again_before_its_credit_has_left() -> None:
     """Else a peer that reads no credits could make us pile them up."""
-    port, link = port_on(lambda: 1 << 20, FakeWindow(1, SLOT))
+    connection, link = connection_on(lambda: 1 << 20, FakeWindow(1, SLOT))
     frame = Frame(Kind.DATA, 3, length=1, source=1, flags=IN_WINDOW, tag=0)
     sink = Sink(None, lambda _: None)
     link.incoming += frames.encode(frame) * 2
     with pytest.raises(ProtocolError, match="used again before it was free"):
-        port.read(lambda *_: sink)
+        connection.read(lambda *_: sink)
 
 
 def test_a_window_that_this_link_does_not_have() -> None:
-    port, link = port_on(lambda: 1 << 20)
+    connection, link = connection_on(lambda: 1 << 20)
     link.incoming += frames.encode(Frame(Kind.DATA, 3, length=1, source=1, flags=IN_WINDOW, tag=0))
     with pytest.raises(ProtocolError, match="does not have"):
-        port.read(lambda *_: Sink(None, lambda _: None))
+        connection.read(lambda *_: Sink(None, lambda _: None))

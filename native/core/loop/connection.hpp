@@ -1,8 +1,9 @@
-// One link as the loop sees it: frames in, frames out, no policy. The twin of engine/loop/port.py.
+// A connection: one link as the loop sees it. Frames in, frames out, no policy. The twin of
+// engine/loop/connection.py.
 //
-// A port keeps what is half done: a header or payload half read, a frame half written, the window
-// slots that are free. It never blocks; `read` and `write` go on until the link has no more to give
-// or take, or until the budget is spent, so that no link starves the others.
+// It keeps what is half done: a header or payload half read, a frame half written, the window slots
+// that are free. It never blocks; `read` and `write` go on until the link has no more to give or
+// take, or until the budget is spent, so that no link starves the others.
 #pragma once
 
 #include <atomic>
@@ -35,7 +36,7 @@ struct Outgoing {
 using Consume = std::function<void(const uint8_t* part, size_t offset, size_t count)>;
 
 // Where a payload goes, and what to do once it is there. Without `buffer` and `consume` it is only
-// looked at by `complete`, in memory of the port's.
+// looked at by `complete`, in memory of the connection's.
 struct Sink {
     uint8_t* buffer = nullptr;
     Consume consume;  // instead of a buffer: takes the payload in parts, as it comes
@@ -51,23 +52,23 @@ struct Counters {
     std::atomic<uint64_t> messages_received{0};
 };
 
-class Port {
+class Connection {
 public:
-    using Source = std::function<bool(Port&, Outgoing&)>;
-    using Route = std::function<Sink(Port&, const Frame&)>;
+    using Source = std::function<bool(Connection&, Outgoing&)>;
+    using Route = std::function<Sink(Connection&, const Frame&)>;
 
-    Port(Link link, std::shared_ptr<Counters> counters);
+    Connection(Link link, std::shared_ptr<Counters> counters);
 
     int rank() const { return link_.rank; }
     const Link& link() const { return link_; }
 
     std::deque<Outgoing> control;
-    bool said_goodbye = false;     // the peer will send nothing more
-    bool is_acknowledged = false;  // the peer has everything sent before its own GOODBYE
+    bool has_closed = false;       // the peer will send nothing more
+    bool is_acknowledged = false;  // the peer has read all that was sent before its CLOSE
     bool is_blocked = false;       // the link took less than offered; wait until it is writable
     bool has_room = false;         // it is writable now
     bool is_garbled = false;       // a checksum did not match: what comes makes no sense any more
-    bool said_abort = false;       // the peer has told why the group is over: nothing else matters
+    bool has_aborted = false;      // the peer has said why the group is over: nothing else matters
 
     bool is_writing() const;
 
@@ -97,7 +98,7 @@ private:
     bool read_checksum();
     void check(const uint8_t* theirs, uint32_t mine);
     void finish();
-    void take_credit(int32_t slot);
+    void free_slot(int32_t slot);
 
     Link link_;
     std::shared_ptr<Counters> counters_;
@@ -106,7 +107,7 @@ private:
     const size_t header_bytes_;
 
     std::deque<uint32_t> slots_;
-    std::set<uint32_t> uncredited_;
+    std::set<uint32_t> unreleased_;
 
     std::vector<uint8_t> head_;  // a header, with a small payload behind it
     Piece pieces_[3] = {};

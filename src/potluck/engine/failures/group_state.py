@@ -1,4 +1,4 @@
-"""Whether a group lives. The first failure ends it, once and for all."""
+"""The state of a group: alive, or over with an error. The first failure ends it for good."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from potluck.errors import GroupClosed
 from potluck.types import Group
 
 
-class Fate:
-    """Why the group is over, None while it is not. Set once; any thread may look."""
+class GroupState:
+    """Holds the error that ended the group, None while it is alive. Set once; for any thread."""
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -1,8 +1,8 @@
-"""One link as the progress loop sees it: frames in, frames out, no policy.
+"""A connection: one link as the progress loop sees it. Frames in, frames out, no policy.
 
-A port keeps what is half done: a header or payload half read, a frame half written, the window
-slots that are free. It never blocks; ``read`` and ``write`` go on until the link has no more to
-give or take, or until ``BUDGET`` bytes have moved, so that no link starves the others.
+It keeps what is half done: a header or payload half read, a frame half written, the window slots
+that are free. It never blocks; ``read`` and ``write`` go on until the link has no more to give or
+take, or until ``BUDGET`` bytes have moved, so that no link starves the others.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ class Sink(NamedTuple):
     complete: Callable[[memoryview], None]
 
 
-class Port:
-    """The engine's end of the link to rank ``rank``."""
+class Connection:
+    """This rank's end of the link to rank ``rank``."""
 
     def __init__(self, rank: int, link: Link, meter: LinkMeter) -> None:
         self.rank = rank
         self.link = link
         self.meter = meter
         self.control: deque[Outgoing] = deque()
-        self.said_goodbye = False
+        self.has_closed = False
         """The peer will send nothing more."""
         self.is_acknowledged = False
-        """The peer has everything this side sent before its own GOODBYE."""
+        """The peer has read all that this side sent before its own CLOSE."""
         self.is_blocked = False
         """The link took less than offered; wait until it is writable."""
         self.is_garbled = False
         """A checksum did not match: what comes makes no sense any more."""
-        self.said_abort = False
-        """The peer has told that the group is over, and why: nothing after that matters."""
+        self.has_aborted = False
+        """The peer has said why the group is over: nothing after that matters."""
         window = link.window
         self._slots: deque[int] = deque(range(window.num_slots) if window else ())
-        self._uncredited: set[int] = set()
+        self._unreleased: set[int] = set()
         self._writing: deque[memoryview] = deque()
         self._sent: Callable[[], None] | None = None
         self._are_checked = link.needs_checksums
@@ -101,7 +101,7 @@ class Port:
         """Whether such a payload could start now (a window may be out of slots)."""
         return not self._writing and (not self.fits_window(nbytes) or bool(self._slots))
 
-    def write(self, source: Callable[[Port], Outgoing | None]) -> bool:
+    def write(self, source: Callable[[Connection], Outgoing | None]) -> bool:
         """Write until the link is full, ``source`` has nothing more, or the budget is spent.
 
         Returns True if there may be more to write at once.
@@ -172,7 +172,7 @@ class Port:
             self._scratch = memoryview(bytearray(nbytes))
         return self._scratch[:nbytes]
 
-    def read(self, route: Callable[[Port, Frame], Sink]) -> bool:
+    def read(self, route: Callable[[Connection, Frame], Sink]) -> bool:
         """Read until the link has no more or the budget is spent; ``route`` places payloads.
 
         Returns True if there may be more to read at once.
@@ -223,10 +223,10 @@ class Port:
         self.is_garbled = True
         raise ProtocolError("bytes were changed on the way: the checksum of a frame does not match")
 
-    def _begin(self, frame: Frame, route: Callable[[Port, Frame], Sink]) -> None:
+    def _begin(self, frame: Frame, route: Callable[[Connection, Frame], Sink]) -> None:
         self.meter.messages_received += 1
-        if frame.kind is Kind.CREDIT:
-            self._take_credit(frame.tag)
+        if frame.kind is Kind.SLOT_FREE:
+            self._free_slot(frame.tag)
             return
         if frame.flags & IN_WINDOW:
             window = self.link.window
@@ -234,7 +234,7 @@ class Port:
                 raise ProtocolError("a frame points to a window slot that this link does not have")
             payload = window.incoming(frame.tag)[: frame.length]
             slot = frame.tag
-            if slot in self._uncredited:
+            if slot in self._unreleased:
                 raise ProtocolError(f"window slot {slot} was used again before it was free")
             self.meter.bytes_received += frame.length
             sink = route(self, frame)
@@ -242,10 +242,10 @@ class Port:
                 _copy(sink.buffer, payload)
                 payload = sink.buffer
             sink.complete(payload)
-            self._uncredited.add(slot)
-            credit = Frame(Kind.CREDIT, frame.epoch, tag=slot)
+            self._unreleased.add(slot)
+            free = Frame(Kind.SLOT_FREE, frame.epoch, tag=slot)
             self.control.append(
-                Outgoing(credit, memoryview(b""), lambda: self._uncredited.discard(slot))
+                Outgoing(free, memoryview(b""), lambda: self._unreleased.discard(slot))
             )
             return
         sink = route(self, frame)
@@ -262,10 +262,10 @@ class Port:
         self._sink, self._part = None, self._header
         sink.complete(self._target)
 
-    def _take_credit(self, slot: int) -> None:
+    def _free_slot(self, slot: int) -> None:
         window = self.link.window
         if window is None or not 0 <= slot < window.num_slots or slot in self._slots:
-            raise ProtocolError(f"a credit for window slot {slot}, which is not in use")
+            raise ProtocolError(f"window slot {slot} was freed, which is not in use")
         self._slots.append(slot)
 
 

@@ -1,5 +1,5 @@
-// Whether a group lives. The first failure ends it, once and for all; what to call it is decided in
-// Python (engine/failures/verdict.py), from the facts here.
+// The state of a group: alive, or over with a failure. The first failure ends it for good. The twin
+// of engine/failures/group_state.py; Python makes the error (engine/failures/group_errors.py).
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace potluck {
 
-struct Fact {
+// What ended a group, as far as the loop knows.
+struct GroupFailure {
     enum class Kind {
         none,
         lost,      // the link to `rank` ended: `text`
@@ -39,35 +40,36 @@ struct Fact {
     int dtype = 0;
 };
 
-class Fate {
+class GroupState {
 public:
-    bool is_over() const { return fact_.kind != Fact::Kind::none; }
-    const Fact& fact() const { return fact_; }
+    bool is_over() const { return failure_.kind != GroupFailure::Kind::none; }
+    const GroupFailure& failure() const { return failure_; }
 
-    // End the group; the first fact wins. `item` is what the rank was at, nullptr for nothing.
-    void fail(Fact::Kind kind, int rank, std::string text, const Item* item,
+    // End the group; the first failure wins. `item` is what the rank was at, nullptr for nothing.
+    void fail(GroupFailure::Kind kind, int rank, std::string text, const Item* item,
               std::vector<uint8_t> payload = {}) {
         if (is_over()) return;
-        fact_.kind = kind;
-        fact_.rank = rank;
-        fact_.text = std::move(text);
-        fact_.payload = std::move(payload);
+        failure_.kind = kind;
+        failure_.rank = rank;
+        failure_.text = std::move(text);
+        failure_.payload = std::move(payload);
         if (item != nullptr) {
-            fact_.has_item = true;
-            fact_.item = item->name();
-            fact_.awaited = item->awaited();
+            failure_.has_item = true;
+            failure_.item = item->name();
+            failure_.awaited = item->awaited();
         }
     }
     // `rank` made the call, or sent the message, that `number` and `dtype` say.
-    void disagree(Fact::Kind kind, int rank, const Item& item, uint64_t number, int dtype = 0) {
+    void disagree(GroupFailure::Kind kind, int rank, const Item& item, uint64_t number,
+                  int dtype = 0) {
         if (is_over()) return;
-        fact_.number = number;
-        fact_.dtype = dtype;
+        failure_.number = number;
+        failure_.dtype = dtype;
         fail(kind, rank, "", &item);
     }
 
 private:
-    Fact fact_;
+    GroupFailure failure_;
 };
 
 }  // namespace potluck

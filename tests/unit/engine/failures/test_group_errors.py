@@ -6,7 +6,7 @@ import pytest
 
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.engine.call import Call
-from potluck.engine.failures.verdict import (
+from potluck.engine.failures.group_errors import (
     abort_of,
     desync,
     error_of,

@@ -18,23 +18,23 @@
 #include <utility>
 #include <vector>
 
-#include "core/loop/fate.hpp"
+#include "core/loop/group_state.hpp"
 #include "core/tls/link.hpp"
 #include "core/loop/mailbox.hpp"
 #include "core/loop/messages.hpp"
 #include "core/loop/plans.hpp"
-#include "core/loop/ports.hpp"
+#include "core/loop/connections.hpp"
 
 namespace potluck {
 
 struct Event {
     enum class Kind {
-        ended,    // operation `id` has ended, and nobody was waiting
-        wanted,   // a link to rank `id` is wanted
-        let_go,   // link `id` is no longer used
-        too_late, // link `id` came when the group was over
-        failed,   // the group is over: see Loop::fact; `say` is waited for
-        over,     // the loop has ended
+        ended,     // operation `id` has ended, and nobody was waiting
+        wanted,    // a link to rank `id` is wanted
+        let_go,    // link `id` is no longer used
+        too_late,  // link `id` came when the group was over
+        failed,    // the group is over: see ProgressLoop::failure; `say` is waited for
+        over,      // the loop has ended
     };
 
     Kind kind;
@@ -56,18 +56,18 @@ private:
     std::vector<Event> events_;
 };
 
-struct LoopSpec {
-    Seat seat;
+struct ProgressSpec {
+    Group group;
     uint64_t segment_bytes = 0;
     uint64_t max_early_bytes = 0;
 };
 
-class Loop {
+class ProgressLoop {
 public:
-    explicit Loop(const LoopSpec& spec);
-    ~Loop();
-    Loop(const Loop&) = delete;
-    Loop& operator=(const Loop&) = delete;
+    explicit ProgressLoop(const ProgressSpec& spec);
+    ~ProgressLoop();
+    ProgressLoop(const ProgressLoop&) = delete;
+    ProgressLoop& operator=(const ProgressLoop&) = delete;
 
     // -- from any thread
 
@@ -94,7 +94,7 @@ public:
 
     Events& events() { return *events_; }
     // Why the group is over; only after the event `failed`.
-    const Fact& fact() const { return fate_.fact(); }
+    const GroupFailure& failure() const { return state_.failure(); }
     Counters& counters(int rank) { return *counters_[static_cast<size_t>(rank)]; }
 
 private:
@@ -106,24 +106,24 @@ private:
     void begin_close();
     void end();
     void hear_what_to_say();
-    void tell_all();
-    bool part(Port& port);
+    void send_abort();
+    bool part(Connection& connection);
     const Item* current() const;
     void check_departed();
     bool begins(Ticket& ticket);
-    Sink route(Port& port, const Frame& frame);
-    void handle(Port& port, const Frame& frame, const uint8_t* payload);
-    Sink discard(Port& port, const Frame& frame);
+    Sink route(Connection& connection, const Frame& frame);
+    void handle(Connection& connection, const Frame& frame, const uint8_t* payload);
+    Sink discard(Connection& connection, const Frame& frame);
 
-    const LoopSpec spec_;
+    const ProgressSpec spec_;
     std::shared_ptr<Events> events_;
-    Fate fate_;
+    GroupState state_;
     std::vector<std::shared_ptr<Counters>> counters_;
-    Ports ports_;
+    Connections connections_;
     Plans plans_;
     Messages messages_;
-    Port::Route route_;
-    Port::Source source_;
+    Connection::Route route_;
+    Connection::Source source_;
     double closing_ = 0;  // until when peers may still answer, once this rank leaves
 
     std::mutex mutex_;

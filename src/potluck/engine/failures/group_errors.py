@@ -1,7 +1,7 @@
-"""What to call a failure: the errors that end a group, and how they travel in ABORT frames.
+"""Group errors: which exception a failure becomes, and how it travels in ABORT frames.
 
-Every text names who, where, which operation and which step, so that a reader of one rank's log
-knows what happened on another.
+Each text names the ranks, the nodes, the operation and the step, so that the log of one rank tells
+what happened on another.
 """
 
 from __future__ import annotations
@@ -88,14 +88,18 @@ def _told_by(group: Group, cause: Refused, item: Awaiting | None) -> GroupError 
     return error_of(group, Abort(name, str(cause), int(rank), certain=certain == "1"), item)
 
 
-def overdue(group: Group, item: Awaiting, culprit: int = -1) -> OperationTimeout:
-    """``item`` has passed its deadline; ``culprit`` is the rank that is known to hold it up."""
+def overdue(group: Group, item: Awaiting, blocking_rank: int = -1) -> OperationTimeout:
+    """``item`` has passed its deadline; ``blocking_rank`` holds it up, -1 if that is unknown."""
     waits = item.awaited()
-    rank = culprit if culprit >= 0 else next((peer for peer, _ in waits if peer >= 0), -1)
+    rank = (
+        blocking_rank if blocking_rank >= 0 else next((peer for peer, _ in waits if peer >= 0), -1)
+    )
     missing = "; ".join(
         f"{'any rank' if peer < 0 else group.describe(peer)} ({what})" for peer, what in waits
     )
-    blame = f"{group.describe(culprit)} has not made this call; " if culprit >= 0 else ""
+    blame = (
+        f"{group.describe(blocking_rank)} has not made this call; " if blocking_rank >= 0 else ""
+    )
     return OperationTimeout(
         f"{item} in epoch {group.epoch} exceeded its timeout on {group.describe(group.rank)}; "
         f"{blame}it still waits for {missing or 'its own last segment'}",

@@ -1,4 +1,4 @@
-#include "core/loop/port.hpp"
+#include "core/loop/connection.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -38,7 +38,7 @@ void add(std::atomic<uint64_t>& counter, uint64_t count) {
 
 }  // namespace
 
-Port::Port(Link link, std::shared_ptr<Counters> counters)
+Connection::Connection(Link link, std::shared_ptr<Counters> counters)
     : link_(std::move(link)),
       counters_(std::move(counters)),
       has_checksums_(link_.stream->needs_checksums()),
@@ -48,16 +48,16 @@ Port::Port(Link link, std::shared_ptr<Counters> counters)
 
 // -- outgoing
 
-bool Port::is_writing() const {
+bool Connection::is_writing() const {
     return piece_ < num_pieces_ || !control.empty() || link_.stream->unsent() > 0;
 }
 
-bool Port::fits_window(size_t nbytes) const {
+bool Connection::fits_window(size_t nbytes) const {
     return link_.window.num_slots() > 0 && window_bytes <= nbytes &&
            nbytes <= link_.window.slot_bytes;
 }
 
-bool Port::write(const Source& source) {
+bool Connection::write(const Source& source) {
     size_t budget = budget_bytes;
     is_blocked = false;
     bool has_more = true;
@@ -97,7 +97,7 @@ bool Port::write(const Source& source) {
 }
 
 // Put a frame on the way; returns the bytes that took the window.
-size_t Port::start(Outgoing outgoing) {
+size_t Connection::start(Outgoing outgoing) {
     Frame& frame = outgoing.frame;
     const size_t nbytes = frame.length;
     add(counters_->messages_sent, 1);
@@ -139,14 +139,14 @@ size_t Port::start(Outgoing outgoing) {
     return 0;
 }
 
-void Port::encode_head(const Frame& frame) {
+void Connection::encode_head(const Frame& frame) {
     head_.resize(header_bytes_);
     encode(frame, head_.data());
     if (has_checksums_) put32(head_.data() + frame_bytes, crc32c(0, head_.data(), frame_bytes));
 }
 
 // Add the next part of a payload that is checked; false if there is none.
-bool Port::refill() {
+bool Connection::refill() {
     if (rest_.count == 0) return false;
     if (piece_ == num_pieces_) num_pieces_ = piece_ = 0;
     const Piece part{rest_.data, std::min(rest_.count, checked_bytes)};
@@ -161,7 +161,7 @@ bool Port::refill() {
 }
 
 // The link has taken `count` bytes of the pieces.
-void Port::take(size_t count) {
+void Connection::take(size_t count) {
     while (piece_ < num_pieces_ && count >= pieces_[piece_].count) {
         count -= pieces_[piece_].count;
         ++piece_;
@@ -173,7 +173,7 @@ void Port::take(size_t count) {
 
 // -- incoming
 
-bool Port::read(const Route& route) {
+bool Connection::read(const Route& route) {
     size_t budget = budget_bytes;
     while (budget > 0) {
         size_t taken = 0;
@@ -200,7 +200,7 @@ bool Port::read(const Route& route) {
     return true;
 }
 
-bool Port::drain() {
+bool Connection::drain() {
     parts_.resize(part_bytes);
     for (size_t budget = budget_bytes; budget > 0;) {
         const size_t taken = link_.stream->recv(parts_.data(), part_bytes);
@@ -210,12 +210,12 @@ bool Port::drain() {
     return true;
 }
 
-void Port::begin(const Frame& frame, const Route& route) {
+void Connection::begin(const Frame& frame, const Route& route) {
     add(counters_->messages_received, 1);
     checksum_in_ = 0;
     trailer_filled_ = 0;
-    if (frame.kind == Kind::credit) {
-        take_credit(frame.tag);
+    if (frame.kind == Kind::slot_free) {
+        free_slot(frame.tag);
         return;
     }
     if (frame.flags & in_window) {
@@ -234,7 +234,7 @@ void Port::begin(const Frame& frame, const Route& route) {
     }
 }
 
-void Port::begin_in_window(const Frame& frame, const Route& route) {
+void Connection::begin_in_window(const Frame& frame, const Route& route) {
     const Window& window = link_.window;
     const auto slot = static_cast<uint32_t>(frame.tag);
     if (window.num_slots() == 0 || frame.length > window.slot_bytes) {
@@ -244,7 +244,7 @@ void Port::begin_in_window(const Frame& frame, const Route& route) {
         throw ProtocolError("window slot " + std::to_string(frame.tag) + " was named; there are " +
                             std::to_string(window.num_slots()));
     }
-    if (uncredited_.count(slot)) {
+    if (unreleased_.count(slot)) {
         throw ProtocolError("window slot " + std::to_string(slot) +
                             " was used again before it was free");
     }
@@ -257,16 +257,16 @@ void Port::begin_in_window(const Frame& frame, const Route& route) {
         std::memcpy(sink.buffer, payload, frame.length);
     }
     sink.complete(sink.buffer ? sink.buffer : payload);
-    uncredited_.insert(slot);
-    Outgoing credit;
-    credit.frame.kind = Kind::credit;
-    credit.frame.epoch = frame.epoch;
-    credit.frame.tag = frame.tag;
-    credit.sent = [this, slot] { uncredited_.erase(slot); };
-    control.push_back(std::move(credit));
+    unreleased_.insert(slot);
+    Outgoing free;
+    free.frame.kind = Kind::slot_free;
+    free.frame.epoch = frame.epoch;
+    free.frame.tag = frame.tag;
+    free.sent = [this, slot] { unreleased_.erase(slot); };
+    control.push_back(std::move(free));
 }
 
-size_t Port::read_payload(size_t budget) {
+size_t Connection::read_payload(size_t budget) {
     const size_t left = std::min<size_t>(frame_->length - filled_, budget);
     size_t taken = 0;
     if (sink_.consume) {
@@ -289,7 +289,7 @@ size_t Port::read_payload(size_t budget) {
 }
 
 // Whether the payload's checksum is there; ProtocolError if it is another one.
-bool Port::read_checksum() {
+bool Connection::read_checksum() {
     while (trailer_filled_ < checksum_bytes) {
         const size_t taken = link_.stream->recv(trailer_in_ + trailer_filled_,
                                                 checksum_bytes - trailer_filled_);
@@ -302,13 +302,13 @@ bool Port::read_checksum() {
 }
 
 // There is no use in reading any more, but an accident is none of the peer's doing: it can be told.
-void Port::check(const uint8_t* theirs, uint32_t mine) {
+void Connection::check(const uint8_t* theirs, uint32_t mine) {
     if (get32(theirs) == mine) return;
     is_garbled = true;
     throw ProtocolError("bytes were changed on the way: the checksum of a frame does not match");
 }
 
-void Port::finish() {
+void Connection::finish() {
     Sink sink = std::move(sink_);
     sink_ = {};
     frame_.reset();
@@ -316,12 +316,12 @@ void Port::finish() {
     sink.complete(sink.buffer ? sink.buffer : whole_.data());
 }
 
-void Port::take_credit(int32_t tag) {
+void Connection::free_slot(int32_t tag) {
     const auto slot = static_cast<uint32_t>(tag);
     if (slot >= link_.window.num_slots() ||
         std::find(slots_.begin(), slots_.end(), slot) != slots_.end()) {
-        throw ProtocolError("a credit for window slot " + std::to_string(tag) +
-                            ", which is not in use");
+        throw ProtocolError("window slot " + std::to_string(tag) +
+                            " was freed, which is not in use");
     }
     slots_.push_back(slot);
 }

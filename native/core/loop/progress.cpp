@@ -1,4 +1,4 @@
-#include "core/loop/loop.hpp"
+#include "core/loop/progress.hpp"
 
 #include <algorithm>
 #include <iterator>
@@ -14,7 +14,7 @@ namespace potluck {
 namespace {
 
 // How long an orderly close waits for every peer to have everything.
-constexpr double farewell_s = 1.0;
+constexpr double close_s = 1.0;
 constexpr double idle_s = 5.0;
 // How long a failing group tries to tell its peers before it closes the links.
 constexpr double flush_s = 0.2;
@@ -48,30 +48,31 @@ std::vector<Event> Events::take(double seconds) {
 
 // -- from any thread
 
-Loop::Loop(const LoopSpec& spec)
+ProgressLoop::ProgressLoop(const ProgressSpec& spec)
     : spec_(spec),
       events_(std::make_shared<Events>()),
-      counters_(make_counters(spec.seat.world_size)),
-      ports_(fate_, spec.seat,
-             // With less than three segments a sender would wait for each report.
-             std::max(spec.max_early_bytes, 3 * (spec.segment_bytes + share_overhead)), counters_,
-             {[this] { return current(); }, [this] { check_departed(); },
-              [this](int rank) { plans_.announce(rank); },
-              [this](int rank) {
-                  events_->push({Event::Kind::wanted, static_cast<uint64_t>(rank)});
-              },
-              [this](const Link& link) { events_->push({Event::Kind::let_go, link.id}); }}),
-      plans_(fate_, ports_, spec.seat),
-      messages_(fate_, ports_, spec.segment_bytes),
-      route_([this](Port& port, const Frame& frame) { return route(port, frame); }),
-      source_([this](Port& port, Outgoing& outgoing) {
+      counters_(make_counters(spec.group.world_size)),
+      connections_(
+          state_, spec.group,
+          // With less than three segments a sender would wait for each report.
+          std::max(spec.max_early_bytes, 3 * (spec.segment_bytes + frame_overhead)), counters_,
+          {[this] { return current(); }, [this] { check_departed(); },
+           [this](int rank) { plans_.announce(rank); },
+           [this](int rank) { events_->push({Event::Kind::wanted, static_cast<uint64_t>(rank)}); },
+           [this](const Link& link) { events_->push({Event::Kind::let_go, link.id}); }}),
+      plans_(state_, connections_, spec.group),
+      messages_(state_, connections_, spec.segment_bytes),
+      route_(
+          [this](Connection& connection, const Frame& frame) { return route(connection, frame); }),
+      source_([this](Connection& connection, Outgoing& outgoing) {
           if (closing_ > 0) return false;
-          return messages_.next_outgoing(port, outgoing) || plans_.next_outgoing(port, outgoing);
+          return messages_.next_outgoing(connection, outgoing) ||
+                 plans_.next_outgoing(connection, outgoing);
       }) {
     thread_ = std::thread([this] { run(); });
 }
 
-Loop::~Loop() {
+ProgressLoop::~ProgressLoop() {
     stop();
     {
         const std::lock_guard lock(mutex_);
@@ -81,15 +82,15 @@ Loop::~Loop() {
     join();
 }
 
-bool Loop::post(std::function<void()> command) {
+bool ProgressLoop::post(std::function<void()> command) {
     const std::lock_guard lock(mutex_);
     if (is_over_) return false;
     inbox_.push_back(std::move(command));
-    if (!std::exchange(is_awake_, true)) ports_.poller.wake();
+    if (!std::exchange(is_awake_, true)) connections_.poller.wake();
     return true;
 }
 
-void Loop::start(PlanSpec spec, std::shared_ptr<Ticket> ticket) {
+void ProgressLoop::start(PlanSpec spec, std::shared_ptr<Ticket> ticket) {
     auto running = std::make_shared<RunningPlan>(std::move(spec), ticket);
     const bool is_posted = post([this, running] {
         if (begins(*running->ticket)) plans_.begin(running);
@@ -97,53 +98,53 @@ void Loop::start(PlanSpec spec, std::shared_ptr<Ticket> ticket) {
     if (!is_posted) ticket->finish(Ticket::State::refused, 0);
 }
 
-void Loop::send(SendingPtr sending) {
+void ProgressLoop::send(SendingPtr sending) {
     const bool is_posted = post([this, sending] {
         if (begins(*sending->ticket)) messages_.send(sending);
     });
     if (!is_posted) sending->ticket->finish(Ticket::State::refused, 0);
 }
 
-void Loop::receive(ReceivingPtr receiving) {
+void ProgressLoop::receive(ReceivingPtr receiving) {
     const bool is_posted = post([this, receiving] {
         if (begins(*receiving->ticket)) messages_.receive(receiving);
     });
     if (!is_posted) receiving->ticket->finish(Ticket::State::refused, 0);
 }
 
-void Loop::adopt(Link link) {
+void ProgressLoop::adopt(Link link) {
     const uint64_t id = link.id;
     const bool is_posted = post([this, link = std::move(link)] {
-        if (fate_.is_over()) {
+        if (state_.is_over()) {
             events_->push({Event::Kind::too_late, link.id});
             return;
         }
         const int rank = link.rank;
-        ports_.adopt(link);
+        connections_.adopt(link);
         // It came while this rank was leaving: say so in order.
-        if (closing_ > 0) ports_.say(rank, Kind::goodbye);
+        if (closing_ > 0) connections_.say(rank, Kind::close);
     });
     if (!is_posted) events_->push({Event::Kind::too_late, id});
 }
 
-void Loop::no_link(int rank) {
-    post([this, rank] { ports_.lose(rank, Fact::Kind::no_link, ""); });
+void ProgressLoop::no_link(int rank) {
+    post([this, rank] { connections_.lose(rank, GroupFailure::Kind::no_link, ""); });
 }
 
-void Loop::stop() {
-    post([this] { fate_.fail(Fact::Kind::stopped, -1, "", nullptr); });
+void ProgressLoop::stop() {
+    post([this] { state_.fail(GroupFailure::Kind::stopped, -1, "", nullptr); });
 }
 
-void Loop::close() {
+void ProgressLoop::close() {
     post([this] { begin_close(); });
 }
 
-void Loop::join() {
+void ProgressLoop::join() {
     const std::lock_guard lock(join_mutex_);
     if (thread_.joinable()) thread_.join();
 }
 
-void Loop::say(std::vector<uint8_t> abort_body, bool has_abort) {
+void ProgressLoop::say(std::vector<uint8_t> abort_body, bool has_abort) {
     {
         const std::lock_guard lock(mutex_);
         abort_body_ = std::move(abort_body);
@@ -155,22 +156,22 @@ void Loop::say(std::vector<uint8_t> abort_body, bool has_abort) {
 
 // -- the loop
 
-void Loop::run() {
+void ProgressLoop::run() {
 #ifdef __linux__
     pthread_setname_np(pthread_self(), "potluck-loop");
 #endif
     try {
         while (!should_end()) turn();
     } catch (const std::exception& error) {
-        fate_.fail(Fact::Kind::broke, spec_.seat.rank, error.what(), nullptr);
+        state_.fail(GroupFailure::Kind::broke, spec_.group.rank, error.what(), nullptr);
     }
     end();
 }
 
-void Loop::turn() {
-    for (const Poller::Ready& each : ports_.poller.wait(patience())) {
-        if (each.has_bytes) ports_.ready.insert(each.tag);
-        if (each.has_room) ports_.has_room(each.tag);
+void ProgressLoop::turn() {
+    for (const Poller::Ready& each : connections_.poller.wait(patience())) {
+        if (each.has_bytes) connections_.ready.insert(each.tag);
+        if (each.has_room) connections_.has_room(each.tag);
     }
     std::deque<std::function<void()>> inbox;
     {
@@ -185,7 +186,7 @@ void Loop::turn() {
         std::move(inbox.rbegin(), inbox.rend(), std::front_inserter(inbox_));
         throw;
     }
-    ports_.move(route_, source_);
+    connections_.move(route_, source_);
     if (closing_ > 0) return;  // what is under way is given up
     const double now = now_s();
     plans_.check_deadlines(now);
@@ -193,14 +194,14 @@ void Loop::turn() {
 }
 
 // How long there is nothing to do unless something comes.
-double Loop::patience() const {
-    if (!ports_.ready.empty() || !ports_.dirty.empty()) return 0;
+double ProgressLoop::patience() const {
+    if (!connections_.ready.empty() || !connections_.dirty.empty()) return 0;
     const double until =
         closing_ > 0 ? closing_ : std::min(plans_.wakes_at(), messages_.wakes_at());
     return std::clamp(until - now_s(), 0.0, idle_s);
 }
 
-const Item* Loop::current() const {
+const Item* ProgressLoop::current() const {
     if (!plans_.pending().empty()) return plans_.pending().front().get();
     const Item* first = nullptr;
     messages_.mailbox().each_pending([&](const Item* item) {
@@ -209,15 +210,15 @@ const Item* Loop::current() const {
     return first;
 }
 
-void Loop::check_departed() {
+void ProgressLoop::check_departed() {
     if (closing_ > 0) return;  // what is under way is given up: who leaves has lost nobody
-    for (const auto& running : plans_.pending()) ports_.check_departed(*running);
-    messages_.mailbox().each_pending([&](const Item* item) { ports_.check_departed(*item); });
+    for (const auto& running : plans_.pending()) connections_.check_departed(*running);
+    messages_.mailbox().each_pending([&](const Item* item) { connections_.check_departed(*item); });
 }
 
 // Whether an operation may begin: not if the group is over or being left.
-bool Loop::begins(Ticket& ticket) {
-    if (!fate_.is_over() && closing_ == 0) return true;
+bool ProgressLoop::begins(Ticket& ticket) {
+    if (!state_.is_over() && closing_ == 0) return true;
     ticket.finish(Ticket::State::refused, 0);
     return false;
 }
@@ -225,48 +226,50 @@ bool Loop::begins(Ticket& ticket) {
 // -- frames
 
 // Where the payload of an arriving frame goes, and what is done once it is there.
-Sink Loop::route(Port& port, const Frame& frame) {
-    if (frame.epoch != spec_.seat.epoch) {
+Sink ProgressLoop::route(Connection& connection, const Frame& frame) {
+    if (frame.epoch != spec_.group.epoch) {
         throw ProtocolError("a frame of epoch " + std::to_string(frame.epoch) + " in epoch " +
-                            std::to_string(spec_.seat.epoch));
+                            std::to_string(spec_.group.epoch));
     }
-    if (frame.source != port.rank()) {
+    if (frame.source != connection.rank()) {
         throw ProtocolError("a frame of rank " + std::to_string(frame.source) +
-                            " on the link to rank " + std::to_string(port.rank()));
+                            " on the link to rank " + std::to_string(connection.rank()));
     }
     switch (frame.kind) {
-        case Kind::data: return plans_.route(port, frame);
-        case Kind::eager: return messages_.keep_eager(port, frame);
-        case Kind::piece: return messages_.route_piece(port, frame);
+        case Kind::data: return plans_.route(connection, frame);
+        case Kind::eager: return messages_.keep_eager(connection, frame);
+        case Kind::piece: return messages_.route_piece(connection, frame);
         default: break;
     }
     Sink sink;
-    sink.complete = [this, &port, frame](const uint8_t* payload) { handle(port, frame, payload); };
+    sink.complete = [this, &connection, frame](const uint8_t* payload) {
+        handle(connection, frame, payload);
+    };
     return sink;
 }
 
-void Loop::handle(Port& port, const Frame& frame, const uint8_t* payload) {
+void ProgressLoop::handle(Connection& connection, const Frame& frame, const uint8_t* payload) {
     switch (frame.kind) {
-        case Kind::request: messages_.on_request(port, frame, payload); break;
-        case Kind::grant: messages_.on_grant(port, frame); break;
-        case Kind::ask: plans_.on_ask(port, frame); break;
-        case Kind::tell: plans_.on_tell(port, frame); break;
-        case Kind::begun: plans_.on_begun(port, frame); break;
-        case Kind::used:
-            ports_.share(port.rank()).reported(frame.operation);
-            ports_.dirty.insert(port.rank());
+        case Kind::rts: messages_.on_rts(connection, frame, payload); break;
+        case Kind::cts: messages_.on_cts(connection, frame); break;
+        case Kind::hang_query: plans_.on_hang_query(connection, frame); break;
+        case Kind::hang_report: plans_.on_hang_report(connection, frame); break;
+        case Kind::begun: plans_.on_begun(connection, frame); break;
+        case Kind::credit:
+            connections_.flow(connection.rank()).add_credit(frame.operation);
+            connections_.dirty.insert(connection.rank());
             break;
         case Kind::abort:
-            port.said_abort = true;
-            fate_.fail(Fact::Kind::told, port.rank(), "", current(),
-                       {payload, payload + frame.length});
+            connection.has_aborted = true;
+            state_.fail(GroupFailure::Kind::told, connection.rank(), "", current(),
+                        {payload, payload + frame.length});
             break;
-        case Kind::goodbye:
-            if (port.said_goodbye) throw ProtocolError("a second GOODBYE");
-            port.said_goodbye = true;
-            ports_.say(port.rank(), Kind::farewell);
+        case Kind::close:
+            if (connection.has_closed) throw ProtocolError("a second CLOSE");
+            connection.has_closed = true;
+            connections_.say(connection.rank(), Kind::close_ack);
             break;
-        case Kind::farewell: port.is_acknowledged = true; break;
+        case Kind::close_ack: connection.is_acknowledged = true; break;
         default: break;
     }
 }
@@ -275,36 +278,37 @@ void Loop::handle(Port& port, const Frame& frame, const uint8_t* payload) {
 
 // Say goodbye. What is under way here is given up: who needs this rank for it is told, who does not
 // may go on.
-void Loop::begin_close() {
-    if (closing_ > 0 || fate_.is_over()) return;
-    closing_ = now_s() + farewell_s;
-    for (const auto& port : ports_.all()) {
-        if (port) ports_.say(port->rank(), Kind::goodbye);
+void ProgressLoop::begin_close() {
+    if (closing_ > 0 || state_.is_over()) return;
+    closing_ = now_s() + close_s;
+    for (const auto& connection : connections_.all()) {
+        if (connection) connections_.say(connection->rank(), Kind::close);
     }
 }
 
-bool Loop::should_end() {
-    if (fate_.is_over()) return true;
+bool ProgressLoop::should_end() {
+    if (state_.is_over()) return true;
     if (closing_ == 0) return false;
-    const auto& ports = ports_.all();
-    const bool is_settled = std::all_of(ports.begin(), ports.end(), [](const auto& port) {
-        return !port || (port->is_acknowledged && !port->is_writing());
-    });
+    const auto& connections = connections_.all();
+    const bool is_settled =
+        std::all_of(connections.begin(), connections.end(), [](const auto& connection) {
+            return !connection || (connection->is_acknowledged && !connection->is_writing());
+        });
     return is_settled || now_s() >= closing_;
 }
 
 // Tell the peers, then let every waiting caller go: whatever breaks here, nobody hangs.
-void Loop::end() {
+void ProgressLoop::end() {
     try {
-        if (fate_.is_over() && fate_.fact().kind != Fact::Kind::closed) {
+        if (state_.is_over() && state_.failure().kind != GroupFailure::Kind::closed) {
             events_->push({Event::Kind::failed});
             hear_what_to_say();
-            tell_all();
+            send_abort();
         }
     } catch (const std::exception&) {
         // The links end now, which tells the peers as much.
     }
-    fate_.fail(Fact::Kind::closed, -1, "", nullptr);
+    state_.fail(GroupFailure::Kind::closed, -1, "", nullptr);
     std::deque<std::function<void()>> inbox;
     {
         const std::lock_guard lock(mutex_);
@@ -317,14 +321,14 @@ void Loop::end() {
     }
     messages_.mailbox().each_pending(
         [](const Item* item) { item->ticket->finish(Ticket::State::failed, 0); });
-    for (const auto& port : ports_.all()) {
-        if (port) ports_.drop(*port);
+    for (const auto& connection : connections_.all()) {
+        if (connection) connections_.drop(*connection);
     }
-    ports_.poller.close();
+    connections_.poller.close();
     events_->push({Event::Kind::over});
 }
 
-void Loop::hear_what_to_say() {
+void ProgressLoop::hear_what_to_say() {
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, std::chrono::duration<double>(words_s), [this] { return has_words_; });
 }
@@ -334,61 +338,61 @@ void Loop::hear_what_to_say() {
 // Until this returns user buffers are still ours, so frames half written stay what they were. Each
 // link is read until the peer's own ABORT or its end: closing it over unread bytes would reset the
 // connection, and the peer would lose the reason and blame this rank.
-void Loop::tell_all() {
+void ProgressLoop::send_abort() {
     if (!has_abort_) return;
     const auto body = std::make_shared<std::vector<uint8_t>>(abort_body_);
-    for (const auto& port : ports_.all()) {
-        if (!port) continue;
+    for (const auto& connection : connections_.all()) {
+        if (!connection) continue;
         Outgoing outgoing;
-        outgoing.frame = ports_.frame(Kind::abort);
+        outgoing.frame = connections_.frame(Kind::abort);
         outgoing.frame.length = static_cast<uint32_t>(body->size());
         outgoing.owned = body;
         outgoing.payload = body->data();
-        port->control.clear();
-        port->control.push_back(std::move(outgoing));
+        connection->control.clear();
+        connection->control.push_back(std::move(outgoing));
     }
     const double deadline = now_s() + flush_s;
-    while (!ports_.is_empty()) {
+    while (!connections_.is_empty()) {
         const double left = deadline - now_s();
         if (left <= 0) break;
         bool has_more = false;
-        for (const auto& port : ports_.all()) {
-            if (port) has_more |= part(*port);
+        for (const auto& connection : connections_.all()) {
+            if (connection) has_more |= part(*connection);
         }
-        if (!ports_.is_empty()) ports_.poller.wait(has_more ? 0 : left);
+        if (!connections_.is_empty()) connections_.poller.wait(has_more ? 0 : left);
     }
 }
 
 // Go on with telling the peer and hearing it; true if there is more to do at once.
-bool Loop::part(Port& port) {
+bool ProgressLoop::part(Connection& connection) {
     bool has_more = false;
     try {
-        has_more = port.write([](Port&, Outgoing&) { return false; });
-        if (port.is_garbled) {
-            has_more |= port.drain();
-        } else if (!port.said_abort) {
-            has_more |= port.read([this](Port& from, const Frame& frame) {
+        has_more = connection.write([](Connection&, Outgoing&) { return false; });
+        if (connection.is_garbled) {
+            has_more |= connection.drain();
+        } else if (!connection.has_aborted) {
+            has_more |= connection.read([this](Connection& from, const Frame& frame) {
                 return discard(from, frame);
-            }) || port.link().stream->is_readable();
+            }) || connection.link().stream->is_readable();
         }
     } catch (const LinkError&) {
-        ports_.drop(port);
+        connections_.drop(connection);
         return false;
     } catch (const ProtocolError&) {
-        ports_.drop(port);
+        connections_.drop(connection);
         return false;
     }
-    if (port.said_abort && !port.is_writing()) {
-        ports_.drop(port);
+    if (connection.has_aborted && !connection.is_writing()) {
+        connections_.drop(connection);
         return false;
     }
-    ports_.watch(port);
+    connections_.watch(connection);
     return has_more;
 }
 
 // Where a frame goes once the group is over.
-Sink Loop::discard(Port& port, const Frame& frame) {
-    if (frame.kind == Kind::abort) port.said_abort = true;
+Sink ProgressLoop::discard(Connection& connection, const Frame& frame) {
+    if (frame.kind == Kind::abort) connection.has_aborted = true;
     Sink sink;
     sink.consume = [](const uint8_t*, size_t, size_t) {};
     sink.complete = [](const uint8_t*) {};

@@ -1,0 +1,101 @@
+// Flow control of one link by credits: bounds what a rank must keep for a peer that is ahead of it.
+// The twin of engine/loop/flow_control.py, where the rules and their reasons are. Only counts.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+
+#include "core/loop/frame.hpp"
+
+namespace potluck {
+
+constexpr uint64_t frame_overhead = 256;
+
+class FlowControl {
+public:
+    explicit FlowControl(uint64_t limit) : limit_(limit) {}
+
+    // -- sending
+
+    // The peer has begun this operation, hence all before it on its channel too.
+    void has_begun(uint32_t channel, uint64_t operation) {
+        uint64_t& next = begun_[channel];
+        if (operation < next) return;
+        next = operation + 1;
+        if (begun_.size() > max_channels) {
+            throw ProtocolError("it uses more than " + std::to_string(max_channels) + " channels");
+        }
+    }
+
+    // Whether a frame of a collective may be sent now: the peer has begun the operation, so that
+    // the payload goes to the caller's array and takes no buffer, or there is credit for it.
+    bool may_send(uint32_t channel, uint64_t operation, uint64_t nbytes) const {
+        const auto found = begun_.find(channel);
+        return (found != begun_.end() && operation < found->second) || has_credit(nbytes);
+    }
+
+    // Whether a payload of `nbytes` may be sent to a peer that may have to keep it. With nothing in
+    // flight any size may go, or a frame above the limit would wait for ever.
+    bool has_credit(uint64_t nbytes) const {
+        return in_flight_ == 0 || in_flight_ + nbytes + frame_overhead <= limit_;
+    }
+
+    // A frame was sent: its credit is spent, also if it needed none.
+    void sent(uint64_t nbytes) { in_flight_ += nbytes + frame_overhead; }
+
+    // The peer returns credit. ProtocolError if that is more than was spent.
+    void add_credit(uint64_t nbytes) {
+        if (nbytes > in_flight_) {
+            throw ProtocolError("it returned credit for " + std::to_string(nbytes) +
+                                " bytes, but only " + std::to_string(in_flight_) + " were sent");
+        }
+        in_flight_ -= nbytes;
+    }
+
+    // Bytes sent whose credit the peer has not returned.
+    uint64_t in_flight() const { return in_flight_; }
+
+    // -- receiving
+
+    // Whether the peer may run out of credit soon, so that it must know what has begun here.
+    bool is_filling() const { return 4 * held_ >= limit_; }
+
+    // Bytes received and kept, for operations not begun and messages not received here.
+    uint64_t held() const { return held_; }
+
+    // A frame must be kept. ProtocolError if the peer has sent beyond its credit; twice the limit,
+    // because RTS frames are sent without asking for credit.
+    void hold(uint64_t nbytes) {
+        held_ += nbytes + frame_overhead;
+        if (held_ > 2 * limit_) {
+            throw ProtocolError("it has sent " + std::to_string(held_) +
+                                " bytes for operations that this rank has not begun (is "
+                                "max_early_bytes, here " +
+                                std::to_string(limit_) + ", the same on all ranks?)");
+        }
+    }
+
+    // A kept frame is kept no longer; `consume` returns its credit.
+    void release(uint64_t nbytes) { held_ -= nbytes + frame_overhead; }
+
+    // A frame has been used. Returns the credit to send back now, 0 while it is too little.
+    uint64_t consume(uint64_t nbytes) {
+        unreturned_ += nbytes + frame_overhead;
+        if (4 * unreturned_ < limit_) return 0;
+        const uint64_t credit = unreturned_;
+        unreturned_ = 0;
+        return credit;
+    }
+
+private:
+    static constexpr size_t max_channels = 1 << 16;
+
+    uint64_t limit_;
+    uint64_t in_flight_ = 0;
+    uint64_t held_ = 0;
+    uint64_t unreturned_ = 0;
+    std::unordered_map<uint32_t, uint64_t> begun_;
+};
+
+}  // namespace potluck
