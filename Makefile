@@ -22,7 +22,7 @@ demo: ## Train on four workers, lose one on the way, get the right answer
 .PHONY: demo-cluster
 demo-cluster: ## Three hosts on this machine train one model, one is cut off and returns (Linux, root)
 	@tools/environment demo
-	@$(BIN)/python -m potluck.testing.demo_cluster
+	@$(BIN)/python -m support.demo_cluster
 
 .PHONY: check
 check: ## Lint, types and floors: ruff, mypy --strict, import-linter
@@ -49,7 +49,7 @@ bench: ## All claims about speed, against Gloo, Open MPI and MLX (ARGS="--save" 
 .PHONY: soak
 soak: ## 10,000 seeds of the cluster simulator; names those that fail (ARGS="--count 500")
 	@tools/environment dev
-	@$(BIN)/python -m potluck.testing.cluster_sim $(ARGS)
+	@$(BIN)/python -m support.cluster_sim $(ARGS)
 
 .PHONY: jitter
 jitter: ## The tests of whole worlds on links that dawdle, other ones each time (ARGS="-k save")

@@ -32,7 +32,7 @@ from potluck.bench.crew import Crew
 from potluck.bench.libraries import PEERS, Peer
 from potluck.bench.machine import cores, machine
 from potluck.bench.placement import Here
-from potluck.testing import hosts
+from support import hosts
 
 BUCKET_BYTES = 25 << 20
 NUM_WORKERS = 2

@@ -3,7 +3,7 @@
     python benchmarks/hosts.py          # needs Linux, root and iproute2
     python benchmarks/hosts.py --save   # keep the result in benchmarks/results/
 
-The hosts are network namespaces of this machine (``potluck.testing.hosts``), joined by a bridge; a
+The hosts are network namespaces of this machine (``support.hosts``), joined by a bridge; a
 token bucket holds both directions of each link. All hosts share this machine's cores, and TLS
 needs some of them: real machines have more.
 """
@@ -21,7 +21,7 @@ from bench.placements import InHosts
 from potluck.bench.comparison import Plan
 from potluck.bench.machine import machine
 from potluck.bench.sizes import show
-from potluck.testing import hosts
+from support import hosts
 
 SMALL, LARGE = 4 << 10, 100 << 20
 MIB = 1 << 20

@@ -24,8 +24,8 @@ from typing import NoReturn
 import hypothesis
 import pytest
 
-from potluck.testing.figures import Figures
-from potluck.testing.jitter import dawdle
+from support.figures import Figures
+from support.jitter import dawdle
 
 SEED = int(os.environ.get("POTLUCK_TEST_SEED") or random.SystemRandom().randrange(2**32))
 GRACE_S = 20.0  # for a busy machine; only a test that leaks waits for all of it
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: make faults, or --long"))
         if item.get_closest_marker("needs_root_netns"):
-            from potluck.testing import hosts
+            from support import hosts
 
             if reason := hosts.missing():
                 item.add_marker(pytest.mark.skip(reason=reason))
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # ---------------------------------------------------------------- without PyTorch
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-IMPORTS_TORCH = re.compile(r"^(import|from) (potluck\.)?(torch|testing\.process_groups)\b", re.M)
+IMPORTS_TORCH = re.compile(r"^(import|from) (torch|potluck\.torch|support\.process_groups)\b", re.M)
 
 
 class NeedsTorch(pytest.Module):

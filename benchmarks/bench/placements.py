@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from potluck.bench.placement import Here
-from potluck.testing.hosts import INTERFACE, Network
+from support.hosts import INTERFACE, Network
 
 _AS_ITS_OWN = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
 """``ip netns exec`` has given the program mounts of its own."""

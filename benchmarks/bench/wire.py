@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.placements import InHosts
 from potluck.bench.comparison import crews
-from potluck.testing.hosts import INTERFACE, Host, Network
+from support.hosts import INTERFACE, Host, Network
 
 
 def sent_bytes(host: Host) -> int:

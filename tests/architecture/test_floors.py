@@ -49,6 +49,7 @@ def test_nothing_imports_upwards() -> None:
         ("cluster/groups/breach.py", "import time", "The control plane, commits"),
         ("engine/arrays/breach.py", "import potluck.engine.loop", "The folders of the data plane"),
         ("engine/breach.py", "import potluck.testing", "imports it"),
+        ("testing/breach.py", "import support.hosts", "The package runs without"),
         ("training/breach.py", "import torch", "PyTorch is imported only by"),
         ("collectives/breach.py", "import time", "Plans, codecs and messages"),
         ("wire/breach.py", "from socket import socket", "Plans, codecs and messages"),

@@ -28,7 +28,7 @@ def test_files_that_import_torch_skip_without_it(tmp_path: Path) -> None:
         text=True,
         timeout=110,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{TESTS}"},
     )
     assert "1 passed, 3 skipped" in run.stdout, run.stdout + run.stderr
     assert "needs PyTorch, which is not installed" in run.stdout

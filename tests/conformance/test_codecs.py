@@ -12,7 +12,7 @@ from potluck.codecs import NAMES, Codec, codec_of
 from potluck.context import DistributedContext
 from potluck.errors import Desync
 from potluck.testing.world import WorldError
-from potluck.testing.worlds import WORLD_KINDS, World, open_world
+from support.worlds import WORLD_KINDS, World, open_world
 
 SEGMENT_BYTES = 6 * 1024
 WORLDS = [(kind, size) for kind in WORLD_KINDS for size in (2, 3)] + [("inproc", 1), ("inproc", 5)]

@@ -21,7 +21,7 @@ from potluck.collectives import doubling
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import algorithms_for
 from potluck.context import DistributedContext, all_reduce_mean, all_reduce_sum
-from potluck.testing.worlds import PLAIN_KINDS, WORLD_KINDS, World, join_world, open_world
+from support.worlds import PLAIN_KINDS, WORLD_KINDS, World, join_world, open_world
 
 DTYPES = [
     np.dtype(name) for name in ("float16", "float32", "float64", "int8", "int32", "int64", "uint8")

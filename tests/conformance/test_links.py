@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from potluck.errors import LinkError
-from potluck.testing.links import LINK_KINDS, Blocking
 from potluck.transport.link import Link
+from support.links import LINK_KINDS, Blocking
 
 Ends = tuple[Link, Link]
 CHUNK = memoryview(bytes(64 * 1024))

@@ -14,9 +14,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from potluck.context import DistributedContext
-from potluck.testing.process_groups import process_group
-from potluck.testing.worlds import PLAIN_KINDS, WORLD_KINDS, World, open_world
 from potluck.torch.process_group.group import PotluckProcessGroup
+from support.process_groups import process_group
+from support.worlds import PLAIN_KINDS, WORLD_KINDS, World, open_world
 
 WORLDS = [(kind, 2) for kind in (*WORLD_KINDS, *PLAIN_KINDS)] + [("inproc", 1), ("native", 1)]
 MOVED_ONLY = (torch.float8_e4m3fn,)

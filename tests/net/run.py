@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from potluck.bench.machine import heading, machine
-from potluck.testing.figures import Figure, markdown, read_figures
+from support.figures import Figure, markdown, read_figures
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("tests/net", "tests/unit/transport/test_man_in_the_middle.py")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command
-from potluck.testing.figures import Figures
-from potluck.testing.hosts import Network
-from potluck.testing.machines import agreed, form, machines, marks
+from support.commands import Command
+from support.figures import Figures
+from support.hosts import Network
+from support.machines import agreed, form, machines, marks
 
 pytestmark = pytest.mark.needs_root_netns
 

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from potluck.testing.commands import Command, potluck_command
-from potluck.testing.hosts import Network
+from support.commands import Command, potluck_command
+from support.hosts import Network
 
 pytestmark = pytest.mark.needs_root_netns
 

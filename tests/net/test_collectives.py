@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from potluck.testing.hosts import Network
+from support.hosts import Network
 
 pytestmark = pytest.mark.needs_root_netns
 

@@ -13,10 +13,10 @@ import pytest
 
 from potluck.cluster.trust.identity import load_or_create_identity
 from potluck.cluster.trust.store import TrustStore
-from potluck.testing.figures import Figures
-from potluck.testing.hosts import Host, Network
-from potluck.testing.talking import TalkingProcess
 from potluck.transport.credentials import node_id_of
+from support.figures import Figures
+from support.hosts import Host, Network
+from support.talking import TalkingProcess
 
 pytestmark = pytest.mark.needs_root_netns
 

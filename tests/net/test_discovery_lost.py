@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from potluck.testing.hosts import Host, Network
-from potluck.testing.talking import TalkingProcess
+from support.hosts import Host, Network
+from support.talking import TalkingProcess
 
 pytestmark = pytest.mark.needs_root_netns
 

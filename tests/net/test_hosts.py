@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.hosts import Host, Network, remove_stale
+from support.hosts import Host, Network, remove_stale
 
 pytestmark = pytest.mark.needs_root_netns
 
@@ -112,7 +112,7 @@ def test_hosts_hear_each_other_until_they_are_cut_off() -> None:
 
 def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
     script = (
-        "import sys; from potluck.testing.hosts import Network; network = Network(1)\n"
+        "import sys; from support.hosts import Network; network = Network(1)\n"
         "sleeper = network[0].start([sys.executable, '-c', 'input()'])\n"
         "print(network[0].namespace, network.bridge, sleeper.pid, flush=True); input()"
     )

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command
-from potluck.testing.hosts import Network
-from potluck.testing.machines import Machine, cluster_of, form, leader_of
 from potluck.training.sampler import Schedule
+from support.commands import Command
+from support.hosts import Network
+from support.machines import Machine, cluster_of, form, leader_of
 
 pytestmark = pytest.mark.needs_root_netns
 

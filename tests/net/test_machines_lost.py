@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from potluck.testing.figures import Figures
-from potluck.testing.hosts import Network
-from potluck.testing.machines import Machine, agreed, form, machines, marks, one_history
+from support.figures import Figures
+from support.hosts import Network
+from support.machines import Machine, agreed, form, machines, marks, one_history
 
 pytestmark = pytest.mark.needs_root_netns
 

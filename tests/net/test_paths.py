@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from potluck.testing.hosts import Network
-from potluck.testing.machines import Machine, cluster_of, form, machines
+from support.hosts import Network
+from support.machines import Machine, cluster_of, form, machines
 
 pytestmark = pytest.mark.needs_root_netns
 

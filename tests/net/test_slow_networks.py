@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.delay import Delay
-from potluck.testing.figures import Figures
-from potluck.testing.hosts import Network
-from potluck.testing.machines import WAIT_S, Machine, form, machines, marks
+from support.delay import Delay
+from support.figures import Figures
+from support.hosts import Network
+from support.machines import WAIT_S, Machine, form, machines, marks
 
 pytestmark = pytest.mark.needs_root_netns
 

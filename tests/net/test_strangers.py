@@ -12,10 +12,10 @@ import pytest
 
 from potluck.cluster.trust.keyring import replace_secret
 from potluck.cluster.trust.store import TrustStore
-from potluck.testing.figures import Figures
-from potluck.testing.hosts import Network
-from potluck.testing.machines import PSK, Machine, agreed, form, machines, marks
-from potluck.testing.sniffer import Capture, Sniffer
+from support.figures import Figures
+from support.hosts import Network
+from support.machines import PSK, Machine, agreed, form, machines, marks
+from support.sniffer import Capture, Sniffer
 
 pytestmark = pytest.mark.needs_root_netns
 

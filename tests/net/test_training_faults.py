@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from potluck.cluster.trust.keyring import replace_secret
-from potluck.testing.commands import Command
-from potluck.testing.figures import Figures
-from potluck.testing.machines import PSK, Machine, cluster_of, form, leader_of
 from potluck.training.sampler import Schedule
+from support.commands import Command
+from support.figures import Figures
+from support.machines import PSK, Machine, cluster_of, form, leader_of
 
 pytestmark = [pytest.mark.needs_root_netns, pytest.mark.long, pytest.mark.timeout(400)]
 

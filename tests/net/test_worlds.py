@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command
-from potluck.testing.machines import Machine, cluster_of, form, leader_of
+from support.commands import Command
+from support.machines import Machine, cluster_of, form, leader_of
 
 pytestmark = pytest.mark.needs_root_netns
 

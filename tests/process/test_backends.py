@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from potluck.testing.commands import Command, potluck_command
+from support.commands import Command, potluck_command
 
 SCRIPTS = Path(__file__).parent / "scripts" / "backends"
 SOON_S = 20.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command, potluck_command
+from support.commands import Command, potluck_command
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

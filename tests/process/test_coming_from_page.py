@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command, potluck_command
+from support.commands import Command, potluck_command
 
 pytest.importorskip("torch")
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from potluck.testing.talking import TalkingProcess
+from support.talking import TalkingProcess
 
 PATIENCE_S = 90.0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command, potluck_command
+from support.commands import Command, potluck_command
 
 Results = list[tuple[str, ...]]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import run_command
-from potluck.testing.notes import Notebook
 from potluck.training.sampler import Schedule
+from support.commands import run_command
+from support.notes import Notebook
 
 SCRIPT = Path(__file__).parent / "scripts" / "elastic_regression.py"
 SCHEDULE = Schedule(num_samples=64, batch_size=8, epochs=1_000_000, seed=3)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command
+from support.commands import Command
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumes.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

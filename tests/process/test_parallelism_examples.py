@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command, run_command
+from support.commands import Command, run_command
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "torch"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command, potluck_command, process_ends, run_command
+from support.commands import Command, potluck_command, process_ends, run_command
 
 
 @pytest.fixture

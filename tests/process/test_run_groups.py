@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import potluck_command, process_ends, run_command
+from support.commands import potluck_command, process_ends, run_command
 
 # The smallest elastic loop there is: a counter that all ranks keep equal. What the training loop
 # does with models and optimizers is tested with it; here it is about processes.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import potluck_command
+from support.commands import potluck_command
 
 DEADLINE_S = 90.0
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import run_command
-from potluck.testing.notes import Notebook
+from support.commands import run_command
+from support.notes import Notebook
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SOON_S = 15.0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command, run_command
 from potluck.transport.acceptor import listening_socket
+from support.commands import Command, run_command
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "meet.py"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.commands import Command, potluck_command, process_ends, run_command
-from potluck.testing.figures import Figures
+from support.commands import Command, potluck_command, process_ends, run_command
+from support.figures import Figures
 
 # A counter instead of a model: what it reaches shows that every start resumed from the file.
 TRAINING = """

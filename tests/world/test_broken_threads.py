@@ -8,8 +8,8 @@ import pytest
 from potluck.engine.loop.native import NativeLoop
 from potluck.engine.loop.progress import ProgressLoop
 from potluck.errors import GroupError
-from potluck.testing.worlds import NATIVE_KINDS, open_world
 from potluck.types import ReduceOp
+from support.worlds import NATIVE_KINDS, open_world
 
 WAIT_S = 30.0
 

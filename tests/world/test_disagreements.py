@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from potluck.context import DistributedContext
 from potluck.errors import Desync
-from potluck.testing.process_groups import process_group
-from potluck.testing.worlds import PLAIN_KINDS, WORLD_KINDS, open_world
+from support.process_groups import process_group
+from support.worlds import PLAIN_KINDS, WORLD_KINDS, open_world
 
 Act = Callable[[DistributedContext], Any]
 KINDS = (*WORLD_KINDS, *PLAIN_KINDS)

@@ -22,7 +22,7 @@ from potluck.errors import (
     RemoteError,
 )
 from potluck.testing.world import WorldError, run_world
-from potluck.testing.worlds import WORLD_KINDS, open_world, run_all
+from support.worlds import WORLD_KINDS, open_world, run_all
 
 Act = Callable[[DistributedContext], object]
 RING = "ring"

@@ -15,7 +15,6 @@ from potluck.engine.connector import Deliver, Fail
 from potluck.engine.loop.connection import as_bytes
 from potluck.engine.work import Work
 from potluck.errors import Desync, GroupError, LinkError, OperationTimeout, PeerLost
-from potluck.testing.links import LINK_KINDS, Blocking
 from potluck.transport.link import Link
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member, ReduceOp
@@ -23,6 +22,7 @@ from potluck.wire import frames
 from potluck.wire.checksum import crc32c
 from potluck.wire.dtypes import code_of
 from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_WINDOW, Frame, Kind
+from support.links import LINK_KINDS, Blocking
 
 EPOCH = 3
 GROUP = Group(EPOCH, 0, (Member("a"), Member("b"), Member("c")))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from potluck.context import DistributedContext
 from potluck.errors import Desync, OperationTimeout, PeerLost
-from potluck.testing.worlds import NATIVE_KINDS, open_world
+from support.worlds import NATIVE_KINDS, open_world
 
 KINDS = ("tls+window", *(("native+window", "mixed+window") if NATIVE_KINDS else ()))
 """Every rank's loop in Python, natively, and every second rank's."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from potluck.context import DistributedContext
-from potluck.testing.worlds import WORLD_KINDS, open_world
+from support.worlds import WORLD_KINDS, open_world
 
 WAIT_S = 20.0
 

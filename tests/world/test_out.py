@@ -11,7 +11,7 @@ import torch
 from potluck import native
 from potluck.context import DistributedContext
 from potluck.testing.world import WorldError
-from potluck.testing.worlds import World, open_world
+from support.worlds import World, open_world
 
 WORLD_SIZE = 3
 KINDS = ["tls", *(["window"] if native.available else [])]

@@ -15,14 +15,14 @@ import pytest
 from potluck.context import DistributedContext
 from potluck.errors import PeerLost
 from potluck.settings import Settings
-from potluck.testing.links import psk
-from potluck.testing.proxy import Alter, RecordingProxy
 from potluck.testing.world import WorldError
-from potluck.testing.worlds import PLAIN_KINDS, World, tcp_backends
 from potluck.transport.credentials import namespace_of
 from potluck.types import Group, Member
 from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, Kind
 from potluck.wire.messages import PROTOCOL_VERSION
+from support.links import psk
+from support.proxy import Alter, RecordingProxy
+from support.worlds import PLAIN_KINDS, World, tcp_backends
 
 SETTINGS = Settings(
     psk=hashlib.sha256(b"unused").hexdigest(), use_windows=False, peer_timeout_s=20, wire="plain"

@@ -20,7 +20,7 @@ from potluck.context import DistributedContext
 from potluck.engine.windows.group import NUMBERS
 from potluck.errors import Desync, OperationTimeout
 from potluck.testing.world import WorldError
-from potluck.testing.worlds import World, open_world
+from support.worlds import World, open_world
 
 pytestmark = pytest.mark.skipif(not native.available, reason="windows need the native core")
 

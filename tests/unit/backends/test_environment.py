@@ -21,8 +21,8 @@ from potluck.errors import (
     WrongSecret,
 )
 from potluck.settings import Settings
-from potluck.testing.worlds import run_all
 from potluck.wire.messages import Hello, Refusal, Welcome
+from support.worlds import run_all
 
 SETTINGS = Settings(
     psk=hashlib.sha256(b"test").hexdigest(), peer_timeout_s=10, connection_timeout_s=5.0

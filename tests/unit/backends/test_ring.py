@@ -12,7 +12,7 @@ from potluck.backends.ring import RingBackend, parse_address
 from potluck.context import DistributedContext
 from potluck.errors import ConfigurationError
 from potluck.settings import Settings
-from potluck.testing.worlds import run_all
+from support.worlds import run_all
 
 SETTINGS = Settings(psk=hashlib.sha256(b"test").hexdigest(), peer_timeout_s=10)
 

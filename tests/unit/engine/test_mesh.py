@@ -18,11 +18,11 @@ from potluck.backends.tcp import TcpBase
 from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, Desync, GroupError, PeerLost, Refused
 from potluck.settings import Settings
-from potluck.testing.links import new_credentials
-from potluck.testing.worlds import run_all, tcp_backends
 from potluck.transport.handshake import connect
 from potluck.types import Group, Member, ReduceOp
 from potluck.wire.messages import Hello
+from support.links import new_credentials
+from support.worlds import run_all, tcp_backends
 
 EPOCH = 5
 SETTINGS = Settings(

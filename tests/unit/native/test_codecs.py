@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from potluck import native
 from potluck.codecs import NAMES, Codec, codec_of
-from potluck.testing.arrays import odd_array, same_bits
+from support.arrays import odd_array, same_bits
 
 pytestmark = [
     pytest.mark.usefixtures("kernel_set"),

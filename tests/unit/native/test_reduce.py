@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from potluck import native
 from potluck.engine.arrays import kernels, reduction
-from potluck.testing.arrays import DTYPES, Array, odd_array, same_bits
 from potluck.types import ReduceOp
+from support.arrays import DTYPES, Array, odd_array, same_bits
 
 pytestmark = pytest.mark.usefixtures("kernel_set")
 

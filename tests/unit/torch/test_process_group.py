@@ -14,9 +14,9 @@ from torch import Tensor
 
 from potluck.context import DistributedContext
 from potluck.errors import Desync, OperationTimeout, PeerLost, RemoteError
-from potluck.testing.process_groups import process_group
 from potluck.testing.world import WorldError, run_world
 from potluck.torch.process_group.group import PotluckProcessGroup
+from support.process_groups import process_group
 
 T = TypeVar("T")
 WORLD = 3

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.context import DistributedContext
-from potluck.testing.process_groups import process_group
 from potluck.testing.world import run_world
 from potluck.torch.process_group import staging
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.work import Completions
+from support.process_groups import process_group
 
 PIECES = 3
 LENGTH = 2 * 1024 + 100

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from potluck.errors import ProtocolError
-from potluck.testing.links import new_credentials
 from potluck.transport import aio
 from potluck.transport.acceptor import Acceptor, Caller, Limits, listening_socket
 from potluck.transport.listener import Listener
+from support.links import new_credentials
 
 PATIENT = Limits(timeout_s=60.0)
 """A connection that ends was dropped for another: no deadline passes, however busy the machine."""

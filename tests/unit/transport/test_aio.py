@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from potluck.errors import ConfigurationError, LinkError, ProtocolError, Refused, WrongSecret
-from potluck.testing.links import new_credentials
 from potluck.transport import aio
 from potluck.transport.acceptor import Limits
 from potluck.wire.messages import GREETING, Hello, Refusal, Welcome
+from support.links import new_credentials
 
 Test = Callable[["Host"], Awaitable[None]]
 

@@ -13,13 +13,13 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.errors import SecurityError
-from potluck.testing.links import tls_pair
 from potluck.transport.credentials import (
     Credentials,
     make_credentials,
     namespace_of,
     node_id_of_certificate,
 )
+from support.links import tls_pair
 
 PSK = bytes(range(32))
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))

@@ -24,14 +24,14 @@ from potluck.errors import (
     Refused,
     WrongSecret,
 )
-from potluck.testing.links import Blocking, new_credentials
-from potluck.testing.proxy import RecordingProxy
 from potluck.transport.acceptor import Limits
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import connect, drive, read_greeting, tls_handshake
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.tcp import TcpLink
 from potluck.wire.messages import GREETING, Hello, Refusal, Welcome
+from support.links import Blocking, new_credentials
+from support.proxy import RecordingProxy
 
 MARKER = b"these are the parameters of my model"
 # What `python -c 'import pickle, os; pickle.dumps(os.system)'` style attacks look like.

@@ -9,11 +9,11 @@ import ssl
 import pytest
 
 from potluck.errors import PotluckError, WrongSecret
-from potluck.testing.figures import Figures
-from potluck.testing.links import new_credentials
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire.messages import Hello, Welcome
+from support.figures import Figures
+from support.links import new_credentials
 
 
 def trusting(context: ssl.SSLContext) -> ssl.SSLContext:

@@ -14,13 +14,13 @@ import pytest
 from potluck.context import DistributedContext
 from potluck.errors import PeerLost
 from potluck.settings import Settings
-from potluck.testing.links import psk
-from potluck.testing.proxy import RecordingProxy
 from potluck.testing.world import WorldError
-from potluck.testing.worlds import World, open_world, tcp_backends
 from potluck.transport import credentials, native_tls
 from potluck.transport.native_tls import NativeContext, NativeTlsSocket
 from potluck.types import Group
+from support.links import psk
+from support.proxy import RecordingProxy
+from support.worlds import World, open_world, tcp_backends
 
 pytestmark = pytest.mark.skipif(not native_tls.is_available(), reason="needs the native core's TLS")
 

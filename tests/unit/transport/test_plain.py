@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from potluck.errors import LinkError, Refused
-from potluck.testing.links import Blocking, new_credentials
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.native_tls import is_available
 from potluck.transport.plain import PlainLink
 from potluck.transport.tcp import TcpLink
 from potluck.wire.messages import GREETING, PLAIN, SEALED, Greeting, Hello, Welcome
+from support.links import Blocking, new_credentials
 
 ENGINES = [False, *([True] if is_available() else [])]
 

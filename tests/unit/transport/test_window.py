@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from potluck.errors import LinkError, ProtocolError
-from potluck.testing.links import Blocking, new_credentials, psk, tls_pair
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.tcp import TcpLink
 from potluck.transport.window import OfferedWindow, map_window, offer_window
 from potluck.wire.messages import Welcome
+from support.links import Blocking, new_credentials, psk, tls_pair
 
 PAGE = mmap.PAGESIZE
 

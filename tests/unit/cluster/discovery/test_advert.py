@@ -17,8 +17,8 @@ from potluck.cluster.discovery.advert import (
 )
 from potluck.cluster.discovery.static import parse_peers
 from potluck.errors import ConfigurationError
-from potluck.testing.links import new_credentials, psk
 from potluck.transport.credentials import namespace_of
+from support.links import new_credentials, psk
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 ME = Presence(lambda: [KEY], 1234, b"m" * 16)

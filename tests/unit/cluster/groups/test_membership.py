@@ -19,11 +19,11 @@ from potluck.cluster.groups.events import (
     Tick,
 )
 from potluck.cluster.groups.roster import Phase, Policy, name_exit
-from potluck.testing import stories
 from potluck.wire import jobs, peers
 from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
 from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.jobs import Disconnected, Exited, Stalled
+from support import stories
 
 SIGKILL, SIGINT, SIGSEGV = 9, 2, 11
 

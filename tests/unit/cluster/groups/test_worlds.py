@@ -21,10 +21,10 @@ from potluck.cluster.groups.events import (
     Tick,
 )
 from potluck.cluster.groups.roster import Phase, Policy, World
-from potluck.testing import stories
 from potluck.types import Member
 from potluck.wire.control import Failed, Finished, Installed, Ready
 from potluck.wire.jobs import Exited, Seen, Stalled
+from support import stories
 
 SIGTERM, SIGKILL = 15, 9
 

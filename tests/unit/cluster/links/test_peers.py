@@ -21,11 +21,11 @@ from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.links.peers import KIND, ControlLinks, _host_of
 from potluck.cluster.trust.store import TrustStore
 from potluck.errors import ProtocolError, Refused, WrongSecret
-from potluck.testing.links import new_credentials, psk
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials, make_credentials
 from potluck.wire import nodes, peers
 from potluck.wire.messages import Hello, Refusal, Welcome
+from support.links import new_credentials, psk
 
 WAIT_S = 30.0
 

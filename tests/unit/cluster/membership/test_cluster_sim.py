@@ -9,10 +9,10 @@ import pytest
 from potluck.cluster.membership import paxos, reachability, voter
 from potluck.cluster.membership.failure_detector import FailureDetector
 from potluck.cluster.membership.protocol import MembershipProtocol
-from potluck.testing.cluster_sim.__main__ import main
-from potluck.testing.cluster_sim.faults import Fault
-from potluck.testing.cluster_sim.world import Broken, World
 from potluck.wire.nodes import StableRecord, ViewMember
+from support.cluster_sim.__main__ import main
+from support.cluster_sim.faults import Fault
+from support.cluster_sim.world import Broken, World
 
 SEEDS_PER_TEST = 20
 

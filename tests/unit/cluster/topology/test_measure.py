@@ -10,10 +10,10 @@ import pytest
 
 from potluck.cluster.topology.measure import Reading, Stopped, measure, next_train, serve
 from potluck.errors import LinkError, Refused
-from potluck.testing.links import new_credentials
 from potluck.transport import aio
 from potluck.wire.facts import MAX_TRAIN, Arrived
 from potluck.wire.messages import Hello, Refusal, Welcome
+from support.links import new_credentials
 
 WAIT_S = 30.0
 

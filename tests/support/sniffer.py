@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from potluck.testing.bridge import BridgeProgram
-from potluck.testing.hosts import Host
+from support.bridge import BridgeProgram
+from support.hosts import Host
 
 Stream = tuple[str, int, str, int]
 """Whence and where: address, port, address, port."""

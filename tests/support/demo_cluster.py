@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from potluck.testing.commands import potluck_command
-from potluck.testing.hosts import missing
-from potluck.testing.machines import Machine, cluster_of, form
+from support.commands import potluck_command
+from support.hosts import missing
+from support.machines import Machine, cluster_of, form
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "digits.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "digits.py"
 CUT_AT = 60
 """The step at which a host's cable is pulled."""
 WAIT_S = 120.0

@@ -11,10 +11,10 @@ from typing import Protocol
 from potluck.cluster.membership import events
 from potluck.cluster.membership.failure_detector import Timing
 from potluck.cluster.membership.protocol import MembershipProtocol
-from potluck.testing.cluster_sim.network import Network, Queue
-from potluck.testing.cluster_sim.training import Worker, WorkerMessage
 from potluck.types import Member
 from potluck.wire.nodes import JobGroup, StableRecord, View
+from support.cluster_sim.network import Network, Queue
+from support.cluster_sim.training import Worker, WorkerMessage
 
 JOB = "job"
 READY_S = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from potluck.testing.hosts import Network
+from support.hosts import Network
 
 
 class BridgeProgram:

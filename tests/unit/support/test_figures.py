@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.testing.figures import Figures, markdown, read_figures
+from support.figures import Figures, markdown, read_figures
 
 
 def test_figures_become_rows_and_what_was_missed_is_named(tmp_path: Path) -> None:

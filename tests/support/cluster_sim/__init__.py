@@ -2,5 +2,5 @@
 
 Everything follows from a seed. Nothing here is a network, a process or a training job: messages
 are delayed, lost, doubled, reordered and cut off as a fault plan says, and invariants are checked
-at every step. ``python -m potluck.testing.cluster_sim`` is the soak.
+at every step. ``python -m support.cluster_sim`` is the soak.
 """

@@ -20,10 +20,10 @@ from potluck.engine.communicator import Communicator
 from potluck.engine.loop.native import is_available
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings
-from potluck.testing.links import psk
 from potluck.testing.world import run_all
 from potluck.transport.credentials import Credentials, make_credentials
 from potluck.types import Group, Member
+from support.links import psk
 
 T = TypeVar("T")
 

@@ -28,9 +28,9 @@ from typing import Any
 
 from potluck.cluster.trust.identity import load_or_create_identity
 from potluck.system import SIGCONT, SIGKILL
-from potluck.testing.commands import Command, potluck_command
-from potluck.testing.hosts import Host, Network
 from potluck.transport.credentials import node_id_of
+from support.commands import Command, potluck_command
+from support.hosts import Host, Network
 
 PSK = "ab" * 32
 """The secret of a ``Machine`` that is given none."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from potluck.testing.bridge import BridgeProgram
-from potluck.testing.hosts import Host
+from support.bridge import BridgeProgram
+from support.hosts import Host
 
 _SCRIPT = """
 import random, select, socket, sys, time

@@ -1,7 +1,7 @@
 """The soak: thousands of seeds over all cores; names those that fail and how to see one.
 
-python -m potluck.testing.cluster_sim [--first N] [--count N] [--jobs N]
-python -m potluck.testing.cluster_sim --show SEED
+python -m support.cluster_sim [--first N] [--count N] [--jobs N]
+python -m support.cluster_sim --show SEED
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from potluck.testing.cluster_sim.world import Broken, World
+from support.cluster_sim.world import Broken, World
 
-MODULE = "potluck.testing.cluster_sim"
+MODULE = "support.cluster_sim"
 
 
 def run_seed(seed: int) -> str:

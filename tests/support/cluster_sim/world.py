@@ -8,10 +8,10 @@ from functools import partial
 
 from potluck.cluster.membership import events
 from potluck.cluster.membership.protocol import MembershipProtocol
-from potluck.testing.cluster_sim.faults import FAULTS_S, Fault, make_plan
-from potluck.testing.cluster_sim.hosts import JOB, Host
-from potluck.testing.cluster_sim.network import Network, Queue
 from potluck.wire.nodes import View
+from support.cluster_sim.faults import FAULTS_S, Fault, make_plan
+from support.cluster_sim.hosts import JOB, Host
+from support.cluster_sim.network import Network, Queue
 
 HEAL_S = 10.0
 
