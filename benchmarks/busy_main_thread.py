@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import claims, script
-from bench.claims import Claim
-from bench.placements import InHosts
+from common import claims, script
+from common.claims import Claim
+from common.placements import InHosts
 
 import potluck
 from potluck.bench.channel import Channel
 from potluck.bench.crew import Crew
-from potluck.bench.libraries import PEERS, Peer
 from potluck.bench.machine import cores, machine
+from potluck.bench.peers import PEERS, Peer
 from potluck.bench.placement import Here
 from support import hosts
 

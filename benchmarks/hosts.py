@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from bench import claims, script, wire
-from bench.claims import Claim
-from bench.placements import InHosts
+from common import claims, script, wire
+from common.claims import Claim
+from common.placements import InHosts
 
 from potluck.bench.comparison import Plan
 from potluck.bench.machine import machine

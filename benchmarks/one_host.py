@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from bench import claims, script
-from bench.claims import Claim
+from common import claims, script
+from common.claims import Claim
 
 from potluck.bench.comparison import Plan
 from potluck.bench.sizes import show

@@ -20,8 +20,8 @@ import busy_main_thread
 import hosts
 import one_host
 import torch_ddp
-from bench import claims, script
-from bench.claims import Claim
+from common import claims, script
+from common.claims import Claim
 
 from potluck.bench.machine import heading, load, machine
 

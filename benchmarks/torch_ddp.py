@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from bench import claims, script, training
+from common import claims, script, training
 
 REACH = 0.7
 

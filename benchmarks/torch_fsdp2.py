@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from bench import training
+from common import training
 
 
 def make(rank: int, world_size: int) -> training.Trained:

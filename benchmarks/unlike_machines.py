@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import results, throttle
+from common import results, throttle
 
 from potluck.bench.machine import heading, machine
 

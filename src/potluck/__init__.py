@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from potluck.version import VERSION
+
 if TYPE_CHECKING:
     from potluck import errors as errors
     from potluck import torch as torch
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from potluck.types import Member as Member
     from potluck.types import ReduceOp as ReduceOp
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "potluck.backends.discovery": ("AutoDiscoveryBackend",),

@@ -16,7 +16,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-import potluck
+from potluck.version import VERSION
 
 VARIABLE = "POTLUCK_NATIVE"
 
@@ -43,10 +43,10 @@ def load(wanted: str) -> Loaded:
     except (ImportError, OSError) as error:
         return Loaded(None, f"the extension is there but can't be loaded; {_REBUILD}: {error}")
     version = getattr(module, "version", "an unknown version")
-    if version != potluck.__version__:
+    if version != VERSION:
         return Loaded(
             None,
-            f"the extension is of version {version}, potluck of {potluck.__version__}; {_REBUILD}",
+            f"the extension is of version {version}, potluck of {VERSION}; {_REBUILD}",
         )
     return Loaded(module, "")
 
@@ -72,7 +72,7 @@ def _import(wanted: str) -> ModuleType:
 
 
 if TYPE_CHECKING:
-    from potluck import _native as _extension
+    import potluck._native as _extension
 
     core = _extension
 

@@ -72,6 +72,7 @@ class AgentBackend:
         self._is_closed = False
         self._has_reformed = False
         self._base = _listening(settings or load_settings(), self._local_rank)
+        self.switchboard = self._base.switchboard
         credentials = self._base.credentials
         hello = Hello(
             kind="control", namespace=credentials.namespace, job=self.job, worker=self.worker

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.arrays.layout import Array
+from potluck.engine.mesh import Switchboard
 from potluck.engine.work import Work
 from potluck.errors import GroupError, PotluckError
 from potluck.metrics import Metrics
@@ -192,6 +193,8 @@ class StaticBackend:
     """What backends with one unchanging group have in common."""
 
     elastic = False
+    switchboard: Switchboard | None = None
+    """Delivers further links between this world's processes; None where there is one process."""
 
     def next_epoch(self) -> int:
         return 0

@@ -68,6 +68,7 @@ class AutoDiscoveryBackend(StaticBackend):
         default_port = self._settings.gradient_port or self._settings.discovery_port
         ways = all_finders(self._settings, default_port) if finders is None else list(finders)
         self._base = self._listening(port)
+        self.switchboard = self._base.switchboard
         credentials = self._base.credentials
         instance = new_instance()
         self._me = Seat(instance.hex(), Member("", credentials.node_id, "", self._base.port))

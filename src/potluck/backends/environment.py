@@ -56,6 +56,7 @@ class EnvironmentBackend(StaticBackend):
                 self._base = TcpBase("", seat.port, self._settings)
         else:
             self._base = TcpBase("", 0, self._settings)
+        self.switchboard = self._base.switchboard
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
         if after_epoch >= _EPOCH:

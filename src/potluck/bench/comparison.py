@@ -22,8 +22,8 @@ import numpy as np
 
 from potluck.bench import operations
 from potluck.bench.crew import Crew
-from potluck.bench.libraries import PEERS
 from potluck.bench.machine import core_to_core_s, load, machine
+from potluck.bench.peers import PEERS
 from potluck.bench.placement import BenchError, Here
 from potluck.bench.sizes import show
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from potluck.bench.channel import Channel, ChannelClosed, Switchboard
-from potluck.bench.libraries import Peer
+from potluck.bench.peers import Peer
 from potluck.bench.placement import BenchError, Here, reserved_ports
 from potluck.system import SIGKILL
 

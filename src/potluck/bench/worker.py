@@ -22,8 +22,8 @@ import numpy as np
 
 from potluck.bench import operations
 from potluck.bench.channel import Channel, ChannelClosed
-from potluck.bench.libraries import PEERS, Peer, open_library
 from potluck.bench.libraries.base import Case, Floats, Library
+from potluck.bench.peers import PEERS, Peer, open_library
 
 
 class Worker:

@@ -134,8 +134,8 @@ def _plan(
 ) -> tuple[Plan, dict[str, str]]:
     """The comparison that was asked for, and who can't take part in it."""
     from potluck.bench.comparison import Plan
-    from potluck.bench.libraries import PEERS, missing
     from potluck.bench.operations import OPERATIONS
+    from potluck.bench.peers import PEERS, missing
     from potluck.bench.sizes import parse
 
     if operation not in OPERATIONS:
@@ -196,7 +196,7 @@ def _agreed(place: Here, plan: Plan, missing: dict[str, str]) -> tuple[Plan, dic
     """The plan without the peers that another machine lacks, or that one machine only can run."""
     from dataclasses import replace
 
-    from potluck.bench.libraries import PEERS
+    from potluck.bench.peers import PEERS
     from potluck.bench.placement import OnCluster
 
     if not isinstance(place, OnCluster):

@@ -11,17 +11,17 @@ from typing import Annotated, Any
 
 import typer
 
+from potluck.cli.agent_commands import continue_, rotate
 from potluck.cli.ban import ban
 from potluck.cli.bench import bench
 from potluck.cli.doctor import doctor
 from potluck.cli.init import init
+from potluck.cli.job_display import silence
 from potluck.cli.join import join
-from potluck.cli.orders import continue_, rotate
 from potluck.cli.pair import pair
 from potluck.cli.run import run
 from potluck.cli.status import status
 from potluck.cli.up import up
-from potluck.cli.views import silence
 from potluck.errors import ConfigurationError
 from potluck.system import need_posix
 

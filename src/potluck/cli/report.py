@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from potluck.cli.views import duration
+from potluck.cli.job_display import duration
 
 if TYPE_CHECKING:
     from potluck.launch.summary import RecoverySummary, Summary

@@ -129,8 +129,8 @@ def run(
 
     The exit code is that of the first worker whose own code failed; 0 if all went well.
     """
+    from potluck.cli.job_display import watcher_for
     from potluck.cli.report import print_summary
-    from potluck.cli.views import watcher_for
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.topology.hardware import own_accelerators
     from potluck.launch.chaos import parse_chaos

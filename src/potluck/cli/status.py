@@ -127,7 +127,7 @@ def _show(jobs: list[StatusReply]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from potluck.cli.views import duration, how_far, number
+    from potluck.cli.job_display import duration, how_far, number
     from potluck.wire.messages import PLAIN
 
     console = Console(markup=False)

@@ -24,7 +24,6 @@ from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.jobs.dispatcher import JobDispatcher
 from potluck.cluster.jobs.host import Runtime
 from potluck.cluster.jobs.log import JobLog
-from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.links.local import CLIENT, Waiting, read_request
 from potluck.cluster.links.peers import KIND, ControlLinks
 from potluck.cluster.membership import events
@@ -35,6 +34,7 @@ from potluck.cluster.report import Report
 from potluck.cluster.topology import measure
 from potluck.cluster.topology.stragglers import stragglers
 from potluck.cluster.topology.surveyor import Surveyor
+from potluck.cluster.topology.versions import own_versions
 from potluck.cluster.trust import keyring, rotation
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.cluster.trust.store import TrustStore

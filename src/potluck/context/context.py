@@ -21,8 +21,8 @@ import numpy as np
 
 from potluck import hints
 from potluck.backends.base import Backend, Communicator
-from potluck.cluster.groups.commit import Vote, tally
 from potluck.context.collectives import Collectives
+from potluck.context.commit import Vote, tally
 from potluck.context.waits import Waits
 from potluck.errors import ConfigurationError, Diverged, GroupError, PotluckError, RemoteError
 from potluck.types import Group, Member

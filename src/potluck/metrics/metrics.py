@@ -177,7 +177,7 @@ class Metrics:
         """A Prometheus registry with these metrics and no others; imports prometheus-client."""
         from potluck.metrics.prometheus import registry_of
 
-        return registry_of(self)
+        return registry_of(self.snapshot)
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus' text format, for a scrape or a file."""

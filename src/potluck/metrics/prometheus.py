@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -13,9 +12,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-if TYPE_CHECKING:
-    from potluck.metrics.metrics import Metrics
-    from potluck.metrics.snapshot import Snapshot
+from potluck.metrics.snapshot import Snapshot
 
 _LINK_COUNTERS = {
     "bytes_sent": "Bytes sent on a link, window included.",
@@ -26,19 +23,19 @@ _LINK_COUNTERS = {
 }
 
 
-def registry_of(metrics: Metrics) -> CollectorRegistry:
+def registry_of(snapshot: Callable[[], Snapshot]) -> CollectorRegistry:
     """A registry of its own, so that contexts of one process never share or clash."""
     registry = CollectorRegistry()
-    registry.register(_Collector(metrics))
+    registry.register(_Collector(snapshot))
     return registry
 
 
 class _Collector:
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        yield from families(self._metrics.snapshot())
+        yield from families(self._snapshot())
 
 
 def families(now: Snapshot) -> Iterator[Metric]:

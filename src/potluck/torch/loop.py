@@ -22,10 +22,11 @@ from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.training import elastic
 from potluck.training.policy import Policy
+from potluck.training.record import Recorded
 from potluck.training.sampler import Schedule, Share
 
 
-class ElasticLoop:
+class ElasticLoop(Recorded):
     """Mini-batches of ``dataset``, and steps that count on all ranks or on none.
 
         job = ElasticLoop(model, optimizer, dataset, batch_size=64, epochs=10)
@@ -106,6 +107,7 @@ class ElasticLoop:
             callbacks=callbacks,
         )
         self._core.face = self
+        self._record = self._core.record
         batching = policy is not None and policy.batching is not None
         self._probe = NoiseProbe(model) if batching else None
         scalers = [each for each in (also or {}).values() if isinstance(each, GradScaler)]
@@ -172,69 +174,9 @@ class ElasticLoop:
         self._core.save()
 
     @property
-    def losses(self) -> list[float]:
-        """Global losses of the steps committed while this worker was there; NaN: none told."""
-        return self._core.losses
-
-    @property
-    def last_loss(self) -> float:
-        """The global loss of the last committed step, NaN if none was told."""
-        return self._core.last_loss
-
-    @property
-    def recoveries(self) -> list[float]:
-        """Seconds from each lost peer to the next commit."""
-        return self._core.recoveries
-
-    @property
-    def num_reruns(self) -> int:
-        """Steps that this worker ran again."""
-        return self._core.num_reruns
-
-    @property
-    def num_skipped(self) -> int:
-        """Committed steps that applied nothing (a loss scale overflowed)."""
-        return self._core.num_skipped
-
-    @property
-    def step_number(self) -> int:
-        """Steps committed since the training began."""
-        return self._core.step_number
-
-    @property
-    def committed(self) -> int:
-        """Samples committed since the training began, over all epochs."""
-        return self._core.committed
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the data set that the next step belongs to, from 0."""
-        return self._core.epoch
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of the next step, of all ranks together."""
-        return self._core.batch_size
-
-    @property
-    def noise_scale(self) -> float:
-        """The gradient's simple noise scale in samples, NaN while it is not known."""
-        return self._core.noise_scale
-
-    @property
     def shares(self) -> tuple[int, ...]:
         """How many samples of a full batch each rank gets, in rank order."""
         return self._core.shares
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples per second of this rank, waiting included, averaged over the last steps."""
-        return self._core.samples_per_s
-
-    @property
-    def schedule(self) -> Schedule:
-        """Which samples each step has."""
-        return self._core.schedule
 
     def parameter_hash(self) -> str:
         """Hex SHA3-256 of the model's parameters: equal on all ranks, bit by bit."""

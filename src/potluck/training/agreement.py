@@ -1,6 +1,6 @@
 """Between steps: the members of a group become equal, and stay together.
 
-After a change of the group every member says where it stands (``cluster/groups/commit.py`` decides
+After a change of the group every member says where it stands (``context/commit.py`` decides
 what counts); whoever is behind receives the state of the most senior rank that is up to date. If
 nobody has a state, the newest checkpoint is loaded by whoever has it.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from potluck.checkpoint.state import State
 from potluck.checkpoint.store import CheckpointStore
-from potluck.cluster.groups.commit import Resolution, Standing, reconcile
+from potluck.context.commit import Resolution, Standing, reconcile
 from potluck.errors import CheckpointError, Diverged
 from potluck.training import saving
 from potluck.training.noise import NoiseEstimate

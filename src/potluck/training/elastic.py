@@ -9,7 +9,7 @@
 Nothing may be applied before ``commit`` returns. When a peer is lost before that, the block ends
 early, the survivors form the next group, and the same samples are handed out again. When a peer is
 lost *during* the vote, ``commit`` itself forms the next group and asks it for the outcome: it
-returns if the step counts and ends the block if it does not (``cluster/groups/commit.py`` decides).
+returns if the step counts and ends the block if it does not (``context/commit.py`` decides).
 Between steps (``agreement.py``) newcomers are let in: every member says where it stands, and
 whoever is behind receives the state of the most senior rank that is up to date. Then ranks may
 change the shares and the batch size together (``pace.py``), and write a checkpoint.
@@ -40,6 +40,7 @@ from potluck.training.metrics import average
 from potluck.training.pace import Pace
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
+from potluck.training.record import Record, Recorded
 from potluck.training.replica import Replica
 from potluck.training.sampler import Batch, Schedule, Share
 from potluck.training.shares import EQUAL, apportion
@@ -59,7 +60,7 @@ class _Repeat(BaseException):
     """Leaves the block of a step that does not count; no ``except Exception`` stops it."""
 
 
-class ElasticLoop:
+class ElasticLoop(Recorded):
     """Iterate over the loop for this rank's [Share][potluck.training.Share] of each step.
 
         job = ElasticLoop(ctx, Schedule(60_000, 64, epochs=3), StateReplica(get_state, set_state))
@@ -97,16 +98,13 @@ class ElasticLoop:
         callbacks: Sequence[object] = (),
     ) -> None:
         self.ctx = ctx
-        self.schedule = schedule
-        self.losses: list[float] = []
-        self.recoveries: list[float] = []
-        self.num_reruns = 0
         self.face: Any = self
         """What callbacks get as the job: this loop, or the one that is built around it."""
         self._replica = replica
         self._policy = policy or Policy()
         self._callbacks = Callbacks(callbacks)
         self._progress = Progress(schedule, self._policy.batching)
+        self._record = Record(self._progress)
         self._agreement = Agreement(ctx, self._progress, replica, checkpoint)
         self._pace = Pace(self._policy)
         self._attempts = 0
@@ -124,34 +122,8 @@ class ElasticLoop:
         self._began = 0.0
         self._waited_s = 0.0
         self._is_typical = False
-        self._rate = 0.0
 
     # ------------------------------------------------------------ what a script calls
-
-    @property
-    def step_number(self) -> int:
-        """Steps committed since the training began."""
-        return self._progress.step
-
-    @property
-    def committed(self) -> int:
-        """Samples committed since the training began, over all epochs."""
-        return self._progress.committed
-
-    @property
-    def num_skipped(self) -> int:
-        """Committed steps that applied nothing."""
-        return self._progress.num_skipped
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of the next step, of all ranks together (fewer at the end of an epoch)."""
-        return self._progress.batch_size
-
-    @property
-    def noise_scale(self) -> float:
-        """The gradient's simple noise scale in samples (noise.py), NaN while it is not known."""
-        return self._progress.noise.scale
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -160,9 +132,9 @@ class ElasticLoop:
         return apportion(self.batch_size, costs)
 
     @property
-    def samples_per_s(self) -> float:
-        """Samples per second of this rank, waiting included, averaged over the last steps."""
-        return self._rate
+    def record(self) -> Record:
+        """The values of this loop, for the loop that is built around it."""
+        return self._record
 
     @property
     def done(self) -> bool:
@@ -183,16 +155,6 @@ class ElasticLoop:
     def batch(self) -> Batch | None:
         """What all ranks together compute on in the step under way."""
         return self._batch
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the data set that the next step belongs to."""
-        return self._progress.epoch
-
-    @property
-    def last_loss(self) -> float:
-        """The global loss of the last committed step, NaN if none was told."""
-        return self.losses[-1] if self.losses else math.nan
 
     def __iter__(self) -> Iterator[Share]:
         while True:
@@ -367,14 +329,15 @@ class ElasticLoop:
         else:
             self._is_typical = len(self.losses) > 1  # the first step also warms up
         rate = self._share.num_samples / max(now - self._began, 1e-9)
-        self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+        known = self._record.samples_per_s
+        self._record.samples_per_s = 0.9 * known + 0.1 * rate if known else rate
         if not math.isnan(loss):
             self._told["loss"] = loss
         self.ctx.report(
             step=self.step_number,
             committed_samples=self.committed,
             total_samples=self.schedule.total,
-            samples_per_s=self._rate,
+            samples_per_s=self.samples_per_s,
             device=self._replica.device,
             **{name: _plain(value) for name, value in self._told.items()},
         )
@@ -408,7 +371,7 @@ class ElasticLoop:
 
     def _rerun(self) -> None:
         self._replica.undo()
-        self.num_reruns += 1
+        self._record.num_reruns += 1
 
     def _lost(self, error: GroupError) -> None:
         """Note that the group is over; raise ``error`` if there is no use in another."""

@@ -19,6 +19,7 @@ import msgspec
 from potluck.types import MeasuredPath, Member
 from potluck.wire.format import MessageFormat
 from potluck.wire.messages import SEALED
+from potluck.wire.names import Name
 
 MAX_MESSAGE = 1 << 20
 MAX_TEXT = 16 * 1024
@@ -26,7 +27,6 @@ MAX_MEMBERS = 4096
 MAX_FACTS = 128
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-Name = Annotated[str, msgspec.Meta(max_length=256)]
 Fact = int | float | bool | Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Facts = Annotated[dict[Name, Fact], msgspec.Meta(max_length=MAX_FACTS)]

@@ -11,13 +11,13 @@ from typing import Annotated
 import msgspec
 
 from potluck.wire.format import MessageFormat
+from potluck.wire.names import Name
 
 MAX_ADDRESSES = 32
 MAX_LINKS = 1024
 MAX_LOAD = 64 << 10
 MAX_TRAIN = 2 << 20
 
-Name = Annotated[str, msgspec.Meta(max_length=256)]
 Figure = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 

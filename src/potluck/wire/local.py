@@ -18,12 +18,11 @@ from potluck.wire.jobs import (
     Line,
     Shown,
 )
+from potluck.wire.names import Name, Text
 from potluck.wire.nodes import MAX_NODES
 
 MAX_MESSAGE = 1 << 20
 
-Name = Annotated[str, msgspec.Meta(max_length=256)]
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Path = Text
 
 

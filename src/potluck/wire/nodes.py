@@ -11,14 +11,13 @@ from typing import Annotated
 import msgspec
 
 from potluck.types import MeasuredPath, Member
+from potluck.wire.names import Name, Text
 
 MAX_NODES = 1024
 MAX_GROUPS = 64
 MAX_WORKERS = 4096
 MAX_PATHS = 256
 
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
-Name = Annotated[str, msgspec.Meta(max_length=256)]
 Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NODES)]
 Ballot = tuple[int, Name]
 """An attempt to decide a view: its number and who makes it. Compared in this order."""

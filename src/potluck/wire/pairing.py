@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from potluck.errors import ProtocolError
+from potluck.wire.names import Name
 
 VERSION = 1
 ELEMENT_BYTES = 33
@@ -34,7 +35,7 @@ class Newcomer(msgspec.Struct, frozen=True):
     """What the joiner tells about itself, sealed."""
 
     node: Annotated[str, msgspec.Meta(max_length=64)]
-    name: Annotated[str, msgspec.Meta(max_length=256)]
+    name: Name
 
 
 class Handover(msgspec.Struct, frozen=True):
@@ -42,7 +43,7 @@ class Handover(msgspec.Struct, frozen=True):
 
     psk: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     node: Annotated[str, msgspec.Meta(max_length=64)]
-    name: Annotated[str, msgspec.Meta(max_length=256)]
+    name: Name
 
     def __repr__(self) -> str:
         return f"Handover(node={self.node!r}, name={self.name!r})"

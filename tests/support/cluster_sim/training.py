@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from potluck.cluster.groups.commit import Resolution, Standing, reconcile
+from potluck.context.commit import Resolution, Standing, reconcile
 from potluck.wire.nodes import JobGroup
 
 STEP_S = 0.25

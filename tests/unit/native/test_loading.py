@@ -29,7 +29,7 @@ def test_the_extension_is_of_the_same_version_as_the_package() -> None:
 
 @needs_core
 def test_an_extension_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(potluck, "__version__", "9.9")
+    monkeypatch.setattr(native, "VERSION", "9.9")
     loaded = native.load("")
     assert loaded.module is None
     assert f"is of version {native.core.version}, potluck of 9.9; install" in loaded.reason

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-import potluck
 from potluck.bench.libraries.base import Case, Floats
+from potluck.context import init
 from potluck.engine.loop import native as native_loop
 from potluck.settings import load_settings
+from potluck.version import VERSION
 
 
 class Ours:
@@ -19,7 +20,7 @@ class Ours:
 
     def __init__(self, arguments: Mapping[str, str]) -> None:
         self._arguments: dict[str, Any] = dict(arguments)
-        self.ctx = ctx = potluck.init("env")
+        self.ctx = ctx = init("env")
         self.rank, self.world_size = ctx.rank, ctx.world_size
 
     def prepare(self, operation: str, mine: Floats) -> Case | None:
@@ -55,7 +56,7 @@ class Ours:
         }
         engine = "native" if native_loop.is_available() else "Python"
         wire = load_settings().wire
-        return ", ".join([potluck.__version__, f"links: {engine} and {wire}", *sorted(used)])
+        return ", ".join([VERSION, f"links: {engine} and {wire}", *sorted(used)])
 
     def close(self) -> None:
         self.ctx.close()

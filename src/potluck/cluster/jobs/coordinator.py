@@ -17,8 +17,8 @@ from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.job import Job
 from potluck.cluster.jobs.lead import Lead
 from potluck.cluster.jobs.placement import holders, place
-from potluck.cluster.jobs.versions import differences
 from potluck.cluster.membership.events import WantGroup
+from potluck.cluster.topology.versions import differences
 from potluck.errors import ConfigurationError
 from potluck.system import SIGKILL
 from potluck.types import Member

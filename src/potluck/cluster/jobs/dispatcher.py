@@ -21,8 +21,8 @@ from potluck.cluster.jobs.coordinator import JobCoordinator, accept
 from potluck.cluster.jobs.early import EarlyOrders
 from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.runner import JobRunner
-from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.membership import events
+from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.wire import control, jobs, local
 from potluck.wire.nodes import View

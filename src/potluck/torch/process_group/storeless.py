@@ -70,7 +70,7 @@ def rendezvous(
                 f"init_process_group was given world_size={asked}, but {group.world_size} "
                 "processes were started; leave world_size away, or start as many"
             )
-        switchboard = None if isinstance(backend, LocalBackend) else backend._base.switchboard
+        switchboard = backend.switchboard
         asker: StoreServer | StoreClient
         if group.rank == 0 or switchboard is None:
             asker = StoreServer(switchboard)

@@ -14,10 +14,10 @@ import pytest
 from potluck.cluster.bundles.depot import KEPT_JOBS, BundleDepot
 from potluck.cluster.jobs.dispatcher import JobDispatcher
 from potluck.cluster.jobs.lead import Lead
-from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.membership import events
 from potluck.cluster.membership.events import WantGroup
 from potluck.cluster.names import NodeNames
+from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.launch.chaos import ChaosPlan
 from potluck.types import MeasuredPath

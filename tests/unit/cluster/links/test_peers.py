@@ -17,8 +17,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.cluster.discovery.advert import Hint
-from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.links.peers import KIND, ControlLinks, _host_of
+from potluck.cluster.topology.versions import own_versions
 from potluck.cluster.trust.store import TrustStore
 from potluck.errors import ProtocolError, Refused, WrongSecret
 from potluck.transport import aio

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from potluck.cluster.discovery.advert import Hint
-from potluck.cluster.jobs.versions import own_versions
 from potluck.cluster.links.peers import KIND, ControlLinks
+from potluck.cluster.topology.versions import own_versions
 from potluck.cluster.trust import keyring
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.cluster.trust.rotation import (

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import claims, results
-from bench.claims import Claim
+from common import claims, results
+from common.claims import Claim
 from potluck.bench.comparison import Plan, compare
-from potluck.bench.libraries import PEERS, missing
 from potluck.bench.machine import heading, machine
+from potluck.bench.peers import PEERS, missing
 from potluck.bench.placement import Here
 from potluck.bench.table import Table
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import platform
 import sys
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from potluck.errors import ConfigurationError
 from potluck.wire.names import Versions
 
 
@@ -25,21 +23,11 @@ def own_versions() -> Versions:
     )
 
 
-def check_versions(mine: Versions, others: Mapping[str, Versions]) -> None:
-    """ConfigurationError that names each node on which a worker would not run as on this one.
+def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
+    """Why a worker on the node ``name`` would not run as one here, in words; empty if it would.
 
     Interpreters must share major and minor version, torch and potluck be the same release.
-    ``others`` are the versions by the name of their node.
     """
-    texts = [
-        text for name, theirs in sorted(others.items()) for text in differences(name, mine, theirs)
-    ]
-    if texts:
-        raise ConfigurationError("not all nodes can run this script: " + "; ".join(texts))
-
-
-def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
-    """Why a worker on the node ``name`` would not run as one here, in words."""
     texts = []
     if _minor(mine.python) != _minor(theirs.python):
         texts.append(f"{name} has Python {theirs.python}, this node {mine.python}")

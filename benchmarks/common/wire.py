@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.placements import InHosts
+from common.placements import InHosts
 from potluck.bench.comparison import crews
 from support.hosts import INTERFACE, Host, Network
 

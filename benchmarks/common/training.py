@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import results
-from bench.script import Page, Say
+from common import results
+from common.script import Page, Say
 from potluck.bench.channel import Channel
 from potluck.bench.crew import Crew
-from potluck.bench.libraries import PEERS as ALL_PEERS
 from potluck.bench.machine import heading, load, machine
+from potluck.bench.peers import PEERS as ALL_PEERS
 
 NO_PEERS = ("hollow", "alone", "single")
 PEERS = ("potluck", "gloo", "potluck-tls", "potluck-python")

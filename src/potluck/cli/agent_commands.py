@@ -1,4 +1,4 @@
-"""``potluck rotate`` and ``potluck continue``: orders to this machine's agent."""
+"""``potluck rotate`` and ``potluck continue``: one request each to this machine's agent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rotate() -> None:
     """
     from potluck.wire.local import RotateRequest
 
-    _order(RotateRequest())
+    _ask(RotateRequest())
 
 
 def continue_(
@@ -43,10 +43,10 @@ def continue_(
     if not alone:
         typer.echo("potluck: this makes a fork; if you mean it: potluck continue --alone", err=True)
         raise typer.Exit(2)
-    _order(ContinueRequest())
+    _ask(ContinueRequest())
 
 
-def _order(request: Request) -> None:
+def _ask(request: Request) -> None:
     from potluck.cluster.links.local import ask_agent
     from potluck.settings import load_settings
     from potluck.wire.local import Outcome

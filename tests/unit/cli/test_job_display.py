@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from potluck.cli.job_display import (
+    LiveView,
+    PlainView,
+    Writer,
+    duration,
+    how_far,
+    number,
+    watcher_for,
+)
 from potluck.cli.report import print_summary
-from potluck.cli.views import LiveView, PlainView, Writer, duration, how_far, number, watcher_for
 from potluck.cluster.jobs.job import Job
 from potluck.cluster.jobs.standalone import Agent
 from potluck.cluster.trust.credentials import load_credentials
@@ -138,7 +146,7 @@ def test_a_closed_screen_is_told_once_and_the_rest_is_dropped(
     def broken() -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("potluck.cli.views.silence", lambda stream: None)
+    monkeypatch.setattr("potluck.cli.job_display.silence", lambda stream: None)
     writer = Writer(lambda: told.append(True))
     writer.write(broken)
     writer.write(broken)

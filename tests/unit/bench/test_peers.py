@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from potluck.bench.libraries import PEERS, missing
+from potluck.bench.peers import PEERS, missing
 
 
 def test_a_missing_package_comes_with_its_command() -> None:

@@ -1,0 +1,143 @@
+"""The peers: libraries under test and ways to run them, by name.
+
+A peer is what ``--against`` names. Several may share a library: ``potluck-tls`` is potluck with
+shared memory switched off. ``missing`` says what a peer lacks here; it imports nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from potluck import native
+from potluck.bench.libraries.base import Library
+from potluck.context.collectives import Collectives
+from potluck.settings import Settings, environment_name
+
+_NO_WINDOWS = {"POTLUCK_USE_WINDOWS": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One column of the table."""
+
+    name: str
+    module: str
+    about: str
+    needs: tuple[str, ...] = ()
+    install: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    """What potluck's calls get besides their arrays."""
+    tolerance: float = 1e-4
+    """Largest error of a right sum of standard normal numbers: float32's, or a codec's."""
+    program: str = ""
+    one_launcher: bool = False
+    """Its processes are started by one ``program``, not one by one."""
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("potluck", "ours", "as it comes: shared memory inside a machine, TLS 1.3 between"),
+        Peer(
+            "potluck-tls",
+            "ours",
+            "shared memory switched off: every byte through TLS 1.3",
+            environment=_NO_WINDOWS,
+        ),
+        Peer(
+            "potluck-python",
+            "ours",
+            "the Python engine, without the native core",
+            environment={"POTLUCK_NATIVE": "0"},
+        ),
+        Peer(
+            "potluck-plain",
+            "ours",
+            "plain mode: TCP with checksums, not encrypted; for a cable between trusted machines",
+            environment=_NO_WINDOWS | {"POTLUCK_WIRE": "plain"},
+        ),
+        *(
+            Peer(
+                f"potluck-{algorithm}",
+                "ours",
+                f"as it comes, but all_reduce always {algorithm}",
+                arguments={"algorithm": algorithm},
+            )
+            for algorithm in ("ring", "hierarchical")
+        ),
+        Peer(
+            "potluck-bf16",
+            "ours",
+            "float32 sent as bfloat16, through TLS",
+            environment=_NO_WINDOWS,
+            arguments={"codec": "bf16"},
+            tolerance=0.1,
+        ),
+        Peer(
+            "potluck-int8",
+            "ours",
+            "float32 sent as int8 with a scale per block, through TLS",
+            environment=_NO_WINDOWS,
+            arguments={"codec": "int8"},
+            tolerance=0.5,
+        ),
+        Peer(
+            "gloo",
+            "gloo",
+            "torch.distributed's CPU backend; TCP, not encrypted",
+            needs=("torch",),
+            install="pip install 'potluck[torch]'",
+        ),
+        Peer(
+            "mpi",
+            "mpi",
+            "Open MPI through mpi4py; shared memory",
+            needs=("mpi4py",),
+            install="pip install 'potluck[mpi]' and, on Debian or Ubuntu, "
+            "apt-get install openmpi-bin",
+            program="mpirun",
+            one_launcher=True,
+        ),
+        Peer(
+            "mlx",
+            "mlx",
+            "MLX's ring backend on the CPU; TCP, not encrypted",
+            needs=("mlx",),
+            install="pip install mlx" if sys.platform == "darwin" else "pip install 'mlx[cpu]'",
+        ),
+    )
+}
+
+OTHERS = ("gloo", "mpi", "mlx")
+
+
+def missing(peer: Peer) -> str:
+    """What ``peer`` lacks on this machine and the command that brings it; empty if nothing."""
+    for package in peer.needs:
+        if importlib.util.find_spec(package) is None:
+            return f"the Python package {package!r} is not installed: {peer.install}"
+    if peer.program and shutil.which(peer.program) is None:
+        return f"there is no program {peer.program!r} on the PATH: {peer.install}"
+    settings = {environment_name(each.name) for each in dataclasses.fields(Settings)}
+    for name in sorted(peer.environment.keys() - settings - {native.VARIABLE}):
+        return f"this potluck has no setting {name}"
+    for name in sorted(
+        peer.arguments.keys() - inspect.signature(Collectives.all_reduce).parameters
+    ):
+        return f"this potluck's all_reduce has no argument {name!r}"
+    return ""
+
+
+def open_library(peer: Peer) -> Library:
+    """In a worker process: import the library of ``peer`` and join its group."""
+    module = importlib.import_module(f"potluck.bench.libraries.{peer.module}")
+    library: Library = module.open_library(dict(peer.arguments))
+    return library

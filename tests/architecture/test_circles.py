@@ -1,0 +1,51 @@
+"""No circle of imports, those for type checkers included; nothing imports the root package.
+
+``lint-imports`` keeps the floors, and leaves out what is imported for type checkers only.
+"""
+
+from __future__ import annotations
+
+from graphlib import CycleError, TopologicalSorter
+
+import grimp
+
+GRAPH = grimp.build_graph("potluck", exclude_type_checking_imports=False, cache_dir=None)
+ROOT = "potluck"
+IMPORTS = {
+    module: GRAPH.find_modules_directly_imported_by(module) & GRAPH.modules
+    for module in GRAPH.modules
+}
+MAY_BE_CIRCLES = {
+    ("potluck.engine.communicator", "potluck.engine.family"): "a sub-group is made by its group",
+}
+
+
+def circle(imports: dict[str, set[str]]) -> list[str]:
+    """The modules of one circle, empty if there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_circle_of_imports() -> None:
+    imports = {module: set(IMPORTS[module]) - {ROOT} for module in IMPORTS if module != ROOT}
+    for one, other in MAY_BE_CIRCLES:
+        assert {one, other} <= set(circle(imports)), f"strike {one}, {other} off the list"
+        imports[other].discard(one)
+    assert circle(imports) == []
+
+
+def test_nothing_imports_the_root_package() -> None:
+    # The stub of the extension, imported for its types, is no module: grimp takes it for the root.
+    importers = {module for module in IMPORTS if ROOT in IMPORTS[module]}
+    assert importers == {"potluck.native"}
+    running = grimp.build_graph(ROOT, exclude_type_checking_imports=True, cache_dir=None)
+    assert running.find_modules_that_directly_import(ROOT) == set()
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"a"}})
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()})
+    assert not circle({"a": {"b"}, "b": {"c"}})
