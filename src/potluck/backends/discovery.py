@@ -15,12 +15,12 @@ from functools import partial
 
 from potluck.backends import discovery_paths
 from potluck.backends.base import StaticBackend
-from potluck.backends.discovery_gather import Gathering
-from potluck.backends.discovery_hall import Hall
+from potluck.backends.discovery_gather import Gathering, read_joining
 from potluck.backends.discovery_peers import FORMED, Acquaintances, Peer
 from potluck.backends.discovery_rules import SETTLE_S, FirstGroup
-from potluck.backends.discovery_search import JOIN, MEET, Search, welcome_guest
+from potluck.backends.discovery_search import JOIN, MEET, Search, welcome_caller
 from potluck.backends.discovery_situations import First, Next, Situation
+from potluck.backends.rendezvous import Rendezvous
 from potluck.backends.tcp import TcpBase, is_port_taken
 from potluck.cluster.discovery.advert import new_instance
 from potluck.cluster.discovery.everywhere import all_finders
@@ -30,7 +30,7 @@ from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings, load_settings
 from potluck.types import Group, Member
-from potluck.wire.gathering import Formed, Seat
+from potluck.wire.gathering import INSTANCE, MAX_PARTICIPANTS, Formed, Joining, Participant
 from potluck.wire.messages import Hello, Refusal
 
 _MEET_S = 10.0
@@ -71,23 +71,30 @@ class AutoDiscoveryBackend(StaticBackend):
         self.switchboard = self._base.switchboard
         credentials = self._base.credentials
         instance = new_instance()
-        self._me = Seat(instance.hex(), Member("", credentials.node_id, "", self._base.port))
+        self._me = Participant(instance.hex(), Member("", credentials.node_id, "", self._base.port))
         self._changed = threading.Condition()
         self._peers = Acquaintances(self._changed)
         self._formed: Formed | None = None
         self._formed_at = 0.0
         self._ring: Communicator | None = None
-        self._hall = Hall(self._changed, self._me.instance, self._objection_to_guest)
+        self._rendezvous: Rendezvous[Joining] = Rendezvous(
+            self._objection_to_joining,
+            partial(read_joining, me=self._me.instance),
+            changed=self._changed,
+            capacity=MAX_PARTICIPANTS - 1,
+        )
         switchboard = self._base.switchboard
-        switchboard.answer(JOIN, self._hall.admit)
+        switchboard.answer(JOIN, self._rendezvous.admit)
         switchboard.answer(measure.KIND, discovery_paths.answer)
         switchboard.answer(
             MEET,
-            partial(welcome_guest, instance=instance, peers=self._peers, objection=self._objection),
+            partial(
+                welcome_caller, instance=instance, peers=self._peers, objection=self._objection
+            ),
         )
         self._search = Search(credentials, instance, self._base.port, ways, self._peers)
         self._gathering = Gathering(
-            self._me, self._rule.world_size, credentials, self._hall, self._search
+            self._me, self._rule.world_size, credentials, self._rendezvous, self._search
         )
 
     def _listening(self, port: int | None) -> TcpBase:
@@ -186,7 +193,7 @@ class AutoDiscoveryBackend(StaticBackend):
 
     def close(self) -> None:
         self._search.close()
-        self._hall.close()
+        self._rendezvous.close()
         if self._ring is not None:
             self._ring.close()
         self._base.close()
@@ -198,20 +205,22 @@ class AutoDiscoveryBackend(StaticBackend):
             if formed is None or formed.rank_of(hello.worker) >= 0:
                 return None
             who = ", ".join(
-                f"{seat.member.host or 'that machine'}:{seat.member.port}"
-                for seat in formed.seats[:8]
+                f"{participant.member.host or 'that machine'}:{participant.member.port}"
+                for participant in formed.participants[:8]
             )
             at = time.strftime("%H:%M:%S", time.localtime(self._formed_at))
             return Refusal(
                 FORMED,
-                f"a group of {len(formed.seats)} processes was formed at {at} ({who}) and "
+                f"a group of {len(formed.participants)} processes was formed at {at} ({who}) and "
                 "accepts no new members. Start this process together with the others "
                 "(POTLUCK_MIN_PEERS says for how many to wait), wait for the end of that group, or "
                 "give the processes of another job a secret of their own (POTLUCK_PASSPHRASE)",
             )
 
-    def _objection_to_guest(self, hello: Hello) -> Refusal | None:
+    def _objection_to_joining(self, hello: Hello) -> Refusal | None:
         refusal = self._objection(hello)
+        if refusal is None and not INSTANCE.match(hello.worker):
+            refusal = Refusal("port", "that process has no id")
         if refusal is None and self._formed is None and hello.world_size != self._rule.world_size:
             refusal = Refusal(
                 "world",
@@ -242,8 +251,8 @@ def _members(formed: Formed) -> tuple[Member, ...]:
     """The members of a group, with their numbers on their nodes."""
     seen: dict[str, int] = {}
     members = []
-    for seat in formed.seats:
-        member = seat.member
+    for participant in formed.participants:
+        member = participant.member
         local_rank = seen[member.node] = seen.get(member.node, -1) + 1
         members.append(Member(member.worker, member.node, member.host, member.port, local_rank))
     return tuple(members)

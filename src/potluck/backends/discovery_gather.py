@@ -13,11 +13,11 @@ import ipaddress
 import time
 from dataclasses import replace
 
-from potluck.backends.discovery_hall import Guest, Hall
 from potluck.backends.discovery_paths import ANSWER_S, BUDGET_S, in_order, named, read, survey
 from potluck.backends.discovery_peers import FORMED
 from potluck.backends.discovery_search import CALL_S, JOIN, MEET, Search
 from potluck.backends.discovery_situations import Found, Situation
+from potluck.backends.rendezvous import Arrival, Rendezvous
 from potluck.cluster.discovery.advert import INSTANCE_BYTES
 from potluck.errors import (
     ConfigurationError,
@@ -30,6 +30,7 @@ from potluck.errors import (
 from potluck.transport.blocking import has_come, receive, recv_exactly, send_all
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import connect
+from potluck.transport.tcp import TcpLink
 from potluck.waiting import Reminder
 from potluck.wire.gathering import (
     ASKED,
@@ -39,32 +40,38 @@ from potluck.wire.gathering import (
     Attempt,
     Formed,
     Joining,
+    Participant,
     Reading,
-    Seat,
     checked,
 )
 from potluck.wire.messages import Hello
 
+_JOINING_S = 3.0
 _AGAIN_S = 0.05
 _LOOK_S = 0.2
 _PROBE_S = 1.0
 _FIRST_PROBE_S = 0.1
 """After a loss: the processes that still run join at once."""
 _GRACE_S = 5.0
-"""A guest waits so much longer than its deadline: the gathering process decides at its own."""
+"""A joining process waits beyond its deadline: the gathering process decides at its own."""
 
 
 class Gathering:
     """One process's part in forming a group."""
 
     def __init__(
-        self, me: Seat, world_size: int, credentials: Credentials, hall: Hall, search: Search
+        self,
+        me: Participant,
+        world_size: int,
+        credentials: Credentials,
+        rendezvous: Rendezvous[Joining],
+        search: Search,
     ) -> None:
         """``world_size`` as in HELLO: 0 stands for all that are found."""
         self._me = me
         self._world_size = world_size
         self._credentials = credentials
-        self._hall = hall
+        self._rendezvous = rendezvous
         self._search = search
         self.attempts: list[Attempt] = []
         """The groups that this process has agreed to since the last that it saw complete."""
@@ -78,7 +85,7 @@ class Gathering:
             seniors = situation.seniors()
             try:
                 if seniors:
-                    formed = self._ask(situation, situation.seat(seniors[0]), deadline)
+                    formed = self._ask(situation, situation.participant(seniors[0]), deadline)
                 else:
                     formed = self._gather(situation, deadline)
             except LinkError as error:
@@ -94,7 +101,7 @@ class Gathering:
     def _remember(self, formed: Formed) -> None:
         """Before this process enters ``formed``: from then on other members may find it complete,
         though this one does not."""
-        agreed = Attempt(formed.epoch, tuple(seat.instance for seat in formed.seats))
+        agreed = Attempt(formed.epoch, tuple(each.instance for each in formed.participants))
         others = [each for each in self.attempts if each.instances != agreed.instances]
         if len(others) >= MAX_ATTEMPTS:
             raise GroupError(
@@ -103,10 +110,10 @@ class Gathering:
             )
         self.attempts = [*others, agreed]
 
-    def probe(self, seat: Seat) -> Found:
-        """Whether the process of ``seat`` runs. Refused if it is in a group without this one."""
+    def probe(self, participant: Participant) -> Found:
+        """Whether ``participant`` runs. Refused if it is in a group without this process."""
         hello = self._hello(MEET)
-        member, until = seat.member, time.monotonic() + CALL_S
+        member, until = participant.member, time.monotonic() + CALL_S
         try:
             link, _ = connect(
                 member.host, member.port, hello, self._credentials, deadline=until, max_retries=0
@@ -119,11 +126,11 @@ class Gathering:
             return Found.SILENT
         except PotluckError as error:
             return Found.GONE if _nobody_listens(error) else Found.SILENT
-        return Found.RUNS if instance == seat.instance else Found.GONE
+        return Found.RUNS if instance == participant.instance else Found.GONE
 
-    # -- a guest
+    # -- a joining process
 
-    def _ask(self, situation: Situation, senior: Seat, deadline: float) -> Formed | None:
+    def _ask(self, situation: Situation, senior: Participant, deadline: float) -> Formed | None:
         """Wait for the answer of ``senior``. None if another process is to be asked by now."""
         member = senior.member
         try:
@@ -157,7 +164,7 @@ class Gathering:
         )
         last = situation.last
         with contextlib.closing(link):
-            joining = Joining(senior.instance, last.epoch, last.seats, tuple(self.attempts))
+            joining = Joining(senior.instance, last.epoch, last.participants, tuple(self.attempts))
             send_all(link, JOINING.encode(joining), time.monotonic() + CALL_S)
             probe_at = time.monotonic() + _PROBE_S
             while time.monotonic() < deadline + _GRACE_S:
@@ -171,10 +178,10 @@ class Gathering:
                         return None
                     continue
                 asked = receive(link, ASKED, time.monotonic() + CALL_S)
-                checked(asked.seats if isinstance(asked, Formed) else (asked.seat,))
+                checked(asked.participants if isinstance(asked, Formed) else (asked.participant,))
                 if isinstance(asked, Formed):
-                    return self._seated(asked, link.peer_host, max(self._epochs(situation)))
-                reading = self._measure(asked.seat, link.peer_host)
+                    return self._entered(asked, link.peer_host, max(self._epochs(situation)))
+                reading = self._measure(asked.participant, link.peer_host)
                 send_all(link, READING.encode(reading), time.monotonic() + CALL_S)
         return None
 
@@ -182,7 +189,7 @@ class Gathering:
         """The epochs that are used up here."""
         return [situation.last.epoch, *(attempt.epoch for attempt in self.attempts)]
 
-    def _seated(self, formed: Formed, host: str, used: int) -> Formed:
+    def _entered(self, formed: Formed, host: str, used: int) -> Formed:
         """``formed``, as the process at ``host`` sent it, with addresses that hold from here.
 
         ``used``: the highest epoch that this process knows."""
@@ -190,28 +197,28 @@ class Gathering:
             raise LinkError(f"{host} formed a group without this process")
         if formed.epoch <= used:
             raise LinkError(f"{host} formed epoch {formed.epoch}; this process is past {used}")
-        seats = (
-            Seat(seat.instance, replace(seat.member, host=host))
-            if _is_there(seat.member.host)
-            else seat
-            for seat in formed.seats
+        participants = (
+            Participant(participant.instance, replace(participant.member, host=host))
+            if _is_there(participant.member.host)
+            else participant
+            for participant in formed.participants
         )
-        return Formed(formed.epoch, tuple(seats), formed.paths)
+        return Formed(formed.epoch, tuple(participants), formed.paths)
 
     # -- the gathering process
 
     def _gather(self, situation: Situation, deadline: float) -> Formed | None:
-        """Wait for the guests and form the group with them. None if another process gathers."""
+        """Wait for the others and form the group with them. None if another process gathers."""
         is_after_loss = situation.last.epoch > 0
         probe_at = time.monotonic() + (_FIRST_PROBE_S if is_after_loss else _PROBE_S)
         reminder = Reminder(lambda: self._missing(situation), deadline)
-        self._hall.open()
+        self._rendezvous.open()
         try:
             while True:
-                guests = self._hall.guests()
-                for guest in guests.values():
-                    situation.learn(guest)
-                joined = list(guests)
+                arrivals = self._rendezvous.arrivals()
+                for arrival in arrivals.values():
+                    situation.learn(arrival)
+                joined = list(arrivals)
                 if situation.seniors():
                     return None
                 if situation.is_complete(joined):
@@ -228,63 +235,73 @@ class Gathering:
                     self._look_after(situation, situation.absent(joined))
                     probe_at = time.monotonic() + _PROBE_S
                 reminder.tick()
-                self._hall.wait(_LOOK_S)
-            return self._form(situation, self._hall.seat(situation.chosen(joined)), deadline)
+                self._rendezvous.wait(_LOOK_S)
+            return self._form(situation, self._rendezvous.take(situation.chosen(joined)), deadline)
         finally:
-            self._hall.seat(())
+            self._rendezvous.take(())
 
     def _look_after(self, situation: Situation, absent: list[str]) -> None:
         for instance in absent:
             with contextlib.suppress(KeyError):
-                seat = situation.seat(instance)
+                participant = situation.participant(instance)
                 try:
-                    situation.heard(instance, self.probe(seat))
+                    situation.heard(instance, self.probe(participant))
                 except Refused as error:
-                    situation.refused(seat, error)
+                    situation.refused(participant, error)
 
     def _missing(self, situation: Situation) -> str:
-        guests = list(self._hall.guests())
+        joined = list(self._rendezvous.arrivals())
         absent = []
-        for instance in situation.absent(guests):
+        for instance in situation.absent(joined):
             with contextlib.suppress(KeyError):
-                absent.append(str(situation.seat(instance).member))
-        text = f"{len(guests)} other processes are waiting to form a group with this one"
+                absent.append(str(situation.participant(instance).member))
+        text = f"{len(joined)} other processes are waiting to form a group with this one"
         if absent:
             text += f"; found, but not there yet: {', '.join(absent)}"
         return text
 
-    def _form(self, situation: Situation, guests: list[Guest], deadline: float) -> Formed:
-        """Tell ``guests``, the most senior first, what the group is."""
+    def _form(
+        self, situation: Situation, arrivals: list[Arrival[Joining]], deadline: float
+    ) -> Formed:
+        """Tell ``arrivals``, the most senior first, what the group is."""
         last = situation.last
-        seats = [self._me, *(guest.seat for guest in guests)]
+        participants = [
+            self._me,
+            *(Participant(each.member.worker, each.member) for each in arrivals),
+        ]
         paths = last.paths
         if not last.epoch:
             budget_s = min(BUDGET_S, (deadline - time.monotonic()) / 3)
-            links = [None, *(guest.link for guest in guests)]
-            paths = survey(seats, links, lambda seat: self._measure(seat, ""), budget_s)
-        ranked, known = in_order(seats, paths)
+            links = [None, *(each.link for each in arrivals)]
+            paths = survey(
+                participants, links, lambda participant: self._measure(participant, ""), budget_s
+            )
+        ranked, known = in_order(participants, paths)
         if last.epoch:
-            workers = {seat.instance: seat.member.worker for seat in last.seats}
+            workers = {each.instance: each.member.worker for each in last.participants}
             ranked = tuple(
-                Seat(seat.instance, replace(seat.member, worker=workers[seat.instance]))
-                for seat in ranked
+                Participant(
+                    participant.instance,
+                    replace(participant.member, worker=workers[participant.instance]),
+                )
+                for participant in ranked
             )
         else:
             ranked = named(ranked)
-        theirs = [each.epoch for guest in guests for each in guest.joining.attempts]
-        joined = [guest.joining.epoch for guest in guests]
+        theirs = [tried.epoch for each in arrivals for tried in each.said.attempts]
+        joined = [each.said.epoch for each in arrivals]
         epoch = 1 + max([*self._epochs(situation), *joined, *theirs])
         formed = Formed(epoch, ranked, known)
         word = ASKED.encode(formed)
-        for guest in guests:
-            with contextlib.closing(guest.link), contextlib.suppress(LinkError):
-                send_all(guest.link, word, time.monotonic() + CALL_S)
+        for arrival in arrivals:
+            with contextlib.closing(arrival.link), contextlib.suppress(LinkError):
+                send_all(arrival.link, word, time.monotonic() + CALL_S)
         return formed
 
-    def _measure(self, seat: Seat, gatherer: str) -> Reading:
-        host = gatherer if _is_there(seat.member.host) else seat.member.host
+    def _measure(self, participant: Participant, gatherer: str) -> Reading:
+        host = gatherer if _is_there(participant.member.host) else participant.member.host
         try:
-            return self._search.run(read(seat, host, self._credentials), ANSWER_S)
+            return self._search.run(read(participant, host, self._credentials), ANSWER_S)
         except LinkError:
             return Reading()
 
@@ -296,6 +313,15 @@ class Gathering:
             port=self._me.member.port,
             world_size=self._world_size,
         )
+
+
+def read_joining(link: TcpLink, me: str) -> Joining:
+    """What a caller of the process ``me`` says to be let in; PotluckError if it may not be."""
+    joining = receive(link, JOINING, time.monotonic() + _JOINING_S)
+    checked(joining.participants)
+    if joining.host != me:  # a process that had this port before
+        raise LinkError(f"it wants to join {joining.host}, not this process")
+    return joining
 
 
 def _nobody_listens(error: BaseException) -> bool:

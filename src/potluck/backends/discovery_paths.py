@@ -22,30 +22,30 @@ from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import MeasuredPath, Member
 from potluck.wire.facts import LinkFacts, NodeFacts
-from potluck.wire.gathering import ASKED, READING, Measure, Reading, Seat
+from potluck.wire.gathering import ASKED, READING, Measure, Participant, Reading
 from potluck.wire.messages import Hello, Welcome
 
 BUDGET_S = 10.0
 
 ANSWER_S = measure.MEASURE_S + 2.0
 
-MeasureHere = Callable[[Seat], Reading]
+MeasureHere = Callable[[Participant], Reading]
 
 
 def in_order(
-    seats: Sequence[Seat], paths: Sequence[MeasuredPath]
-) -> tuple[tuple[Seat, ...], tuple[MeasuredPath, ...]]:
-    """Seats, given the most senior first, in the order of the best ring; what is known of paths
-    between their nodes."""
-    nodes = {seat.member.node for seat in seats}
+    participants: Sequence[Participant], paths: Sequence[MeasuredPath]
+) -> tuple[tuple[Participant, ...], tuple[MeasuredPath, ...]]:
+    """``participants``, the most senior first, in the order of the best ring; what is known of
+    paths between their nodes."""
+    nodes = {each.member.node for each in participants}
     links = [
         LinkFacts(path.source, path.target, path.latency_s, path.bandwidth)
         for path in paths
         if path.source in nodes and path.target in nodes
     ]
     topology = Topology([NodeFacts(node) for node in nodes], links)
-    by_member = {id(seat.member): seat for seat in seats}
-    ranked = in_ring([seat.member for seat in seats], topology.ring())
+    by_member = {id(participant.member): participant for participant in participants}
+    ranked = in_ring([each.member for each in participants], topology.ring())
     return tuple(by_member[id(member)] for member in ranked), topology.paths(nodes)
 
 
@@ -66,13 +66,16 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def survey(
-    seats: Sequence[Seat], links: Sequence[TcpLink | None], here: MeasureHere, budget_s: float
+    participants: Sequence[Participant],
+    links: Sequence[TcpLink | None],
+    here: MeasureHere,
+    budget_s: float,
 ) -> tuple[MeasuredPath, ...]:
-    """The paths between the nodes of ``seats``. ``links`` lead to the guests, which
+    """The paths between the nodes of ``participants``. ``links`` lead to the others, which
     measure when asked; None is this process, which measures by ``here``."""
     first: dict[str, int] = {}
-    for index, seat in enumerate(seats):
-        first.setdefault(seat.member.node, index)
+    for index, participant in enumerate(participants):
+        first.setdefault(participant.member.node, index)
     chosen = list(first.values())
     until = time.monotonic() + budget_s
     paths: list[MeasuredPath] = []
@@ -80,8 +83,8 @@ def survey(
         if time.monotonic() >= until:
             break
         pairs = [(chosen[a], chosen[b]) for a, b in of_nodes]
-        for (a, b), reading in zip(pairs, _measure(pairs, seats, links, here), strict=True):
-            near, far = seats[a].member.node, seats[b].member.node
+        for (a, b), reading in zip(pairs, _measure(pairs, participants, links, here), strict=True):
+            near, far = participants[a].member.node, participants[b].member.node
             if reading.outward and reading.inward:
                 paths.append(MeasuredPath(near, far, reading.latency_s, reading.outward))
                 paths.append(MeasuredPath(far, near, reading.latency_s, reading.inward))
@@ -90,32 +93,34 @@ def survey(
 
 def _measure(
     pairs: Sequence[tuple[int, int]],
-    seats: Sequence[Seat],
+    participants: Sequence[Participant],
     links: Sequence[TcpLink | None],
     here: MeasureHere,
 ) -> list[Reading]:
-    """One round: the guests that are asked measure, and this process at the same time."""
+    """One round: those asked measure, and this process at the same time."""
     readings: dict[tuple[int, int], Reading] = {}
     deadline = time.monotonic() + ANSWER_S
     for a, b in pairs:
         link = links[a]
         if link is not None:
             with contextlib.suppress(LinkError):
-                send_all(link, ASKED.encode(Measure(seats[b])), deadline)
+                send_all(link, ASKED.encode(Measure(participants[b])), deadline)
     for a, b in pairs:
         if links[a] is None:
-            readings[a, b] = here(seats[b])
+            readings[a, b] = here(participants[b])
     for a, b in pairs:
         link = links[a]
         if link is not None:
-            with contextlib.suppress(PotluckError):  # a lost guest is noticed when the group meets
+            with contextlib.suppress(
+                PotluckError
+            ):  # a lost process is noticed when the group meets
                 readings[a, b] = receive(link, READING, deadline)
     return [readings.get(pair, Reading()) for pair in pairs]
 
 
-async def read(seat: Seat, host: str, credentials: Credentials) -> Reading:
-    """Measure the path to ``seat`` at ``host``."""
-    member = seat.member
+async def read(participant: Participant, host: str, credentials: Credentials) -> Reading:
+    """Measure the path to ``participant`` at ``host``."""
+    member = participant.member
     try:
         found = await measure.measure(
             host, member.port, member.node, credentials, may_go_on=lambda: True
@@ -167,10 +172,10 @@ class _Stream:
         return recv_exactly(self._link, count, self._deadline)
 
 
-def named(seats: Sequence[Seat]) -> tuple[Seat, ...]:
-    """Seats of a first group: their workers are called by their ranks."""
+def named(participants: Sequence[Participant]) -> tuple[Participant, ...]:
+    """Participants of a first group: their workers are called by their ranks."""
     return tuple(
-        Seat(seat.instance, Member(str(rank), m.node, m.host, m.port))
-        for rank, seat in enumerate(seats)
-        for m in (seat.member,)
+        Participant(participant.instance, Member(str(rank), m.node, m.host, m.port))
+        for rank, participant in enumerate(participants)
+        for m in (participant.member,)
     )

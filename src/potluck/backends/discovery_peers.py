@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from potluck.backends.discovery_rules import Standing
+from potluck.backends.discovery_rules import ExistingGroups
 from potluck.errors import LinkError, OperationTimeout, Refused
 from potluck.service import why
 from potluck.waiting import Reminder
-from potluck.wire.gathering import MAX_SEATS
+from potluck.wire.gathering import MAX_PARTICIPANTS
 
 FORMED = "formed"
 """The code of a refusal by a member of a group that accepts no new members."""
@@ -36,7 +36,7 @@ class Acquaintances:
     def __init__(self, changed: threading.Condition) -> None:
         self.changed = changed
         self._peers: dict[str, Peer] = {}
-        self._standing = Standing()
+        self._existing = ExistingGroups()
         self._broken: BaseException | None = None
 
     @property
@@ -69,9 +69,9 @@ class Acquaintances:
                         "all addresses with backend='ring'; please report this with the traceback "
                         "above"
                     ) from self._broken
-                self.check_standing()
+                self.check_existing()
                 if reminder.is_overdue:
-                    self._raise_standing(self._standing.reasons())
+                    self._raise_if(self._existing.reasons())
                     raise OperationTimeout(
                         f"{missing()} in {timeout:g} s. Do they run, on the same network, with the "
                         "same cluster secret? Where multicast is blocked, write addresses down: "
@@ -82,16 +82,16 @@ class Acquaintances:
                 self.changed.wait(min(_LOOK_S, reminder.patience()))
             return tuple(sorted(self._peers.values()))
 
-    def check_standing(self) -> None:
+    def check_existing(self) -> None:
         """Refused, with what to do, if a group that goes on has refused this process."""
         with self.changed:
-            self._raise_standing(self._standing.answer(time.monotonic()))
+            self._raise_if(self._existing.answer(time.monotonic()))
 
     @property
     def is_late(self) -> bool:
         """Whether a group exists already, which may be about to end."""
         with self.changed:
-            return bool(self._standing)
+            return bool(self._existing)
 
     def lost(self, instance: str) -> None:
         """The process ``instance`` no longer answers."""
@@ -105,24 +105,24 @@ class Acquaintances:
         """``peer`` proved itself."""
         with self.changed:
             place = peer.host, peer.port
-            self._standing.ended(place)
+            self._existing.ended(place)
             for known in list(self._peers.values()):
                 if (known.host, known.port) == place:
                     del self._peers[known.instance]  # its port is another process's by now
-            if len(self._peers) < MAX_SEATS - 1:
+            if len(self._peers) < MAX_PARTICIPANTS - 1:
                 self._peers[peer.instance] = peer
             self.changed.notify_all()
 
     def refused(self, host: str, port: int, error: Refused) -> None:
         """The process that answered there belongs to a group."""
         with self.changed:
-            self._standing.refused((host, port), str(error), time.monotonic())
+            self._existing.refused((host, port), str(error), time.monotonic())
             self.changed.notify_all()
 
     def unreached(self, host: str, port: int) -> None:
         """No process answered there."""
         with self.changed:
-            self._standing.ended((host, port))
+            self._existing.ended((host, port))
 
     def broke(self, error: BaseException) -> None:
         """The search ended by ``error``."""
@@ -131,6 +131,6 @@ class Acquaintances:
             self.changed.notify_all()
 
     @staticmethod
-    def _raise_standing(reason: str) -> None:
+    def _raise_if(reason: str) -> None:
         if reason:
             raise Refused(reason, FORMED)

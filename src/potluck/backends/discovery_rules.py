@@ -18,7 +18,7 @@ SETTLE_S = 2.0
 SILENT_S = 5.0
 """A member that has not answered for so long is left out of the next group."""
 
-STANDING_S = 5.0
+ESTABLISHED_S = 5.0
 """A group that goes on for so long after it was met is not about to end."""
 
 
@@ -46,51 +46,53 @@ class FirstGroup:
 
 @dataclass(slots=True)
 class NextGroup:
-    """The remaining members of a group, whose members were ``seats`` in rank order."""
+    """The remaining members of a group, whose members were ``members`` in rank order."""
 
-    seats: Sequence[str]
+    members: Sequence[str]
     gone: set[str] = field(default_factory=set)
     attempts: Collection[Sequence[str]] = ()
     """Groups that were agreed on since and may have come about: those that go on need a majority of
     each, or two groups could."""
     _silent: dict[str, float] = field(default_factory=dict)
 
-    def answered(self, seat: str) -> None:
-        """``seat`` runs."""
-        self._silent.pop(seat, None)
+    def answered(self, member: str) -> None:
+        """``member`` runs."""
+        self._silent.pop(member, None)
 
-    def ended(self, seat: str) -> None:
-        """The process of ``seat`` is certainly gone."""
-        self.gone.add(seat)
+    def ended(self, member: str) -> None:
+        """The process of ``member`` is certainly gone."""
+        self.gone.add(member)
 
-    def unanswered(self, seat: str, now: float) -> None:
-        """``seat`` did not answer."""
-        self._silent.setdefault(seat, now)
+    def unanswered(self, member: str, now: float) -> None:
+        """``member`` did not answer."""
+        self._silent.setdefault(member, now)
 
-    def is_silent(self, seat: str, now: float) -> bool:
-        """Whether ``seat`` has not answered for so long that the others go on without it."""
-        return seat in self._silent and now - self._silent[seat] >= SILENT_S
+    def is_silent(self, member: str, now: float) -> bool:
+        """Whether ``member`` has not answered for so long that the others go on without it."""
+        return member in self._silent and now - self._silent[member] >= SILENT_S
 
     def absent(self, present: Collection[str]) -> list[str]:
         """The members that are not ``present`` and not certainly gone."""
-        return [seat for seat in self.seats if seat not in self.gone and seat not in present]
+        return [
+            member for member in self.members if member not in self.gone and member not in present
+        ]
 
     def is_complete(self, present: Collection[str], now: float) -> bool:
         """Whether to go on with those ``present`` now: no other member is expected."""
         if self.objection(present):
             return False
-        return all(self.is_silent(seat, now) for seat in self.absent(present))
+        return all(self.is_silent(member, now) for member in self.absent(present))
 
     def objection(self, present: Collection[str]) -> str:
         """Why those ``present`` may not go on alone; empty if they may."""
-        for seats in (self.seats, *self.attempts):
-            if text := self._minority(seats, present):
+        for members in (self.members, *self.attempts):
+            if text := self._minority(members, present):
                 return text
         return ""
 
-    def _minority(self, seats: Sequence[str], present: Collection[str]) -> str:
-        alive = [seat for seat in seats if seat not in self.gone]
-        count = sum(seat in present for seat in alive)
+    def _minority(self, members: Sequence[str], present: Collection[str]) -> str:
+        alive = [member for member in members if member not in self.gone]
+        count = sum(member in present for member in alive)
         if 2 * count > len(alive) or (2 * count == len(alive) and alive[0] in present):
             return ""
         half = "is not a majority"
@@ -103,7 +105,7 @@ class NextGroup:
 
 
 @dataclass(slots=True)
-class Standing:
+class ExistingGroups:
     """Groups that exist already and have refused this process, by the address of the refusal.
 
     One that is about to end (the run before this one) is waited for; one that goes on is an answer.
@@ -126,7 +128,7 @@ class Standing:
     def answer(self, now: float) -> str:
         """The reason of a group that goes on; empty if there is none, or it may be ending."""
         for since, reason in self._told.values():
-            if now - since >= STANDING_S:
+            if now - since >= ESTABLISHED_S:
                 return reason
         return ""
 

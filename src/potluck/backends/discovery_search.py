@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from potluck.backends.discovery_peers import FORMED, Acquaintances, Peer
 from potluck.cluster.discovery.advert import INSTANCE_BYTES, Hint, Presence
+from potluck.cluster.discovery.caller import HintCaller
 from potluck.cluster.discovery.finder import Finder
-from potluck.cluster.discovery.hints import HintBook
 from potluck.errors import LinkError, PotluckError, Refused, WrongSecret
 from potluck.service import start_thread
 from potluck.transport import aio
@@ -29,13 +29,11 @@ MEET, JOIN = "meet", "join"
 T = TypeVar("T")
 
 CALL_S = 3.0
-_MAX_CALLS = 16
-
 
 Objection = Callable[[Hello], Refusal | None]
 
 
-def welcome_guest(
+def welcome_caller(
     hello: Hello, node: str, instance: bytes, peers: Acquaintances, objection: Objection
 ) -> Admission:
     """Another process has found this one: tell it the id, and note where it listens."""
@@ -71,11 +69,11 @@ class Search:
         self._finders = finders
         self._peers = peers
         self._is_resting = False
-        self._book = HintBook()
-        self._num_calls = 0
+        self._calls = HintCaller(self._call)
+        self._book = self._calls.book
+        self._calling: asyncio.Task[None] | None = None
         self._failure = ""
         self._loop = asyncio.new_event_loop()
-        self._changed = asyncio.Event()
         self._over = asyncio.Event()
         self._is_closed = False
         self._thread = start_thread(self._run, name="potluck-discovery", on_broken=peers.broke)
@@ -97,6 +95,8 @@ class Search:
     def rest(self) -> None:
         """Stay visible, but call no more processes."""
         self._is_resting = True
+        with contextlib.suppress(RuntimeError):  # closed
+            self._loop.call_soon_threadsafe(self._stop_calling)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """The result of ``coroutine``, run in the search's loop. LinkError if that has ended,
@@ -128,13 +128,15 @@ class Search:
             self._loop.close()
 
     async def _search(self) -> None:
-        caller = asyncio.create_task(self._call_due())
+        caller = self._calling = asyncio.create_task(self._calls.run())
         over = asyncio.create_task(self._over.wait())
         try:
             for finder in self._finders:
                 await finder.start(self._presence, self._heard)
             await asyncio.wait([caller, over], return_when=asyncio.FIRST_COMPLETED)
-            if not over.done():
+            if caller.cancelled():
+                await over
+            elif not over.done():
                 caller.result()
         finally:
             for finder in self._finders:
@@ -147,31 +149,15 @@ class Search:
     def _heard(self, hint: Hint) -> None:
         if self._is_resting or hint.host.lower().startswith("fe80:"):
             return  # an address of the link only can't be passed on to a third machine
-        self._book.heard(hint, self._loop.time())
-        self._changed.set()
+        self._calls.heard(hint)
+
+    def _stop_calling(self) -> None:
+        if self._calling is not None:
+            self._calling.cancel()
 
     def _look_again(self, instance: str) -> None:
         self._book.unlinked(instance, self._loop.time())
-        self._changed.set()
-
-    async def _call_due(self) -> None:
-        calls: set[asyncio.Task[None]] = set()
-        while True:
-            self._changed.clear()
-            now = self._loop.time()
-            if self._is_resting:
-                await self._changed.wait()
-                continue
-            for hint in self._book.due(now)[: max(0, _MAX_CALLS - self._num_calls)]:
-                self._book.calling(hint)
-                self._num_calls += 1
-                call = asyncio.create_task(self._call(hint))
-                calls.add(call)
-                call.add_done_callback(calls.discard)
-            at = self._book.next_due() if self._num_calls < _MAX_CALLS else None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if at is None else max(0.01, at - now)):
-                    await self._changed.wait()
+        self._calls.wake()
 
     async def _call(self, hint: Hint) -> None:
         mine = self._presence
@@ -196,7 +182,5 @@ class Search:
             if isinstance(error, WrongSecret):
                 self._failure = str(error)
         finally:
-            self._num_calls -= 1
-            self._changed.set()
             if writer is not None:
                 await aio.end(writer)

@@ -8,13 +8,13 @@ import time
 from enum import Enum, auto
 from typing import Protocol
 
-from potluck.backends.discovery_hall import Guest
 from potluck.backends.discovery_peers import Acquaintances
 from potluck.backends.discovery_rules import FirstGroup, NextGroup
 from potluck.backends.discovery_search import Search
+from potluck.backends.rendezvous import Arrival
 from potluck.errors import Evicted, GroupError, Refused
 from potluck.types import Member
-from potluck.wire.gathering import Attempt, Formed, Seat
+from potluck.wire.gathering import Attempt, Formed, Joining, Participant
 
 
 class Found(Enum):
@@ -32,7 +32,7 @@ class Situation(Protocol):
     def last(self) -> Formed:
         """The last group of this process; before the first, epoch 0 and the processes found."""
 
-    def seat(self, instance: str) -> Seat:
+    def participant(self, instance: str) -> Participant:
         """How to call a process; KeyError if it is no longer needed."""
 
     def seniors(self) -> list[str]:
@@ -44,8 +44,8 @@ class Situation(Protocol):
     def heard(self, instance: str, found: Found) -> None:
         """What came of calling a process."""
 
-    def learn(self, guest: Guest) -> None:
-        """Take in what a guest says: its last group, or the processes that it has found.
+    def learn(self, arrival: Arrival[Joining]) -> None:
+        """Take in what an arrival says: its last group, or the processes that it has found.
 
         Evicted if that group was formed without this process."""
 
@@ -58,11 +58,11 @@ class Situation(Protocol):
     def must_go_on(self, joined: list[str]) -> bool:
         """At the deadline: whether the group is formed all the same; else the error is raised."""
 
-    def refused(self, seat: Seat, error: Refused) -> None:
+    def refused(self, participant: Participant, error: Refused) -> None:
         """A process that was asked is in another group. Raises if that is the answer."""
 
     def chosen(self, joined: list[str]) -> list[str]:
-        """The guests that get in, the most senior first."""
+        """The arrivals that get in, the most senior first."""
 
 
 class First:
@@ -78,14 +78,14 @@ class First:
     @property
     def last(self) -> Formed:
         peers = self._peers.peers
-        return Formed(0, tuple(self.seat(peer.instance) for peer in peers))
+        return Formed(0, tuple(self.participant(peer.instance) for peer in peers))
 
-    def seat(self, instance: str) -> Seat:
+    def participant(self, instance: str) -> Participant:
         peer = self._peers.get(instance)
-        return Seat(instance, Member("", peer.node, peer.host, peer.port))
+        return Participant(instance, Member("", peer.node, peer.host, peer.port))
 
     def seniors(self) -> list[str]:
-        self._peers.check_standing()
+        self._peers.check_existing()
         if self._rule.world_size == 1:
             return []
         return [peer.instance for peer in self._peers.peers if peer.instance < self._me]
@@ -98,14 +98,14 @@ class First:
             self._peers.lost(instance)
             self._search.lost(instance)
 
-    def learn(self, guest: Guest) -> None:
-        if guest.seat.instance in self._told:
+    def learn(self, arrival: Arrival[Joining]) -> None:
+        if arrival.member.worker in self._told:
             return
-        self._told.add(guest.seat.instance)
+        self._told.add(arrival.member.worker)
         known = {self._me, *(peer.instance for peer in self._peers.peers)}
-        for seat in guest.joining.seats:
-            if seat.instance not in known and seat.member.host:
-                self._search.look_at(seat.member.host, seat.member.port)
+        for participant in arrival.said.participants:
+            if participant.instance not in known and participant.member.host:
+                self._search.look_at(participant.member.host, participant.member.port)
 
     def attempted(self, attempt: Attempt) -> None:
         """Its members are peers, which are waited for anyway."""
@@ -119,9 +119,9 @@ class First:
     def must_go_on(self, joined: list[str]) -> bool:
         return False
 
-    def refused(self, seat: Seat, error: Refused) -> None:
-        member = seat.member
-        self._peers.lost(seat.instance)
+    def refused(self, participant: Participant, error: Refused) -> None:
+        member = participant.member
+        self._peers.lost(participant.instance)
         self._peers.refused(member.host, member.port, error)
         self._search.look_at(member.host, member.port)
 
@@ -136,21 +136,21 @@ class Next:
         self._me = me
         self._last = last
         self._cause = cause
-        self._rule = NextGroup([seat.instance for seat in last.seats])
+        self._rule = NextGroup([each.instance for each in last.participants])
         self._attempts: dict[tuple[str, ...], int] = {}
 
     @property
     def last(self) -> Formed:
         return self._last
 
-    def seat(self, instance: str) -> Seat:
-        return self._last.seats[self._last.rank_of(instance)]
+    def participant(self, instance: str) -> Participant:
+        return self._last.participants[self._last.rank_of(instance)]
 
     def seniors(self) -> list[str]:
         now, mine = time.monotonic(), self._last.rank_of(self._me)
         return [
             instance
-            for instance in self._rule.seats[:mine]
+            for instance in self._rule.members[:mine]
             if instance not in self._rule.gone and not self._rule.is_silent(instance, now)
         ]
 
@@ -165,20 +165,22 @@ class Next:
         else:
             self._rule.unanswered(instance, time.monotonic())
 
-    def learn(self, guest: Guest) -> None:
-        """If the guest was in a newer group than this process, that is the last group."""
-        joining = guest.joining
+    def learn(self, arrival: Arrival[Joining]) -> None:
+        """If the arrival was in a newer group than this process, that is the last group."""
+        joining = arrival.said
         for attempt in joining.attempts:
             self.attempted(attempt)
         if joining.epoch <= self._last.epoch:
             return
-        mine = {seat.instance: seat for seat in self._last.seats}
-        seats = tuple(mine[each.instance] for each in joining.seats if each.instance in mine)
-        if self._me not in {seat.instance for seat in seats}:
+        mine = {each.instance: each for each in self._last.participants}
+        participants = tuple(
+            mine[each.instance] for each in joining.participants if each.instance in mine
+        )
+        if self._me not in {each.instance for each in participants}:
             raise self._evicted("a newer group was formed without this process")
-        self._last = Formed(joining.epoch, seats, self._last.paths)
+        self._last = Formed(joining.epoch, participants, self._last.paths)
         gone = self._rule.gone
-        self._rule = NextGroup([seat.instance for seat in seats], gone)
+        self._rule = NextGroup([each.instance for each in participants], gone)
         self._rule.attempts = self._open_attempts()
 
     def attempted(self, attempt: Attempt) -> None:
@@ -205,11 +207,11 @@ class Next:
             ) from self._cause
         return True
 
-    def refused(self, seat: Seat, error: Refused) -> None:
+    def refused(self, participant: Participant, error: Refused) -> None:
         raise self._evicted(str(error)) from error
 
     def chosen(self, joined: list[str]) -> list[str]:
-        return [instance for instance in self._rule.seats if instance in joined]
+        return [instance for instance in self._rule.members if instance in joined]
 
     def _evicted(self, reason: str) -> Evicted:
         return Evicted(

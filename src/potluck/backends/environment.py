@@ -9,7 +9,6 @@ called. After that all links are between peers.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -17,18 +16,18 @@ from contextlib import AbstractContextManager
 from potluck.backends.base import StaticBackend
 from potluck.backends.launchers import read_seat
 from potluck.backends.places import placed
-from potluck.backends.rendezvous import meet
+from potluck.backends.rendezvous import Rendezvous
+from potluck.backends.store_rendezvous import meet
 from potluck.backends.tcp import TcpBase, taking_master_port
 from potluck.engine.communicator import Communicator
 from potluck.errors import ConfigurationError, GroupError, LinkError, OperationTimeout, Refused
 from potluck.settings import Settings, load_settings
 from potluck.transport.blocking import receive, send_all
 from potluck.transport.handshake import connect
-from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member
 from potluck.waiting import Reminder, reminding
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.messages import Hello, Refusal
 from potluck.wire.roster import ROSTER, checked
 
 _EPOCH = 1
@@ -89,24 +88,45 @@ class EnvironmentBackend(StaticBackend):
     # -- rank 0
 
     def _host(self, deadline: float) -> tuple[Member, ...]:
-        rendezvous = _Rendezvous(self._world_size)
+        rendezvous = world_rendezvous(self._world_size)
         self._base.switchboard.answer("rendezvous", rendezvous.admit)
         try:
-            links = rendezvous.wait(deadline, f"{self._seat.host}:{self._seat.port}")
-            me = Member(
-                "0",
-                node=self._base.credentials.node_id,
-                host=self._seat.host,
-                port=self._base.port,
-                local_rank=self._seat.local_rank,
-            )
-            members = (me, *(rendezvous.members[rank] for rank in sorted(rendezvous.members)))
+            links, members = self._gather(rendezvous, deadline)
             roster = ROSTER.encode(members)
             for link in links:
                 send_all(link, roster, deadline)
             return members
         finally:
             rendezvous.close()
+
+    def _gather(
+        self, rendezvous: Rendezvous[None], deadline: float
+    ) -> tuple[list[TcpLink], tuple[Member, ...]]:
+        """The links of all other ranks, once all have called, and the members in rank order."""
+        where = f"{self._seat.host}:{self._seat.port}"
+        here = rendezvous.arrivals
+
+        def missing() -> str:
+            ranks = set(range(1, self._world_size)) - set(map(int, here()))
+            return f"{placed(ranks)} (of {self._world_size} ranks)"
+
+        reminder = Reminder(lambda: f"rank 0 waits at {where} for {missing()}; {_CHECK}", deadline)
+        while len(here()) < self._world_size - 1:
+            if reminder.is_overdue:
+                raise OperationTimeout(
+                    f"{missing()} did not call rank 0 in time at {where}; {_CHECK}"
+                )
+            rendezvous.wait_for(self._world_size - 1, reminder.patience())
+            reminder.tick()
+        others = sorted(here().values(), key=lambda each: int(each.member.worker))
+        me = Member(
+            "0",
+            node=self._base.credentials.node_id,
+            host=self._seat.host,
+            port=self._base.port,
+            local_rank=self._seat.local_rank,
+        )
+        return [each.link for each in others], (me, *(each.member for each in others))
 
     # -- the others
 
@@ -161,87 +181,25 @@ class EnvironmentBackend(StaticBackend):
         return reminding(Reminder(lambda: text, deadline))
 
 
-class _Rendezvous:
-    """Rank 0's list of who has called."""
+def world_rendezvous(world_size: int) -> Rendezvous[None]:
+    """Rank 0's rendezvous of a world: each other rank may come once."""
 
-    def __init__(self, world_size: int) -> None:
-        self.members: dict[int, Member] = {}
-        self._world_size = world_size
-        self._changed = threading.Condition()
-        self._links: dict[int, TcpLink] = {}
-        self._is_closed = False
-
-    def admit(self, hello: Hello, node: str) -> Admission:
-        world, rank = self._world_size, hello.rank
-        with self._changed:
-            if self._is_closed:
-                return _refuse("closed", "everyone is in; the group has been formed")
-            if hello.world_size != world:
-                return _refuse(
-                    "world",
-                    f"rank 0 has WORLD_SIZE={world}, rank {rank} has {hello.world_size}; "
-                    "give all ranks the same",
-                )
-            if not 0 < hello.port < 65536:
-                return _refuse("port", f"rank {rank} listens nowhere: {hello.port} is no port")
-            if not 0 < rank < world:
-                return _refuse("rank", f"rank {rank} is taken or outside 0 to {world - 1}")
-            if rank in self.members:
-                return _refuse("duplicate", f"rank {rank} has called already from another process")
-            self.members[rank] = Member(
-                str(rank), node=node, port=hello.port, local_rank=hello.local_rank
+    def objection(hello: Hello) -> Refusal | None:
+        rank = hello.rank
+        if rendezvous.is_closed:
+            return Refusal("closed", "everyone is in; the group has been formed")
+        if hello.world_size != world_size:
+            return Refusal(
+                "world",
+                f"rank 0 has WORLD_SIZE={world_size}, rank {rank} has {hello.world_size}; "
+                "give all ranks the same",
             )
-        return Admission(
-            Welcome(rank=0), lambda link: self._take(rank, link), lambda: self._withdraw(rank)
-        )
+        if not 0 < rank < world_size or hello.worker != str(rank):
+            return Refusal("rank", f"rank {rank} is taken or outside 0 to {world_size - 1}")
+        if rendezvous.knows(hello.worker):
+            return Refusal("duplicate", f"rank {rank} has called already from another process")
+        return None
 
-    def _take(self, rank: int, link: TcpLink) -> None:
-        with self._changed:
-            if self._is_closed:
-                link.close()
-                return
-            member = self.members[rank]
-            self.members[rank] = Member(
-                member.worker,
-                node=member.node,
-                host=link.peer_host,
-                port=member.port,
-                local_rank=member.local_rank,
-            )
-            self._links[rank] = link
-            self._changed.notify_all()
-
-    def _withdraw(self, rank: int) -> None:
-        """``rank`` hung up before it was told that it is in; it may call again."""
-        with self._changed:
-            if rank not in self._links:
-                self.members.pop(rank, None)
-
-    def wait(self, deadline: float, where: str) -> list[TcpLink]:
-        """The links of all others, once all have called ``where``, the master's address."""
-        reminder = Reminder(
-            lambda: f"rank 0 waits at {where} for {self._missing()}; {_CHECK}", deadline
-        )
-        with self._changed:
-            while len(self._links) < self._world_size - 1:
-                if reminder.is_overdue:
-                    raise OperationTimeout(
-                        f"{self._missing()} did not call rank 0 in time at {where}; {_CHECK}"
-                    )
-                self._changed.wait(reminder.patience())
-                reminder.tick()
-            return list(self._links.values())
-
-    def _missing(self) -> str:
-        missing = set(range(1, self._world_size)) - set(self._links)
-        return f"{placed(missing)} (of {self._world_size} ranks)"
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            for link in self._links.values():
-                link.close()
-
-
-def _refuse(code: str, reason: str) -> Admission:
-    return Admission(Refusal(code, reason))
+    rendezvous: Rendezvous[None] = Rendezvous(objection, read=lambda link: None)
+    rendezvous.open()
+    return rendezvous

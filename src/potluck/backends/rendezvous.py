@@ -1,205 +1,150 @@
-"""How ranks that share a store of keys and values meet: each writes down where it listens.
+"""Where the processes of a coming group wait, at the one that tells all of them what the group is.
 
-The store (torch's TCPStore or FileStore, torchrun's) carries addresses and public names only.
-potluck's own links are mutual TLS under the cluster secret, and whoever writes an address into the
-store without holding that secret is refused by them.
+Rank 0 of a launcher's world gathers the other ranks here (``environment.py``), and one of the
+processes that found each other gathers the others (``discovery_gather.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import socket
 import time
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from threading import Condition
+from typing import Generic, TypeVar
 
-import msgspec
+from potluck.errors import PotluckError
+from potluck.transport.listener import Admission
+from potluck.transport.tcp import TcpLink
+from potluck.types import Member
+from potluck.wire.messages import Hello, Refusal, Welcome
 
-from potluck.backends.addresses import LOOPBACK, machine, own_address, store_server
-from potluck.backends.fixed import hosts_of_world
-from potluck.backends.places import listed, placed
-from potluck.backends.tcp import TcpBase
-from potluck.errors import (
-    ConfigurationError,
-    LinkError,
-    OperationTimeout,
-    PotluckError,
-    WrongSecret,
-)
-from potluck.types import Group, Member
-from potluck.waiting import Reminder
+_OPENS_S = 1.0
+"""How long a caller may wait for the rendezvous to open; then it asks again."""
 
-EPOCH = 1
-_STAY_S = 1.0
-_FIRST_NAP_S = 0.001
-_LAST_NAP_S = 0.05
+T = TypeVar("T")
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """What one rank writes into the store."""
+@dataclass(frozen=True, slots=True)
+class Arrival(Generic[T]):
+    """A process that waits here. Its member's host is as seen from here."""
 
-    host: str
-    port: int
-    node: str
-    namespace: str
-    machine: str
-    world_size: int
-    local_rank: int
-    job: str
+    member: Member
+    link: TcpLink
+    said: T
+    """What it said after WELCOME."""
 
 
-def meet(
-    store: Any,
-    rank: int,
-    world_size: int,
-    *,
-    base: TcpBase | None,
-    local_rank: int,
-    timeout_s: float,
-    is_fresh: bool = False,
-) -> Group:
-    """The group of all ranks that call this with the same store.
+class Rendezvous(Generic[T]):
+    """Callers wait here by the name in their HELLO, each with its link, while it is open."""
 
-    ``base`` is where potluck's own links will be, None if another library makes the links.
-    ``is_fresh`` says that the store was made for this group, so that a rank that meets twice in it
-    was started twice. ConfigurationError if ranks disagree about the world size, WrongSecret if
-    they hold different cluster secrets, OperationTimeout naming the ranks that did not come.
-    """
-    try:
-        return _meet(store, rank, world_size, base, local_rank, timeout_s, is_fresh)
-    except PotluckError:
-        raise
-    except RuntimeError as error:
-        raise LinkError(
-            f"the store in which the ranks meet went away; did rank 0 fail? ({error})"
-        ) from error
+    def __init__(
+        self,
+        objection: Callable[[Hello], Refusal | None],
+        read: Callable[[TcpLink], T],
+        *,
+        changed: Condition | None = None,
+        capacity: int = 65535,
+    ) -> None:
+        """``objection(hello)``: why a caller is refused; called with ``changed`` held, which is
+        notified of each arrival. ``read(link)`` takes what an admitted caller says first;
+        PotluckError sends it away."""
+        self._objection = objection
+        self._read = read
+        self._changed = changed or Condition()
+        self._capacity = capacity
+        self._arrivals: dict[str, Arrival[T]] = {}
+        self._coming: set[str] = set()
+        self._is_open = False
+        self.is_closed = False
 
+    def knows(self, name: str) -> bool:
+        """Whether a caller of this name is here, or was admitted and is about to be."""
+        with self._changed:
+            return name in self._arrivals or name in self._coming
 
-def _meet(
-    store: Any,
-    rank: int,
-    world_size: int,
-    base: TcpBase | None,
-    local_rank: int,
-    timeout_s: float,
-    is_fresh: bool,
-) -> Group:
-    deadline = time.monotonic() + timeout_s
-    # A store may outlive a group (torchrun's does): each round of meeting has keys of its own.
-    attempt = store.add(f"potluck/rounds/{rank}", 1)
-    if is_fresh and attempt > 1:
-        raise ConfigurationError(f"RANK={rank} is taken: two processes were started with it")
-    prefix = f"potluck/{attempt}"
-    entry = Entry(
-        host=own_address(store),
-        port=base.port if base else 0,
-        node=base.credentials.node_id if base else socket.gethostname(),
-        namespace=base.credentials.namespace if base else "",
-        machine=machine(),
-        world_size=world_size,
-        local_rank=local_rank,
-        job=secrets.token_hex(8) if rank == 0 else "",
-    )
-    store.set(f"{prefix}/{rank}", msgspec.json.encode(entry).decode())
-    keys = [f"{prefix}/{other}" for other in range(world_size)]
-    reminder = Reminder(lambda: _missing(store, keys, rank, entry), deadline)
-    try:
-        entries = []
-        for other in range(world_size):
-            _await(store, keys, other, reminder, timeout_s)
-            entries.append(_read(store, keys, other, entry))
-    except ConfigurationError:
-        _stay(store, prefix, rank, world_size, is_fresh)
-        raise
-    has_server = store_server(store) is not None
-    hosts = hosts_of_world(rank, world_size)
-    members = tuple(
-        Member(
-            str(other),
-            node=each.node,
-            host=hosts[other] if hosts else _host(each, entry, has_server),
-            port=each.port,
-            local_rank=each.local_rank,
+    def admit(self, hello: Hello, node: str) -> Admission:
+        """Admit or refuse a caller; waits a while for the rendezvous to open."""
+        name = hello.worker
+        with self._changed:
+            until = time.monotonic() + _OPENS_S
+            while (refusal := self._objection(hello)) is None and not self._is_open:
+                left = until - time.monotonic()
+                if left <= 0 or self.is_closed:
+                    refusal = Refusal("not_ready", "that process does not gather a group now")
+                    break
+                self._changed.wait(left)
+            if refusal is None and not 0 < hello.port < 65536:
+                refusal = Refusal("port", f"the caller listens nowhere: {hello.port} is no port")
+            if refusal is not None:
+                return Admission(refusal)
+            self._coming.add(name)
+        return Admission(
+            Welcome(rank=0), lambda link: self._take(hello, node, link), lambda: self._forget(name)
         )
-        for other, each in enumerate(entries)
-    )
-    return Group(EPOCH, rank, members, job=entries[0].job)
 
+    def open(self) -> None:
+        """Callers may come in."""
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
 
-def _await(
-    store: Any, keys: Sequence[str], rank: int, reminder: Reminder, timeout_s: float
-) -> None:
-    """Wait until ``rank`` has written its entry. OperationTimeout names all that have not.
+    def wait(self, seconds: float) -> None:
+        """Wait for news of any kind, at most so long."""
+        with self._changed:
+            self._changed.wait(seconds)
 
-    Looks again and again, ever less often: a store's own wait would log a warning of torch's each
-    time that it is cut short for a reminder.
-    """
-    nap_s = _FIRST_NAP_S
-    while not store.check([keys[rank]]):
-        if reminder.is_overdue:
-            missing = _absent(store, keys)
-            if not missing:
+    def wait_for(self, count: int, seconds: float) -> None:
+        """Wait until ``count`` callers have arrived, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._arrivals) >= count, seconds)
+
+    def arrivals(self) -> dict[str, Arrival[T]]:
+        """Who waits here, by name."""
+        with self._changed:
+            return dict(self._arrivals)
+
+    def take(self, names: Iterable[str]) -> list[Arrival[T]]:
+        """Stop admitting: these arrivals, in this order. The others are sent away."""
+        with self._changed:
+            self._is_open = False
+            chosen = [self._arrivals.pop(name) for name in names]
+            self._send_away()
+            return chosen
+
+    def close(self) -> None:
+        """Admit no more callers, and send those away that wait. Idempotent."""
+        with self._changed:
+            self._is_open, self.is_closed = False, True
+            self._send_away()
+            self._changed.notify_all()
+
+    def _take(self, hello: Hello, node: str, link: TcpLink) -> None:
+        try:
+            said = self._read(link)
+        except PotluckError:
+            self._forget(hello.worker)
+            link.close()
+            return
+        member = Member(hello.worker, node, link.peer_host, hello.port, hello.local_rank)
+        with self._changed:
+            self._coming.discard(hello.worker)
+            if not self._is_open or len(self._arrivals) >= self._capacity:
+                link.close()
                 return
-            raise OperationTimeout(
-                f"{placed(missing)} (of {len(keys)} ranks) did not join the process group within "
-                f"{timeout_s:g} s; are all ranks started, each with its own RANK, and with the "
-                "same WORLD_SIZE and init_method?",
-                rank=missing[0],
-                operation="init_process_group",
-            )
-        reminder.tick()
-        time.sleep(min(nap_s, reminder.patience()))
-        nap_s = min(1.1 * nap_s, _LAST_NAP_S)
+            old = self._arrivals.get(hello.worker)
+            if old is not None:
+                old.link.close()
+            self._arrivals[hello.worker] = Arrival(member, link, said)
+            self._changed.notify_all()
 
+    def _forget(self, name: str) -> None:
+        """A caller was gone before it was here; it may come again."""
+        with self._changed:
+            self._coming.discard(name)
 
-def _absent(store: Any, keys: Sequence[str]) -> list[int]:
-    return [rank for rank, key in enumerate(keys) if not store.check([key])]
-
-
-def _missing(store: Any, keys: Sequence[str], rank: int, mine: Entry) -> str:
-    """What the lowest rank on each machine says while others are missing."""
-    missing = _absent(store, keys)
-    present = [other for other in range(len(keys)) if other not in missing]
-    if store_server(store) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        missing = [other for other in missing if other]  # rank 0 serves the store, so it is there
-    entries = {other: msgspec.json.decode(store.get(keys[other]), type=Entry) for other in present}
-    here = [other for other, entry in entries.items() if entry.machine == mine.machine]
-    if not missing or rank != min(here):
-        return ""
-    return (
-        f"rank {rank} waits for {placed(missing)} (of {len(keys)} ranks) to join the process "
-        f"group; rank {listed(present)} came. Are all ranks started, with the same WORLD_SIZE and "
-        "init_method?"
-    )
-
-
-def _read(store: Any, keys: Sequence[str], rank: int, mine: Entry) -> Entry:
-    entry = msgspec.json.decode(store.get(keys[rank]), type=Entry)
-    if entry.world_size != mine.world_size:
-        raise ConfigurationError(
-            f"rank {rank} was started with a world size of {entry.world_size}, this rank with "
-            f"{mine.world_size}; give all ranks the same world_size (WORLD_SIZE)"
-        )
-    if entry.namespace != mine.namespace:
-        raise WrongSecret(
-            f"rank {rank} at {entry.host} holds another cluster secret; copy "
-            "~/.potluck/cluster_secret from one machine to the others, or set the same "
-            "POTLUCK_PSK or POTLUCK_PASSPHRASE on all"
-        )
-    return entry
-
-
-def _stay(store: Any, prefix: str, rank: int, world_size: int, is_fresh: bool) -> None:
-    """The store ends with rank 0: let the others read there first what is wrong."""
-    with contextlib.suppress(RuntimeError):
-        store.set(f"{prefix}/left/{rank}", "1")
-        if rank == 0 and is_fresh:
-            others = [f"{prefix}/left/{other}" for other in range(1, world_size)]
-            store.wait(others, timedelta(seconds=_STAY_S))
-
-
-def _host(entry: Entry, mine: Entry, has_server: bool) -> str:
-    return LOOPBACK if not has_server and entry.machine == mine.machine else entry.host
+    def _send_away(self) -> None:
+        for arrival in self._arrivals.values():
+            with contextlib.suppress(OSError):
+                arrival.link.close()
+        self._arrivals.clear()

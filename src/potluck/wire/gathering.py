@@ -1,6 +1,6 @@
 """What processes without an agent say to each other until they are a group.
 
-On a connection with the HELLO kind ``join``: the guest says ``Joining``; the process that gathers
+On a connection with the HELLO kind ``join``: the caller says ``Joining``; the process that gathers
 the group may ask it to ``Measure`` paths, each answered by ``Reading``, and ends with ``Formed``.
 """
 
@@ -19,7 +19,7 @@ from potluck.wire.facts import Figure
 from potluck.wire.format import MessageFormat
 
 MAX_GATHERING = 1 << 20
-MAX_SEATS = 4096
+MAX_PARTICIPANTS = 4096
 
 INSTANCE = re.compile(r"^[0-9a-f]{32}\Z")
 
@@ -29,14 +29,14 @@ Instance = Annotated[str, msgspec.Meta(pattern=INSTANCE.pattern)]
 Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class Seat(msgspec.Struct, frozen=True):
+class Participant(msgspec.Struct, frozen=True):
     """A process, by its random id, and the member that it is or will be."""
 
     instance: Instance
     member: Member
 
 
-Seats = Annotated[tuple[Seat, ...], msgspec.Meta(max_length=MAX_SEATS)]
+Participants = Annotated[tuple[Participant, ...], msgspec.Meta(max_length=MAX_PARTICIPANTS)]
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -44,23 +44,24 @@ class Attempt(msgspec.Struct, frozen=True):
     have."""
 
     epoch: Epoch
-    instances: Annotated[tuple[Instance, ...], msgspec.Meta(max_length=MAX_SEATS)]
+    instances: Annotated[tuple[Instance, ...], msgspec.Meta(max_length=MAX_PARTICIPANTS)]
 
 
 class Joining(msgspec.Struct, frozen=True, tag=True):
-    """A guest, at the process ``host``. ``epoch`` is that of the last group it was in and ``seats``
-    are that group's; or 0 and the processes that it has found. ``attempts`` are those since."""
+    """Let me into the group that the process ``host`` gathers. ``epoch`` is that of the last group
+    this process was in, ``participants`` are that group's; or 0 and the processes that it has
+    found. ``attempts`` are those since."""
 
     host: Instance
     epoch: Epoch
-    seats: Seats
+    participants: Participants
     attempts: Annotated[tuple[Attempt, ...], msgspec.Meta(max_length=MAX_ATTEMPTS)] = ()
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """Measure the path from you to ``seat``; an empty host is mine."""
+    """Measure the path from you to ``participant``; an empty host is mine."""
 
-    seat: Seat
+    participant: Participant
 
 
 class Reading(msgspec.Struct, frozen=True, tag=True):
@@ -76,18 +77,25 @@ class Formed(msgspec.Struct, frozen=True, tag=True):
     that sends this."""
 
     epoch: Epoch
-    seats: Seats
+    participants: Participants
     paths: Annotated[tuple[MeasuredPath, ...], msgspec.Meta(max_length=1024)] = ()
 
     def rank_of(self, instance: str) -> int:
         """The rank of a process; -1 if it is not in this group."""
-        return next((i for i, seat in enumerate(self.seats) if seat.instance == instance), -1)
+        return next(
+            (
+                i
+                for i, participant in enumerate(self.participants)
+                if participant.instance == instance
+            ),
+            -1,
+        )
 
     @property
     def name(self) -> str:
         """Another one for each membership: two processes that gather at once may choose one epoch,
         and no member of one group may link to the other."""
-        text = ",".join(seat.instance for seat in self.seats)
+        text = ",".join(participant.instance for participant in self.participants)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -98,13 +106,15 @@ ASKED: MessageFormat[Measure | Formed] = MessageFormat(
 )
 
 
-def checked(seats: tuple[Seat, ...]) -> tuple[Seat, ...]:
-    """The seats of a decoded message; ProtocolError if one of them can't be called."""
-    for seat in seats:
-        if not 0 <= seat.member.port < 65536:
-            raise ProtocolError(f"not a seat: {seat.member.port} is no port")
+def checked(participants: tuple[Participant, ...]) -> tuple[Participant, ...]:
+    """The participants of a decoded message; ProtocolError if one of them can't be called."""
+    for participant in participants:
+        if not 0 <= participant.member.port < 65536:
+            raise ProtocolError(f"not a participant: {participant.member.port} is no port")
         try:
-            ipaddress.ip_address(seat.member.host.partition("%")[0] or "::")
+            ipaddress.ip_address(participant.member.host.partition("%")[0] or "::")
         except ValueError as error:
-            raise ProtocolError(f"not a seat: {seat.member.host!r} is no address") from error
-    return seats
+            raise ProtocolError(
+                f"not a participant: {participant.member.host!r} is no address"
+            ) from error
+    return participants

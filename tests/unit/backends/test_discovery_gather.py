@@ -14,11 +14,11 @@ from potluck.backends.discovery_gather import Gathering
 from potluck.backends.discovery_situations import Found, Next
 from potluck.errors import LinkError
 from potluck.types import Member
-from potluck.wire.gathering import Attempt, Formed, Seat
+from potluck.wire.gathering import Attempt, Formed, Participant
 
 WAIT_S = 60.0
 ADA, BOB, CLEO = (
-    Seat(digit * 32, Member(str(rank), digit, "10.0.0.1", 1000 + rank))
+    Participant(digit * 32, Member(str(rank), digit, "10.0.0.1", 1000 + rank))
     for rank, digit in enumerate("abc")
 )
 
@@ -65,7 +65,7 @@ def test_a_gatherer_that_falls_silent_is_given_up_for_the_next_long_before_the_d
     monkeypatch.setattr(discovery_gather, "_PROBE_S", 0.0)
     monkeypatch.setattr(discovery_rules, "SILENT_S", 0.1)
     answers = itertools.chain([Found.RUNS], itertools.repeat(Found.SILENT))
-    monkeypatch.setattr(bob, "probe", lambda seat: next(answers))
+    monkeypatch.setattr(bob, "probe", lambda participant: next(answers))
     situation = Next(BOB.instance, Formed(1, (ADA, BOB, CLEO)), None)
     deadline = time.monotonic() + WAIT_S
     assert bob._ask(situation, ADA, deadline) is None
@@ -76,7 +76,7 @@ def test_a_gatherer_that_falls_silent_is_given_up_for_the_next_long_before_the_d
 def test_a_successor_at_the_gatherers_port_is_not_joined(
     bob: Gathering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bob, "probe", lambda seat: Found.GONE)
+    monkeypatch.setattr(bob, "probe", lambda participant: Found.GONE)
     situation = Next(BOB.instance, Formed(1, (ADA, BOB, CLEO)), None)
     assert bob._ask(situation, ADA, time.monotonic() + WAIT_S) is None
     assert situation.seniors() == []
@@ -95,4 +95,4 @@ def test_a_group_that_was_agreed_on_counts_until_a_newer_one_is_known(bob: Gathe
 
 def test_a_group_of_an_epoch_that_is_over_is_not_entered(bob: Gathering) -> None:
     with pytest.raises(LinkError, match="formed epoch 2; this process is past 3"):
-        bob._seated(Formed(2, (ADA, BOB)), "10.0.0.1", 3)
+        bob._entered(Formed(2, (ADA, BOB)), "10.0.0.1", 3)

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from potluck.backends.discovery_paths import in_order, named, rounds
-from potluck.backends.discovery_rules import SILENT_S, FirstGroup, NextGroup, Standing
+from potluck.backends.discovery_rules import SILENT_S, ExistingGroups, FirstGroup, NextGroup
 from potluck.types import MeasuredPath, Member
-from potluck.wire.gathering import Seat
+from potluck.wire.gathering import Participant
 
 
 def test_the_first_group_waits_for_enough_others_and_for_quiet() -> None:
@@ -71,10 +71,10 @@ def test_of_two_halves_the_one_with_the_most_senior_goes_on() -> None:
 
 @pytest.mark.parametrize("count", range(1, 6))
 def test_however_a_group_is_cut_at_most_one_side_goes_on(count: int) -> None:
-    seats = "abcde"[:count]
+    everyone = "abcde"[:count]
     for sides in itertools.product((0, 1), repeat=count):
-        halves = [[s for s, side in zip(seats, sides, strict=True) if side == k] for k in (0, 1)]
-        may = [half for half in halves if half and not NextGroup(seats).objection(half)]
+        halves = [[m for m, side in zip(everyone, sides, strict=True) if side == k] for k in (0, 1)]
+        may = [half for half in halves if half and not NextGroup(everyone).objection(half)]
         assert len(may) == 1, (halves, may)
 
 
@@ -102,7 +102,7 @@ def test_whoever_saw_which_attempt_complete_at_most_one_group_goes_on(last: str)
     ]
     for attempt in attempts:
         for saw in itertools.product((False, True), repeat=len(attempt)):
-            complete = [seat for seat, sees in zip(attempt, saw, strict=True) if sees]
+            complete = [member for member, sees in zip(attempt, saw, strict=True) if sees]
             for sides in itertools.product((0, 1), repeat=len(last)):
                 may = []
                 for side in (0, 1):
@@ -110,24 +110,24 @@ def test_whoever_saw_which_attempt_complete_at_most_one_group_goes_on(last: str)
                     rule = NextGroup(attempt if set(complete) & set(present) else last)
                     if set(attempt) & set(present):
                         rule.attempts = [attempt]
-                    members = [seat for seat in present if seat in rule.seats]
+                    members = [each for each in present if each in rule.members]
                     may += [members] if members and not rule.objection(members) else []
                 assert len(may) <= 1, (attempt, complete, may)
 
 
 def test_a_group_that_is_about_to_end_is_waited_for_and_one_that_goes_on_is_an_answer() -> None:
-    standing = Standing()
-    assert not standing
-    standing.refused(("10.0.0.1", 1), "formed by a", 0.0)
-    standing.refused(("10.0.0.2", 1), "formed by b", 3.0)
-    assert standing
-    assert standing.answer(4.0) == ""
-    standing.ended(("10.0.0.1", 1))
-    standing.refused(("10.0.0.2", 1), "formed by b", 6.0)
-    assert standing.answer(7.0) == ""
-    assert standing.answer(8.0) == "formed by b"
-    standing.ended(("10.0.0.2", 1))
-    assert not standing
+    existing = ExistingGroups()
+    assert not existing
+    existing.refused(("10.0.0.1", 1), "formed by a", 0.0)
+    existing.refused(("10.0.0.2", 1), "formed by b", 3.0)
+    assert existing
+    assert existing.answer(4.0) == ""
+    existing.ended(("10.0.0.1", 1))
+    existing.refused(("10.0.0.2", 1), "formed by b", 6.0)
+    assert existing.answer(7.0) == ""
+    assert existing.answer(8.0) == "formed by b"
+    existing.ended(("10.0.0.2", 1))
+    assert not existing
 
 
 @pytest.mark.parametrize("count", range(9))
@@ -140,18 +140,20 @@ def test_in_the_rounds_every_pair_meets_once_and_nobody_is_twice_in_one(count: i
 
 
 def test_ranks_follow_the_ring_that_avoids_the_slow_link_and_the_first_stays_the_first() -> None:
-    seats = [Seat(f"{i:032x}", Member("", node, "10.0.0.1", 1)) for i, node in enumerate("abcd")]
+    participants = [
+        Participant(f"{i:032x}", Member("", node, "10.0.0.1", 1)) for i, node in enumerate("abcd")
+    ]
     fast, slow = 1e9, 1e6
     paths = [
         MeasuredPath(x, y, 1e-4, slow if {x, y} == {"a", "b"} else fast)
         for x, y in itertools.permutations("abcd", 2)
     ]
-    ranked, known = in_order(seats, paths)
-    order = [seat.member.node for seat in ranked]
+    ranked, known = in_order(participants, paths)
+    order = [each.member.node for each in ranked]
     assert order[0] == "a"
     assert "b" not in (order[1], order[-1]), "a and b are not neighbours"
     assert len(known) == 12
-    assert [seat.member.worker for seat in named(ranked)] == ["0", "1", "2", "3"]
+    assert [each.member.worker for each in named(ranked)] == ["0", "1", "2", "3"]
     left, known = in_order(ranked[1:], known)
     assert {path.source for path in known} == {"b", "c", "d"}
     assert len(left) == 3

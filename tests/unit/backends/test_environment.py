@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from potluck import waiting
-from potluck.backends.environment import EnvironmentBackend, _Rendezvous
+from potluck.backends.environment import EnvironmentBackend, world_rendezvous
 from potluck.context import DistributedContext
 from potluck.errors import (
     ConfigurationError,
@@ -236,8 +236,8 @@ def test_a_port_in_use_is_a_clear_error(port: str) -> None:
 
 
 def test_a_rank_that_hung_up_before_it_was_told_may_call_again() -> None:
-    rendezvous = _Rendezvous(2)
-    hello = Hello("rendezvous", "home", rank=1, port=1234, world_size=2)
+    rendezvous = world_rendezvous(2)
+    hello = Hello("rendezvous", "home", rank=1, worker="1", port=1234, world_size=2)
     first = rendezvous.admit(hello, "ada")
     assert isinstance(rendezvous.admit(hello, "ada").answer, Refusal), "it is taken"
     assert first.withdraw is not None

@@ -139,7 +139,7 @@ def test_an_agent_that_calls_nobody_any_more_ends_instead_of_looking_alive(tmp_p
 
         links = bob.agent._links
         links._book.due = broken  # type: ignore[method-assign, assignment]
-        links._changed.set()
+        links._calls.wake()
         with pytest.raises(MemoryError):
             await asyncio.wait_for(asyncio.shield(bob.task), WAIT_S)
 

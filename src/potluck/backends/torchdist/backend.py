@@ -14,7 +14,7 @@ from potluck.backends.borrowed import LibraryCommunicator
 from potluck.backends.fixed import is_our_world, join_world
 from potluck.backends.launchers import read_seat
 from potluck.backends.library import Library
-from potluck.backends.rendezvous import meet
+from potluck.backends.store_rendezvous import meet
 from potluck.backends.torchdist.store import Word, open_store
 from potluck.errors import ConfigurationError, GroupError
 from potluck.optional import require

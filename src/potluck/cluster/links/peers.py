@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from potluck.cluster.discovery.advert import Hint
-from potluck.cluster.discovery.hints import HintBook
+from potluck.cluster.discovery.caller import HintCaller
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, WrongSecret
 from potluck.service import OnBroken, start_task
 from potluck.transport import aio
@@ -32,7 +32,6 @@ IDLE_S = 4.0
 """A link on which nothing came for so long is ended: heartbeats come five times a second. TCP by
 itself would wait as long again as a cut has lasted, before it finds that it healed."""
 
-_MAX_CALLS = 16
 _CALL_S = 3.0
 _INTRODUCTION_S = 5.0
 _YOUNG_S = 1.0
@@ -89,16 +88,15 @@ class ControlLinks:
         self._credentials = credentials
         self._me = me
         self._owner = owner
-        self._book = HintBook()
+        self._calls = HintCaller(self._call)
+        self._book = self._calls.book
         self._links: dict[str, _Link] = {}
         self._incarnations: dict[str, int] = {}
         self._calling: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_calls = 0
-        self._changed = asyncio.Event()
         self._complain = RateLimitedLog(_log)
         self._is_closed = False
-        self._caller = start_task(self._call_due, name="calling peers", on_broken=on_broken)
+        self._caller = start_task(self._calls.run, name="calling peers", on_broken=on_broken)
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -128,8 +126,7 @@ class ControlLinks:
         hint = Hint(host, port, "measured")
         self._book.heard(hint, _now())
         self._book.prefer(node, hint)
-        self._num_calls += 1
-        self._spawn(self._call(hint, replaces=node))
+        self._calls.start(self._call(hint, replaces=node))
 
     def unsent(self, node: str) -> int:
         """Bytes that wait to be sent to ``node``; 0 without a link."""
@@ -138,8 +135,7 @@ class ControlLinks:
 
     def heard(self, hint: Hint) -> None:
         """A finder found something."""
-        self._book.heard(hint, _now())
-        self._changed.set()
+        self._calls.heard(hint)
 
     def send(self, node: str, message: peers.PeerMessage) -> bool:
         """Have ``message`` sent, without blocking; False without a link. A peer that does not read
@@ -200,19 +196,6 @@ class ControlLinks:
 
     # Whom to call.
 
-    async def _call_due(self) -> None:
-        while True:
-            self._changed.clear()
-            now = _now()
-            for hint in self._book.due(now)[: max(0, _MAX_CALLS - self._num_calls)]:
-                self._book.calling(hint)
-                self._num_calls += 1
-                self._spawn(self._call(hint))
-            at = self._book.next_due() if self._num_calls < _MAX_CALLS else None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if at is None else max(0.01, at - now)):
-                    await self._changed.wait()
-
     async def _call(self, hint: Hint, replaces: str = "") -> None:
         """Call one address. Whoever answers is known after TLS, before anything is said. The link
         to ``replaces`` is to be replaced by a better one."""
@@ -247,7 +230,6 @@ class ControlLinks:
             is_refused = isinstance(error, Refused) and error.code not in _PASSING
             self._failed(hint, error)
         finally:
-            self._num_calls -= 1
             if self._calling.get(reached) is asyncio.current_task():
                 del self._calling[reached]
             if reached and not is_refused:
@@ -256,9 +238,8 @@ class ControlLinks:
                     self._book.linked(reached)
             else:
                 self._book.failed(hint, _now())
-            self._changed.set()
         if link is not None:
-            await self._serve(link)
+            self._spawn(self._serve(link))
 
     def _failed(self, hint: Hint, error: PotluckError | TimeoutError) -> None:
         where = f"{hint.host}:{hint.port} (found by {hint.source})"
@@ -320,7 +301,7 @@ class ControlLinks:
         if self._links.get(link.node) is link:
             del self._links[link.node]
             self._book.unlinked(link.node, _now())
-            self._changed.set()
+            self._calls.wake()
             self._tell_end(link)
 
     def _tell_end(self, link: _Link) -> None:

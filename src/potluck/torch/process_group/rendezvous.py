@@ -6,18 +6,18 @@ import os
 import time
 from typing import Any
 
-from potluck.backends import rendezvous
+from potluck.backends import store_rendezvous
 from potluck.backends.tcp import TcpBase
 from potluck.settings import load_settings
 from potluck.torch.process_group.world import World
 
 
 def meet(store: Any, rank: int, world_size: int, *, name: str, timeout_s: float) -> World:
-    """The world of all ranks that call this with the same store; see ``backends.rendezvous``."""
+    """The world of all ranks that call this with one store; see ``backends.store_rendezvous``."""
     deadline = time.monotonic() + timeout_s
     base = TcpBase("", 0, load_settings())
     try:
-        group = rendezvous.meet(
+        group = store_rendezvous.meet(
             store,
             rank,
             world_size,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from potluck import waiting
-from potluck.backends import rendezvous
+from potluck.backends import store_rendezvous
 from potluck.backends.fixed import hosts_of_world
 from potluck.errors import OperationTimeout
 from potluck.types import Group
@@ -33,7 +33,9 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
 
 
 def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> Group:
-    return rendezvous.meet(store, rank, world_size, base=None, local_rank=rank, timeout_s=timeout_s)
+    return store_rendezvous.meet(
+        store, rank, world_size, base=None, local_rank=rank, timeout_s=timeout_s
+    )
 
 
 def test_a_wait_names_the_missing_rank_and_its_machine_and_goes_on_once_it_comes(
@@ -78,7 +80,7 @@ def test_ranks_that_an_agent_started_call_each_other_where_it_reaches_them(
 ) -> None:
     """A rank that published its own link-local address could be called by no other machine."""
     hosts = ("127.0.0.1", "fe80::1%eth0")
-    monkeypatch.setattr(rendezvous, "hosts_of_world", lambda rank, world_size: hosts)
+    monkeypatch.setattr(store_rendezvous, "hosts_of_world", lambda rank, world_size: hosts)
     groups: dict[int, Group] = {}
 
     def come(rank: int) -> None:

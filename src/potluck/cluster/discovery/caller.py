@@ -1,0 +1,65 @@
+"""Calls the addresses that finders hear of, each when it is due and only so many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from potluck.cluster.discovery.advert import Hint
+from potluck.cluster.discovery.hints import HintBook
+
+_MAX_CALLS = 16
+
+Call = Coroutine[Any, Any, None]
+
+
+class HintCaller:
+    """Runs ``call(hint)`` for the hints that ``book`` has due; ``call`` tells the book what came
+    of it. Whoever changes the book must ``wake`` the caller."""
+
+    def __init__(self, call: Callable[[Hint], Call]) -> None:
+        self.book = HintBook()
+        self._call = call
+        self._calls: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    def heard(self, hint: Hint) -> None:
+        """A finder found something."""
+        self.book.heard(hint, asyncio.get_running_loop().time())
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again at what is due."""
+        self._changed.set()
+
+    def start(self, call: Call) -> None:
+        """Run ``call`` at once, counted among the calls under way."""
+        task = asyncio.get_running_loop().create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._ended)
+
+    async def run(self) -> None:
+        """Call until cancelled; then end the calls under way."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                self._changed.clear()
+                now = loop.time()
+                for hint in self.book.due(now)[: max(0, _MAX_CALLS - len(self._calls))]:
+                    self.book.calling(hint)
+                    self.start(self._call(hint))
+                at = self.book.next_due() if len(self._calls) < _MAX_CALLS else None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(None if at is None else max(0.01, at - now)):
+                        await self._changed.wait()
+        finally:
+            calls = list(self._calls)
+            for task in calls:
+                task.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._calls.discard(task)
+        self.wake()
