@@ -42,7 +42,7 @@ _FOREVER = datetime.datetime(9999, 12, 31, 23, 59, 59)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CredentialSet:
     """What a node shows and accepts at one moment. Safe to print: it shows no secret."""
 
     namespace: str
@@ -62,9 +62,9 @@ def _objects_to_nobody(node: str) -> str | None:
 
 
 class Credentials:
-    """A node's standing in one cluster, as it is now. Safe to print: it shows no secret.
+    """A node's credentials in one cluster, as they are now. Safe to print: it shows no secret.
 
-    ``standing`` is asked anew for each connection, so that a changed secret holds from the next
+    ``current`` is asked anew for each connection, so that a changed secret holds from the next
     one on. ``objects_to(node)`` says why a node is refused although it holds the secret (it was
     banned), or None.
     """
@@ -72,7 +72,7 @@ class Credentials:
     def __init__(
         self,
         node_id: str,
-        standing: Callable[[], Standing],
+        current: Callable[[], CredentialSet],
         objects_to: Callable[[str], str | None] = _objects_to_nobody,
         *,
         use_native: bool = True,
@@ -82,7 +82,7 @@ class Credentials:
         self.is_native = use_native and native_tls.is_available()
         """Whether links made with these credentials are the native core's."""
         self.objects_to = objects_to
-        self._standing = standing
+        self._current = current
 
     def __repr__(self) -> str:
         return f"Credentials(node_id={self.node_id!r}, namespace={self.namespace!r})"
@@ -90,30 +90,30 @@ class Credentials:
     @property
     def namespace(self) -> str:
         """The cluster's public name, 32 hex digits; says nothing about the secret."""
-        return self._standing().namespace
+        return self._current().namespace
 
     @property
     def server_context(self) -> ssl.SSLContext:
         """For the accepting side of a connection that begins now."""
-        return self._standing().server_context
+        return self._current().server_context
 
     @property
     def client_context(self) -> ssl.SSLContext:
         """For the calling side of a connection that begins now."""
-        return self._standing().client_context
+        return self._current().client_context
 
     def native_context(self, *, server_side: bool) -> NativeContext | None:
         """For one side of a link that begins now, None if links are left to ``ssl``."""
-        return self._standing().native(server_side) if self.is_native else None
+        return self._current().native(server_side) if self.is_native else None
 
     @property
     def advert_keys(self) -> tuple[bytes, ...]:
         """Keys of the tags in adverts: own adverts use the first, all are recognised."""
-        return self._standing().advert_keys
+        return self._current().advert_keys
 
     def accepts(self, namespace: str) -> bool:
         """Whether a peer that calls itself a member of ``namespace`` is in this cluster."""
-        return namespace in self._standing().namespaces
+        return namespace in self._current().namespaces
 
 
 def make_credentials(
@@ -124,12 +124,14 @@ def make_credentials(
     use_native: bool = True,
 ) -> Credentials:
     """Credentials for the holder of ``psk`` (32 bytes) whose own key is ``key``. About 1 ms."""
-    standing = make_standing(psk, key)
+    credentials = make_credential_set(psk, key)
     node_id = node_id_of(key.public_key())
-    return Credentials(node_id, lambda: standing, objects_to, use_native=use_native)
+    return Credentials(node_id, lambda: credentials, objects_to, use_native=use_native)
 
 
-def make_standing(psk: bytes, key: Ed25519PrivateKey, *, also: Sequence[bytes] = ()) -> Standing:
+def make_credential_set(
+    psk: bytes, key: Ed25519PrivateKey, *, also: Sequence[bytes] = ()
+) -> CredentialSet:
     """Show a certificate under ``psk``; accept those issued under it or under a secret in ``also``.
 
     ValueError if a secret has another length than 32 bytes.
@@ -150,7 +152,7 @@ def make_standing(psk: bytes, key: Ed25519PrivateKey, *, also: Sequence[bytes] =
         serialization.NoEncryption(),
     )
     trusted = b"".join(each.public_bytes(serialization.Encoding.PEM) for each in authorities)
-    return Standing(
+    return CredentialSet(
         namespace=namespace_of(psk),
         namespaces=frozenset(map(namespace_of, secrets)),
         server_context=_context(ssl.PROTOCOL_TLS_SERVER, authorities, chain),

@@ -1,4 +1,4 @@
-"""Who gets through the door, who does not, and what it costs: real sockets, real TLS."""
+"""Which callers a listener admits and refuses, and what that costs: real sockets, real TLS."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ JUNK = {
 }
 
 
-class Door:
+class Host:
     """A listener that welcomes everybody and counts."""
 
     def __init__(self, **options: float) -> None:
@@ -75,9 +75,9 @@ class Door:
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    with contextlib.closing(Door()) as door:
-        yield door
+def host() -> Iterator[Host]:
+    with contextlib.closing(Host()) as host:
+        yield host
 
 
 def call(
@@ -101,10 +101,10 @@ def call(
     return link
 
 
-def assert_a_good_peer_gets_through(door: Door) -> None:
-    with contextlib.closing(call(door.port)) as link:
+def assert_a_good_peer_gets_through(host: Host) -> None:
+    with contextlib.closing(call(host.port)) as link:
         Blocking(link).send_all(b"ping")
-        with contextlib.closing(door.links.get(timeout=30)) as other:
+        with contextlib.closing(host.links.get(timeout=30)) as other:
             assert Blocking(other).receive(4) == b"ping"
 
 
@@ -133,54 +133,54 @@ def trusting_context(credentials: Credentials) -> ssl.SSLContext:
 # -- the right secret
 
 
-def test_peers_of_one_cluster_learn_each_others_identity(door: Door) -> None:
+def test_peers_of_one_cluster_learn_each_others_identity(host: Host) -> None:
     mine = new_credentials()
-    link = call(door.port, mine)
-    with contextlib.closing(link), contextlib.closing(door.links.get(timeout=30)) as other:
-        assert link.peer_node == door.credentials.node_id
+    link = call(host.port, mine)
+    with contextlib.closing(link), contextlib.closing(host.links.get(timeout=30)) as other:
+        assert link.peer_node == host.credentials.node_id
         assert other.peer_node == mine.node_id
-        assert f"127.0.0.1:{door.port}" in link.peer
+        assert f"127.0.0.1:{host.port}" in link.peer
 
 
-def test_admit_sees_who_calls_and_its_word_reaches_the_caller(door: Door) -> None:
-    door.answer = Refusal("epoch", "this group is in epoch 7, not 6")
+def test_admit_sees_who_calls_and_its_word_reaches_the_caller(host: Host) -> None:
+    host.answer = Refusal("epoch", "this group is in epoch 7, not 6")
     with pytest.raises(Refused, match="this group is in epoch 7, not 6") as caught:
-        call(door.port, epoch=6, rank=2, to_rank=0, job="j")
+        call(host.port, epoch=6, rank=2, to_rank=0, job="j")
     assert caught.value.code == "epoch"
-    assert f"127.0.0.1:{door.port}" in str(caught.value)
-    (hello,) = door.asked
+    assert f"127.0.0.1:{host.port}" in str(caught.value)
+    (hello,) = host.asked
     assert (hello.epoch, hello.rank, hello.to_rank, hello.job) == (6, 2, 0, "j")
-    assert door.links.empty()
+    assert host.links.empty()
 
 
-def test_serve_replaces_who_decides(door: Door) -> None:
-    door.listener.serve(lambda hello, node: Admission(Refusal("rank", "not this time")))
+def test_serve_replaces_who_decides(host: Host) -> None:
+    host.listener.serve(lambda hello, node: Admission(Refusal("rank", "not this time")))
     with pytest.raises(Refused, match="not this time"):
-        call(door.port)
-    door.listener.serve(door.admit)
-    assert_a_good_peer_gets_through(door)
+        call(host.port)
+    host.listener.serve(host.admit)
+    assert_a_good_peer_gets_through(host)
 
 
 def test_an_admit_that_raises_is_a_refusal_and_a_log_entry(
-    door: Door, caplog: pytest.LogCaptureFixture
+    host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(hello: Hello, node: str) -> Admission:
         raise RuntimeError("a bug")
 
-    door.listener.serve(broken)
+    host.listener.serve(broken)
     with pytest.raises(Refused, match="see its log"):
-        call(door.port)
+        call(host.port)
     assert "a bug" in caplog.text
 
 
-def test_what_the_client_sends_right_after_welcome_is_not_lost(door: Door) -> None:
-    with contextlib.closing(call(door.port)) as link:
+def test_what_the_client_sends_right_after_welcome_is_not_lost(host: Host) -> None:
+    with contextlib.closing(call(host.port)) as link:
         Blocking(link).send_all(b"z" * 100_000)
-        with contextlib.closing(door.links.get(timeout=30)) as other:
+        with contextlib.closing(host.links.get(timeout=30)) as other:
             assert Blocking(other).receive(100_000) == b"z" * 100_000
 
 
-def test_a_caller_that_gave_up_while_it_waited_is_withdrawn_and_not_delivered(door: Door) -> None:
+def test_a_caller_that_gave_up_while_it_waited_is_withdrawn_and_not_delivered(host: Host) -> None:
     asked, gone = threading.Event(), threading.Event()
     happened: queue.Queue[str] = queue.Queue()
 
@@ -191,12 +191,12 @@ def test_a_caller_that_gave_up_while_it_waited_is_withdrawn_and_not_delivered(do
             Welcome(), lambda link: happened.put("delivered"), lambda: happened.put("withdrawn")
         )
 
-    door.listener.serve(slowly)
+    host.listener.serve(slowly)
     credentials = new_credentials()
     with pytest.raises(LinkError, match="no longer wanted"):
         connect(
             "127.0.0.1",
-            door.port,
+            host.port,
             Hello("data", credentials.namespace),
             credentials,
             deadline=time.monotonic() + 30,
@@ -250,44 +250,44 @@ ALERT_BYTES = 2 + 1 + 16  # level and description, inner type, authentication ta
 
 
 def test_a_server_with_another_secret_gets_nothing_but_an_alert(
-    door: Door, caplog: pytest.LogCaptureFixture
+    host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with RecordingProxy("127.0.0.1", door.port) as proxy:
+    with RecordingProxy("127.0.0.1", host.port) as proxy:
         with pytest.raises(WrongSecret, match="another cluster secret"):
             call(proxy.port, new_credentials("another"), worker=MARKER.decode())
         wait_for(lambda: "another cluster secret" in caplog.text)
     kinds = [kind for kind, _ in tls_records(proxy.recordings[0].to_server)]
     assert kinds == [HANDSHAKE, ALERT], "a ClientHello, then the alert: no payload"
-    assert door.asked == []
-    assert_a_good_peer_gets_through(door)
+    assert host.asked == []
+    assert_a_good_peer_gets_through(host)
 
 
-def test_a_client_with_another_secret_that_trusts_anybody_is_refused_unheard(door: Door) -> None:
+def test_a_client_with_another_secret_that_trusts_anybody_is_refused_unheard(host: Host) -> None:
     intruder = new_credentials("another")
     context = trusting_context(intruder)
     with (
-        RecordingProxy("127.0.0.1", door.port) as proxy,
+        RecordingProxy("127.0.0.1", host.port) as proxy,
         context.wrap_socket(raw(proxy.port)) as tls,
     ):
         # TLS 1.3: this side is done before the server has looked at its certificate.
-        tls.sendall(GREETING.encode(Hello("data", door.credentials.namespace)))
+        tls.sendall(GREETING.encode(Hello("data", host.credentials.namespace)))
         with pytest.raises(ssl.SSLError, match="UNKNOWN_CA"):
             tls.recv(1)
-    assert door.asked == []
+    assert host.asked == []
     # ServerHello, five encrypted handshake messages (extensions, request, certificate, proof,
     # finished), then the alert: no Welcome, no Refusal.
     records = tls_records(proxy.recordings[0].to_client)
     assert [kind for kind, _ in records] == [HANDSHAKE, *[ENCRYPTED] * 6]
     assert records[-1] == (ENCRYPTED, ALERT_BYTES)
-    assert_a_good_peer_gets_through(door)
+    assert_a_good_peer_gets_through(host)
 
 
-def test_the_refused_client_hears_why_even_if_it_went_on_talking(door: Door) -> None:
-    tls = trusting_context(new_credentials("another")).wrap_socket(raw(door.port))
+def test_the_refused_client_hears_why_even_if_it_went_on_talking(host: Host) -> None:
+    tls = trusting_context(new_credentials("another")).wrap_socket(raw(host.port))
     with tls:
         deadline = time.monotonic() + 30
         with pytest.raises(WrongSecret, match="refused this node's certificate"):
-            drive(talk_then_listen(tls), tls, deadline, "waiting for WELCOME", "the door")
+            drive(talk_then_listen(tls), tls, deadline, "waiting for WELCOME", "the listener")
 
 
 def talk_then_listen(tls: ssl.SSLSocket) -> Iterator[int]:
@@ -296,48 +296,48 @@ def talk_then_listen(tls: ssl.SSLSocket) -> Iterator[int]:
     return read_greeting(tls)
 
 
-def test_a_client_without_a_certificate_is_refused(door: Door) -> None:
+def test_a_client_without_a_certificate_is_refused(host: Host) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    tls = context.wrap_socket(raw(door.port))
+    tls = context.wrap_socket(raw(host.port))
     with tls, pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
         tls.recv(1)
-    assert door.asked == []
+    assert host.asked == []
 
 
-def test_tls_1_2_is_refused(door: Door) -> None:
+def test_tls_1_2_is_refused(host: Host) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with raw(door.port) as sock, pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+    with raw(host.port) as sock, pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
         context.wrap_socket(sock)
-    assert door.asked == []
+    assert host.asked == []
 
 
-def test_the_bytes_of_a_good_peer_replayed_are_worth_nothing(door: Door) -> None:
-    with RecordingProxy("127.0.0.1", door.port) as proxy:
+def test_the_bytes_of_a_good_peer_replayed_are_worth_nothing(host: Host) -> None:
+    with RecordingProxy("127.0.0.1", host.port) as proxy:
         link = call(proxy.port)
         Blocking(link).send_all(MARKER)
-        with contextlib.closing(door.links.get(timeout=30)) as other:
+        with contextlib.closing(host.links.get(timeout=30)) as other:
             assert Blocking(other).receive(len(MARKER)) == MARKER
         link.close()
-    assert len(door.asked) == 1
-    with raw(door.port) as sock:
+    assert len(host.asked) == 1
+    with raw(host.port) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(proxy.recordings[0].to_server)
             sock.shutdown(socket.SHUT_WR)
         read_to_end(sock)
-    assert_a_good_peer_gets_through(door)
-    assert len(door.asked) == 2, "the replay must not have reached admit"
+    assert_a_good_peer_gets_through(host)
+    assert len(host.asked) == 2, "the replay must not have reached admit"
 
 
-def test_nothing_readable_crosses_the_wire(door: Door) -> None:
+def test_nothing_readable_crosses_the_wire(host: Host) -> None:
     mine = new_credentials()
-    with RecordingProxy("127.0.0.1", door.port) as proxy:
+    with RecordingProxy("127.0.0.1", host.port) as proxy:
         link = call(proxy.port, mine, worker=MARKER.decode())
-        with contextlib.closing(door.links.get(timeout=30)) as other:
+        with contextlib.closing(host.links.get(timeout=30)) as other:
             Blocking(link).send_all(MARKER * 1000)
             Blocking(other).send_all(MARKER)
             assert Blocking(other).receive(1000 * len(MARKER)) == MARKER * 1000
@@ -354,15 +354,15 @@ def test_nothing_readable_crosses_the_wire(door: Door) -> None:
 
 
 @pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK)
-def test_junk_on_the_port_ends_its_connection_and_disturbs_nobody(junk: bytes, door: Door) -> None:
-    with raw(door.port) as sock:
+def test_junk_on_the_port_ends_its_connection_and_disturbs_nobody(junk: bytes, host: Host) -> None:
+    with raw(host.port) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(junk)
-            assert_a_good_peer_gets_through(door)  # while the junk is still connected
+            assert_a_good_peer_gets_through(host)  # while the junk is still connected
             sock.shutdown(socket.SHUT_WR)
         assert MARKER not in read_to_end(sock)
-    assert_a_good_peer_gets_through(door)
-    assert len(door.asked) == 2
+    assert_a_good_peer_gets_through(host)
+    assert len(host.asked) == 2
 
 
 @pytest.mark.parametrize(
@@ -378,24 +378,24 @@ def test_junk_on_the_port_ends_its_connection_and_disturbs_nobody(junk: bytes, d
     ids=lambda item: item[0],
 )
 def test_junk_under_tls_ends_its_connection_and_disturbs_nobody(
-    junk: tuple[str, bytes], door: Door
+    junk: tuple[str, bytes], host: Host
 ) -> None:
-    with new_credentials().client_context.wrap_socket(raw(door.port)) as tls:
+    with new_credentials().client_context.wrap_socket(raw(host.port)) as tls:
         tls.sendall(junk[1])
         socket.socket.shutdown(tls, socket.SHUT_WR)
         with contextlib.suppress(ssl.SSLError, ConnectionError):  # an end or an alert
             assert tls.recv(100) == b""
-    assert door.asked == []
-    assert_a_good_peer_gets_through(door)
+    assert host.asked == []
+    assert_a_good_peer_gets_through(host)
 
 
 def test_a_crowd_of_bad_callers_is_worth_one_log_line_a_second(
-    door: Door, caplog: pytest.LogCaptureFixture
+    host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     begin = time.monotonic()
     for _ in range(100):
-        with raw(door.port) as sock:
+        with raw(host.port) as sock:
             sock.sendall(JUNK["HTTP"])
             read_to_end(sock)
     seconds = time.monotonic() - begin
@@ -406,17 +406,17 @@ def test_a_crowd_of_bad_callers_is_worth_one_log_line_a_second(
 # -- callers that do not speak
 
 
-def test_five_hundred_idle_connections_do_not_keep_a_peer_out(door: Door) -> None:
+def test_five_hundred_idle_connections_do_not_keep_a_peer_out(host: Host) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(500):
-            stack.enter_context(raw(door.port))
-        assert_a_good_peer_gets_through(door)
+            stack.enter_context(raw(host.port))
+        assert_a_good_peer_gets_through(host)
 
 
 def test_a_caller_that_drips_its_bytes_has_no_more_time_than_one_that_is_silent() -> None:
     """A ClientHello of 16 KiB, a byte at a time: minutes, if one let it."""
     endless = b"\x16\x03\x01\x40\x00" + b"\x01\x00\x3f\xfc" + bytes(0x3FFC)
-    with contextlib.closing(Door(timeout_s=0.3)) as door, raw(door.port) as sock:
+    with contextlib.closing(Host(timeout_s=0.3)) as host, raw(host.port) as sock:
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         sent = 0
@@ -428,25 +428,25 @@ def test_a_caller_that_drips_its_bytes_has_no_more_time_than_one_that_is_silent(
                     break
         assert read_to_end(sock) == b""
         assert 1 < sent < len(endless)
-        assert door.asked == []
+        assert host.asked == []
 
 
-def test_a_peer_that_waits_to_be_admitted_is_not_counted_among_strangers() -> None:
-    with contextlib.closing(Door(max_connections=4, timeout_s=0.2)) as door:
+def test_a_peer_that_waits_to_be_admitted_is_not_counted_among_unauthenticated_callers() -> None:
+    with contextlib.closing(Host(max_connections=4, timeout_s=0.2)) as host:
         asked, decide = threading.Event(), threading.Event()
 
         def slowly(hello: Hello, node: str) -> Admission:
             asked.set()
             decide.wait(30)
-            return door.admit(hello, node)
+            return host.admit(hello, node)
 
-        door.listener.serve(slowly)
+        host.listener.serve(slowly)
         links: list[TcpLink] = []
-        caller = threading.Thread(target=lambda: links.append(call(door.port)))
+        caller = threading.Thread(target=lambda: links.append(call(host.port)))
         caller.start()
         assert asked.wait(30)
         with contextlib.ExitStack() as stack:
-            idle = [stack.enter_context(raw(door.port)) for _ in range(20)]
+            idle = [stack.enter_context(raw(host.port)) for _ in range(20)]
             for sock in idle:  # all dropped: by the crowd, or because their time was up
                 assert read_to_end(sock) == b""
         decide.set()
@@ -499,25 +499,25 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 # -- disagreement
 
 
-def test_another_protocol_version_is_refused_and_both_are_named(door: Door) -> None:
+def test_another_protocol_version_is_refused_and_both_are_named(host: Host) -> None:
     with pytest.raises(Refused, match=r"version 1.*version 99.*install") as caught:
-        call(door.port, version=99)
+        call(host.port, version=99)
     assert caught.value.code == "version"
-    assert door.asked == []
+    assert host.asked == []
 
 
-def test_a_server_of_another_protocol_version_is_not_accepted(door: Door) -> None:
-    door.answer = Welcome(version=2)
+def test_a_server_of_another_protocol_version_is_not_accepted(host: Host) -> None:
+    host.answer = Welcome(version=2)
     with pytest.raises(Refused, match=r"version 2.*version 1") as caught:
-        call(door.port)
+        call(host.port)
     assert caught.value.code == "version"
 
 
-def test_another_namespace_is_refused(door: Door) -> None:
+def test_another_namespace_is_refused(host: Host) -> None:
     with pytest.raises(Refused, match="cluster") as caught:
-        call(door.port, namespace="somewhere else")
+        call(host.port, namespace="somewhere else")
     assert caught.value.code == "namespace"
-    assert door.asked == []
+    assert host.asked == []
 
 
 # -- the port
@@ -588,7 +588,7 @@ def test_a_server_that_says_nothing_costs_the_connection_timeout_only() -> None:
             )
 
 
-def test_a_call_that_is_no_longer_wanted_ends_before_its_deadline(door: Door) -> None:
+def test_a_call_that_is_no_longer_wanted_ends_before_its_deadline(host: Host) -> None:
     asked, gone = threading.Event(), threading.Event()
 
     def never(hello: Hello, node: str) -> Admission:
@@ -596,12 +596,12 @@ def test_a_call_that_is_no_longer_wanted_ends_before_its_deadline(door: Door) ->
         gone.wait(30)
         return Admission(Refusal("late", "too late"))
 
-    door.listener.serve(never)
+    host.listener.serve(never)
     credentials = new_credentials()
     with pytest.raises(LinkError, match="no longer wanted"):
         connect(
             "127.0.0.1",
-            door.port,
+            host.port,
             Hello("data", credentials.namespace),
             credentials,
             deadline=time.monotonic() + 3600,
@@ -639,7 +639,7 @@ def test_a_name_that_does_not_exist_is_a_link_error_that_says_so() -> None:
         )
 
 
-def test_a_bit_flipped_on_the_way_ends_the_link_and_delivers_nothing_wrong(door: Door) -> None:
+def test_a_bit_flipped_on_the_way_ends_the_link_and_delivers_nothing_wrong(host: Host) -> None:
     flip = threading.Event()
 
     def alter(to_server: bool, offset: int, data: bytes) -> bytes:
@@ -647,9 +647,9 @@ def test_a_bit_flipped_on_the_way_ends_the_link_and_delivers_nothing_wrong(door:
             return data[:-1] + bytes([data[-1] ^ 1])
         return data
 
-    with RecordingProxy("127.0.0.1", door.port, alter=alter) as proxy:
+    with RecordingProxy("127.0.0.1", host.port, alter=alter) as proxy:
         link = call(proxy.port)
-        with contextlib.closing(door.links.get(timeout=30)) as other:
+        with contextlib.closing(host.links.get(timeout=30)) as other:
             flip.set()
             Blocking(link).send_all(b"12345678")
             with pytest.raises(LinkError, match="broke"):
@@ -658,13 +658,13 @@ def test_a_bit_flipped_on_the_way_ends_the_link_and_delivers_nothing_wrong(door:
 
 
 def test_the_handshake_functions_serve_a_socket_that_blocks_in_neither_direction(
-    door: Door,
+    host: Host,
 ) -> None:
     credentials = new_credentials()
-    sock = raw(door.port)
+    sock = raw(host.port)
     sock.setblocking(False)
     with credentials.client_context.wrap_socket(sock, do_handshake_on_connect=False) as tls:
-        drive(tls_handshake(tls), tls, time.monotonic() + 30, "setting up TLS", "the door")
+        drive(tls_handshake(tls), tls, time.monotonic() + 30, "setting up TLS", "the listener")
         assert tls.version() == "TLSv1.3"
 
 
@@ -688,7 +688,7 @@ def test_a_listener_that_breaks_says_where_and_why() -> None:
 
 
 def test_what_breaks_over_one_caller_ends_that_one_only(
-    door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_thread(*_: object, **__: object) -> threading.Thread:
         raise RuntimeError("can't start new thread")
@@ -696,6 +696,6 @@ def test_what_breaks_over_one_caller_ends_that_one_only(
     with monkeypatch.context() as patch:
         patch.setattr("potluck.transport.listener.start_thread", no_thread)
         with pytest.raises(LinkError):
-            call(door.port)
+            call(host.port)
     assert "can't start new thread" in caplog.text
-    assert_a_good_peer_gets_through(door)
+    assert_a_good_peer_gets_through(host)

@@ -22,4 +22,4 @@ def load_credentials(settings: Settings) -> Credentials:
     if settings.psk is not None or settings.passphrase is not None:
         return make_credentials(load_secret(settings), key, trust.objects_to)
     keyring = Keyring(settings.home, key)
-    return Credentials(node_id_of(key.public_key()), keyring.standing, trust.objects_to)
+    return Credentials(node_id_of(key.public_key()), keyring.current, trust.objects_to)

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from potluck.cluster.home.keyfile import read_private, replace_private
 from potluck.cluster.trust.secret import SECRET_FILE, load_or_create_secret, parse_psk
 from potluck.errors import IdentityError, PotluckError
-from potluck.transport.credentials import Standing, make_standing, namespace_of
+from potluck.transport.credentials import CredentialSet, make_credential_set, namespace_of
 
 NEXT_FILE = SECRET_FILE + ".next"
 PREVIOUS_FILE = SECRET_FILE + ".previous"
@@ -49,7 +49,7 @@ class Secrets:
 
 
 class Keyring:
-    """The secrets of ``home`` and the standing they give to the holder of ``key``.
+    """The secrets of ``home`` and the credentials they give to the holder of ``key``.
 
     Made if there is none. IdentityError as for ``load_or_create_secret``.
     """
@@ -62,30 +62,30 @@ class Keyring:
         load_or_create_secret(home)
         self._stamp: object = self._look()
         self._expires = float("inf")
-        self._standing = self._load()
+        self._current = self._load()
 
-    def standing(self) -> Standing:
+    def current(self) -> CredentialSet:
         """What to show and accept now. Unreadable files leave it as it was, with a warning."""
         with self._lock:
             stamp = self._look()
             if stamp != self._stamp or time.monotonic() >= self._expires:
                 self._stamp = stamp
                 try:
-                    self._standing = self._load()
+                    self._current = self._load()
                 except PotluckError as error:
                     _log.warning("the cluster's secret was not taken over: %s", error)
-            return self._standing
+            return self._current
 
     def _look(self) -> tuple[tuple[int, int] | None, ...]:
         return tuple(map(_stamp, (self._home / f for f in (SECRET_FILE, NEXT_FILE, PREVIOUS_FILE))))
 
-    def _load(self) -> Standing:
+    def _load(self) -> CredentialSet:
         secrets = read_secrets(self._home, grace_s=self._grace_s)
         self._expires = float("inf")
         if secrets.previous is not None:
             left = self._grace_s - _age(self._home / PREVIOUS_FILE)
             self._expires = time.monotonic() + max(0.0, left)
-        return make_standing(secrets.current, self._key, also=secrets.accepted)
+        return make_credential_set(secrets.current, self._key, also=secrets.accepted)
 
 
 def read_secrets(home: Path, *, grace_s: float = GRACE_S) -> Secrets:

@@ -91,11 +91,11 @@ def test_the_grace_ends_by_itself_in_a_running_process(tmp_path: Path) -> None:
     keyring.use_next(tmp_path)
     long = Keyring(tmp_path, key, grace_s=600)
     short = Keyring(tmp_path, key, grace_s=0.2)
-    assert long.standing().namespaces == {namespace_of(OLD), namespace_of(NEW)}
+    assert long.current().namespaces == {namespace_of(OLD), namespace_of(NEW)}
     deadline = time.monotonic() + 30
-    while short.standing().namespaces != {namespace_of(NEW)}:
+    while short.current().namespaces != {namespace_of(NEW)}:
         assert time.monotonic() < deadline
-    assert long.standing().namespaces == {namespace_of(OLD), namespace_of(NEW)}
+    assert long.current().namespaces == {namespace_of(OLD), namespace_of(NEW)}
 
 
 def test_a_previous_secret_from_long_ago_is_not_accepted(tmp_path: Path) -> None:
