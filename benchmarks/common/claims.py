@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,25 +10,62 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One row of docs/performance.md. ``met`` is None where nothing could be measured."""
+    """``what`` is ``CALL: FIGURE``. ``met`` is None where nothing could be measured."""
 
     what: str
     asked: str
     measured: str
     met: bool | None
 
-    def row(self) -> str:
-        """As a row of a markdown table."""
-        said = {True: "yes", False: "**no**", None: "-"}[self.met]
-        return f"| {self.what} | {self.asked} | {self.measured} | {said} |"
+    def rows(self) -> list[str]:
+        """As rows of a markdown table: one for each figure, ``met`` by figure where it can be."""
+        call, _, quantity = self.what.partition(": ")
+        figures = _FIGURE.findall(self.measured)
+        if ", ".join(f"{name} {value}{unit}" for name, value, unit in figures) != self.measured:
+            head = f"| {call} | {quantity} | |"
+            return [f"{head} {self.measured} | {self.asked} | {SAID[self.met]} |"]
+        rows = []
+        for number, (name, value, unit) in enumerate(figures):
+            head = f"| {call} | {quantity} |" if number == 0 else "| | |"
+            met = SAID[_is_met(self.asked, float(value), self.met)]
+            rows.append(f"{head} {name} | {value}{unit} | {self.asked} | {met} |")
+        return rows
 
 
-HEAD = "| what | asked | measured | met |\n|---|---|---|---|"
+SAID = {True: "yes", False: "**no**", None: "-"}
+_FIGURE = re.compile(r"(?:^|, )([^,]*?[a-zA-Z]) ([\d.e+-]+)(x| MiB| us|%)(?=, |$)")
+_LIMIT = re.compile(r"(>=|<=) ([\d.]+)(?:x|%| MiB| us)?$")
+HEAD = "| call | figure | of | measured | asked | met |\n|---|---|---|---|---|---|"
+QUESTIONS = (
+    ("How much CPU time and memory does a call take?", r"CPU seconds|memory above"),
+    ("How fast is it when the main thread is busy?", r"main thread"),
+    ("How fast is a step of PyTorch's DDP?", r"DDP|scaling efficiency"),
+    ("Do several workers on a machine send more?", r"hosts of \d workers"),
+    ("How fast is it between machines at 1 Gbit/s?", r"hosts at 1 Gbit/s"),
+    ("How fast is it between machines at 10 Gbit/s?", r"hosts at 10 Gbit/s"),
+    ("How fast is it inside one machine?", r""),
+)
+"""Headings of docs/performance.md and what a claim below them is about; the first that fits."""
+
+
+def question(claim: Claim) -> str:
+    """The heading that ``claim`` belongs below."""
+    return next(heading for heading, about in QUESTIONS if re.search(about, claim.what))
 
 
 def markdown(claims: Iterable[Claim]) -> str:
-    """The table that docs/performance.md holds."""
-    return "\n".join([HEAD, *(claim.row() for claim in claims)])
+    """What docs/performance.md holds: a table for each question, in the order of the claims."""
+    tables: dict[str, list[str]] = {}
+    for claim in claims:
+        tables.setdefault(question(claim), [HEAD]).extend(claim.rows())
+    return "\n\n".join(f"## {heading}\n\n" + "\n".join(tables[heading]) for heading in tables)
+
+
+def _is_met(asked: str, value: float, whole: bool | None) -> bool | None:
+    limit = _LIMIT.match(asked)
+    if limit is None or whole is None:
+        return whole
+    return value >= float(limit[2]) if limit[1] == ">=" else value <= float(limit[2])
 
 
 def as_dicts(claims: Sequence[Claim]) -> list[dict[str, Any]]:
