@@ -128,11 +128,6 @@ class Crew:
             found.append(answer)
         return found
 
-    @property
-    def processes(self) -> Sequence[subprocess.Popen[bytes]]:
-        """One per rank, or the launcher of all."""
-        return self._processes
-
     def end(self) -> None:
         """Let all ranks leave in order; whoever does not is killed."""
         with contextlib.suppress(BenchError, subprocess.TimeoutExpired):

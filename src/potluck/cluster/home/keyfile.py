@@ -33,12 +33,6 @@ def load_or_create(path: Path, what: str, make: Callable[[], bytes]) -> bytes:
         raise IdentityError(f"{what} {path} vanished while it was being made") from error
 
 
-def write_private(path: Path, what: str, data: bytes) -> None:
-    """Write a file that must not exist yet; IdentityError if it does."""
-    if not _create(path, what, data):
-        raise IdentityError(f"{what} {path} exists already; it is not overwritten")
-
-
 def replace_private(path: Path, what: str, data: bytes) -> None:
     """Write a file that may exist: readers find the old content or the new, never a part of it.
 

@@ -91,11 +91,6 @@ class Rotation:
         self._pending: _Pending | None = None
         self._order: _Order | None = None
 
-    @property
-    def is_leading(self) -> bool:
-        """Whether this node waits for others to store a new secret."""
-        return self._order is not None
-
     def next_wakeup(self) -> float | None:
         """When ``tick`` has to be called at the latest."""
         return None if self._order is None else self._order.deadline

@@ -6,10 +6,9 @@ one. Which NaN a NaN is (its sign and payload) is nowhere specified; every other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from potluck.engine.arrays.layout import Array
@@ -27,7 +26,6 @@ _KERNELS: dict[ReduceOp, Callable[..., Any]] = {
 }
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
-_HALVES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
 
 
 def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
@@ -45,20 +43,6 @@ def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
 def combine(op: ReduceOp, mine: Array, theirs: Array) -> None:
     """``mine = op(mine, theirs)``. Integers wrap around as in NumPy."""
     _KERNELS[op](mine, theirs, out=mine)
-
-
-def combine_many(op: ReduceOp, target: Array, sources: Sequence[Array]) -> None:
-    """``target = op(...op(op(sources[0], sources[1]), sources[2])...)``, from left to right.
-
-    float16 and bfloat16 sums and products are accumulated in float32 and rounded once, at the end.
-    """
-    kernel = _KERNELS[op]
-    wide = target.dtype in _HALVES and op not in _ORDERED
-    total = sources[0].astype(np.float32 if wide else target.dtype)
-    for source in sources[1:]:
-        kernel(total, source, out=total)
-    with np.errstate(over="ignore", invalid="ignore"):
-        target[:] = total
 
 
 def make_nans_alike(array: Array) -> None:

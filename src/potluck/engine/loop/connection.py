@@ -87,11 +87,6 @@ class Connection:
     def is_writing(self) -> bool:
         return bool(self._writing or self.control)
 
-    @property
-    def is_amid_frame(self) -> bool:
-        """Part of a frame is on the wire and the rest is not."""
-        return bool(self._writing)
-
     def fits_window(self, nbytes: int) -> bool:
         """Whether the payload of a DATA or PIECE frame would travel through the window."""
         window = self.link.window

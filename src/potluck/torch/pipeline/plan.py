@@ -45,11 +45,6 @@ class Plan:
     seconds: tuple[float, ...]
     memory_bytes: tuple[float, ...]
 
-    @property
-    def slowest_s(self) -> float:
-        """Seconds per micro-batch of the slowest stage: the pace of the pipeline."""
-        return max(self.seconds)
-
 
 def plan_stages(
     layers: Sequence[Layer],

@@ -64,7 +64,7 @@ def test_nobody_shows_it_before_everybody_accepts_it() -> None:
     last = leader.received("bob", SecretStored("r"), 2.0)
     assert last[:3] == [Use(), Tell("ada", UseSecret("r")), Tell("bob", UseSecret("r"))]
     assert ended(last) is True
-    assert not leader.is_leading
+    assert leader.received("bob", SecretStored("r"), 3.0) == [], "nobody is waited for"
 
 
 def test_a_node_that_follows_stores_answers_and_switches_when_told() -> None:
