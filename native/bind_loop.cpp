@@ -63,28 +63,25 @@ bool wait(Ticket& ticket, double seconds) {
 // -- the loop
 
 using Steps = std::vector<std::tuple<int, int, uint32_t>>;
-using Chunks = std::vector<std::tuple<uint32_t, uintptr_t, uint64_t>>;
+using Chunks = std::vector<std::tuple<uint32_t, uint8_t, uint64_t, uint64_t, int64_t>>;
 
-void start(ProgressLoop& loop, std::shared_ptr<Ticket> ticket, std::string call,
-           uint64_t fingerprint, uint32_t channel, uint64_t sequence, double deadline, int dtype,
-           int op, uint64_t segment_bytes, std::vector<int> ranks, const Chunks& chunks,
-           const Steps& steps, uintptr_t unfinished, uint64_t num_unfinished, bool is_mean,
-           bool is_computed_by_all, int codec, int own, const std::vector<uintptr_t>& residuals) {
+std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, uint32_t channel,
+                                      int dtype, int op, uint64_t segment_bytes,
+                                      std::vector<int> ranks, const Chunks& chunks,
+                                      const Steps& steps, uint64_t num_unfinished, bool is_mean,
+                                      bool is_computed_by_all, int codec, int own) {
     PlanSpec spec;
     spec.call = std::move(call);
     spec.fingerprint = fingerprint;
     spec.channel = channel;
-    spec.sequence = sequence;
-    spec.deadline = deadline;
     spec.dtype = static_cast<Dtype>(dtype);
     spec.op = static_cast<Op>(op);
     spec.segment_bytes = segment_bytes;
     spec.ranks = std::move(ranks);
-    spec.chunks.reserve(chunks.size());
-    for (const auto& [number, address, elements] : chunks) {
-        spec.chunks.push_back({number, pointer(address), elements});
+    for (const auto& [number, buffer, start, elements, residual] : chunks) {
+        if (buffer >= num_buffers) throw nb::value_error("a chunk in a buffer that is not there");
+        spec.chunks.push_back({number, buffer, start, elements, residual});
     }
-    spec.steps.reserve(steps.size());
     for (const auto& [action, peer, chunk] : steps) {
         if (action < 0 || action > 2 || peer < 0 ||
             static_cast<size_t>(peer) >= spec.ranks.size() || chunk >= chunks.size()) {
@@ -93,17 +90,28 @@ void start(ProgressLoop& loop, std::shared_ptr<Ticket> ticket, std::string call,
         spec.steps.push_back(
             {static_cast<Action>(action), spec.ranks[static_cast<size_t>(peer)], chunk});
     }
-    spec.unfinished = pointer(unfinished);
     spec.num_unfinished = num_unfinished;
     spec.is_mean = is_mean;
     spec.is_computed_by_all = is_computed_by_all;
     spec.is_coded = codec != 0;
     spec.codec = static_cast<Codec>(codec);
     spec.own = static_cast<uint32_t>(own);
-    for (uintptr_t residual : residuals) {
-        spec.residuals.push_back(reinterpret_cast<float*>(residual));
-    }
-    loop.start(std::move(spec), std::move(ticket));
+    return std::make_shared<CompiledPlan>(std::move(spec));
+}
+
+// Where an array's memory begins; null for None. Whoever passes it keeps the array.
+uint8_t* memory_of(nb::handle array) {
+    return array.is_none() ? nullptr : static_cast<uint8_t*>(Buffer(array, false).data());
+}
+
+void start(ProgressLoop& loop, std::shared_ptr<Ticket> ticket, std::shared_ptr<CompiledPlan> plan,
+           uint64_t sequence, double deadline, nb::handle source, nb::handle result,
+           nb::handle scratch, nb::handle residual) {
+    uint8_t* from = memory_of(source);
+    uint8_t* into = source.is(result) ? from : memory_of(result);
+    loop.start({std::move(plan), sequence, deadline, {from, into, memory_of(scratch)},
+                reinterpret_cast<float*>(memory_of(residual))},
+               std::move(ticket));
 }
 
 void send(ProgressLoop& loop, std::shared_ptr<Ticket> ticket, std::string call, int peer,
@@ -287,6 +295,12 @@ void loop(nb::module_& m) {
         .def_prop_ro("seconds", &Ticket::seconds)
         .def_prop_ro("source", &Ticket::source);
 
+    nb::class_<CompiledPlan>(m, "CompiledPlan")
+        .def(nb::new_(&compile), nb::arg("call"), nb::arg("fingerprint"), nb::arg("channel"),
+             nb::arg("dtype"), nb::arg("op"), nb::arg("segment_bytes"), nb::arg("ranks"),
+             nb::arg("chunks"), nb::arg("steps"), nb::arg("num_unfinished"), nb::arg("is_mean"),
+             nb::arg("is_computed_by_all"), nb::arg("codec"), nb::arg("own"));
+
     nb::class_<ProgressLoop>(m, "ProgressLoop")
         .def(
             "__init__",
@@ -298,7 +312,9 @@ void loop(nb::module_& m) {
             nb::arg("epoch"), nb::arg("rank"), nb::arg("world_size"), nb::arg("segment_bytes"),
             nb::arg("max_early_bytes"))
         .def("ticket", &ProgressLoop::ticket)
-        .def("start", &start)
+        .def("start", &start, nb::arg("ticket"), nb::arg("plan"), nb::arg("sequence"),
+             nb::arg("deadline"), nb::arg("source").none(), nb::arg("result").none(),
+             nb::arg("scratch").none(), nb::arg("residual").none())
         .def("send", &send)
         .def("receive", &receive)
         .def("adopt", &adopt)

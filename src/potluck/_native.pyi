@@ -62,6 +62,25 @@ class Ticket:
     source: int
     def wait(self, seconds: float) -> bool: ...
 
+class CompiledPlan:
+    def __init__(
+        self,
+        call: str,
+        fingerprint: int,
+        channel: int,
+        dtype: int,
+        op: int,
+        segment_bytes: int,
+        ranks: Sequence[int],
+        chunks: Sequence[tuple[int, int, int, int, int]],
+        steps: Sequence[tuple[int, int, int]],
+        num_unfinished: int,
+        is_mean: bool,
+        is_computed_by_all: bool,
+        codec: int,
+        own: int,
+    ) -> None: ...
+
 class ProgressLoop:
     def __init__(
         self, epoch: int, rank: int, world_size: int, segment_bytes: int, max_early_bytes: int
@@ -70,24 +89,13 @@ class ProgressLoop:
     def start(
         self,
         ticket: Ticket,
-        call: str,
-        fingerprint: int,
-        channel: int,
+        plan: CompiledPlan,
         sequence: int,
         deadline: float,
-        dtype: int,
-        op: int,
-        segment_bytes: int,
-        ranks: Sequence[int],
-        chunks: Sequence[tuple[int, int, int]],
-        steps: Sequence[tuple[int, int, int]],
-        unfinished: int,
-        num_unfinished: int,
-        is_mean: bool,
-        is_computed_by_all: bool,
-        codec: int,
-        own: int,
-        residuals: Sequence[int],
+        source: Any,
+        result: Any,
+        scratch: Any,
+        residual: Any,
     ) -> None: ...
     def send(
         self,

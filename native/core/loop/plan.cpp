@@ -7,35 +7,57 @@
 
 namespace potluck {
 
-RunningPlan::RunningPlan(PlanSpec given, std::shared_ptr<Ticket> ticket)
-    : Item(std::move(ticket)),
-      spec(std::move(given)),
-      key(spec.channel, spec.sequence),
-      deadline_(spec.deadline),
-      issued_(spec.steps.size()),
-      done_(spec.steps.size()),
-      num_segments_(spec.chunks.size()),
-      segment_elements_(std::max<uint64_t>(1, spec.segment_bytes / item_bytes(spec.dtype))) {
+CompiledPlan::CompiledPlan(PlanSpec given)
+    : spec(std::move(given)),
+      num_segments(spec.chunks.size()),
+      segment_elements(std::max<uint64_t>(1, spec.segment_bytes / item_bytes(spec.dtype))) {
     for (size_t index = 0; index < spec.chunks.size(); ++index) {
         const uint64_t elements = spec.chunks[index].elements;
-        num_segments_[index] = static_cast<uint32_t>(
-            std::max<uint64_t>(1, (elements + segment_elements_ - 1) / segment_elements_));
+        num_segments[index] = static_cast<uint32_t>(
+            std::max<uint64_t>(1, (elements + segment_elements - 1) / segment_elements));
     }
     std::vector<int32_t> latest(spec.chunks.size(), -1);
-    previous_.reserve(spec.steps.size());
+    previous.reserve(spec.steps.size());
     for (uint32_t index = 0; index < spec.steps.size(); ++index) {
         const Step& step = spec.steps[index];
         const bool is_send = step.action == Action::send;
-        Queues& queues = is_send ? sends_ : receives_;
-        const auto [queue, is_new] = queues.try_emplace(step.peer);
-        if (is_new) (is_send ? send_peers_ : receive_peers_).push_back(step.peer);
-        queue->second.steps.push_back(index);
-        queue->second.num_left += num_segments_[step.chunk];
-        previous_.push_back(latest[step.chunk]);
+        std::vector<int>& peers = is_send ? send_peers : receive_peers;
+        std::vector<Queue>& queues = is_send ? sends : receives;
+        const auto found = std::find(peers.begin(), peers.end(), step.peer);
+        const auto at = static_cast<size_t>(found - peers.begin());
+        if (found == peers.end()) {
+            peers.push_back(step.peer);
+            queues.emplace_back();
+        }
+        queues[at].steps.push_back(index);
+        queues[at].num_segments += num_segments[step.chunk];
+        previous.push_back(latest[step.chunk]);
         latest[step.chunk] = static_cast<int32_t>(index);
-        if (is_send && spec.chunks[step.chunk].number == spec.own) ++num_takers_;
-        left_ += num_segments_[step.chunk];
+        if (is_send && spec.chunks[step.chunk].number == spec.own) ++num_takers;
+        total_segments += num_segments[step.chunk];
     }
+}
+
+RunningPlan::RunningPlan(PlanCall given, std::shared_ptr<Ticket> ticket)
+    : Item(std::move(ticket)),
+      call(std::move(given)),
+      spec(call.plan->spec),
+      sequence(call.sequence),
+      key(spec.channel, sequence),
+      deadline_(call.deadline),
+      sends_(begin(call.plan->send_peers, call.plan->sends)),
+      receives_(begin(call.plan->receive_peers, call.plan->receives)),
+      issued_(spec.steps.size()),
+      done_(spec.steps.size()),
+      left_(call.plan->total_segments) {}
+
+RunningPlan::Queues RunningPlan::begin(const std::vector<int>& peers,
+                                       const std::vector<CompiledPlan::Queue>& all) {
+    Queues queues;
+    for (size_t at = 0; at < peers.size(); ++at) {
+        queues.emplace(peers[at], Queue{&all[at], 0, all[at].num_segments});
+    }
+    return queues;
 }
 
 RunningPlan::Queue* RunningPlan::find(Queues& queues, int peer) {
@@ -49,20 +71,21 @@ const RunningPlan::Queue* RunningPlan::find(const Queues& queues, int peer) {
 }
 
 bool RunningPlan::is_ready(uint32_t step, uint32_t segment) const {
-    const int32_t before = previous_[step];
+    const int32_t before = call.plan->previous[step];
     return before < 0 || done_[static_cast<size_t>(before)] > segment;
 }
 
 Segment RunningPlan::segment_of(uint32_t step, uint32_t number) const {
     const uint32_t index = spec.steps[step].chunk;
     const Chunk& chunk = spec.chunks[index];
-    const uint64_t start = std::min(chunk.elements, number * segment_elements_);
+    const uint64_t most = call.plan->segment_elements;
+    const uint64_t start = std::min(chunk.elements, number * most);
     Segment segment;
     segment.step = step;
     segment.chunk = index;
     segment.number = number;
-    segment.data = chunk.data + start * item_bytes(spec.dtype);
-    segment.elements = std::min(segment_elements_, chunk.elements - start);
+    segment.data = call.buffers[chunk.buffer] + (chunk.start + start) * item_bytes(spec.dtype);
+    segment.elements = std::min(most, chunk.elements - start);
     segment.nbytes = static_cast<uint32_t>(segment.elements * item_bytes(spec.dtype));
     segment.wire_bytes = segment.nbytes;
     if (spec.is_coded) {
@@ -85,7 +108,7 @@ bool RunningPlan::next_send(int peer, Segment& segment) const {
 void RunningPlan::issue(int peer, const Segment& segment) {
     Queue& queue = *find(sends_, peer);
     --queue.num_left;
-    if (++issued_[segment.step] == num_segments_[segment.chunk]) ++queue.at;
+    if (++issued_[segment.step] == call.plan->num_segments[segment.chunk]) ++queue.at;
 }
 
 bool RunningPlan::is_ahead(int peer, int other) const {
@@ -104,7 +127,7 @@ Bytes RunningPlan::encoded(const Segment& segment) {
     const auto [found, is_new] = shared_.try_emplace(segment.number);
     Shared& shared = found->second;
     if (is_new) {
-        shared = {encode_segment(segment), num_takers_};
+        shared = {encode_segment(segment), call.plan->num_takers};
         decode(spec.codec, segment.data, shared.bytes->data(), segment.elements);
     }
     const Bytes bytes = shared.bytes;
@@ -114,11 +137,11 @@ Bytes RunningPlan::encoded(const Segment& segment) {
 
 Bytes RunningPlan::encode_segment(const Segment& segment) const {
     auto bytes = std::make_shared<std::vector<uint8_t>>(segment.wire_bytes);
-    float* residual = spec.residuals.empty() ? nullptr : spec.residuals[segment.chunk];
-    if (residual == nullptr) {
+    const int64_t start = spec.chunks[segment.chunk].residual;
+    if (call.residual == nullptr || start < 0) {
         encode(spec.codec, bytes->data(), segment.data, segment.elements);
     } else {
-        residual += segment.number * segment_elements_;
+        float* residual = call.residual + start + segment.number * call.plan->segment_elements;
         combine(Dtype::float32, Op::sum, residual, segment.data, segment.elements);
         encode_with_residual(spec.codec, bytes->data(), residual, residual, segment.elements);
     }
@@ -155,7 +178,7 @@ void RunningPlan::apply(const Segment& segment, const uint8_t* part, size_t offs
 }
 
 void RunningPlan::received(int peer, const Segment& segment) {
-    if (segment.number + 1 == num_segments_[segment.chunk]) ++find(receives_, peer)->at;
+    if (segment.number + 1 == call.plan->num_segments[segment.chunk]) ++find(receives_, peer)->at;
     advance(segment.step);
 }
 
@@ -167,9 +190,10 @@ void RunningPlan::advance(uint32_t step) {
 // -- the whole
 
 void RunningPlan::conclude() const {
-    if (spec.unfinished == nullptr || spec.ranks.size() < 2 || spec.num_unfinished == 0) return;
-    if (spec.is_mean) divide(spec.dtype, spec.unfinished, spec.num_unfinished, spec.ranks.size());
-    if (spec.is_computed_by_all) make_nans_alike(spec.dtype, spec.unfinished, spec.num_unfinished);
+    uint8_t* result = call.buffers[result_buffer];
+    if (result == nullptr || spec.ranks.size() < 2 || spec.num_unfinished == 0) return;
+    if (spec.is_mean) divide(spec.dtype, result, spec.num_unfinished, spec.ranks.size());
+    if (spec.is_computed_by_all) make_nans_alike(spec.dtype, result, spec.num_unfinished);
 }
 
 std::vector<Awaited> RunningPlan::awaited() const {
@@ -186,8 +210,8 @@ std::vector<Awaited> RunningPlan::awaited() const {
                                          std::to_string(spec.chunks[step.chunk].number));
         }
     };
-    add(receives_, receive_peers_);
-    add(sends_, send_peers_);
+    add(receives_, receive_peers());
+    add(sends_, send_peers());
     return waits;
 }
 
@@ -197,9 +221,9 @@ bool RunningPlan::needs(int peer) const {
     const Queue* queue = find(receives_, peer);
     if (queue == nullptr) return false;
     uint64_t due = 0;
-    for (size_t at = queue->at; at < queue->steps.size(); ++at) {
-        const uint32_t step = queue->steps[at];
-        due += num_segments_[spec.steps[step].chunk] - done_[step];
+    for (size_t at = queue->at; at < queue->all->steps.size(); ++at) {
+        const uint32_t step = queue->all->steps[at];
+        due += call.plan->num_segments[spec.steps[step].chunk] - done_[step];
     }
     const auto kept = early.find(peer);
     return due > (kept == early.end() ? 0 : kept->second.size());
@@ -212,6 +236,6 @@ int RunningPlan::missing(const std::set<int>& departed) const {
     return -1;
 }
 
-std::string RunningPlan::name() const { return spec.call + " #" + std::to_string(spec.sequence); }
+std::string RunningPlan::name() const { return spec.call + " #" + std::to_string(sequence); }
 
 }  // namespace potluck

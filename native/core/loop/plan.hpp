@@ -1,10 +1,13 @@
 // A plan under way: which segment each link may move next. The twin of engine/loop/running.py.
 //
+// What was asked is compiled once (CompiledPlan), how far a call is stands in RunningPlan.
+//
 // Decides only; moves no bytes. Per link and direction there is a queue of steps (rule 2). A segment
 // of a step may move once the step before it on the same chunk has finished that segment (rule 1).
 // Segments of a step move in order, so one counter a step is enough.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -30,21 +33,26 @@ struct Step {
     uint32_t chunk;  // index into the chunks below
 };
 
-// The memory of one chunk; `number` is its name in the plan.
+// The arrays of one call: what the rank contributes, where it wants the outcome, and scratch memory.
+// Chunks name them by their place here.
+constexpr size_t num_buffers = 3;
+constexpr size_t result_buffer = 1;
+using Buffers = std::array<uint8_t*, num_buffers>;
+
+// Where one chunk lies in them; `number` is its name in the plan.
 struct Chunk {
     uint32_t number;
-    uint8_t* data;
+    uint8_t buffer;
+    uint64_t start;  // its first element
     uint64_t elements;
+    int64_t residual;  // its first element in the residual; -1: nothing is fed back
 };
 
-// One collective as the caller describes it.
+// All of a call that does not change from one call to the next, as Python describes it.
 struct PlanSpec {
-    uint64_t id = 0;
     std::string call;  // for errors
     uint64_t fingerprint = 0;
     uint32_t channel = 0;
-    uint64_t sequence = 0;
-    double deadline = 0;
     Dtype dtype = Dtype::uint8;
     Op op = Op::sum;
     uint64_t segment_bytes = 0;
@@ -53,12 +61,42 @@ struct PlanSpec {
     std::vector<Step> steps;
     bool is_coded = false;
     Codec codec = Codec::fp16;
-    uint32_t own = UINT32_MAX;      // number of the chunk that this rank encodes once, for all
-    std::vector<float*> residuals;  // by index, nullptr where nothing is fed back; empty: nowhere
-    uint8_t* unfinished = nullptr;  // what is worked on once all steps are done
-    uint64_t num_unfinished = 0;
-    bool is_mean = false;             // then it is divided by the number of ranks
-    bool is_computed_by_all = false;  // then its NaNs are made alike
+    uint32_t own = UINT32_MAX;        // number of the chunk that this rank encodes once, for all
+    uint64_t num_unfinished = 0;      // elements of the result to work on once all steps are done
+    bool is_mean = false;             // then they are divided by the number of ranks
+    bool is_computed_by_all = false;  // then their NaNs are made alike
+};
+
+// A plan with all that follows from it: made once, never changed, shared by its calls.
+class CompiledPlan {
+public:
+    explicit CompiledPlan(PlanSpec spec);
+
+    // The steps of one link in one direction, in their order.
+    struct Queue {
+        std::vector<uint32_t> steps;
+        uint64_t num_segments = 0;
+    };
+
+    const PlanSpec spec;
+    std::vector<int> send_peers;     // in the order of their first steps
+    std::vector<int> receive_peers;
+    std::vector<Queue> sends;        // one for each of these
+    std::vector<Queue> receives;
+    std::vector<int32_t> previous;   // by step: the one before it on the same chunk, -1 for none
+    std::vector<uint32_t> num_segments;  // by chunk
+    uint64_t segment_elements;
+    uint64_t total_segments = 0;     // of all steps
+    uint32_t num_takers = 0;         // sends of the own chunk
+};
+
+// What one call adds to its plan. The memory must stay until the call has ended.
+struct PlanCall {
+    std::shared_ptr<const CompiledPlan> plan;
+    uint64_t sequence = 0;
+    double deadline = 0;
+    Buffers buffers{};
+    float* residual = nullptr;
 };
 
 struct Segment {
@@ -82,9 +120,11 @@ using KeptPtr = std::shared_ptr<Kept>;
 
 class RunningPlan : public Item {
 public:
-    RunningPlan(PlanSpec spec, std::shared_ptr<Ticket> ticket);
+    RunningPlan(PlanCall call, std::shared_ptr<Ticket> ticket);
 
-    const PlanSpec spec;
+    const PlanCall call;
+    const PlanSpec& spec;
+    const uint64_t sequence;
     Key key;
     double started = 0;
     bool has_asked = false;
@@ -92,8 +132,8 @@ public:
     std::set<int> announced;
     std::map<int, std::deque<KeptPtr>> early;
 
-    const std::vector<int>& send_peers() const { return send_peers_; }
-    const std::vector<int>& receive_peers() const { return receive_peers_; }
+    const std::vector<int>& send_peers() const { return call.plan->send_peers; }
+    const std::vector<int>& receive_peers() const { return call.plan->receive_peers; }
 
     // The segment to send to `peer` now; false if there is none (yet).
     bool next_send(int peer, Segment& segment) const;
@@ -129,16 +169,18 @@ public:
     std::string name() const override;
 
 private:
+    // How far the queue of one link in one direction is.
     struct Queue {
-        std::vector<uint32_t> steps;
+        const CompiledPlan::Queue* all;
         size_t at = 0;
-        uint64_t num_left = 0;  // segments that are not issued yet
+        uint64_t num_left;  // segments that are not issued yet
 
-        bool is_empty() const { return at == steps.size(); }
-        uint32_t front() const { return steps[at]; }
+        bool is_empty() const { return at == all->steps.size(); }
+        uint32_t front() const { return all->steps[at]; }
     };
     using Queues = std::map<int, Queue>;
 
+    static Queues begin(const std::vector<int>& peers, const std::vector<CompiledPlan::Queue>& all);
     static Queue* find(Queues& queues, int peer);
     static const Queue* find(const Queues& queues, int peer);
     bool is_ready(uint32_t step, uint32_t segment) const;
@@ -155,16 +197,10 @@ private:
     double deadline_;
     Queues sends_;
     Queues receives_;
-    std::vector<int> send_peers_;
-    std::vector<int> receive_peers_;
-    std::vector<int32_t> previous_;
     std::vector<uint32_t> issued_;
     std::vector<uint32_t> done_;
-    std::vector<uint32_t> num_segments_;  // by chunk
-    uint64_t segment_elements_;
-    uint64_t left_ = 0;
-    uint32_t num_takers_ = 0;           // sends of the own chunk
-    std::map<uint32_t, Shared> shared_;  // its encoded segments that not all have yet
+    uint64_t left_;
+    std::map<uint32_t, Shared> shared_;  // segments of the own chunk that not all takers have yet
 };
 
 }  // namespace potluck

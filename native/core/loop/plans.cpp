@@ -21,7 +21,7 @@ void Plans::begin(RunningPtr running) {
     running->started = now_s();
     running_.push_back(running);
     by_key_[running->key] = std::prev(running_.end());
-    posted_[running->spec.channel] = running->spec.sequence + 1;
+    posted_[running->spec.channel] = running->sequence + 1;
     connections_.need(running->send_peers());
     connections_.need(running->receive_peers());
     const auto kept = early_.find(running->key);
@@ -117,12 +117,12 @@ bool Plans::next_outgoing(Connection& connection, Outgoing& outgoing) {
         if (!running->next_send(peer, segment) || !connection.can_take(segment.wire_bytes))
             continue;
         const uint32_t nbytes = segment.wire_bytes;
-        if (!flow.may_send(running->spec.channel, running->spec.sequence, nbytes)) continue;
+        if (!flow.may_send(running->spec.channel, running->sequence, nbytes)) continue;
         if (must_wait(*running, peer)) continue;
         flow.sent(nbytes);
         running->issue(peer, segment);
         outgoing.frame =
-            connections_.frame(Kind::data, running->spec.channel, running->spec.sequence);
+            connections_.frame(Kind::data, running->spec.channel, running->sequence);
         outgoing.frame.chunk = running->spec.chunks[segment.chunk].number;
         outgoing.frame.segment = segment.number;
         outgoing.frame.length = nbytes;
@@ -173,7 +173,7 @@ void Plans::advance(const RunningPtr& running) {
     running_.erase(found->second);
     by_key_.erase(found);
     auto& ended = ended_[last->spec.channel];
-    ended.push_back({last->spec.sequence, last->spec.fingerprint, last->spec.call});
+    ended.push_back({last->sequence, last->spec.fingerprint, last->spec.call});
     if (ended.size() > num_remembered) ended.pop_front();
     last->conclude();
     last->ticket->finish(Ticket::State::done, now_s() - last->started);
@@ -295,7 +295,7 @@ void Plans::announce(int peer) {
         if (!running->announced.insert(peer).second) continue;
         Outgoing outgoing;
         outgoing.frame =
-            connections_.frame(Kind::begun, running->spec.channel, running->spec.sequence);
+            connections_.frame(Kind::begun, running->spec.channel, running->sequence);
         connections_.tell(peer, std::move(outgoing));
     }
 }
@@ -347,7 +347,7 @@ void Plans::fail_desync(int peer, const RunningPlan& running, uint64_t theirs) {
 // -- operations that do not end
 
 void Plans::query(const RunningPlan& running, const std::vector<int>& peers, bool pass_on) {
-    Frame frame = connections_.frame(Kind::hang_query, running.spec.channel, running.spec.sequence);
+    Frame frame = connections_.frame(Kind::hang_query, running.spec.channel, running.sequence);
     frame.segment = pass_on ? 1 : 0;
     frame.fingerprint = running.spec.fingerprint;
     for (int peer : std::set<int>(peers.begin(), peers.end())) {

@@ -90,8 +90,8 @@ bool ProgressLoop::post(std::function<void()> command) {
     return true;
 }
 
-void ProgressLoop::start(PlanSpec spec, std::shared_ptr<Ticket> ticket) {
-    auto running = std::make_shared<RunningPlan>(std::move(spec), ticket);
+void ProgressLoop::start(PlanCall call, std::shared_ptr<Ticket> ticket) {
+    auto running = std::make_shared<RunningPlan>(std::move(call), ticket);
     const bool is_posted = post([this, running] {
         if (begins(*running->ticket)) plans_.begin(running);
     });

@@ -75,7 +75,7 @@ public:
 
     // The memory that these name must stay until the ticket has ended or the loop is over. An
     // operation that can't begin any more ends as refused.
-    void start(PlanSpec spec, std::shared_ptr<Ticket> ticket);
+    void start(PlanCall call, std::shared_ptr<Ticket> ticket);
     void send(SendingPtr sending);
     void receive(ReceivingPtr receiving);
 

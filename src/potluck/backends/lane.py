@@ -77,4 +77,4 @@ class BoundedWork(Work):
 
     def ends_within(self, timeout_s: float) -> bool:
         """Wait for the end, without raising what it ended with."""
-        return self._event.wait(timeout_s)
+        return self._ends_within(timeout_s)

@@ -75,14 +75,15 @@ def empty_like(user: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _adapt_numpy(user: Array, writable: bool) -> Adapted:
-    code_of(user.dtype)
-    if not user.dtype.isnative:
-        raise TypeError(f"arrays in foreign byte order can't be communicated: {user.dtype.str}")
-    if writable and not user.flags.writeable:
+    dtype, flags = user.dtype, user.flags
+    code_of(dtype)
+    if not dtype.isnative:
+        raise TypeError(f"arrays in foreign byte order can't be communicated: {dtype.str}")
+    if writable and not flags.writeable:
         raise ValueError("the array is read-only, and the result would go into it; pass a copy")
     if isinstance(user, np.ma.MaskedArray):
         raise TypeError("masked arrays can't be communicated: their mask would be lost; use .data")
-    if user.flags.c_contiguous:
+    if flags.c_contiguous:
         return Adapted(user, user if type(user) is np.ndarray else user.view(np.ndarray), None)
     array = np.ascontiguousarray(user)
     return Adapted(user, array, lambda: np.copyto(user, array))

@@ -12,21 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from potluck.collectives.choose import chooser
 from potluck.collectives.plan import Algorithm, Operation
-from potluck.collectives.registry import make_plan
-from potluck.engine.arrays import coding
 from potluck.engine.arrays.coding import Encoding
-from potluck.engine.arrays.layout import Array, lay_out
+from potluck.engine.arrays.layout import Array
 from potluck.engine.call import Call
+from potluck.engine.compiler import Compiler
 from potluck.engine.connector import Connector
 from potluck.engine.family import Family, open_family
 from potluck.engine.loop.mailbox import ANY_SOURCE, Receiving, sending
-from potluck.engine.loop.running import RunningPlan, as_bytes
+from potluck.engine.loop.running import as_bytes
 from potluck.engine.request import Request
 from potluck.engine.windows.channel import NO_WINDOW, ChannelWindow
 from potluck.engine.windows.group import WindowWork
-from potluck.engine.work import Work, deadline_after, finished
+from potluck.engine.work import Work, deadline_after
 from potluck.errors import PotluckError
 from potluck.metrics import Metrics
 from potluck.types import Group, ReduceOp
@@ -74,7 +72,7 @@ class Communicator:
         self._channel = channel
         self._ranks = ranks
         self._nodes = tuple(family.nodes[rank] for rank in ranks)
-        self._choose = chooser(group, ranks, self._nodes)
+        self._compiler = Compiler(group, channel, ranks, self._nodes, family.loop.segment_bytes)
         self._sequence = 0
         self.rank = ranks.index(group.rank)
         self.world_size = len(ranks)
@@ -330,12 +328,12 @@ class Communicator:
         request = Request(
             operation, source, result, described, op, root, timeout_s, chosen, encoding
         )
-        request.check(self.world_size)
-        if encoding is not None:
-            request.algorithm = chosen = Algorithm.DIRECT
-        if chosen not in (None, Algorithm.WINDOW):  # ValueError if there is no such plan
-            make_plan(operation, chosen, self.world_size, self.rank, root=root, nodes=self._nodes)
         if self._window is not None:
+            if chosen in (None, Algorithm.WINDOW) and encoding is None:
+                request.check(self.world_size)
+            else:
+                self._compiler.compile(request)  # ValueError if there is no such plan
+                request.algorithm = chosen or Algorithm.DIRECT
             work = self._window.run(request)
             if work is not None:
                 return work
@@ -352,41 +350,20 @@ class Communicator:
         work: Work | None = None,
     ) -> Work:
         """``number``: the call's, if it has one already; ``work``: likewise."""
-        operation, described, root = request.operation, request.described, request.root
-        result, encoding = request.result, request.encoding
-        nodes, world = self._nodes, self.world_size
-        chosen = request.algorithm or self._choose(operation, described.nbytes, world, request.op)
-        plan = make_plan(operation, chosen, world, self.rank, root=root, nodes=nodes)
-        call = self._call(request, chosen, on_behalf_of)
-        work = work or Work(str(call), result)
-        chunks = lay_out(plan, _flat(request.source), _flat(result))
-        if not plan.steps and self.error is None:
-            return finished(str(call), result)
+        compiled = self._compiler.compile(request, on_behalf_of)
+        buffers = compiled.layout.buffers(request.source, request.result)
+        if work is None:
+            work = Work(str(compiled.call), request.result)
+        if not compiled.plan.steps and self.error is None:
+            work.finish()
+            return work
+        deadline = deadline_after(request.timeout_s)
+        residual = request.encoding.residual if request.encoding is not None else None
         with self._family.lock:  # to the loop in the order of the numbers
             if number < 0:
-                number = self._take_number(call)
-            running = RunningPlan(
-                plan=plan,
-                call=call,
-                chunks=chunks,
-                channel=self._channel,
-                sequence=number,
-                deadline=deadline_after(request.timeout_s),
-                work=work,
-                peers=self._ranks,
-                nbytes=described.nbytes,
-                result=_flat(result),
-                coding=coding.Coding(encoding.codec, plan, _flat(encoding.residual))
-                if encoding is not None
-                else None,
-            )
-            self._family.loop.start(running)
+                number = self._take_number(compiled.call)
+            self._family.loop.start(compiled, buffers, work, number, deadline, residual)
         return work
-
-    def _call(self, request: Request, algorithm: Algorithm, on_behalf_of: str = "") -> Call:
-        ranks = self._ranks if self._channel else ()
-        segment_bytes = self._family.loop.segment_bytes
-        return request.call(algorithm, segment_bytes, ranks, on_behalf_of=on_behalf_of)
 
     def _take_number(self, call: Call) -> int:
         """The number of the next call of this channel, one that goes over links."""
@@ -426,7 +403,3 @@ class Communicator:
         """
         assert self._window is not None
         return self._window.quick_failure(outcome, number, array, op, root)
-
-
-def _flat(array: Array | None) -> Array | None:
-    return None if array is None else array.reshape(-1)

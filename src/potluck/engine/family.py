@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from potluck.engine.call import Call
 from potluck.engine.connector import Connector
+from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.native import NativeLoop, is_available
 from potluck.engine.loop.progress import ProgressLoop
-from potluck.engine.loop.running import RunningPlan
 from potluck.engine.windows.group import Windows
 from potluck.metrics import Metrics
 from potluck.types import Group
@@ -92,8 +92,8 @@ def open_family(
 ) -> Family:
     """Begin a group's loop. ``nodes`` counts the nodes in the order of the ranks."""
 
-    def on_operation(running: RunningPlan, seconds: float, error: BaseException | None) -> None:
-        family.on_end(running.call, running.nbytes, seconds, error)
+    def on_operation(plan: CompiledPlan, seconds: float, error: BaseException | None) -> None:
+        family.on_end(plan.call, plan.nbytes, seconds, error)
 
     order: dict[str, int] = {}
     nodes = tuple(order.setdefault(member.node, len(order)) for member in group.members)

@@ -6,12 +6,13 @@ from functools import lru_cache
 from operator import index
 from typing import Any
 
+import numpy as np
+
 from potluck.collectives import doubling
 from potluck.collectives.plan import Algorithm, Operation
-from potluck.engine.arrays import coding
+from potluck.engine.arrays import coding, reduction
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.arrays.layout import Array
-from potluck.engine.arrays.reduction import check
 from potluck.engine.call import Call
 from potluck.types import ReduceOp
 from potluck.wire.dtypes import code_of
@@ -59,42 +60,36 @@ class Request:
 
     def check(self, world_size: int) -> None:
         """TypeError or ValueError for what has no meaning."""
-        code_of(self.described.dtype)
-        if self.op is not None:
-            check(self.op, self.described.dtype)
+        check(self.described.dtype, self.op, self.root, self.algorithm, world_size)
         if self.encoding is not None:
-            assert self.source is not None
-            coding.check(self.encoding, self.operation, self.source, self.op, self.algorithm)
-        if not 0 <= self.root < world_size:
-            raise ValueError(f"root {self.root} is outside a world of {world_size}")
-        if self.algorithm is Algorithm.DOUBLING and self.op not in (None, *doubling.OPS):
-            raise ValueError(doubling.ONLY_SUMS)
+            self.check_encoding()
 
-    def call(
-        self,
-        algorithm: Algorithm,
-        segment_bytes: int,
-        ranks: tuple[int, ...],
-        *,
-        on_behalf_of: str = "",
-    ) -> Call:
-        """This request, made by ``algorithm``, as ranks compare it. The arguments: see ``Call``."""
-        return _call(
-            self.operation,
-            algorithm,
-            self.described.dtype,
-            self.described.shape,
-            self.op,
-            self.root,
-            segment_bytes,
-            ranks,
-            self.encoding.codec.name if self.encoding is not None else "",
-            on_behalf_of,
-        )
+    def check_encoding(self) -> None:
+        """The same for how the bytes are to look on the wire."""
+        assert self.encoding is not None
+        assert self.source is not None
+        coding.check(self.encoding, self.operation, self.source, self.op, self.algorithm)
 
     def label(self) -> str:
         """The call, as errors name it."""
         return label(self.operation, self.algorithm, self.described, self.op, self.root)
+
+
+def check(
+    dtype: np.dtype[Any],
+    op: ReduceOp | None,
+    root: int,
+    algorithm: Algorithm | None,
+    world_size: int,
+) -> None:
+    """TypeError or ValueError for what has no meaning."""
+    code_of(dtype)
+    if op is not None:
+        reduction.check(op, dtype)
+    if not 0 <= root < world_size:
+        raise ValueError(f"root {root} is outside a world of {world_size}")
+    if algorithm is Algorithm.DOUBLING and op not in (None, *doubling.OPS):
+        raise ValueError(doubling.ONLY_SUMS)
 
 
 def label(

@@ -22,7 +22,7 @@ from potluck.codecs import Codec, check_dtype
 from potluck.codecs.codec import Bytes, Floats
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.engine.arrays import kernels
-from potluck.engine.arrays.layout import Array, Chunks, part
+from potluck.engine.arrays.layout import Array, Chunks, bounds
 from potluck.types import ReduceOp
 
 
@@ -37,14 +37,13 @@ class Coding:
     """The encoding of one plan's segments."""
 
     def __init__(self, codec: Codec, plan: Plan, residual: Floats | None = None) -> None:
-        """``residual`` is as long as the buffer that the rank contributes.
-
-        ``own`` is the chunk whose sends are final, -1 for none; ``residuals`` is by chunk.
-        """
+        """``residual`` is as long as the buffer that the rank contributes."""
         self.codec = codec
-        self.residuals = _lay_out(plan, residual)
-        """By chunk."""
-        self.own = -1 if plan.operation is Operation.REDUCE_SCATTER else plan.rank
+        self.own = own_chunk(plan)
+        self._residuals: Chunks = {}
+        if residual is not None:
+            places = residual_places(plan, residual.size)
+            self._residuals = {chunk: residual[a:b] for chunk, (a, b) in places.items()}
         self._num_takers = sum(
             step.action is Action.SEND and step.chunk == self.own for step in plan.steps
         )
@@ -75,8 +74,8 @@ class Coding:
 
     def _encode(self, chunk: int, start: int, data: Floats) -> Bytes:
         encoded = np.empty(self.codec.encoded_bytes(data.shape[0]), np.uint8)
-        if chunk in self.residuals:
-            left = self.residuals[chunk][start : start + data.shape[0]]
+        if chunk in self._residuals:
+            left = self._residuals[chunk][start : start + data.shape[0]]
             kernels.encode_with_residual(self.codec, encoded, left, data)
         else:
             kernels.encode(self.codec, encoded, data)
@@ -109,13 +108,17 @@ def check(
         )
 
 
-def _lay_out(plan: Plan, residual: Floats | None) -> Chunks:
-    if residual is None:
-        return {}
+def own_chunk(plan: Plan) -> int:
+    """The chunk whose sends are final, so that it is encoded once; -1 for none."""
+    return -1 if plan.operation is Operation.REDUCE_SCATTER else plan.rank
+
+
+def residual_places(plan: Plan, count: int) -> dict[int, tuple[int, int]]:
+    """By chunk: which of the ``count`` elements of a residual are its own, from and to."""
     if plan.operation is Operation.ALL_GATHER:
-        return {plan.rank: residual}
+        return {plan.rank: (0, count)}
     return {
-        chunk: part(residual, plan.num_chunks, chunk)
+        chunk: bounds(count, plan.num_chunks, chunk)
         for chunk in range(plan.num_chunks)
         if chunk != plan.rank or plan.operation is not Operation.REDUCE_SCATTER
     }

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from potluck import native
-from potluck.engine.arrays.kernels import codes
-from potluck.engine.arrays.layout import Array
+from potluck.engine.arrays.layout import Array, Buffers
 from potluck.engine.connector import Connector
 from potluck.engine.failures.group_errors import (
     abort_of,
@@ -34,16 +33,16 @@ from potluck.engine.failures.group_errors import (
 )
 from potluck.engine.failures.group_state import GroupState
 from potluck.engine.loop.close import reject
+from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.mailbox import Receiving, Sending
 from potluck.engine.loop.plans import OnOperation
-from potluck.engine.loop.running import RunningPlan
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, LinkError, PotluckError, ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.service import start_thread, why
 from potluck.transport.link import Link
 from potluck.transport.tcp import TcpLink
-from potluck.types import Group, ReduceOp
+from potluck.types import Group
 from potluck.wire import frames
 
 if TYPE_CHECKING:
@@ -61,11 +60,26 @@ def is_available() -> bool:
 class _Item:
     """An operation under way, and what must stay until it has ended."""
 
+    loop: NativeLoop
+    ident: int
     work: Work
     ticket: Ticket
     keep: Any
+    plan: CompiledPlan | None
     began: float
-    running: RunningPlan | None = None
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until the operation has ended, and end its work; False after ``timeout`` s."""
+        if not self.ticket.wait(-1.0 if timeout is None else timeout):
+            return False
+        self.loop.settle(self.ident)
+        return True
+
+    def look(self) -> None:
+        """End the operation's work if it has ended. The event thread would, but while another
+        thread is busy in Python it waits for the interpreter's lock."""
+        if self.ticket.state != "running":
+            self.loop.settle(self.ident)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,79 +145,56 @@ class NativeLoop:
         """A name for each operation under way, the same for as long as it is."""
         return list(self._items)
 
-    def start(self, running: RunningPlan) -> None:
-        """Run a plan; its work ends with the result or an error."""
-        plan, call, coding = running.plan, running.call, running.coding
-        numbers = {number: index for index, number in enumerate(running.chunks)}
-        chunks = [
-            (number, _address(chunk), chunk.shape[0]) for number, chunk in running.chunks.items()
-        ]
-        unfinished = running.unfinished
-        residuals = coding.residuals if coding is not None else {}
-        self._post(
-            running.work,
-            running,
-            lambda ticket: self._core.start(
-                ticket,
-                str(call),
-                call.fingerprint,
-                running.channel,
-                running.sequence,
-                running.deadline,
-                *codes(call.op or ReduceOp.SUM, next(iter(running.chunks.values())).dtype),
-                call.segment_bytes,
-                running.peers,
-                chunks,
-                [(step.action, step.peer, numbers[step.chunk]) for step in plan.steps],
-                0 if unfinished is None else _address(unfinished),
-                0 if unfinished is None else unfinished.shape[0],
-                call.op is ReduceOp.MEAN,
-                running.is_computed_by_all,
-                0 if coding is None else coding.codec.code,
-                -1 if coding is None else coding.own,
-                [_address(residuals[n]) if n in residuals else 0 for n in running.chunks]
-                if residuals
-                else (),
-            ),
-            running,
-        )
+    def start(
+        self,
+        plan: CompiledPlan,
+        buffers: Buffers,
+        work: Work,
+        sequence: int,
+        deadline: float,
+        residual: Array | None = None,
+    ) -> None:
+        """Run a plan as call number ``sequence`` of its channel; ``work`` ends with the result or
+        an error. ``residual`` is what the plan's codec has lost before, if that is kept."""
+        ident, ticket = self._ticket(work, (buffers, residual), plan)
+        self._core.start(ticket, plan.native, sequence, deadline, *buffers, residual)
+        if self._is_over:  # then nobody else will
+            self.settle(ident)
 
     def send(self, sending: Sending) -> None:
         """Send a message; its work ends when its memory may be reused."""
-        self._post(
-            sending.work,
-            sending,
-            lambda ticket: self._core.send(
-                ticket,
-                str(sending),
-                sending.peer,
-                sending.channel,
-                sending.tag,
-                sending.dtype,
-                _address(sending.keep),
-                len(sending.data),
-                sending.deadline,
-            ),
+        ident, ticket = self._ticket(sending.work, sending)
+        self._core.send(
+            ticket,
+            str(sending),
+            sending.peer,
+            sending.channel,
+            sending.tag,
+            sending.dtype,
+            _address(sending.keep),
+            len(sending.data),
+            sending.deadline,
         )
+        if self._is_over:
+            self.settle(ident)
 
     def receive(self, receiving: Receiving) -> None:
         """Take the first message that matches."""
-        self._post(
-            receiving.work,
-            receiving,
-            lambda ticket: self._core.receive(
-                ticket,
-                str(receiving),
-                receiving.source,
-                receiving.channel,
-                receiving.ranks,
-                receiving.tag,
-                receiving.dtype,
-                _address(receiving.array),
-                len(receiving.data),
-                receiving.deadline,
-            ),
+        ident, ticket = self._ticket(receiving.work, receiving)
+        self._core.receive(
+            ticket,
+            str(receiving),
+            receiving.source,
+            receiving.channel,
+            receiving.ranks,
+            receiving.tag,
+            receiving.dtype,
+            _address(receiving.array),
+            len(receiving.data),
+            receiving.deadline,
         )
+        if self._is_over:
+            self.settle(ident)
 
     def abort(self, error: PotluckError) -> None:
         """End the group with ``error`` on every rank."""
@@ -218,36 +209,18 @@ class NativeLoop:
 
     # -- operations
 
-    def _post(
-        self,
-        work: Work,
-        keep: Any,
-        begin: Callable[[Ticket], None],
-        running: RunningPlan | None = None,
-    ) -> None:
+    def _ticket(
+        self, work: Work, keep: Any, plan: CompiledPlan | None = None
+    ) -> tuple[int, Ticket]:
+        """The number and ticket of an operation that is about to begin."""
         ident = next(self._idents)
         ticket = self._core.ticket(ident)
-        self._items[ident] = _Item(work, ticket, keep, time.monotonic(), running)
-        work.waiter = partial(self._wait, ident, ticket)
-        work.look = partial(self._look, ident, ticket)
-        begin(ticket)
-        if self._is_over:  # then nobody else will
-            self._settle(ident)
+        item = _Item(self, ident, work, ticket, keep, plan, time.monotonic())
+        self._items[ident] = item
+        work.waiter, work.look = item.wait, item.look
+        return ident, ticket
 
-    def _wait(self, ident: int, ticket: Ticket, timeout: float | None) -> bool:
-        """Block until an operation has ended, and end its work; False after ``timeout`` s."""
-        if not ticket.wait(-1.0 if timeout is None else timeout):
-            return False
-        self._settle(ident)
-        return True
-
-    def _look(self, ident: int, ticket: Ticket) -> None:
-        """End an operation's work if it has ended. The event thread would do it too, but while
-        another thread is busy in Python it waits for the interpreter's lock."""
-        if ticket.state != "running":
-            self._settle(ident)
-
-    def _settle(self, ident: int) -> None:
+    def settle(self, ident: int) -> None:
         """End the work of an operation that has ended. Whoever comes second does nothing."""
         item = self._items.pop(ident, None)
         if item is None:
@@ -257,9 +230,9 @@ class NativeLoop:
             item.work.source = item.ticket.source
         else:
             error = self._state.error or self._state.closed()
-        if item.running is not None and state != "refused":
+        if item.plan is not None and state != "refused":
             seconds = item.ticket.seconds if error is None else time.monotonic() - item.began
-            self._on_operation(item.running, seconds, error)
+            self._on_operation(item.plan, seconds, error)
         item.work.finish(error)
 
     # -- links
@@ -320,7 +293,7 @@ class NativeLoop:
 
     def _hear(self, kind: str, ident: int) -> None:
         if kind == "ended":
-            self._settle(ident)
+            self.settle(ident)
         elif kind == "wanted":
             self._connector.request(ident)
         elif kind == "let go":
@@ -373,7 +346,7 @@ class NativeLoop:
         self._state.fail(self._state.closed())
         self._is_over = True
         for ident in list(self._items):
-            self._settle(ident)
+            self.settle(ident)
         self._connector.close(self._state.error or self._state.closed())
         self._reject_late()
         for meter in self._meters.values():

@@ -17,6 +17,7 @@ from potluck.engine.call import Call
 from potluck.engine.failures.group_errors import desync, overdue
 from potluck.engine.failures.group_state import GroupState
 from potluck.engine.failures.hang_detection import ANSWER_S, STALL_S, HangDetector, Key
+from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.connection import Connection, Outgoing, Sink
 from potluck.engine.loop.connections import NOTHING, Connections
 from potluck.engine.loop.running import RunningPlan, Segment, as_bytes
@@ -30,7 +31,7 @@ _MAX_UNREAD = 1024
 _NUM_REMEMBERED = 16
 """How many ended calls of a channel are kept, to say what a late frame disagrees with."""
 
-OnOperation = Callable[[RunningPlan, float, BaseException | None], None]
+OnOperation = Callable[[CompiledPlan, float, BaseException | None], None]
 """Told of every collective that ended: the seconds it took, and its error."""
 
 
@@ -186,7 +187,7 @@ class Plans:
                 (running.sequence, running.call)
             )
             running.conclude()
-            self._on_operation(running, time.monotonic() - running.started, None)
+            self._on_operation(running.compiled, time.monotonic() - running.started, None)
             running.work.finish()
 
     # -- segments in

@@ -23,10 +23,12 @@ from collections.abc import Callable, Hashable, Iterable
 
 import numpy as np
 
+from potluck.engine.arrays.layout import Array, Buffers
 from potluck.engine.connector import Connector
 from potluck.engine.failures.group_errors import broke, error_of
 from potluck.engine.failures.group_state import GroupState
 from potluck.engine.loop.close import reject, send_abort
+from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.connection import Connection, Outgoing, Sink
 from potluck.engine.loop.connections import Connections
 from potluck.engine.loop.flow_control import FRAME_OVERHEAD
@@ -129,9 +131,21 @@ class ProgressLoop:
         calls = [("call", each.channel, each.sequence) for each in [*self._plans.pending()]]
         return [*calls, *(id(message) for message in self._messages.pending())]
 
-    def start(self, running: RunningPlan) -> None:
-        """Run a plan; its work ends with the result or an error."""
-        self._post(lambda: self._begin(running.work, lambda: self._plans.begin(running)))
+    def start(
+        self,
+        plan: CompiledPlan,
+        buffers: Buffers,
+        work: Work,
+        sequence: int,
+        deadline: float,
+        residual: Array | None = None,
+    ) -> None:
+        """Run a plan as call number ``sequence`` of its channel; ``work`` ends with the result or
+        an error. ``residual`` is what the plan's codec has lost before, if that is kept."""
+        running = RunningPlan(
+            plan, buffers, sequence=sequence, deadline=deadline, work=work, residual=residual
+        )
+        self._post(lambda: self._begin(work, lambda: self._plans.begin(running)))
 
     def send(self, sending: Sending) -> None:
         """Send a message; its work ends when its memory may be reused."""
@@ -334,7 +348,7 @@ class ProgressLoop:
             self._inbox.popleft()()
         for item in list(self._pending()):
             if isinstance(item, RunningPlan):
-                self._on_operation(item, time.monotonic() - item.started, self.error)
+                self._on_operation(item.compiled, time.monotonic() - item.started, self.error)
             item.work.finish(self.error)
         for connection in list(self._connections.by_rank.values()):
             self._connections.drop(connection)

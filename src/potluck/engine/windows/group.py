@@ -298,7 +298,7 @@ class WindowWork(Work):
     @property
     def is_told(self) -> bool:
         """Whether the bytes have moved, or will not, and no callback waits to hear of that."""
-        if self._event.is_set():
+        if self._is_ended:
             return True
         return self._native is not None and self._native.done and not self._callbacks
 
@@ -325,7 +325,7 @@ class WindowWork(Work):
 
     def done(self) -> bool:
         """Whether the operation has ended, well or not; never blocks."""
-        if not self._event.is_set() and self._native is not None and self._native.done:
+        if not self._is_ended and self._native is not None and self._native.done:
             self._settle()
         return super().done()
 
@@ -343,18 +343,18 @@ class WindowWork(Work):
 
     def _block(self, timeout: float | None) -> bool:
         begun = self._begun
-        if begun is not None and not self._event.is_set() and not begun.wait(timeout):
+        if begun is not None and not self._is_ended and not begun.wait(timeout):
             return False
         if self._native is None:
             return super()._block(timeout)
-        if not self._event.is_set() and not self._native.wait(1e9 if timeout is None else timeout):
+        if not self._is_ended and not self._native.wait(1e9 if timeout is None else timeout):
             return False
         self._settle()
         return True
 
     def _settle(self) -> None:
         """The native call has ended: so has this."""
-        if self._event.is_set():
+        if self._is_ended:
             return
         call, error = self._native, None
         if call.outcome != Outcome.DONE:

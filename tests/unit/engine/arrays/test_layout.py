@@ -9,19 +9,24 @@ import pytest
 
 from potluck.collectives.plan import Action, Operation, Plan
 from potluck.collectives.registry import ROOTED, algorithms_for, make_plan
-from potluck.engine.arrays.layout import Array, Chunks, lay_out, part
+from potluck.engine.arrays.layout import Array, Chunks, bounds, lay_out
 
 WORLDS = (1, 2, 3, 5)
 COUNTS = (0, 1, 3, 7)
 
 
 def test_parts_are_near_equal_and_cover_all() -> None:
-    array = np.arange(10)
-    parts = [part(array, 4, index) for index in range(4)]
+    parts = [range(*bounds(10, 4, index)) for index in range(4)]
     assert [len(each) for each in parts] == [2, 3, 2, 3]
     assert np.concatenate(parts).tolist() == list(range(10))
-    assert all(np.shares_memory(each, array) for each in parts)
-    assert [len(part(np.arange(2), 5, index)) for index in range(5)].count(1) == 2
+    assert [len(range(*bounds(2, 5, index))) for index in range(5)].count(1) == 2
+
+
+def chunks_of(plan: Plan, source: Array | None, result: Array | None) -> Chunks:
+    """The memory of the plan's chunks in a call on these arrays."""
+    sizes = [None if array is None else array.size for array in (source, result)]
+    layout = lay_out(plan, *sizes)
+    return layout.chunks(layout.buffers(source, result))
 
 
 def run(plans: list[Plan], chunks: list[Chunks]) -> None:
@@ -80,7 +85,7 @@ def test_operations_on_one_buffer(
     run(
         plans,
         [
-            lay_out(plan, array, result)
+            chunks_of(plan, array, result)
             for plan, array, result in zip(plans, arrays, results, strict=True)
         ],
     )
@@ -124,7 +129,7 @@ def test_operations_with_a_part_for_each_rank(
     run(
         plans,
         [
-            lay_out(plan, source, result)
+            chunks_of(plan, source, result)
             for plan, source, result in zip(plans, sources, results, strict=True)
         ],
     )
@@ -152,11 +157,11 @@ def test_operations_with_a_part_for_each_rank(
 def test_no_memory_is_taken_where_the_users_can_be_used() -> None:
     array = np.zeros(12)
     plan = make_plan(Operation.ALL_REDUCE, "ring", 3, 0)
-    for chunk in lay_out(plan, array, array).values():
+    for chunk in chunks_of(plan, array, array).values():
         assert np.shares_memory(chunk, array)
     output, mine = np.zeros(12), np.ones(4)
     plan = make_plan(Operation.ALL_GATHER, "ring", 3, 1)
-    for chunk in lay_out(plan, mine, output).values():
+    for chunk in chunks_of(plan, mine, output).values():
         assert np.shares_memory(chunk, output)
 
 
@@ -179,7 +184,20 @@ def test_inputs_that_may_not_be_written_are_only_read() -> None:
                 result = np.zeros(
                     count if operation is Operation.REDUCE_SCATTER else world * count, dtype=int
                 )
-            chunks = lay_out(plan, source, result)
+            chunks = chunks_of(plan, source, result)
             for step in plan.steps:
                 if step.action is not Action.SEND:
                     assert chunks[step.chunk].flags.writeable
+
+
+def test_a_layout_serves_call_after_call() -> None:
+    """What was compiled knows no memory: each call has its own arrays, and its own scratch."""
+    plan = make_plan(Operation.REDUCE_SCATTER, "ring", 3, 0)
+    layout = lay_out(plan, 6, 2)
+    first, second = (
+        layout.chunks(layout.buffers(np.full(6, value), np.zeros(2, int))) for value in (1, 2)
+    )
+    for chunk in first:
+        assert not np.shares_memory(first[chunk], second[chunk])
+        assert first[chunk].tolist() == [1, 1]
+        assert second[chunk].tolist() == [2, 2]

@@ -15,10 +15,11 @@ import pytest
 
 from potluck import native
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
+from potluck.engine.arrays.layout import lay_out
 from potluck.engine.call import Call
+from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.native import NativeLoop, is_available
 from potluck.engine.loop.progress import ProgressLoop
-from potluck.engine.loop.running import RunningPlan
 from potluck.engine.work import Work, deadline_after
 from potluck.errors import PeerLost
 from potluck.metrics import LinkMeter
@@ -92,19 +93,16 @@ def sending(made: Any, connector: Any, to: Sequence[int], nbytes: int) -> Iterat
     steps = tuple(Step(Action.SEND, rank, 0) for rank in to)
     plan = Plan(Operation.BROADCAST, Algorithm.CENTRALIZED, 3, 0, 1, steps)
     chunk = np.ones(nbytes, np.uint8)
-    loop.start(
-        RunningPlan(
-            plan=plan,
-            call=Call(plan.operation, plan.algorithm, "uint8", (), None, 0, SEGMENT),
-            chunks={0: chunk},
-            channel=0,
-            sequence=0,
-            deadline=deadline_after(PATIENCE_S),
-            work=work,
-            peers=(0, 1, 2),
-            nbytes=chunk.nbytes,
-        )
+    compiled = CompiledPlan(
+        plan,
+        Call(plan.operation, plan.algorithm, "uint8", (), None, 0, SEGMENT),
+        lay_out(plan, nbytes, nbytes),
+        channel=0,
+        peers=(0, 1, 2),
+        dtype=chunk.dtype,
     )
+    buffers = compiled.layout.buffers(chunk, chunk)
+    loop.start(compiled, buffers, work, 0, deadline_after(PATIENCE_S))
     yield work
     connector.close(RuntimeError("done"))
     loop.close()

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
-from potluck.engine.arrays.layout import Chunks
+from potluck.engine.arrays.layout import Buffers, Chunks, Layout
 from potluck.engine.call import Call
+from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.running import RunningPlan, as_bytes, from_bytes
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
@@ -28,18 +29,18 @@ def running(
     plan = Plan(
         Operation.ALL_REDUCE, Algorithm.RING, 4, 0, len(names), tuple(Step(*each) for each in steps)
     )
-    return RunningPlan(
-        plan=plan,
-        call=Call(plan.operation, plan.algorithm, "int64", (5,), op, 0, segment_bytes),
-        chunks=chunks or {name: np.arange(5) for name in names},
-        channel=0,
-        sequence=7,
-        deadline=0.0,
-        work=Work("test"),
-        peers=peers,
-        nbytes=40,
-        result=result,
-    )
+    arrays = chunks or {name: np.arange(5) for name in names}
+    layout = Layout()
+    for name, array in arrays.items():
+        layout.places[name] = layout.scratch(array.size)
+    dtype = next(iter(arrays.values())).dtype
+    call = Call(plan.operation, plan.algorithm, "int64", (5,), op, 0, segment_bytes)
+    compiled = CompiledPlan(plan, call, layout, channel=0, peers=peers, dtype=dtype)
+    buffers = Buffers(None, result, np.concatenate(list(arrays.values())))
+    run = RunningPlan(compiled, buffers, sequence=7, deadline=0.0, work=Work("test"))
+    if chunks is not None:  # the test looks at their memory
+        chunks.update(layout.chunks(buffers))
+    return run
 
 
 def send(run: RunningPlan, peer: int) -> tuple[int, int, list[int]]:

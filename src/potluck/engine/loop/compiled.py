@@ -1,0 +1,117 @@
+"""A compiled plan: everything about a call that does not change from one call to the next.
+
+Training makes the same calls over and over. What was asked is compiled once: the plan, the text and
+fingerprint by which ranks compare it, where its chunks lie in the caller's arrays, how they are cut
+into segments, and the order of the steps. A call adds its arrays, its number and its deadline
+(``running.py`` and ``native/core/loop/plan.hpp``, which both read this).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from potluck import native
+from potluck.codecs import Codec
+from potluck.collectives.plan import Action, Algorithm, Plan
+from potluck.engine.arrays.coding import own_chunk, residual_places
+from potluck.engine.arrays.kernels import codes
+from potluck.engine.arrays.layout import Layout
+from potluck.engine.call import Call
+from potluck.types import ReduceOp
+
+if TYPE_CHECKING:
+    from potluck._native import CompiledPlan as NativePlan
+
+
+class CompiledPlan:
+    """One rank's part in one kind of call on one channel. Immutable; calls share it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        call: Call,
+        layout: Layout,
+        *,
+        channel: int,
+        peers: tuple[int, ...],
+        dtype: np.dtype[Any],
+        num_result: int | None = None,
+        codec: Codec | None = None,
+        num_residual: int | None = None,
+    ) -> None:
+        """``peers`` maps the plan's ranks to those of the whole group; ``num_result`` and
+        ``num_residual`` are the elements of these arrays, None where there is none."""
+        self.plan = plan
+        self.call = call
+        self.layout = layout
+        self.channel = channel
+        self.peers = peers
+        self.dtype = dtype
+        self.codec = codec
+        self.nbytes = prod(call.shape) * dtype.itemsize
+        """Of one rank's part, for the metrics."""
+        self.segment_elements = max(1, call.segment_bytes // dtype.itemsize)
+        self.num_segments = {
+            chunk: max(1, -(-place.size // self.segment_elements))
+            for chunk, place in layout.places.items()
+        }
+        self.sends: dict[int, tuple[int, ...]] = {}
+        """By peer: the steps of its queue (rule 2), as indices into the plan's steps."""
+        self.receives: dict[int, tuple[int, ...]] = {}
+        self.previous: list[int] = []
+        """By step: the one before it on the same chunk (rule 1), -1 for none."""
+        latest: dict[int, int] = {}
+        for index, step in enumerate(plan.steps):
+            queues = self.sends if step.action == Action.SEND else self.receives
+            peer = peers[step.peer]
+            queues[peer] = (*queues.get(peer, ()), index)
+            self.previous.append(latest.get(step.chunk, -1))
+            latest[step.chunk] = index
+        self._num_result = num_result
+        self._num_residual = num_residual
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the result is divided by the number of ranks in the end."""
+        return self.call.op is ReduceOp.MEAN
+
+    @property
+    def is_computed_by_all(self) -> bool:
+        """Whether each rank computes the result itself, so that they may have different NaNs."""
+        return self.plan.algorithm is Algorithm.DOUBLING
+
+    def num_segments_of(self, step: int) -> int:
+        """How many segments step number ``step`` moves."""
+        return self.num_segments[self.plan.steps[step].chunk]
+
+    @cached_property
+    def native(self) -> NativePlan:
+        """The same for the native loop."""
+        plan, places = self.plan, self.layout.places
+        index_of = {chunk: index for index, chunk in enumerate(places)}
+        is_concluded = self.is_mean or self.is_computed_by_all
+        residuals = {} if self._num_residual is None else residual_places(plan, self._num_residual)
+        dtype, op = codes(self.call.op or ReduceOp.SUM, self.dtype)
+        return native.core.CompiledPlan(
+            call=str(self.call),
+            fingerprint=self.call.fingerprint,
+            channel=self.channel,
+            dtype=dtype,
+            op=op,
+            segment_bytes=self.call.segment_bytes,
+            ranks=self.peers,
+            chunks=[
+                (chunk, *place, residuals[chunk][0] if chunk in residuals else -1)
+                for chunk, place in places.items()
+            ],
+            steps=[(step.action, step.peer, index_of[step.chunk]) for step in plan.steps],
+            num_unfinished=(self._num_result or 0) if is_concluded else 0,
+            is_mean=self.is_mean,
+            is_computed_by_all=self.is_computed_by_all,
+            codec=0 if self.codec is None else self.codec.code,
+            own=-1 if self.codec is None else own_chunk(plan),
+        )
