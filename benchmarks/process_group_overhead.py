@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 import potluck.torch.process_group.creation  # noqa: F401  (before the forks)
+from potluck.collectives.plan import Operation
+from potluck.engine.request import Request
 from potluck.system import need_posix
 from potluck.torch.process_group.group import PotluckProcessGroup
 from potluck.types import ReduceOp
@@ -50,7 +52,8 @@ def measure(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     quick = engine.quick_flat
 
     def posted() -> object:
-        return engine.all_reduce(array, ReduceOp.SUM, timeout_s=60).wait()
+        request = Request(Operation.ALL_REDUCE, array, array, ReduceOp.SUM, timeout_s=60)
+        return engine.run(request).wait()
 
     ways: tuple[Callable[[], object], ...] = (
         posted,

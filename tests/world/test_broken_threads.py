@@ -5,13 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from potluck.collectives.plan import Operation
 from potluck.engine.loop.native import NativeLoop
 from potluck.engine.loop.progress import ProgressLoop
+from potluck.engine.request import Request
 from potluck.errors import GroupError
 from potluck.types import ReduceOp
 from support.worlds import NATIVE_KINDS, open_world
 
 WAIT_S = 30.0
+
+
+def summing(array: np.ndarray, timeout_s: float, algorithm: str | None = None) -> Request:
+    """An all_reduce of ``array``, in place."""
+    return Request(
+        Operation.ALL_REDUCE, array, array, ReduceOp.SUM, algorithm=algorithm, timeout_s=timeout_s
+    )
 
 
 def broken(*_: object) -> None:
@@ -32,7 +41,7 @@ def test_an_event_thread_that_breaks_ends_the_group_on_all_ranks_with_what_broke
         first, second = (ctx.communicator for ctx in world.contexts)
         loop = second._family.loop
         assert isinstance(loop, NativeLoop)
-        waiting = first.all_reduce(np.ones(4), ReduceOp.SUM, timeout_s=600)
+        waiting = first.run(summing(np.ones(4), 600))
         loop._hear = broken  # type: ignore[method-assign]
         failing = second.recv(np.ones(4), 0, 7, timeout_s=0.01)  # its end is an event
         for work in (failing, waiting):
@@ -47,9 +56,9 @@ def test_a_progress_loop_that_breaks_ends_the_group_on_all_ranks_with_what_broke
         first, second = (ctx.communicator for ctx in world.contexts)
         loop = second._family.loop
         assert isinstance(loop, ProgressLoop)
-        waiting = first.all_reduce(np.ones(4), ReduceOp.SUM, timeout_s=600)
+        waiting = first.run(summing(np.ones(4), 600))
         loop._plans.begin = broken  # type: ignore[method-assign]
-        failing = second.all_reduce(np.ones(4), ReduceOp.SUM, timeout_s=600)
+        failing = second.run(summing(np.ones(4), 600))
         for work in (failing, waiting):
             with pytest.raises(GroupError) as caught:
                 work.wait(WAIT_S)

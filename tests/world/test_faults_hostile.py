@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
 from potluck.engine.connector import Deliver, Fail
 from potluck.engine.loop.connection import as_bytes
+from potluck.engine.request import Request
 from potluck.engine.work import Work
 from potluck.errors import Desync, GroupError, LinkError, OperationTimeout, PeerLost
 from potluck.transport.link import Link
@@ -31,6 +33,13 @@ NATIVE = [kind for kind in ("native", "native+window") if kind in LINK_KINDS]
 """Links whose near end the native loop runs, where it is."""
 PLAIN = [kind for kind in ("plain", "native plain") if kind in LINK_KINDS]
 """Links in clear text: anybody on the wire could be the enemy."""
+
+
+def summing(array: np.ndarray, timeout_s: float, algorithm: str | None = None) -> Request:
+    """An all_reduce of ``array``, in place."""
+    return Request(
+        Operation.ALL_REDUCE, array, array, ReduceOp.SUM, algorithm=algorithm, timeout_s=timeout_s
+    )
 
 
 class OneLink:
@@ -94,7 +103,7 @@ def at_war(kind: str = "inproc", **options: int) -> Iterator[Enemy]:
 def reduce_with_the_enemy(communicator: Communicator) -> Work:
     pair = communicator.subgroup([0, 1])
     assert pair is not None
-    return pair.all_reduce(np.ones(3000), ReduceOp.SUM, algorithm="direct", timeout_s=20)
+    return pair.run(summing(np.ones(3000), 20, "direct"))
 
 
 def lost(work: Work) -> GroupError:
@@ -174,7 +183,7 @@ def test_nonsense_costs_its_sender_the_membership(
             ATTACKS[attack](enemy, mine)
         error = lost(work)
         with pytest.raises(type(error)):
-            enemy.communicator.barrier(timeout_s=1).wait(10)
+            enemy.communicator.run(Request(Operation.BARRIER, timeout_s=1)).wait(10)
     assert "broke" not in str(error)
     assert not caplog.records, "nothing may escape to the progress loop"
 
@@ -270,7 +279,7 @@ def test_random_frames_never_break_the_loop(
             enemy.link.close()
             with pytest.raises(GroupError) as caught:
                 work.wait(10)
-                enemy.communicator.barrier(timeout_s=5).wait(10)
+                enemy.communicator.run(Request(Operation.BARRIER, timeout_s=5)).wait(10)
             assert "please report" not in str(caught.value)
     assert not caplog.records
 

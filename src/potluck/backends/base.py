@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from potluck.engine.arrays.coding import Encoding
 from potluck.engine.arrays.layout import Array
 from potluck.engine.mesh import Switchboard
+from potluck.engine.request import Request
 from potluck.engine.work import Work
 from potluck.errors import GroupError, PotluckError
 from potluck.metrics import Metrics
-from potluck.types import Group, ReduceOp
+from potluck.types import Group
 
 
 class Communicator(Protocol):
@@ -26,7 +26,7 @@ class Communicator(Protocol):
 
     Arrays are C-contiguous; those of collectives may have any shape. Every operation returns a
     Work at once, has a deadline ``timeout_s`` after the call, and must be called by all ranks in
-    the same order. After the first GroupError every call raises the same error. ``encoding`` is for
+    the same order. After the first GroupError every call raises the same error. An encoding is for
     potluck's own links; others raise ValueError.
     ``engine.communicator`` is potluck's own; ``backends.library`` makes one of another library.
     """
@@ -56,85 +56,8 @@ class Communicator(Protocol):
     ) -> BaseException:
         """What to raise after ``quick`` has failed."""
 
-    def all_reduce(
-        self,
-        array: Array,
-        op: ReduceOp,
-        *,
-        algorithm: str | None = None,
-        encoding: Encoding | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """In place: every rank ends with the combination of all ranks' arrays."""
-
-    def reduce_scatter(
-        self,
-        output: Array,
-        array: Array,
-        op: ReduceOp,
-        *,
-        algorithm: str | None = None,
-        encoding: Encoding | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """``output`` (count) ends with part ``rank`` of the combined ``array`` (world * count)."""
-
-    def all_gather(
-        self,
-        output: Array,
-        array: Array,
-        *,
-        algorithm: str | None = None,
-        encoding: Encoding | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """``output`` (world * count) ends with every rank's ``array`` (count), in rank order."""
-
-    def broadcast(
-        self, array: Array, root: int, *, algorithm: str | None = None, timeout_s: float
-    ) -> Work:
-        """In place: every rank ends with the root's array."""
-
-    def reduce(
-        self,
-        array: Array,
-        op: ReduceOp,
-        root: int,
-        *,
-        algorithm: str | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """In place on the root; other ranks' arrays stay as they are."""
-
-    def scatter(
-        self,
-        output: Array,
-        array: Array | None,
-        root: int,
-        *,
-        algorithm: str | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """``output`` (count) ends with part ``rank`` of the root's ``array`` (world * count)."""
-
-    def gather(
-        self,
-        output: Array | None,
-        array: Array,
-        root: int,
-        *,
-        algorithm: str | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """The root's ``output`` (world * count) ends with every rank's ``array`` (count)."""
-
-    def all_to_all(
-        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
-    ) -> Work:
-        """Part ``i`` of ``array`` goes to rank ``i``; part ``j`` of ``output`` comes from ``j``."""
-
-    def barrier(self, *, algorithm: str | None = None, timeout_s: float) -> Work:
-        """Ends once every rank has called it."""
+    def run(self, request: Request) -> Work:
+        """Begin a collective."""
 
     def send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
         """Send ``array`` to ``peer``; done when its memory may be reused."""

@@ -13,24 +13,17 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from potluck.backends.base import Communicator
 from potluck.backends.lane import BoundedWork, Lane
-from potluck.backends.library import (
-    ANY_SOURCE,
-    Library,
-    Waiter,
-    exchange_all,
-    exchange_parts,
-    exchange_to,
-)
-from potluck.collectives.plan import Algorithm
-from potluck.engine.arrays.coding import Encoding
+from potluck.backends.library import ANY_SOURCE, FlatCall, Library, Waiter, exchange
 from potluck.engine.arrays.layout import Array
 from potluck.engine.arrays.reduction import check, conclude
+from potluck.engine.request import NOTHING, Request
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, PotluckError
 from potluck.metrics import Metrics
@@ -38,7 +31,6 @@ from potluck.service import start_thread
 from potluck.types import Group, ReduceOp
 
 _CLOSE_S = 1.0
-_NOTHING = np.empty(0, dtype=np.uint8)
 
 
 @dataclass(slots=True)
@@ -115,146 +107,25 @@ class LibraryCommunicator:
         library.listen(family.fail)
         return cls(group, library, family, timeout_s=timeout_s)
 
-    # -- collectives
+    def run(self, request: Request) -> Work:
+        """See ``Communicator.run``."""
+        self._check(request)
+        operation, op = request.operation, request.op
+        source, result = _flat(request.source), _flat(request.result)
+        combined = ReduceOp.SUM if op in (None, ReduceOp.MEAN) else op  # a mean is divided here
+        call = FlatCall(source, result, combined, request.root)
+        own = self._library.collectives.get(operation)
+        if own is None or (op is not None and not self._library.can_reduce(combined, source.dtype)):
+            own = partial(exchange, self._library, operation)
 
-    def all_reduce(
-        self,
-        array: Array,
-        op: ReduceOp,
-        *,
-        algorithm: str | None = None,
-        encoding: Encoding | None = None,
-        timeout_s: float,
-    ) -> Work:
-        self._check_encoding(encoding)
-        flat = array.reshape(-1)
-        is_native = self._can_reduce(op, flat)
+        def carry_out(deadline: float) -> None:
+            own(call, deadline)
+            if op is not None and result is not None:
+                self._conclude(op, result)
 
-        def run(deadline: float) -> None:
-            if is_native:
-                self._library.all_reduce(flat, _native(op), deadline)
-            else:
-                exchange_all(self._library, flat, op, deadline)
-            self._conclude(op, flat)
-
-        return self._collective("all_reduce", array, array, run, algorithm, timeout_s)
-
-    def reduce_scatter(
-        self,
-        output: Array,
-        array: Array,
-        op: ReduceOp,
-        *,
-        algorithm: str | None = None,
-        encoding: Encoding | None = None,
-        timeout_s: float,
-    ) -> Work:
-        self._check_encoding(encoding)
-        parts, mine = array.reshape(-1), output.reshape(-1)
-        is_native = self._can_reduce(op, parts)
-
-        def run(deadline: float) -> None:
-            library = self._library
-            if not (is_native and library.reduce_scatter(mine, parts, _native(op), deadline)):
-                exchange_parts(library, mine, parts, op, deadline)
-            self._conclude(op, mine)
-
-        return self._collective("reduce_scatter", array, output, run, algorithm, timeout_s)
-
-    def all_gather(
-        self,
-        output: Array,
-        array: Array,
-        *,
-        algorithm: str | None = None,
-        encoding: Encoding | None = None,
-        timeout_s: float,
-    ) -> Work:
-        self._check_encoding(encoding)
-
-        def run(deadline: float) -> None:
-            self._library.all_gather(output.reshape(-1), array.reshape(-1), deadline)
-
-        return self._collective("all_gather", array, output, run, algorithm, timeout_s)
-
-    def broadcast(
-        self, array: Array, root: int, *, algorithm: str | None = None, timeout_s: float
-    ) -> Work:
-        self._check_root(root)
-
-        def run(deadline: float) -> None:
-            self._library.broadcast(array.reshape(-1), root, deadline)
-
-        return self._collective("broadcast", array, array, run, algorithm, timeout_s)
-
-    def reduce(
-        self,
-        array: Array,
-        op: ReduceOp,
-        root: int,
-        *,
-        algorithm: str | None = None,
-        timeout_s: float,
-    ) -> Work:
-        self._check_root(root)
-        flat = array.reshape(-1)
-        is_native = self._can_reduce(op, flat)
-
-        def run(deadline: float) -> None:
-            if is_native:
-                self._library.reduce(flat, _native(op), root, deadline)
-            else:
-                exchange_to(self._library, root, flat, op, deadline)
-            if self.rank == root:
-                self._conclude(op, flat)
-
-        return self._collective("reduce", array, array, run, algorithm, timeout_s)
-
-    def scatter(
-        self,
-        output: Array,
-        array: Array | None,
-        root: int,
-        *,
-        algorithm: str | None = None,
-        timeout_s: float,
-    ) -> Work:
-        self._check_root(root)
-
-        def run(deadline: float) -> None:
-            parts = None if array is None else array.reshape(-1)
-            self._library.scatter(output.reshape(-1), parts, root, deadline)
-
-        return self._collective("scatter", output, output, run, algorithm, timeout_s)
-
-    def gather(
-        self,
-        output: Array | None,
-        array: Array,
-        root: int,
-        *,
-        algorithm: str | None = None,
-        timeout_s: float,
-    ) -> Work:
-        self._check_root(root)
-
-        def run(deadline: float) -> None:
-            room = None if output is None else output.reshape(-1)
-            self._library.gather(room, array.reshape(-1), root, deadline)
-
-        return self._collective("gather", array, output, run, algorithm, timeout_s)
-
-    def all_to_all(
-        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
-    ) -> Work:
-        def run(deadline: float) -> None:
-            self._library.all_to_all(output.reshape(-1), array.reshape(-1), deadline)
-
-        return self._collective("all_to_all", array, output, run, algorithm, timeout_s)
-
-    def barrier(self, *, algorithm: str | None = None, timeout_s: float) -> Work:
-        barrier = self._library.barrier
-        return self._collective("barrier", _NOTHING, _NOTHING, barrier, algorithm, timeout_s)
+        return self._collective(
+            operation, request.described, request.result, carry_out, request.timeout_s
+        )
 
     # -- point to point
 
@@ -292,7 +163,7 @@ class LibraryCommunicator:
         def run(deadline: float) -> None:
             made.append(self._library.split(chosen, number, deadline))
 
-        self._collective("new_group", _NOTHING, None, run, None, self._timeout_s).wait()
+        self._collective("new_group", NOTHING, None, run, self._timeout_s).wait()
         library = made[0]
         if library is None:
             return None
@@ -344,11 +215,8 @@ class LibraryCommunicator:
         described: Array,
         result: Array | None,
         run: Callable[[float], None],
-        algorithm: str | None,
         timeout_s: float,
     ) -> Work:
-        if algorithm is not None:
-            Algorithm(algorithm)  # ValueError for a word that is none
         nbytes, started = described.nbytes, time.monotonic()
         call = f"{name}({described.dtype}, shape {tuple(described.shape)})"
         work = self._begin(call, result, started + timeout_s)
@@ -415,27 +283,23 @@ class LibraryCommunicator:
             error = told
         self._family.fail(error)
 
-    def _check_encoding(self, encoding: Encoding | None) -> None:
-        if encoding is not None:
+    def _check(self, request: Request) -> None:
+        """TypeError or ValueError for what has no meaning, here."""
+        if request.encoding is not None:
             raise ValueError(
-                f"codec={encoding.codec.name!r} needs potluck's own links, and this group runs on "
-                f"{self._library.name}; leave the codec out, or choose backend='ring'"
+                f"codec={request.encoding.codec.name!r} needs potluck's own links, and this group "
+                f"runs on {self._library.name}; leave the codec out, or choose backend='ring'"
             )
-
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.world_size:
-            raise ValueError(f"root {root} is outside a world of {self.world_size}")
+        if not 0 <= request.root < self.world_size:
+            raise ValueError(f"root {request.root} is outside a world of {self.world_size}")
+        if request.op is not None and isinstance(request.source, np.ndarray):
+            check(request.op, request.source.dtype)
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.world_size:
             raise ValueError(f"rank {peer} is outside a world of {self.world_size}")
         if peer == self.rank:
             raise ValueError(f"rank {peer} is this rank; a message to oneself needs no network")
-
-    def _can_reduce(self, op: ReduceOp, flat: Array) -> bool:
-        if isinstance(flat, np.ndarray):
-            check(op, flat.dtype)
-        return self._library.can_reduce(_native(op), flat.dtype)
 
     def _conclude(self, op: ReduceOp, flat: Array) -> None:
         if isinstance(flat, np.ndarray):
@@ -445,6 +309,5 @@ class LibraryCommunicator:
             flat /= self.world_size
 
 
-def _native(op: ReduceOp) -> ReduceOp:
-    """A mean is a sum that is divided here."""
-    return ReduceOp.SUM if op is ReduceOp.MEAN else op
+def _flat(array: Any) -> Any:
+    return None if array is None else array.reshape(-1)

@@ -26,7 +26,9 @@ from potluck.cluster.discovery.advert import new_instance
 from potluck.cluster.discovery.everywhere import all_finders
 from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.topology import measure
+from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
+from potluck.engine.request import Request
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings, load_settings
 from potluck.types import Group, Member
@@ -179,7 +181,7 @@ class AutoDiscoveryBackend(StaticBackend):
         try:
             left = min(_MEET_S, max(0.1, deadline - time.monotonic()))
             # One link per pair: from here on a member that dies is noticed by all.
-            communicator.barrier(algorithm="direct", timeout_s=left).wait()
+            communicator.run(Request(Operation.BARRIER, algorithm="direct", timeout_s=left)).wait()
         except BaseException:
             communicator.close()
             raise

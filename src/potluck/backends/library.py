@@ -6,11 +6,12 @@ is exchanged as bytes and combined by our own kernels, in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from potluck.collectives.plan import Operation
 from potluck.engine.arrays.layout import Array
 from potluck.engine.arrays.reduction import combine
 from potluck.errors import PotluckError
@@ -20,6 +21,19 @@ ANY_SOURCE = -1
 
 Waiter = Callable[[float], int]
 """Called with a deadline (monotonic seconds): waits for a message, gives its sender's rank."""
+
+
+class FlatCall(NamedTuple):
+    """A collective on flat arrays: ``source`` and ``result`` are as in ``engine.request``."""
+
+    source: Array | None
+    result: Array | None
+    op: ReduceOp = ReduceOp.SUM
+    root: int = 0
+
+
+Collective = Callable[[FlatCall, float], None]
+"""Carries out a call until a deadline (monotonic seconds)."""
 
 
 class Library(Protocol):
@@ -33,35 +47,12 @@ class Library(Protocol):
     world_size: int
     device: str | None
 
+    @property
+    def collectives(self) -> Mapping[Operation, Collective]:
+        """What carries out each operation. A reduction may be missing; it is then exchanged."""
+
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
         """Whether the library combines this itself, as potluck does. TypeError if nobody can."""
-
-    def all_reduce(self, array: Array, op: ReduceOp, deadline: float) -> None:
-        """In place."""
-
-    def reduce(self, array: Array, op: ReduceOp, root: int, deadline: float) -> None:
-        """In place on the root; others' arrays stay as they are."""
-
-    def reduce_scatter(self, output: Array, array: Array, op: ReduceOp, deadline: float) -> bool:
-        """``output`` becomes part ``rank`` of the combined ``array``. False: it can't do that."""
-
-    def all_gather(self, output: Array, array: Array, deadline: float) -> None:
-        """Bytes of every rank, in rank order."""
-
-    def broadcast(self, array: Array, root: int, deadline: float) -> None:
-        """In place."""
-
-    def scatter(self, output: Array, array: Array | None, root: int, deadline: float) -> None:
-        """The root's ``array`` in equal parts."""
-
-    def gather(self, output: Array | None, array: Array, root: int, deadline: float) -> None:
-        """The reverse of ``scatter``."""
-
-    def all_to_all(self, output: Array, array: Array, deadline: float) -> None:
-        """Equal parts, part ``i`` to rank ``i``."""
-
-    def barrier(self, deadline: float) -> None:
-        """Until all ranks are here."""
 
     def settle(self) -> None:
         """Called by whoever calls an operation: what computes its arrays must end first."""
@@ -88,39 +79,36 @@ class Library(Protocol):
         """Leave."""
 
 
-def exchange_parts(
+def exchange(library: Library, operation: Operation, call: FlatCall, deadline: float) -> None:
+    """A reduction that the library does not do: bytes are moved, and combined in rank order.
+
+    Each rank sends ``(w - 1) / w`` times the array's bytes for a reduce_scatter, as much again for
+    an all_reduce, and as much to the root for a reduce.
+    """
+    source, result = call.source, call.result
+    assert source is not None
+    if operation is Operation.REDUCE_SCATTER:
+        assert result is not None
+        _exchange_parts(library, result, source, call.op, deadline)
+        return
+    count = -(-source.size // library.world_size)
+    parts = np.zeros(count * library.world_size, dtype=source.dtype)  # padded to equal parts
+    parts[: source.size] = source
+    part = np.empty(count, dtype=source.dtype)
+    _exchange_parts(library, part, parts, call.op, deadline)
+    into = None if result is None else parts
+    collect = Operation.ALL_GATHER if operation is Operation.ALL_REDUCE else Operation.GATHER
+    library.collectives[collect](FlatCall(part, into, root=call.root), deadline)
+    if result is not None:
+        result[:] = parts[: result.size]
+
+
+def _exchange_parts(
     library: Library, part: Array, parts: Array, op: ReduceOp, deadline: float
 ) -> None:
-    """A reduce-scatter: ``w - 1`` parts sent, ``w - 1`` received, combined in rank order."""
     rows = np.empty((library.world_size, part.size), dtype=parts.dtype)
-    library.all_to_all(rows.reshape(-1), parts, deadline)
+    library.collectives[Operation.ALL_TO_ALL](FlatCall(parts, rows.reshape(-1)), deadline)
     with np.errstate(all="ignore"):
         for row in rows[1:]:
             combine(op, rows[0], row)
     part[:] = rows[0]
-
-
-def exchange_all(library: Library, array: Array, op: ReduceOp, deadline: float) -> None:
-    """An all-reduce: ``2 (w - 1) / w`` times the array's bytes sent by each rank."""
-    parts, part = _in_parts(library, array)
-    exchange_parts(library, part, parts, op, deadline)
-    library.all_gather(parts, part, deadline)
-    array[:] = parts[: array.size]
-
-
-def exchange_to(library: Library, root: int, array: Array, op: ReduceOp, deadline: float) -> None:
-    """A reduce: as ``exchange_all``, with the parts gathered on the root only."""
-    parts, part = _in_parts(library, array)
-    exchange_parts(library, part, parts, op, deadline)
-    is_root = library.rank == root
-    library.gather(parts if is_root else None, part, root, deadline)
-    if is_root:
-        array[:] = parts[: array.size]
-
-
-def _in_parts(library: Library, array: Array) -> tuple[Array, Array]:
-    """A copy padded to equal parts, and room for one of them."""
-    count = -(-array.size // library.world_size)
-    parts = np.zeros(count * library.world_size, dtype=array.dtype)
-    parts[: array.size] = array
-    return parts, np.empty(count, dtype=array.dtype)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +23,8 @@ import numpy as np
 from potluck.backends.base import Communicator, StaticBackend
 from potluck.backends.borrowed import LibraryCommunicator
 from potluck.backends.launchers import detect
-from potluck.backends.library import ANY_SOURCE, Library, Waiter
+from potluck.backends.library import ANY_SOURCE, Collective, FlatCall, Library, Waiter
+from potluck.collectives.plan import Operation
 from potluck.engine.arrays.layout import Array
 from potluck.errors import (
     ConfigurationError,
@@ -171,7 +173,8 @@ def _meet(library: _Mpi, deadline: float) -> Group:
     name = library.state.mpi.Get_processor_name().encode()[:_NAME_BYTES]
     mine[: len(name)] = np.frombuffer(name, dtype=np.uint8)
     everyone = np.zeros((library.world_size, len(mine)), dtype=np.uint8)
-    library.all_gather(everyone.reshape(-1), mine, deadline)
+    gather = library.collectives[Operation.ALL_GATHER]
+    gather(FlatCall(mine, everyone.reshape(-1)), deadline)
     nodes = [row[:_NAME_BYTES].tobytes().rstrip(b"\0").decode() for row in everyone]
     members = tuple(
         Member(str(rank), node=node, local_rank=nodes[:rank].count(node))
@@ -293,59 +296,32 @@ class _Mpi:
         self._comm = comm
         self._is_part = is_part
         self._byte = state.mpi.BYTE
+        self.collectives: dict[Operation, Collective] = {
+            operation: partial(self._run, begin) for operation, begin in self._table().items()
+        }
 
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
         """Not the least and greatest floats: MPI loses a NaN."""
         return dtype.name in _NATIVE and op in _OPS and (op not in _ORDERED or dtype.kind in "iu")
 
-    def all_reduce(self, array: Array, op: ReduceOp, deadline: float) -> None:
-        mpi = self.state.mpi
-        self._run(
-            lambda: self._comm.Iallreduce(mpi.IN_PLACE, array, op=self._op(op)), array, deadline
-        )
-
-    def reduce(self, array: Array, op: ReduceOp, root: int, deadline: float) -> None:
-        mine = array.copy()
-        room = array if self.rank == root else None
-        self._run(
-            lambda: self._comm.Ireduce(mine, room, op=self._op(op), root=root),
-            (mine, room),
-            deadline,
-        )
-
-    def reduce_scatter(self, output: Array, array: Array, op: ReduceOp, deadline: float) -> bool:
-        self._run(
-            lambda: self._comm.Ireduce_scatter_block(array, output, op=self._op(op)),
-            (array, output),
-            deadline,
-        )
-        return True
-
-    def all_gather(self, output: Array, array: Array, deadline: float) -> None:
-        self._move(self._comm.Iallgather, output, array, deadline)
-
-    def broadcast(self, array: Array, root: int, deadline: float) -> None:
-        self._run(lambda: self._comm.Ibcast(self._bytes(array), root), array, deadline)
-
-    def scatter(self, output: Array, array: Array | None, root: int, deadline: float) -> None:
-        parts = None if array is None else self._bytes(array)
-        self._run(
-            lambda: self._comm.Iscatter(parts, self._bytes(output), root),
-            (output, array),
-            deadline,
-        )
-
-    def gather(self, output: Array | None, array: Array, root: int, deadline: float) -> None:
-        room = None if output is None else self._bytes(output)
-        self._run(
-            lambda: self._comm.Igather(self._bytes(array), room, root), (output, array), deadline
-        )
-
-    def all_to_all(self, output: Array, array: Array, deadline: float) -> None:
-        self._move(self._comm.Ialltoall, output, array, deadline)
-
-    def barrier(self, deadline: float) -> None:
-        self._run(self._comm.Ibarrier, None, deadline)
+    def _table(self) -> dict[Operation, Callable[[FlatCall], Any]]:
+        """How each operation begins. What is only moved is moved as bytes."""
+        comm, own, data, op = self._comm, self.state.mpi.IN_PLACE, self._bytes, self._op
+        return {
+            Operation.ALL_REDUCE: lambda c: comm.Iallreduce(own, c.result, op(c.op)),
+            Operation.REDUCE: lambda c: comm.Ireduce(
+                c.source if c.result is None else own, c.result, op(c.op), c.root
+            ),
+            Operation.REDUCE_SCATTER: lambda c: comm.Ireduce_scatter_block(
+                c.source, c.result, op(c.op)
+            ),
+            Operation.ALL_GATHER: lambda c: comm.Iallgather(data(c.source), data(c.result)),
+            Operation.BROADCAST: lambda c: comm.Ibcast(data(c.source), c.root),
+            Operation.SCATTER: lambda c: comm.Iscatter(data(c.source), data(c.result), c.root),
+            Operation.GATHER: lambda c: comm.Igather(data(c.source), data(c.result), c.root),
+            Operation.ALL_TO_ALL: lambda c: comm.Ialltoall(data(c.source), data(c.result)),
+            Operation.BARRIER: lambda c: comm.Ibarrier(),
+        }
 
     # -- messages
 
@@ -386,7 +362,10 @@ class _Mpi:
     # -- groups and life
 
     def split(self, ranks: tuple[int, ...], number: int, deadline: float) -> Library | None:
-        self.barrier(deadline)  # MPI's own call would wait for ever for a rank that is missing
+        barrier = self.collectives[Operation.BARRIER]
+        barrier(
+            FlatCall(None, None), deadline
+        )  # MPI's own call would wait for ever for a rank that is missing
         with _lock:
             comm = self._comm.Create(self._comm.Get_group().Incl(ranks))
         return None if comm == self.state.mpi.COMM_NULL else _Mpi(self.state, comm, is_part=True)
@@ -403,14 +382,11 @@ class _Mpi:
 
     # -- inside
 
-    def _run(self, start: Callable[[], Any], keep: object, deadline: float) -> None:
-        self.state.finish(start, keep, deadline)
+    def _run(self, begin: Callable[[FlatCall], Any], call: FlatCall, deadline: float) -> None:
+        self.state.finish(lambda: begin(call), call, deadline)
 
-    def _move(self, call: Callable[..., Any], output: Array, array: Array, deadline: float) -> None:
-        self._run(lambda: call(self._bytes(array), self._bytes(output)), (output, array), deadline)
-
-    def _bytes(self, array: Array) -> list[Any]:
-        return [array.view(np.uint8), self._byte]
+    def _bytes(self, array: Array | None) -> list[Any] | None:
+        return None if array is None else [array.view(np.uint8), self._byte]
 
     def _op(self, op: ReduceOp) -> Any:
         return getattr(self.state.mpi, _OPS[op])

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 from potluck.backends.base import StaticBackend
 from potluck.backends.tcp import TcpBase
+from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
+from potluck.engine.request import Request
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings, load_settings
 from potluck.types import Group, Member
@@ -49,7 +51,9 @@ class RingBackend(StaticBackend):
         communicator = self._base.open(self._group, are_listening=False)
         try:
             # One link per pair: from here on a member that dies is noticed by all.
-            meeting = communicator.barrier(algorithm="direct", timeout_s=timeout_s)
+            meeting = communicator.run(
+                Request(Operation.BARRIER, algorithm="direct", timeout_s=timeout_s)
+            )
             deadline = time.monotonic() + timeout_s
             with reminding(Reminder(lambda: self._missing(communicator), deadline)):
                 meeting.wait()

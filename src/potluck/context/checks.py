@@ -19,6 +19,15 @@ def checked_tag(tag: object) -> int:
     return int(tag)
 
 
+def checked_seconds(timeout: object) -> float:
+    """The seconds that a call may take."""
+    if not isinstance(timeout, int | float | np.number):
+        raise TypeError(f"timeout is a number of seconds, not {timeout!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout is in seconds and must be above 0, not {timeout}")
+    return float(timeout)
+
+
 def check_parts(operation: str, shape: tuple[int, ...], world_size: int) -> None:
     """ValueError unless there is one part for each rank."""
     if not shape or shape[0] != world_size:

@@ -16,9 +16,10 @@ from potluck.backends.base import Communicator
 from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
 from potluck.context.arrays import Adapted, adapt, collide, empty_like, is_array
-from potluck.context.checks import check_parts, checked_rank, checked_tag
+from potluck.context.checks import check_parts, checked_rank, checked_seconds, checked_tag
 from potluck.context.waits import Waits
 from potluck.engine.arrays.coding import Encoding
+from potluck.engine.request import NOTHING, Request
 from potluck.engine.windows.group import NUMBERS
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
@@ -26,14 +27,6 @@ from potluck.types import ReduceOp
 _ALL_REDUCE = NUMBERS[Operation.ALL_REDUCE]
 _REDUCE_SCATTER = NUMBERS[Operation.REDUCE_SCATTER]
 _ALL_GATHER = NUMBERS[Operation.ALL_GATHER]
-_BROADCAST = NUMBERS[Operation.BROADCAST]
-_REDUCE = NUMBERS[Operation.REDUCE]
-_SCATTER = NUMBERS[Operation.SCATTER]
-_GATHER = NUMBERS[Operation.GATHER]
-_ALL_TO_ALL = NUMBERS[Operation.ALL_TO_ALL]
-_BARRIER = NUMBERS[Operation.BARRIER]
-
-_NOTHING = np.empty(0, dtype=np.uint8)
 
 
 class Collectives:
@@ -87,14 +80,16 @@ class Collectives:
                     return array
                 self._check_quick(outcome, _ALL_REDUCE, array, op)
         mine = self._adapt(array)
-        work = self.communicator.all_reduce(
+        request = Request(
+            Operation.ALL_REDUCE,
+            mine.array,
             mine.array,
             ReduceOp(op),
             algorithm=algorithm,
             encoding=self._encoding(codec, residual),
             timeout_s=self._patience(timeout),
         )
-        return self._end(work, mine.write_back, async_op)
+        return self._run(request, mine.write_back, async_op)
 
     def reduce_scatter(
         self,
@@ -129,15 +124,16 @@ class Collectives:
         check_parts("reduce_scatter", parts.array.shape, self.world_size)
         shape = parts.array.shape[1:]
         result = self._result("reduce_scatter", array, parts, shape, out)
-        work = self.communicator.reduce_scatter(
-            result.array.reshape(shape),
+        request = Request(
+            Operation.REDUCE_SCATTER,
             parts.array,
+            result.array.reshape(shape),
             ReduceOp(op),
             algorithm=algorithm,
             encoding=self._encoding(codec, residual),
             timeout_s=self._patience(timeout),
         )
-        return self._end(work, result.write_back, async_op)
+        return self._run(request, result.write_back, async_op)
 
     def all_gather(
         self,
@@ -167,14 +163,15 @@ class Collectives:
         mine = self._adapt(array, writable=False)
         shape = (self.world_size, *mine.array.shape)
         result = self._result("all_gather", array, mine, shape, out)
-        work = self.communicator.all_gather(
-            result.array.reshape(shape),
+        request = Request(
+            Operation.ALL_GATHER,
             mine.array,
+            result.array.reshape(shape),
             algorithm=algorithm,
             encoding=self._encoding(codec, residual),
             timeout_s=self._patience(timeout),
         )
-        return self._end(work, result.write_back, async_op)
+        return self._run(request, result.write_back, async_op)
 
     def broadcast(
         self,
@@ -192,15 +189,20 @@ class Collectives:
         if (
             algorithm is None
             and not async_op
-            and self._is_done(_BROADCAST, array, array, array, timeout, None, root)
+            and self._is_done(Operation.BROADCAST, array, array, array, timeout, None, root)
         ):
             return array
         root = checked_rank("root", root, self.world_size)
         mine = self._adapt(array, writable=self.rank != root)
-        work = self.communicator.broadcast(
-            mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
+        request = Request(
+            Operation.BROADCAST,
+            mine.array,
+            mine.array,
+            root=root,
+            algorithm=algorithm,
+            timeout_s=self._patience(timeout),
         )
-        return self._end(work, mine.write_back, async_op)
+        return self._run(request, mine.write_back, async_op)
 
     def reduce(
         self,
@@ -218,15 +220,21 @@ class Collectives:
         """
         if algorithm is None and not async_op:
             into = array if self.rank == root else None
-            if self._is_done(_REDUCE, array, into, array, timeout, op, root):
+            if self._is_done(Operation.REDUCE, array, into, array, timeout, op, root):
                 return array
         root = checked_rank("root", root, self.world_size)
         mine = self._adapt(array, writable=self.rank == root)
-        work = self.communicator.reduce(
-            mine.array, ReduceOp(op), root, algorithm=algorithm, timeout_s=self._patience(timeout)
+        request = Request(
+            Operation.REDUCE,
+            mine.array,
+            mine.array if self.rank == root else None,
+            ReduceOp(op),
+            root=root,
+            algorithm=algorithm,
+            timeout_s=self._patience(timeout),
         )
         done = mine.write_back if self.rank == root else (lambda: array)
-        return self._end(work, done, async_op)
+        return self._run(request, done, async_op)
 
     def scatter(
         self,
@@ -245,7 +253,7 @@ class Collectives:
         """
         if algorithm is None and not async_op:
             given = parts if self.rank == root and self._has_parts(parts, output) else None
-            if self._is_done(_SCATTER, given, output, output, timeout, None, root):
+            if self._is_done(Operation.SCATTER, given, output, output, timeout, None, root):
                 return output
         root = checked_rank("root", root, self.world_size)
         mine = self._adapt(output)
@@ -260,10 +268,15 @@ class Collectives:
                     f"scatter: each part is {source.dtype} of shape {source.shape[1:]}, but the "
                     f"output is {mine.array.dtype} of shape {mine.array.shape}"
                 )
-        work = self.communicator.scatter(
-            mine.array, source, root, algorithm=algorithm, timeout_s=self._patience(timeout)
+        request = Request(
+            Operation.SCATTER,
+            source,
+            mine.array,
+            root=root,
+            algorithm=algorithm,
+            timeout_s=self._patience(timeout),
         )
-        return self._end(work, mine.write_back, async_op)
+        return self._run(request, mine.write_back, async_op)
 
     def gather(
         self,
@@ -283,25 +296,24 @@ class Collectives:
             output = None
             if self.rank == root:
                 output = self._room_for_all(array) if out is None else out
-            if self._is_done(_GATHER, array, output, array, timeout, None, root):
+            if self._is_done(Operation.GATHER, array, output, array, timeout, None, root):
                 return output
         root = checked_rank("root", root, self.world_size)
         mine = self._adapt(array, writable=False)
-        if self.rank != root:
-            work = self.communicator.gather(
-                None, mine.array, root, algorithm=algorithm, timeout_s=self._patience(timeout)
-            )
-            return self._end(work, lambda: None, async_op)
-        shape = (self.world_size, *mine.array.shape)
-        result = self._result("gather", array, mine, shape, out)
-        work = self.communicator.gather(
-            result.array.reshape(shape),
+        room, done = None, lambda: None
+        if self.rank == root:
+            shape = (self.world_size, *mine.array.shape)
+            result = self._result("gather", array, mine, shape, out)
+            room, done = result.array.reshape(shape), result.write_back
+        request = Request(
+            Operation.GATHER,
             mine.array,
-            root,
+            room,
+            root=root,
             algorithm=algorithm,
             timeout_s=self._patience(timeout),
         )
-        return self._end(work, result.write_back, async_op)
+        return self._run(request, done, async_op)
 
     def all_to_all(
         self,
@@ -321,27 +333,27 @@ class Collectives:
             output = out
             if out is None and self._has_parts(array):
                 output = self._room(array, array.shape)
-            if self._is_done(_ALL_TO_ALL, array, output, array, timeout):
+            if self._is_done(Operation.ALL_TO_ALL, array, output, array, timeout):
                 return output
         mine = self._adapt(array, writable=False)
         check_parts("all_to_all", mine.array.shape, self.world_size)
         shape = mine.array.shape
         result = self._result("all_to_all", array, mine, shape, out)
-        work = self.communicator.all_to_all(
-            result.array.reshape(shape),
+        request = Request(
+            Operation.ALL_TO_ALL,
             mine.array,
+            result.array.reshape(shape),
             algorithm=algorithm,
             timeout_s=self._patience(timeout),
         )
-        return self._end(work, result.write_back, async_op)
+        return self._run(request, result.write_back, async_op)
 
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
         """Return once every rank has called ``barrier``."""
-        if algorithm is None and self._is_done(_BARRIER, None, None, _NOTHING, timeout):
+        if algorithm is None and self._is_done(Operation.BARRIER, None, None, NOTHING, timeout):
             return
-        patience = self._patience(timeout)
-        work = self.communicator.barrier(algorithm=algorithm, timeout_s=patience)
-        self._end(work, lambda: None, False)
+        request = Request(Operation.BARRIER, algorithm=algorithm, timeout_s=self._patience(timeout))
+        self._run(request, lambda: None, False)
 
     def send(
         self,
@@ -395,7 +407,7 @@ class Collectives:
 
     def _is_done(
         self,
-        number: int,
+        operation: Operation,
         source: Any,
         result: Any,
         described: Any,
@@ -410,6 +422,7 @@ class Collectives:
         quick = self.communicator.quick
         if quick is None:
             return False
+        number = NUMBERS[operation]
         patience = self.timeout_s if timeout is None else self._patience(timeout)
         try:
             outcome: int = quick(number, source, result, op, root, patience)
@@ -460,6 +473,9 @@ class Collectives:
             )
         return result
 
+    def _run(self, request: Request, result: Callable[[], Any], async_op: bool) -> Any:
+        return self._end(self.communicator.run(request), result, async_op)
+
     def _end(self, work: Work, result: Callable[[], Any], async_op: bool) -> Any:
         work.on_wait = self._waits.add
         work.then(lambda _: result())
@@ -481,10 +497,4 @@ class Collectives:
         return Encoding(codec_of(codec), adapted.array)
 
     def _patience(self, timeout: float | None) -> float:
-        if timeout is None:
-            return self.timeout_s
-        if not isinstance(timeout, int | float | np.number):
-            raise TypeError(f"timeout is a number of seconds, not {timeout!r}")
-        if not timeout > 0:
-            raise ValueError(f"timeout is in seconds and must be above 0, not {timeout}")
-        return timeout
+        return self.timeout_s if timeout is None else checked_seconds(timeout)

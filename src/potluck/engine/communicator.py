@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
-
 from potluck.collectives.plan import Algorithm, Operation
-from potluck.engine.arrays.coding import Encoding
 from potluck.engine.arrays.layout import Array
 from potluck.engine.call import Call
 from potluck.engine.compiler import Compiler
@@ -27,13 +24,11 @@ from potluck.engine.windows.group import WindowWork
 from potluck.engine.work import Work, deadline_after
 from potluck.errors import PotluckError
 from potluck.metrics import Metrics
-from potluck.types import Group, ReduceOp
+from potluck.types import Group
 from potluck.wire.dtypes import code_of
 
 SEGMENT_BYTES = 512 * 1024
 MAX_EARLY_BYTES = 2 * 1024 * 1024
-
-_EMPTY = np.empty(0, dtype=np.uint8)
 
 
 class Communicator:
@@ -108,100 +103,21 @@ class Communicator:
         )
         return cls(group, family, 0, tuple(range(group.world_size)))
 
-    # -- collectives; `count` below is the length of one rank's part
-
-    def all_reduce(
-        self,
-        array: Array,
-        op: ReduceOp,
-        *,
-        algorithm: str | None = None,
-        encoding: Encoding | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """In place: every rank ends with the combination of all ranks' arrays."""
-        kind = Operation.ALL_REDUCE
-        return self._run(kind, array, array, array, op, algorithm, timeout_s, encoding=encoding)
-
-    def reduce_scatter(
-        self,
-        output: Array,
-        array: Array,
-        op: ReduceOp,
-        *,
-        algorithm: str | None = None,
-        encoding: Encoding | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """``output`` (count) ends with part ``rank`` of the combined ``array`` (world * count)."""
-        kind = Operation.REDUCE_SCATTER
-        return self._run(kind, array, output, output, op, algorithm, timeout_s, encoding=encoding)
-
-    def all_gather(
-        self,
-        output: Array,
-        array: Array,
-        *,
-        algorithm: str | None = None,
-        encoding: Encoding | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """``output`` (world * count) ends with every rank's ``array`` (count), in rank order."""
-        kind = Operation.ALL_GATHER
-        return self._run(kind, array, output, array, None, algorithm, timeout_s, encoding=encoding)
-
-    def broadcast(
-        self, array: Array, root: int, *, algorithm: str | None = None, timeout_s: float
-    ) -> Work:
-        """In place: every rank ends with the root's array."""
-        return self._run(Operation.BROADCAST, array, array, array, None, algorithm, timeout_s, root)
-
-    def reduce(
-        self,
-        array: Array,
-        op: ReduceOp,
-        root: int,
-        *,
-        algorithm: str | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """In place on the root; other ranks' arrays stay as they are."""
-        result = array if self.rank == root else None
-        return self._run(Operation.REDUCE, array, result, array, op, algorithm, timeout_s, root)
-
-    def scatter(
-        self,
-        output: Array,
-        array: Array | None,
-        root: int,
-        *,
-        algorithm: str | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """``output`` (count) ends with part ``rank`` of the root's ``array`` (world * count)."""
-        return self._run(Operation.SCATTER, array, output, output, None, algorithm, timeout_s, root)
-
-    def gather(
-        self,
-        output: Array | None,
-        array: Array,
-        root: int,
-        *,
-        algorithm: str | None = None,
-        timeout_s: float,
-    ) -> Work:
-        """The root's ``output`` (world * count) ends with every rank's ``array`` (count)."""
-        return self._run(Operation.GATHER, array, output, array, None, algorithm, timeout_s, root)
-
-    def all_to_all(
-        self, output: Array, array: Array, *, algorithm: str | None = None, timeout_s: float
-    ) -> Work:
-        """Part ``i`` of ``array`` goes to rank ``i``; part ``j`` of ``output`` comes from ``j``."""
-        return self._run(Operation.ALL_TO_ALL, array, output, array, None, algorithm, timeout_s)
-
-    def barrier(self, *, algorithm: str | None = None, timeout_s: float) -> Work:
-        """Ends once every rank has called it."""
-        return self._run(Operation.BARRIER, _EMPTY, _EMPTY, _EMPTY, None, algorithm, timeout_s)
+    def run(self, request: Request) -> Work:
+        """Begin a collective. TypeError or ValueError for what has no meaning."""
+        wanted, encoding = request.algorithm, request.encoding
+        if self._window is not None:
+            if wanted in (None, Algorithm.WINDOW) and encoding is None:
+                request.check(self.world_size)
+            else:
+                self._compiler.compile(request)  # ValueError if there is no such plan
+                request.algorithm = wanted or Algorithm.DIRECT
+            work = self._window.run(request)
+            if work is not None:
+                return work
+        elif wanted is Algorithm.WINDOW:
+            raise ValueError(NO_WINDOW)
+        return self._run_over_links(request)
 
     # -- point to point
 
@@ -311,36 +227,6 @@ class Communicator:
         if peer == self.rank:
             raise ValueError(f"rank {peer} is this rank; a message to oneself needs no network")
 
-    def _run(
-        self,
-        operation: Operation,
-        source: Array | None,
-        result: Array | None,
-        described: Array,
-        op: ReduceOp | None,
-        algorithm: str | None,
-        timeout_s: float,
-        root: int = 0,
-        *,
-        encoding: Encoding | None = None,
-    ) -> Work:
-        chosen = None if algorithm is None else Algorithm(algorithm)
-        request = Request(
-            operation, source, result, described, op, root, timeout_s, chosen, encoding
-        )
-        if self._window is not None:
-            if chosen in (None, Algorithm.WINDOW) and encoding is None:
-                request.check(self.world_size)
-            else:
-                self._compiler.compile(request)  # ValueError if there is no such plan
-                request.algorithm = chosen or Algorithm.DIRECT
-            work = self._window.run(request)
-            if work is not None:
-                return work
-        elif chosen is Algorithm.WINDOW:
-            raise ValueError(NO_WINDOW)
-        return self._run_over_links(request)
-
     def _run_over_links(
         self,
         request: Request,
@@ -385,7 +271,13 @@ class Communicator:
     ) -> Work:
         """An all_gather over links, for setting up a window before ``call``."""
         return self._run_over_links(
-            Request(Operation.ALL_GATHER, mine, output, mine, None, 0, timeout_s, Algorithm.DIRECT),
+            Request(
+                Operation.ALL_GATHER,
+                mine,
+                output,
+                algorithm=Algorithm.DIRECT,
+                timeout_s=timeout_s,
+            ),
             on_behalf_of=call,
             number=number,
         )

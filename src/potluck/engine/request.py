@@ -17,13 +17,32 @@ from potluck.engine.call import Call
 from potluck.types import ReduceOp
 from potluck.wire.dtypes import code_of
 
+NOTHING = np.empty(0, dtype=np.uint8)
+"""What a barrier moves."""
+
+_RESULT_IS_A_PART = frozenset({Operation.REDUCE_SCATTER, Operation.SCATTER})
+
 
 class Request:
-    """One call. ``described`` is one rank's part, whose dtype and shape stand in errors."""
+    """One collective call.
+
+    ``source`` is what this rank gives, ``result`` where the outcome goes: one array for operations
+    in place, None where this rank has no such array (a scatter's source or a gather's or reduce's
+    result on ranks that are not the root). Arrays are C-contiguous. With ``count`` elements as one
+    rank's part:
+
+    =====================================  ===================  ====================
+    operation                              source               result
+    =====================================  ===================  ====================
+    all_reduce, broadcast, reduce          count                count, in place
+    reduce_scatter, scatter                world size * count   count
+    all_gather, gather                     count                world size * count
+    all_to_all                             world size * count   world size * count
+    =====================================  ===================  ====================
+    """
 
     __slots__ = (
         "algorithm",
-        "described",
         "encoding",
         "number",
         "op",
@@ -37,26 +56,33 @@ class Request:
     def __init__(
         self,
         operation: Operation,
-        source: Array | None,
-        result: Array | None,
-        described: Array,
-        op: ReduceOp | None,
-        root: int,
-        timeout_s: float,
-        algorithm: Algorithm | None = None,
+        source: Array | None = NOTHING,
+        result: Array | None = NOTHING,
+        op: ReduceOp | None = None,
+        *,
+        root: int = 0,
+        algorithm: str | None = None,
         encoding: Encoding | None = None,
+        timeout_s: float,
     ) -> None:
-        """``algorithm``: what the caller wants, None for the best."""
+        """``algorithm``: what the caller wants, None for the best; ValueError for a word that is
+        none. ``encoding``: how the bytes are to look on the wire, None: as in memory."""
         self.operation = operation
         self.source = source
         self.result = result
-        self.described = described
         self.op = op
         self.root = index(root)
-        self.timeout_s = timeout_s
-        self.algorithm = algorithm
+        self.algorithm = None if algorithm is None else Algorithm(algorithm)
         self.encoding = encoding
+        self.timeout_s = timeout_s
         self.number = 0
+
+    @property
+    def described(self) -> Array:
+        """One rank's part, whose dtype and shape stand in errors."""
+        described = self.result if self.operation in _RESULT_IS_A_PART else self.source
+        assert described is not None
+        return described
 
     def check(self, world_size: int) -> None:
         """TypeError or ValueError for what has no meaning."""

@@ -18,7 +18,9 @@ from potluck.backends import agent_link
 from potluck.backends.agent import AgentBackend
 from potluck.cluster.links.control import ControlLink
 from potluck.cluster.trust.credentials import load_credentials
+from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
+from potluck.engine.request import Request
 from potluck.errors import (
     AgentLost,
     ConfigurationError,
@@ -180,7 +182,10 @@ def formed(
 
 def blocked_in(communicator: Communicator) -> Call:
     """An all-reduce with a member that never answers."""
-    work = communicator.all_reduce(np.ones(8), ReduceOp.SUM, timeout_s=600)
+    array = np.ones(8)
+    work = communicator.run(
+        Request(Operation.ALL_REDUCE, array, array, ReduceOp.SUM, timeout_s=600)
+    )
     return Call(work.wait)
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from potluck.backends.base import StaticBackend
 from potluck.backends.borrowed import LibraryCommunicator
-from potluck.backends.library import Library, Waiter
+from potluck.backends.library import Collective, Library, Waiter
+from potluck.collectives.plan import Operation
 from potluck.context import DistributedContext
 from potluck.errors import (
     GroupClosed,
@@ -53,14 +54,15 @@ class Gate:
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
         return True
 
-    def all_reduce(self, array: Any, op: ReduceOp, deadline: float) -> None:
-        self.pass_through(f"all_reduce {array[0]:g}")
-
-    def broadcast(self, array: Any, root: int, deadline: float) -> None:
-        self.pass_through("broadcast")
-
-    def barrier(self, deadline: float) -> None:
-        self.pass_through("barrier")
+    @property
+    def collectives(self) -> dict[Operation, Collective]:
+        return {
+            Operation.ALL_REDUCE: lambda call, _: self.pass_through(
+                f"all_reduce {call.result[0]:g}"
+            ),
+            Operation.BROADCAST: lambda call, _: self.pass_through("broadcast"),
+            Operation.BARRIER: lambda call, _: self.pass_through("barrier"),
+        }
 
     def settle(self) -> None:
         return None

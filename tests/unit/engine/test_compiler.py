@@ -23,7 +23,7 @@ def compiler(segment_bytes: int = 1024) -> Compiler:
 
 def asked(dtype: Any = np.float32, size: int = 6, **changes: Any) -> Request:
     array = np.zeros(size, dtype)
-    request = Request(Operation.ALL_REDUCE, array, array, array, ReduceOp.SUM, 0, 30.0)
+    request = Request(Operation.ALL_REDUCE, array, array, ReduceOp.SUM, timeout_s=30.0)
     for name, value in changes.items():
         setattr(request, name, value)
     return request

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from potluck.backends.tcp import TcpBase
+from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
+from potluck.engine.request import Request
 from potluck.errors import ConfigurationError, Desync, GroupError, PeerLost, Refused
 from potluck.settings import Settings
 from potluck.transport.handshake import connect
@@ -30,6 +32,13 @@ SETTINGS = Settings(
 )
 STRANGER = new_credentials()
 OTHER = new_credentials()
+
+
+def summing(array: np.ndarray, timeout_s: float, algorithm: str | None = None) -> Request:
+    """An all_reduce of ``array``, in place."""
+    return Request(
+        Operation.ALL_REDUCE, array, array, ReduceOp.SUM, algorithm=algorithm, timeout_s=timeout_s
+    )
 
 
 @pytest.fixture
@@ -152,7 +161,9 @@ def test_both_sides_connecting_at_once_end_up_with_one_link() -> None:
         def act(communicator: Communicator, meet: threading.Barrier = meet) -> None:
             meet.wait(10)
             array = np.ones(10)
-            communicator.all_reduce(array, ReduceOp.SUM, timeout_s=10).wait()
+            communicator.run(
+                Request(Operation.ALL_REDUCE, array, array, ReduceOp.SUM, timeout_s=10)
+            ).wait()
             assert (array == 2).all()
 
         run_all([lambda each=each: act(each) for each in communicators])
@@ -178,7 +189,7 @@ def test_an_address_that_leads_nowhere_is_a_lost_peer(
     members = (Member("a", host=host, port=port), Member("b"))
     opened = base.open(Group(EPOCH, 1, members))
     with pytest.raises(PeerLost, match=reason) as caught:
-        opened.barrier(timeout_s=20).wait()
+        opened.run(Request(Operation.BARRIER, timeout_s=20)).wait()
     assert caught.value.rank == 0
     opened.close()
 
@@ -191,7 +202,7 @@ def test_another_node_at_a_members_address_is_not_that_member(base: TcpBase) -> 
     opened = backends[0].base.open(replace(group, members=members))
     other = backends[1].form(0, None, 5)
     with pytest.raises(PeerLost, match="should be on node"):
-        opened.barrier(timeout_s=20).wait()
+        opened.run(Request(Operation.BARRIER, timeout_s=20)).wait()
     for each in (opened, other, *backends):
         each.close()
 
@@ -204,7 +215,7 @@ def test_closing_while_a_call_is_under_way_does_not_wait_for_it() -> None:
     base = TcpBase("127.0.0.1", 0, replace(SETTINGS, connection_timeout_s=60), STRANGER)
     members = (Member("a", host="127.0.0.1", port=silent.getsockname()[1]), Member("b"))
     opened = base.open(Group(EPOCH, 1, members))
-    work = opened.barrier(timeout_s=60)
+    work = opened.run(Request(Operation.BARRIER, timeout_s=60))
     peer, _ = silent.accept()
     started = time.monotonic()
     opened.close()
@@ -225,19 +236,25 @@ def test_a_port_in_use_says_so() -> None:
 def test_a_listener_that_breaks_ends_the_group_on_all_ranks_and_forms_no_other() -> None:
     backends = tcp_backends(2, 1, replace(SETTINGS, use_windows=False))
     contexts = run_all([partial(each.form, 0, None, 20) for each in backends], 30)
-    run_all([lambda each=each: each.barrier(timeout_s=20).wait() for each in contexts], 30)
+    run_all(
+        [
+            lambda each=each: each.run(Request(Operation.BARRIER, timeout_s=20)).wait()
+            for each in contexts
+        ],
+        30,
+    )
 
     def broken() -> None:
         raise MemoryError("no room")
 
     victim = backends[1]
     victim.base.listener._acceptor._accept = broken
-    waiting = contexts[0].all_reduce(np.ones(4), ReduceOp.SUM, timeout_s=600)
+    waiting = contexts[0].run(summing(np.ones(4), 600))
     caller = socket.create_connection(("127.0.0.1", victim.base.port))
     with caller, pytest.raises(GroupError) as other:
         waiting.wait(30)
     with pytest.raises(GroupError) as mine:
-        contexts[1].barrier(timeout_s=600).wait(30)
+        contexts[1].run(Request(Operation.BARRIER, timeout_s=600)).wait(30)
     with pytest.raises(GroupError) as again:
         victim.base.open(replace(victim.group, epoch=2))
     for caught in (other, mine, again):

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from potluck.backends.library import ANY_SOURCE, Library, Waiter
+from potluck.backends.library import ANY_SOURCE, Collective, FlatCall, Library, Waiter
 from potluck.backends.torchdist.store import Said, Word
+from potluck.collectives.plan import Operation
 from potluck.engine.arrays.layout import Array
 from potluck.errors import Desync, GroupError, OperationTimeout, PeerLost, PotluckError
 from potluck.types import ReduceOp
@@ -50,6 +51,16 @@ class TorchLibrary(ABC):
         self._word = word
         self._timeout_s = timeout_s
         self._is_part = False
+        self.collectives: dict[Operation, Collective] = {
+            Operation.ALL_REDUCE: self._all_reduce,
+            Operation.REDUCE: self._reduce,
+            Operation.ALL_GATHER: self._all_gather,
+            Operation.BROADCAST: self._broadcast,
+            Operation.SCATTER: self._scatter,
+            Operation.GATHER: self._gather,
+            Operation.ALL_TO_ALL: self._all_to_all,
+            Operation.BARRIER: self._barrier,
+        }
         own = dist.distributed_c10d.PrefixStore(f"{prefix}/{self.name}", store)
         self._group: Any = self._translate(lambda: self._connect(own))
 
@@ -64,11 +75,11 @@ class TorchLibrary(ABC):
     # -- arrays as tensors
 
     @abstractmethod
-    def _typed(self, array: Array) -> Any:
+    def _typed(self, array: Any) -> Any:
         """The array's memory as a tensor of its dtype."""
 
     @abstractmethod
-    def _bytes(self, array: Array) -> Any:
+    def _bytes(self, array: Any) -> Any:
         """The array's memory as a tensor of bytes."""
 
     # -- collectives
@@ -77,52 +88,46 @@ class TorchLibrary(ABC):
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
         """Whether the library itself combines this dtype so."""
 
-    def all_reduce(self, array: Array, op: ReduceOp, deadline: float) -> None:
-        options = self._options("AllreduceOptions", deadline)
-        options.reduceOp = getattr(self._dist.ReduceOp, OPS[op])
-        self._run(lambda: self._group.allreduce([self._typed(array)], options), deadline)
+    def _all_reduce(self, call: FlatCall, deadline: float) -> None:
+        options = self._options("AllreduceOptions", deadline, reduceOp=self._op(call))
+        self._run(lambda: self._group.allreduce([self._typed(call.result)], options), deadline)
 
-    def reduce(self, array: Array, op: ReduceOp, root: int, deadline: float) -> None:
-        options = self._options("ReduceOptions", deadline)
-        options.reduceOp = getattr(self._dist.ReduceOp, OPS[op])
-        options.rootRank = root
-        tensor = self._typed(array)
-        if self.rank != root:
+    def _reduce(self, call: FlatCall, deadline: float) -> None:
+        options = self._options(
+            "ReduceOptions", deadline, reduceOp=self._op(call), rootRank=call.root
+        )
+        tensor = self._typed(call.source)
+        if call.result is None:
             tensor = tensor.clone()  # they compute in it
         self._run(lambda: self._group.reduce([tensor], options), deadline)
 
-    def reduce_scatter(self, output: Array, array: Array, op: ReduceOp, deadline: float) -> bool:
-        return False
-
-    def all_gather(self, output: Array, array: Array, deadline: float) -> None:
+    def _all_gather(self, call: FlatCall, deadline: float) -> None:
         options = self._options("AllgatherOptions", deadline)
-        tensors = self._bytes(output), self._bytes(array)
+        tensors = self._bytes(call.result), self._bytes(call.source)
         self._run(lambda: self._group._allgather_base(*tensors, options), deadline)
 
-    def broadcast(self, array: Array, root: int, deadline: float) -> None:
-        options = self._options("BroadcastOptions", deadline)
-        options.rootRank, options.rootTensor = root, 0
-        self._run(lambda: self._group.broadcast([self._bytes(array)], options), deadline)
+    def _broadcast(self, call: FlatCall, deadline: float) -> None:
+        options = self._options("BroadcastOptions", deadline, rootRank=call.root, rootTensor=0)
+        self._run(lambda: self._group.broadcast([self._bytes(call.source)], options), deadline)
 
-    def scatter(self, output: Array, array: Array | None, root: int, deadline: float) -> None:
-        options = self._options("ScatterOptions", deadline)
-        options.rootRank = root
-        parts = [] if array is None else [self._rows(array)]
-        self._run(lambda: self._group.scatter([self._bytes(output)], parts, options), deadline)
+    def _scatter(self, call: FlatCall, deadline: float) -> None:
+        options = self._options("ScatterOptions", deadline, rootRank=call.root)
+        parts, mine = self._rows(call.source), [self._bytes(call.result)]
+        self._run(lambda: self._group.scatter(mine, parts, options), deadline)
 
-    def gather(self, output: Array | None, array: Array, root: int, deadline: float) -> None:
-        options = self._options("GatherOptions", deadline)
-        options.rootRank = root
-        rows = [] if output is None else [self._rows(output)]
-        self._run(lambda: self._group.gather(rows, [self._bytes(array)], options), deadline)
+    def _gather(self, call: FlatCall, deadline: float) -> None:
+        options = self._options("GatherOptions", deadline, rootRank=call.root)
+        rows, mine = self._rows(call.result), [self._bytes(call.source)]
+        self._run(lambda: self._group.gather(rows, mine, options), deadline)
 
-    def all_to_all(self, output: Array, array: Array, deadline: float) -> None:
+    def _all_to_all(self, call: FlatCall, deadline: float) -> None:
         options = self._options("AllToAllOptions", deadline)
-        tensors = self._bytes(output), self._bytes(array)
+        tensors = self._bytes(call.result), self._bytes(call.source)
         self._run(lambda: self._group.alltoall_base(*tensors, [], [], options), deadline)
 
-    def barrier(self, deadline: float) -> None:
-        self.all_reduce(self._one(), ReduceOp.SUM, deadline)
+    def _barrier(self, call: FlatCall, deadline: float) -> None:
+        one = self._one()
+        self._all_reduce(FlatCall(one, one), deadline)
 
     def _one(self) -> Array:
         return np.ones(1, dtype=np.int32)
@@ -181,12 +186,18 @@ class TorchLibrary(ABC):
 
     # -- inside
 
-    def _rows(self, array: Array) -> list[Any]:
-        return list(self._bytes(array).reshape(self.world_size, -1))
+    def _rows(self, array: Array | None) -> list[list[Any]]:
+        """All ranks' parts, as torch takes them; an empty list where this rank has none."""
+        return [] if array is None else [list(self._bytes(array).reshape(self.world_size, -1))]
 
-    def _options(self, name: str, deadline: float) -> Any:
+    def _op(self, call: FlatCall) -> Any:
+        return getattr(self._dist.ReduceOp, OPS[call.op])
+
+    def _options(self, name: str, deadline: float, **fields: Any) -> Any:
         options = getattr(self._dist.distributed_c10d, name)()
         options.timeout = left(deadline)
+        for field, value in fields.items():
+            setattr(options, field, value)
         return options
 
     def _run(self, start: Callable[[], Any], deadline: float) -> None:

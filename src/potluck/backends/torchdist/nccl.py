@@ -7,9 +7,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from potluck.backends.library import ANY_SOURCE
+from potluck.backends.library import ANY_SOURCE, FlatCall
 from potluck.backends.torchdist.library import FLOATS, INTEGERS, OPS, TorchLibrary, left
 from potluck.backends.torchdist.store import Word
+from potluck.collectives.plan import Operation
 from potluck.engine.arrays.layout import Array
 from potluck.types import ReduceOp
 
@@ -33,6 +34,7 @@ class Nccl(TorchLibrary):
         # A wait that raises, instead of a watchdog that ends the process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         super().__init__(store, prefix, rank, world_size, word, timeout_s)
+        self.collectives[Operation.REDUCE_SCATTER] = self._reduce_scatter
 
     def _connect(self, store: Any) -> Any:
         nccl: Any = self._torch._C._distributed_c10d.ProcessGroupNCCL
@@ -53,11 +55,10 @@ class Nccl(TorchLibrary):
             )
         return True
 
-    def reduce_scatter(self, output: Array, array: Array, op: ReduceOp, deadline: float) -> bool:
-        options = self._options("ReduceScatterOptions", deadline)
-        options.reduceOp = getattr(self._dist.ReduceOp, OPS[op])
-        self._run(lambda: self._group._reduce_scatter_base(output, array, options), deadline)
-        return True
+    def _reduce_scatter(self, call: FlatCall, deadline: float) -> None:
+        options = self._options("ReduceScatterOptions", deadline, reduceOp=self._op(call))
+        arrays = call.result, call.source
+        self._run(lambda: self._group._reduce_scatter_base(*arrays, options), deadline)
 
     def settle(self) -> None:
         self._torch.cuda.current_stream(self.device).synchronize()

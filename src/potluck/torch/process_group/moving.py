@@ -11,6 +11,7 @@ from torch import Tensor
 
 from potluck.collectives.plan import Operation
 from potluck.engine.arrays.layout import Array
+from potluck.engine.request import Request
 from potluck.engine.work import Work
 from potluck.torch.process_group import buffers, staging
 from potluck.torch.process_group.options import seconds
@@ -30,7 +31,9 @@ def broadcast(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     timeout_s = seconds(opts, seat.timeout_s)
 
     def post(array: Array) -> Work:
-        return seat.communicator.broadcast(array, root, timeout_s=timeout_s)
+        return seat.communicator.run(
+            Request(Operation.BROADCAST, array, array, root=root, timeout_s=timeout_s)
+        )
 
     is_root = root == seat.rank
     if staging.is_staged(seat, tensor):
@@ -66,7 +69,8 @@ def all_gather_single(seat: Seat, output: Tensor, source: Tensor, opts: Any) -> 
         return GroupWork((), [output], seat.completions)
     mine, _ = buffers.on_host(source)
     array, is_shared = buffers.on_host(output)
-    work = seat.communicator.all_gather(array, mine, timeout_s=seconds(opts, seat.timeout_s))
+    timeout_s = seconds(opts, seat.timeout_s)
+    work = seat.communicator.run(Request(Operation.ALL_GATHER, mine, array, timeout_s=timeout_s))
     settle = None if is_shared else lambda: buffers.store(array, output)
     return GroupWork((work,), [output], seat.completions, settle)
 
@@ -81,7 +85,8 @@ def all_gather(seat: Seat, outputs: Sequence[Tensor], source: Tensor, opts: Any)
         return _gather_staged(seat, source, outputs, outputs, opts)
     mine, _ = buffers.on_host(source)
     array = buffers.room_for(outputs, "all_gather")
-    work = seat.communicator.all_gather(array, mine, timeout_s=seconds(opts, seat.timeout_s))
+    timeout_s = seconds(opts, seat.timeout_s)
+    work = seat.communicator.run(Request(Operation.ALL_GATHER, mine, array, timeout_s=timeout_s))
     return GroupWork(
         (work,), list(outputs), seat.completions, lambda: buffers.unpack(array, outputs)
     )
@@ -100,20 +105,21 @@ def gather(seat: Seat, outputs: Sequence[Tensor] | None, source: Tensor, opts: A
     if staging.is_staged(seat, source, seat.world_size):
 
         def post(given: Array, room: Array) -> Work:
-            return seat.communicator.gather(
-                room if is_root else None, given, root, timeout_s=timeout_s
+            into = room if is_root else None
+            return seat.communicator.run(
+                Request(Operation.GATHER, given, into, root=root, timeout_s=timeout_s)
             )
 
         results = list(outputs or ())
         return in_columns(seat, [source], results, post, world_parts=seat.world_size)
     mine, _ = buffers.on_host(source)
-    if not is_root:
-        work = seat.communicator.gather(None, mine, root, timeout_s=timeout_s)
-        return GroupWork((work,), [], seat.completions)
-    chosen = outputs or ()
-    array = buffers.room_for(chosen, "gather")
-    work = seat.communicator.gather(array, mine, root, timeout_s=timeout_s)
-    return GroupWork((work,), list(chosen), seat.completions, lambda: buffers.unpack(array, chosen))
+    chosen = list(outputs or ())
+    array = buffers.room_for(chosen, "gather") if is_root else None
+    work = seat.communicator.run(
+        Request(Operation.GATHER, mine, array, root=root, timeout_s=timeout_s)
+    )
+    settle = None if array is None else lambda: buffers.unpack(array, chosen)
+    return GroupWork((work,), chosen, seat.completions, settle)
 
 
 def scatter(seat: Seat, output: Tensor, parts: Sequence[Tensor] | None, opts: Any) -> GroupWork:
@@ -133,13 +139,17 @@ def scatter(seat: Seat, output: Tensor, parts: Sequence[Tensor] | None, opts: An
 
         def post(given: Array, room: Array) -> Work:
             kept = given if seat.rank == root else None
-            return seat.communicator.scatter(room, kept, root, timeout_s=timeout_s)
+            return seat.communicator.run(
+                Request(Operation.SCATTER, kept, room, root=root, timeout_s=timeout_s)
+            )
 
         return in_columns(seat, list(parts or ()), [output], post, world_parts=seat.world_size)
     if seat.rank == root:
         source = buffers.pack(parts or (), "scatter")
     array, is_shared = buffers.on_host(output)
-    work = seat.communicator.scatter(array, source, root, timeout_s=timeout_s)
+    work = seat.communicator.run(
+        Request(Operation.SCATTER, source, array, root=root, timeout_s=timeout_s)
+    )
     settle = None if is_shared else lambda: buffers.store(array, output)
     return GroupWork((work,), [output], seat.completions, settle)
 
@@ -208,7 +218,8 @@ def all_to_all_single(
 def barrier(seat: Seat, opts: Any) -> GroupWork:
     if seat.at_once(Operation.BARRIER, opts, None, None, _NOTHING):
         return GroupWork((), [], seat.completions)
-    work = seat.communicator.barrier(timeout_s=seconds(opts, seat.timeout_s))
+    timeout_s = seconds(opts, seat.timeout_s)
+    work = seat.communicator.run(Request(Operation.BARRIER, timeout_s=timeout_s))
     return GroupWork((work,), [], seat.completions)
 
 
@@ -224,7 +235,9 @@ def _gather_staged(
     timeout_s = seconds(opts, seat.timeout_s)
 
     def post(given: Array, room: Array) -> Work:
-        return seat.communicator.all_gather(room, given, timeout_s=timeout_s)
+        return seat.communicator.run(
+            Request(Operation.ALL_GATHER, given, room, timeout_s=timeout_s)
+        )
 
     return in_columns(
         seat, [source], rows, post, world_parts=seat.world_size, tensors=outputs, wholes=wholes

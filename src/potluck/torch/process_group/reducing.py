@@ -12,6 +12,7 @@ from potluck.codecs import codec_of
 from potluck.collectives.plan import Operation
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.arrays.layout import Array
+from potluck.engine.request import Request
 from potluck.engine.work import Work
 from potluck.torch.process_group import buffers
 from potluck.torch.process_group.options import check_reduction, reduction, seconds
@@ -31,7 +32,9 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     def post(array: Array) -> Work:
         if factor is not None:
             array *= _scalar(factor, array)
-        work = seat.communicator.all_reduce(array, _posted(op, array), timeout_s=timeout_s)
+        work = seat.communicator.run(
+            Request(Operation.ALL_REDUCE, array, array, _posted(op, array), timeout_s=timeout_s)
+        )
         return _averaged(work, op, array, seat.world_size)
 
     if is_staged(seat, tensor):
@@ -53,11 +56,15 @@ def all_reduce_encoded(
     buffers.check(tensor, "all_reduce_encoded")
     array, is_shared = buffers.on_host(tensor)
     kept = None if residual is None else buffers.as_array(residual)
-    work = seat.communicator.all_reduce(
-        array,
-        ReduceOp.MEAN,
-        encoding=Encoding(codec_of(codec), kept),
-        timeout_s=seat.timeout_s,
+    work = seat.communicator.run(
+        Request(
+            Operation.ALL_REDUCE,
+            array,
+            array,
+            ReduceOp.MEAN,
+            encoding=Encoding(codec_of(codec), kept),
+            timeout_s=seat.timeout_s,
+        )
     )
     settle = _settle(work, ReduceOp.MEAN, array, tensor, is_shared)
     return GroupWork((work,), [tensor], seat.completions, settle)
@@ -72,8 +79,13 @@ def reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     timeout_s = seconds(opts, seat.timeout_s)
 
     def post(array: Array) -> Work:
-        work = seat.communicator.reduce(array, _posted(op, array), root, timeout_s=timeout_s)
-        return _averaged(work, op, array, seat.world_size) if root == seat.rank else work
+        result = array if root == seat.rank else None
+        work = seat.communicator.run(
+            Request(
+                Operation.REDUCE, array, result, _posted(op, array), root=root, timeout_s=timeout_s
+            )
+        )
+        return work if result is None else _averaged(work, op, array, seat.world_size)
 
     if is_staged(seat, tensor):
         return _reduce_staged(seat, tensor, post, factor, root)
@@ -170,7 +182,9 @@ def _scattering(
         if factor is not None:
             source = source * _scalar(factor, source)
         kind = _posted(op, array)
-        work = seat.communicator.reduce_scatter(array, source, kind, timeout_s=timeout_s)
+        work = seat.communicator.run(
+            Request(Operation.REDUCE_SCATTER, source, array, kind, timeout_s=timeout_s)
+        )
         return _averaged(work, op, array, seat.world_size)
 
     return post, op

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from potluck.collectives.plan import Operation
+from potluck.engine.request import Request
 from potluck.torch.process_group import buffers
 from potluck.torch.process_group.options import reduction, seconds
 from potluck.torch.process_group.seat import Seat
@@ -29,7 +31,7 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     mine = tensor.detach().cpu().coalesce()
     counts = np.zeros(seat.world_size, dtype=np.int64)
     count = np.array([mine._nnz()], dtype=np.int64)
-    seat.communicator.all_gather(counts, count, timeout_s=timeout_s).wait()
+    seat.communicator.run(Request(Operation.ALL_GATHER, count, counts, timeout_s=timeout_s)).wait()
     most = int(counts.max())
     indices = _gather(seat, mine.indices().t().contiguous(), most, timeout_s)
     values = _gather(seat, mine.values(), most, timeout_s)
@@ -50,8 +52,6 @@ def _gather(seat: Seat, rows: Tensor, most: int, timeout_s: float) -> Tensor:
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     gathered = rows.new_empty((seat.world_size * most, *rows.shape[1:]))
-    work = seat.communicator.all_gather(
-        buffers.as_array(gathered), buffers.as_array(padded), timeout_s=timeout_s
-    )
-    work.wait()
+    given, room = buffers.as_array(padded), buffers.as_array(gathered)
+    seat.communicator.run(Request(Operation.ALL_GATHER, given, room, timeout_s=timeout_s)).wait()
     return gathered

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
+from potluck.engine.request import Request
 from potluck.torch.process_group.work import Completions
 
 
@@ -37,7 +39,8 @@ class World:
         """Make the first links, and learn what kinds of rank there are. Every rank calls it."""
         mine = np.array([torch.accelerator.is_available()], dtype=np.uint8)
         all_of_them = np.zeros(self.communicator.world_size, dtype=np.uint8)
-        self.communicator.all_gather(all_of_them, mine, timeout_s=timeout_s).wait()
+        request = Request(Operation.ALL_GATHER, mine, all_of_them, timeout_s=timeout_s)
+        self.communicator.run(request).wait()
         self.has_devices = bool(all_of_them.any())
 
     def leave(self, name: str) -> None:
