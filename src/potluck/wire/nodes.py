@@ -191,12 +191,12 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Promise(msgspec.Struct, frozen=True, tag=True):
-    """Promised; ``accepted`` is the newest proposal I have accepted, ``since`` to whom I have
-    promised since then."""
+    """Promised. ``accepted`` is the newest proposal that I have accepted, ``promised_to`` are the
+    proposers that I have given a promise since then."""
 
     ballot: Ballot
     accepted: Proposal | None = None
-    since: Names = ()
+    promised_to: Names = ()
 
 
 class Propose(msgspec.Struct, frozen=True, tag=True):
@@ -241,7 +241,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, tag=True):
 
     history: Name
     epoch: int
-    past: HistoryRecord | None = None
+    found: HistoryRecord | None = None
 
 
 class Bans(msgspec.Struct, frozen=True, tag=True):

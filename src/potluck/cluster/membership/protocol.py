@@ -15,7 +15,8 @@ from typing import assert_never
 import msgspec
 
 from potluck.cluster.membership import merge
-from potluck.cluster.membership.election import explain_minority, newcomers
+from potluck.cluster.membership.agreement import Agreement
+from potluck.cluster.membership.election import explain_minority
 from potluck.cluster.membership.events import (
     Action,
     Ban,
@@ -36,20 +37,23 @@ from potluck.cluster.membership.events import (
 )
 from potluck.cluster.membership.failure_detector import (
     Changed,
+    FailureDetector,
     Finding,
     ProbeIndirectly,
     Status,
     Timing,
 )
+from potluck.cluster.membership.outbox import Outbox
 from potluck.cluster.membership.paxos import PaxosInstance
+from potluck.cluster.membership.pending import PendingChanges
 from potluck.cluster.membership.reachability import Reachability, ReachabilityTracker
-from potluck.cluster.membership.view import first_view, following, objection_to
-from potluck.cluster.membership.voter import Voter
+from potluck.cluster.membership.stable_storage import StableStorage
+from potluck.cluster.membership.view import describe, first_view
 from potluck.wire import nodes as wire
-from potluck.wire.nodes import StableRecord, View
+from potluck.wire.nodes import StableRecord, View, ViewMember
 
 
-class MembershipProtocol(Voter):
+class MembershipProtocol:
     """The control plane's decisions on one node, in one incarnation of its agent.
 
     ``record`` is what was on disk; ``incarnation`` must be higher than in any run before.
@@ -63,10 +67,48 @@ class MembershipProtocol(Voter):
         now: float,
         timing: Timing | None = None,
     ) -> None:
-        super().__init__(me, incarnation, record, now, timing or Timing())
+        self.me = me
+        self.timing = timing or Timing()
+        self.detector = FailureDetector(self.timing)
+        self.paused = ""
+        self._outbox = Outbox()
+        self._storage = StableStorage(record, self._outbox)
+        self._agreement = Agreement(
+            me,
+            incarnation,
+            self._storage,
+            self._outbox,
+            now,
+            holds_lease=self._holds_lease,
+            on_installed=self._installed,
+            on_left=self._left,
+        )
         self._reachability = ReachabilityTracker(me, self.detector)
+        self._pending = PendingChanges(self._outbox)
+        self._alone_since = now
+        self._installed_at = now
         self._due = now
         self._num_founded = 0
+
+    @property
+    def view(self) -> View | None:
+        """The view that this node uses."""
+        return self._agreement.view
+
+    @property
+    def wants(self) -> str:
+        """The history that this node asks to join, while it has no view."""
+        return self._agreement.wants
+
+    @property
+    def record(self) -> StableRecord:
+        """What is on disk, or on its way there."""
+        return self._storage.record
+
+    @property
+    def banned(self) -> frozenset[str]:
+        """The nodes that this one knows to be banned."""
+        return frozenset(self.record.banned)
 
     def next_wakeup(self) -> float:
         """When a Tick is due."""
@@ -75,7 +117,6 @@ class MembershipProtocol(Voter):
     def handle(self, event: Event, now: float) -> list[Action]:
         """What is to be done about ``event``, in this order. Never raises for one that comes late,
         twice, or from a node that is out."""
-        self._actions = []
         match event:
             case Tick():
                 self._tick(now)
@@ -86,13 +127,12 @@ class MembershipProtocol(Voter):
             case Refused(node, incarnation):
                 self._findings(self.detector.refused(node, incarnation, now), now)
             case Saved(number):
-                self._written(number, now)
+                self._agreement.written(number, now)
                 self._renew(now)
             case WantGroup():
                 self._want(event, now)
             case JobOver(job):
-                self._wanted.pop(job, None)
-                self._over.add(job)
+                self._pending.end(job)
                 self._renew(now)
             case Ban(node):
                 self._learn_bans((node,), now)
@@ -103,7 +143,7 @@ class MembershipProtocol(Voter):
                     self._found(now, "ordered")
             case _:
                 assert_never(event)
-        return self._actions
+        return self._outbox.take()
 
     # Time.
 
@@ -112,8 +152,7 @@ class MembershipProtocol(Voter):
         self._due = now + self.timing.beat_s
         self._findings(self.detector.tick(now, late), now, renew=False)
         self._beat(now)
-        if self._paxos is not None:
-            self._take(self._paxos.expire(now), now)
+        self._agreement.expire(now)
         if self.view is None:
             self._seek(now)
         else:
@@ -129,11 +168,11 @@ class MembershipProtocol(Voter):
                 continue
             if node in self.record.banned:
                 if view is not None and view.member(node) is not None:
-                    self._send(node, wire.Bans(self.record.banned))
-                    self._send(node, wire.RecoveryRequest(view.history, view.epoch))
+                    self._outbox.send(node, wire.Bans(self.record.banned))
+                    self._outbox.send(node, wire.RecoveryRequest(view.history, view.epoch))
                 continue
             echo, held_s, lease = self.detector.echo(node, now)
-            self._send(
+            self._outbox.send(
                 node,
                 wire.Heartbeat(
                     number,
@@ -168,26 +207,26 @@ class MembershipProtocol(Voter):
             case wire.Heartbeat():
                 self._heard(node, incarnation, message, now)
             case wire.Probe(target):
-                self._send(target, wire.Ping(node))
+                self._outbox.send(target, wire.Ping(node))
             case wire.Ping(origin):
-                self._send(node, wire.Pong(origin))
+                self._outbox.send(node, wire.Pong(origin))
             case wire.Pong(origin):
-                self._send(origin, wire.Reached(node))
+                self._outbox.send(origin, wire.Reached(node))
             case wire.Reached(target):
                 self._findings(self.detector.reached(target, now), now)
             case wire.Decided(view):
-                self._learn(view, now, node)
-            case wire.RecoveryRequest(history, epoch):
-                self._report_for_recovery(node, history, epoch)
+                self._agreement.learn(view, now, node)
+            case wire.RecoveryRequest():
+                self._agreement.asked_for_report(node, message)
             case wire.RecoveryReport():
-                self._recovery_reported(node, incarnation, message, now)
+                self._agreement.reported(node, incarnation, message, now)
                 self._renew(now)
             case wire.Bans(banned):
                 self._learn_bans(banned, now)
             case wire.Prepare() | wire.Promise() | wire.Propose():
-                self._vote(node, incarnation, message, now)
+                self._agreement.heard(node, incarnation, message, now)
             case wire.Accepted() | wire.Rejected():
-                self._vote(node, incarnation, message, now)
+                self._agreement.heard(node, incarnation, message, now)
             case _:
                 assert_never(message)
 
@@ -201,7 +240,8 @@ class MembershipProtocol(Voter):
             and incarnation > before.incarnation
             and self.detector.has_lease(node, now)
         ):
-            self._subtract(node, before.incarnation)  # it ended while it could not have left me out
+            # It ended while it could not have left me out.
+            self._agreement.subtract(node, before.incarnation)
         mine = self.view
         same_view = mine is not None and beat.history == mine.history and beat.epoch <= mine.epoch
         findings = self.detector.heard(node, incarnation, beat, now, same_view=same_view)
@@ -210,20 +250,20 @@ class MembershipProtocol(Voter):
         if peer.last is not beat:
             return
         if beat.bans != checksum(self.record.banned) and self.record.banned:
-            self._send(node, wire.Bans(self.record.banned))
+            self._outbox.send(node, wire.Bans(self.record.banned))
         self._bring_up_to_date(node, beat)
         view = self.view
         member = None if view is None else view.member(node)
-        paxos = self._paxos
+        paxos = self._agreement.paxos
         if view is None or paxos is None or member is None or beat.history == view.history:
             return
-        if member in self._subtracted and (
-            paxos.accepted is None or node in paxos.recovery_reports
+        if member in self._agreement.subtracted and (
+            paxos.acceptor.accepted is None or node in paxos.proposer.reports
         ):
             return
         is_coming = beat.wants == view.history and beat.installed < view.epoch
         if incarnation != member.incarnation or not is_coming:
-            self._send(node, wire.RecoveryRequest(view.history, view.epoch))
+            self._outbox.send(node, wire.RecoveryRequest(view.history, view.epoch))
 
     def _bring_up_to_date(self, node: str, beat: wire.Heartbeat) -> None:
         """Send ``node`` the newest view of a history that it has missed."""
@@ -231,26 +271,50 @@ class MembershipProtocol(Voter):
         if view is not None and view.history == (beat.history or beat.wants):
             known = view
         else:
-            past = self._history_record(beat.history or beat.wants)
-            if past is None:
+            recorded = self._storage.history(beat.history or beat.wants)
+            if recorded is None:
                 return
-            known = past.view
+            known = recorded.view
         if beat.history:
             if beat.epoch < known.epoch:
-                self._send(node, wire.Decided(known))
+                self._outbox.send(node, wire.Decided(known))
         elif known.member(node) is not None and beat.installed < known.epoch:
-            self._send(node, wire.Decided(known))
+            self._outbox.send(node, wire.Decided(known))
+
+    # What the agreement asks and tells.
+
+    def _holds_lease(self, member: ViewMember, now: float) -> bool:
+        """Whether ``member`` may hold a lease from this node: a word that no view without it is
+        agreed to. The certainly dead hold none."""
+        peer = self.detector.peers.get(member.node)
+        if peer is None or member in self._agreement.subtracted or peer.status is Status.DEAD:
+            return False
+        has_granted = self.detector.has_granted(member.node, now)
+        return peer.incarnation == member.incarnation and has_granted
+
+    def _installed(self, view: View, now: float) -> tuple[Action, ...]:
+        self._installed_at = now
+        self._pending.installed(view)
+        if not self.paused:
+            return ()
+        self.paused = ""
+        return (Resume(f"this node is in {describe(view)}"),)
+
+    def _left(self, now: float) -> None:
+        self.paused = ""
+        self._pending.clear()
+        self._alone_since = now
 
     # The next view.
 
     def _renew(self, now: float) -> None:
         """Pause or resume; propose, if a new view is due and it is on me."""
-        view, paxos = self.view, self._paxos
+        view, paxos = self.view, self._agreement.paxos
         if view is None or paxos is None:
             return
         reachability = self._reachability.assess(
             view,
-            subtracted=self._subtracted,
+            subtracted=self._agreement.subtracted,
             banned=self.record.banned,
             installed_at=self._installed_at,
             now=now,
@@ -259,85 +323,29 @@ class MembershipProtocol(Voter):
         if not reachability.undecided:
             self._set_pause(view, reachability)
         kept = [member.node for member in reachability.kept]
-        if paxos.round is not None:
-            if paxos.round.asked <= set(kept):
+        if paxos.proposer.round is not None:
+            if paxos.proposer.round.asked <= set(kept):
                 return
-            paxos.round = None
+            paxos.proposer.round = None
         if not kept or kept[0] != self.me or reachability.undecided or self.paused:
             return
-        if now < self._retry_at or any(self.detector.status(n) is not Status.UP for n in kept[1:]):
+        others_are_up = all(self.detector.status(node) is Status.UP for node in kept[1:])
+        if now < self._agreement.backoff.retry_at or not others_are_up:
             return
         out = [member for member in view.members if member.node not in kept]
         if any(s.node not in reachability.ended and self._holds_lease(s, now) for s in out):
             return
-        self._propose(view, paxos, reachability, kept, now)
-
-    def _propose(
-        self,
-        view: View,
-        paxos: PaxosInstance,
-        reachability: Reachability,
-        kept: list[str],
-        now: float,
-    ) -> None:
-        joining: tuple[str, ...] = ()
-        if not reachability.out and not reachability.broken:
-            joining = self._who_may_join(view)
-        wanted = self._wanted_in(view)
-        over = {job for job in self._over if view.group(job) is not None}
-        if not (reachability.out or joining or wanted or over):
-            return
-        reasons = [*reachability.out.values(), *(f"{node} joins" for node in joining)]
-        reasons += [want.reason for want in wanted]
-        reasons += [f"job {job} is over" for job in sorted(over)]
-        peers = self.detector.peers
-        incarnations = [(node, peers[node].incarnation) for node in joining]
-        floors = [beat.installed for node in joining if (beat := peers[node].last) is not None]
-
-        def build(epoch: int) -> View:
-            return following(
-                view,
-                epoch,
-                kept=kept,
-                joining=incarnations,
-                wanted=wanted,
-                over=over,
-                reason="; ".join(reasons)[:4096],
-            )
-
-        self._take(
-            paxos.propose(
+        draft = self._pending.draft(self.me, view, reachability, self.detector, self.banned)
+        if draft is not None:
+            attempts = 1 + min(self._agreement.backoff.num_failures, 3)
+            self._agreement.propose(
                 kept,
-                build,
-                floor=max([self.record.installed, *floors]),
-                subtracted=self._subtracted_nodes(),
+                draft.build,
+                now,
+                floor=draft.floor,
                 ended=reachability.ended,
-                ends_at=now + self.timing.round_s * (1 + min(self._num_failures, 3)),
-            ),
-            now,
-        )
-
-    def _wanted_in(self, view: View) -> list[WantGroup]:
-        for job, want in list(self._wanted.items()):
-            objection = objection_to(want, view)
-            if objection:
-                del self._wanted[job]
-                self._act(GroupRefused(job, view.epoch, f"{want.reason}: {objection}"))
-        return list(self._wanted.values())
-
-    def _who_may_join(self, view: View) -> tuple[str, ...]:
-        links: dict[str, Iterable[str]] = {self.me: self.detector.up()}
-        candidates = []
-        for node in self.detector.up():
-            beat = self.detector.peers[node].last
-            assert beat is not None
-            links[node] = beat.links
-            is_free = not beat.history and beat.wants == view.history
-            if is_free and node not in view.nodes and node not in self.record.banned:
-                candidates.append(node)
-        if not candidates:
-            return ()
-        return newcomers({node: set(row) for node, row in links.items()}, view.nodes, candidates)
+                ends_at=now + self.timing.round_s * attempts,
+            )
 
     # Pauses, bans, the end of members.
 
@@ -345,13 +353,13 @@ class MembershipProtocol(Voter):
         if reachability.majority:
             if self.paused:
                 self.paused = ""
-                self._act(Resume("a majority can be reached again"))
+                self._outbox.act(Resume("a majority can be reached again"))
             return
         names = [member.node for member in reachability.kept]
         reached = [n for n in names if n == self.me or self.detector.status(n) is Status.UP]
-        reason = explain_minority(view.members, reached, self._subtracted_nodes())
+        reason = explain_minority(view.members, reached, self._agreement.subtracted_nodes())
         if not self.paused:
-            self._act(Pause(f"paused: {reason}; {'; '.join(reachability.out.values())}"))
+            self._outbox.act(Pause(f"paused: {reason}; {'; '.join(reachability.out.values())}"))
         self.paused = reason
 
     def _withhold_leases(
@@ -362,8 +370,8 @@ class MembershipProtocol(Voter):
         out = set(self.banned & set(view.nodes))
         if reachability.majority:
             out |= reachability.out.keys()
-        if paxos.accepted is not None:
-            out |= set(view.nodes) - set(paxos.accepted.view.nodes)
+        if paxos.acceptor.accepted is not None:
+            out |= set(view.nodes) - set(paxos.acceptor.accepted.view.nodes)
         self.detector.withhold_leases(out)
 
     def _learn_bans(self, nodes: Iterable[str], now: float) -> None:
@@ -371,13 +379,13 @@ class MembershipProtocol(Voter):
         if not new:
             return
         known = tuple(sorted({*self.record.banned, *new}))
-        self._save(msgspec.structs.replace(self.record, banned=known), [])
-        self._act(Note(f"banned: {', '.join(new)}"))
+        self._storage.save(msgspec.structs.replace(self.record, banned=known))
+        self._outbox.act(Note(f"banned: {', '.join(new)}"))
         if self.me in new:
-            self._leave(now, "this node is banned from the cluster")
+            self._agreement.leave(now, "this node is banned from the cluster")
             return
         for node in self.detector.up():
-            self._send(node, wire.Bans(known))
+            self._outbox.send(node, wire.Bans(known))
         self._renew(now)
 
     def _findings(self, findings: Iterable[Finding], now: float, *, renew: bool = True) -> None:
@@ -385,12 +393,12 @@ class MembershipProtocol(Voter):
             match finding:
                 case ProbeIndirectly(target, via, _):
                     for node in via:
-                        self._send(node, wire.Probe(target))
+                        self._outbox.send(node, wire.Probe(target))
                 case Changed(node, status, reason):
-                    self._act(Note(reason))
+                    self._outbox.act(Note(reason))
                     peer = self.detector.peers[node]
                     if status is Status.DEAD and peer.leased_death:
-                        self._subtract(node, peer.incarnation)
+                        self._agreement.subtract(node, peer.incarnation)
         if renew and findings:
             self._renew(now)
 
@@ -402,38 +410,44 @@ class MembershipProtocol(Voter):
             return
         peers = self.detector.peers.values()
         observed = merge.observe(peers)
-        self.wants = merge.history_to_join(observed) or self.wants
+        self._agreement.wants = merge.history_to_join(observed) or self.wants
         if any(cluster.history == self.wants for cluster in observed):
             return
-        self.wants = ""
+        self._agreement.wants = ""
         has_waited = now - self._alone_since >= self.timing.settle_s
         if has_waited and merge.may_found(self.me, peers, observed):
             self._found(now, "no other cluster is heard")
 
     def _found(self, now: float, why: str) -> None:
         view = self._first_view(f"{self.me} founds a cluster: {why}")
-        self._install(view, now, told=False)
+        self._agreement.install(view, now, told=False)
 
     def _first_view(self, reason: str) -> View:
         self._num_founded += 1
-        history = f"{self.me}-{self.incarnation}-{self._num_founded}"
-        return first_view(history, self.me, self.incarnation, self.record.installed + 1, reason)
+        history = f"{self.me}-{self._agreement.incarnation}-{self._num_founded}"
+        return first_view(
+            history, self.me, self._agreement.incarnation, self.record.installed + 1, reason
+        )
 
     def _meet(self, now: float) -> None:
         """Give way to another history as a whole."""
-        if self.view is None or self._paxos is None or self._paxos.round is not None:
+        if (
+            self.view is None
+            or self._agreement.paxos is None
+            or self._agreement.paxos.proposer.round is not None
+        ):
             return
         peers = self.detector.peers
         observed = merge.observe(peers.values())
         other = merge.cluster_to_join(self.view, bool(self.paused), peers, observed)
         if other is not None:
-            self._leave(now, f"this node's cluster joins {', '.join(other.nodes)}")
-            self.wants = other.history
+            self._agreement.leave(now, f"this node's cluster joins {', '.join(other.nodes)}")
+            self._agreement.wants = other.history
 
     def _continue_alone(self, now: float) -> None:
         view = self.view
         if view is None or not self.paused:
-            self._act(Note("this node is not paused: there is nothing to override"))
+            self._outbox.act(Note("this node is not paused: there is nothing to override"))
             return
         fork = self._first_view(f"the operator ordered {self.me} to continue alone: a fork")
         groups = []
@@ -443,18 +457,17 @@ class MembershipProtocol(Voter):
                 groups.append(
                     wire.JobGroup(group.job, fork.epoch, members, fork.epoch, world=group.world)
                 )
-        self._leave(now, "the operator ordered a fork")
+        self._agreement.leave(now, "the operator ordered a fork")
         fork = msgspec.structs.replace(fork, groups=tuple(groups), fork_of=view.history)
-        self._install(fork, now, told=False)
+        self._agreement.install(fork, now, told=False)
 
     def _want(self, want: WantGroup, now: float) -> None:
         view = self.view
         if view is None or view.leader != self.me:
             floor = self.record.installed
-            self._act(GroupRefused(want.job, floor, "this node does not lead the cluster"))
+            self._outbox.act(GroupRefused(want.job, floor, "this node does not lead the cluster"))
             return
-        self._wanted[want.job] = want
-        self._over.discard(want.job)
+        self._pending.want(want)
         self._renew(now)
 
 

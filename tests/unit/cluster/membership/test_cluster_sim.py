@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from potluck.cluster.membership import paxos, reachability, voter
+from potluck.cluster.membership import proposer, reachability, recovery
 from potluck.cluster.membership.failure_detector import FailureDetector
 from potluck.cluster.membership.protocol import MembershipProtocol
+from potluck.cluster.membership.stable_storage import StableStorage
 from potluck.wire.nodes import StableRecord, ViewMember
 from support.cluster_sim.__main__ import main
 from support.cluster_sim.faults import Fault
@@ -314,7 +315,7 @@ def first_failure(seeds: range, **options: Any) -> str:
 
 
 def test_it_notices_a_majority_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (paxos, reachability):
+    for module in (proposer, recovery, reachability):
         monkeypatch.setattr(module, "has_majority", lambda members, acks, dead=(): True)
     assert "two views in epoch" in first_failure(range(30)) or "commits" in first_failure(range(30))
 
@@ -326,7 +327,7 @@ def test_it_notices_that_both_halves_of_an_even_split_go_on(
         living = [member for member in members if member.node not in dead]
         return 2 * sum(member.node in acks for member in living) >= len(living)
 
-    for module in (paxos, reachability):
+    for module in (proposer, recovery, reachability):
         monkeypatch.setattr(module, "has_majority", half)
     assert first_failure(range(30))
 
@@ -340,15 +341,15 @@ def test_it_notices_a_node_that_forgets_its_epoch() -> None:
 
 
 def test_it_notices_an_epoch_used_before_it_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    save = voter.Voter._save
+    save = StableStorage.save
 
-    def hasty(self: voter.Voter, record: StableRecord, after: Any) -> None:
-        if isinstance(after, list):
-            self._actions += after
-            after = []
-        save(self, record, after)
+    def hasty(self: StableStorage, record: StableRecord, then: Any = ()) -> None:
+        if isinstance(then, tuple):
+            self._outbox.act(*then)
+            then = ()
+        save(self, record, then)
 
-    monkeypatch.setattr(voter.Voter, "_save", hasty)
+    monkeypatch.setattr(StableStorage, "save", hasty)
     assert "not on its disk" in first_failure(range(1))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from potluck.cluster.membership.paxos import Effects, PaxosInstance
+from potluck.cluster.membership.paxos import PaxosInstance
+from potluck.cluster.membership.proposer import Effects
 from potluck.wire.nodes import (
     Accepted,
     Prepare,
@@ -55,7 +56,7 @@ class Table:
         if effects.decided is not None:
             self.decided[me] = effects.decided
         member = self.members[me]
-        if effects.accept is not None and member.accept(effects.accept):
+        if effects.accept is not None and member.acceptor.accept(effects.accept):
             self.follow(me, member.saved(effects.accept, subtracted), subtracted)
         for send in effects.actions:
             if send.node not in self.gone:  # type: ignore[union-attr]
@@ -87,7 +88,7 @@ def test_all_that_stay_accept_and_it_is_decided() -> None:
     table = Table()
     table.propose("a", "ab", subtracted="c")
     assert table.decided == {"a": successor("ab", 6)}
-    assert [table.members[n].accepted is not None for n in "abc"] == [True, True, False]
+    assert [table.members[n].acceptor.accepted is not None for n in "abc"] == [True, True, False]
 
 
 def test_alone_it_takes_no_messages() -> None:
@@ -101,8 +102,8 @@ def test_one_that_stays_and_does_not_answer_holds_it_up() -> None:
     table.gone.add("c")
     table.propose("a", "abc", joining="x")
     assert table.decided == {}
-    assert table.members["a"].expire(0.9) == Effects()
-    assert table.members["a"].expire(1.0).failed == "no answer from c"
+    assert table.members["a"].proposer.expire(0.9) == Effects()
+    assert table.members["a"].proposer.expire(1.0).failed == "no answer from c"
 
 
 def test_a_minority_decides_nothing() -> None:
@@ -110,7 +111,7 @@ def test_a_minority_decides_nothing() -> None:
     table.propose("c", "c")
     assert table.decided == {}
     assert table.failed["c"] == "only 1 of 3 nodes can be reached from here"
-    assert table.members["c"].accepted is None
+    assert table.members["c"].acceptor.accepted is None
 
 
 def test_the_dead_are_subtracted() -> None:
@@ -143,7 +144,7 @@ def test_it_is_void_when_one_of_its_members_is_here_and_has_not_accepted_it() ->
     table.gone.add("c")
     table.propose("a", "abc", joining="x")  # c never hears of it
     table.gone = {"a"}
-    table.members["b"].accepted = Proposal((6, "a"), 5, successor("abc", 6, joining="x"))
+    table.members["b"].acceptor.accepted = Proposal((6, "a"), 5, successor("abc", 6, joining="x"))
     table.propose("b", "bc", subtracted="a")
     assert table.decided["b"].nodes == ("b", "c")
 
@@ -153,9 +154,9 @@ def test_a_dead_member_that_had_not_accepted_proves_nothing() -> None:
     table = Table()
     past = Proposal((6, "b"), 5, successor("abc", 6, joining="x"), ("a",))
     for name in "bc":
-        table.members[name].accepted = past
-        table.members[name].promised = past.ballot
-    table.members["c"].recovery_reports["a"] = None
+        table.members[name].acceptor.accepted = past
+        table.members[name].acceptor.promised = past.ballot
+    table.members["c"].proposer.reports["a"] = None
     table.propose("c", "bc", subtracted="a")
     assert table.decided["c"] == past.view
 
@@ -163,7 +164,7 @@ def test_a_dead_member_that_had_not_accepted_proves_nothing() -> None:
 def test_nobody_guesses_what_only_the_absent_know() -> None:
     table = Table()
     past = Proposal((6, "b"), 5, successor("ac", 6))
-    table.members["c"].accepted = past
+    table.members["c"].acceptor.accepted = past
     table.gone.add("a")
     table.propose("b", "bc")
     assert table.decided == {}
@@ -193,7 +194,7 @@ def test_nobody_guesses_what_only_the_ended_knew() -> None:
     past = Proposal(
         (6, "a"), 5, View("L", 6, tuple(s for s in member.view.members if s.node in "ac"))
     )
-    assert member.accept(past)
+    assert member.acceptor.accept(past)
     assert offered(member, past, "abd") is None
 
 
@@ -203,8 +204,8 @@ def test_what_the_ended_accepted_and_testified_is_decided() -> None:
     past = Proposal(
         (6, "a"), 5, View("L", 6, tuple(s for s in member.view.members if s.node in "ac"))
     )
-    assert member.accept(past)
-    member.recovery_reports["c"] = past
+    assert member.acceptor.accept(past)
+    member.proposer.reports["c"] = past
     keep = View("L", 9, tuple(each for each in member.view.members if each.node in "abd"))
     member.propose("abd", lambda epoch: keep, floor=8, subtracted="c", ended="c", ends_at=1.0)
     member.promised_by("b", Promise((9, "a"), None), "c")
@@ -217,8 +218,8 @@ def test_a_view_is_void_once_the_ended_testified_that_it_had_not_accepted() -> N
     past = Proposal(
         (6, "a"), 5, View("L", 6, tuple(s for s in member.view.members if s.node in "ac"))
     )
-    assert member.accept(past)
-    member.recovery_reports["c"] = None
+    assert member.acceptor.accept(past)
+    member.proposer.reports["c"] = None
     view = offered(member, past, "abd")
     assert view is not None
     assert view.nodes == ("a", "b", "d")
@@ -237,7 +238,7 @@ def test_what_too_few_accepted_is_void_once_every_seat_is_known_of() -> None:
 
 def test_of_two_attempts_the_newer_wins_and_the_older_is_told() -> None:
     table = Table()
-    table.members["b"].promised = (9, "c")
+    table.members["b"].acceptor.promised = (9, "c")
     table.propose("a", "ab", subtracted="c")
     assert table.failed["a"] == "b refused: I promised a newer one"
     table.propose("a", "ab", subtracted="c")
@@ -279,7 +280,7 @@ def test_but_it_does_when_somebody_else_may_have_come_to_it() -> None:
     ballot = (99, "c")
     table.members["b"].prepare("c", Prepare("L", 5, ballot))
     table.gone.add("c")
-    table.members["a"].highest = 100
+    table.members["a"].proposer.highest = 100
     table.propose("a", "ab")
     assert not table.decided
     assert "only c knows" in table.failed["a"]

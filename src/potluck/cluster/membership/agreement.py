@@ -1,0 +1,282 @@
+"""Which view a node uses, and its part in deciding the next: Paxos on a disk, over messages.
+
+Knows no time-outs and no heartbeats: when to propose, and what, is ``protocol.py``'s. The model
+check drives this class, from all proposals in all orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from potluck.cluster.membership.backoff import Backoff
+from potluck.cluster.membership.events import Action, Install, Leave, Note, Send
+from potluck.cluster.membership.outbox import Outbox
+from potluck.cluster.membership.paxos import PaxosInstance
+from potluck.cluster.membership.proposer import Build, Effects
+from potluck.cluster.membership.stable_storage import StableStorage
+from potluck.cluster.membership.view import describe
+from potluck.wire import nodes as wire
+from potluck.wire.nodes import HistoryRecord, Proposal, View, ViewMember
+
+HoldsLease = Callable[[ViewMember, float], bool]
+"""Whether a member may hold a lease from this node at a time: a word that it is not left out."""
+
+
+class Agreement:
+    """The view of ``me`` in this ``incarnation`` of its agent.
+
+    ``subtracted`` are members whose end is certain and hides no decision. ``wants`` is the history
+    that a node without a view asks to join. ``resigned``: in each history the epoch up to which
+    this node has said that it uses no membership; it told then what it had accepted, so it must
+    not act on that membership afterwards.
+    """
+
+    def __init__(
+        self,
+        me: str,
+        incarnation: int,
+        storage: StableStorage,
+        outbox: Outbox,
+        now: float,
+        *,
+        holds_lease: HoldsLease,
+        on_installed: Callable[[View, float], tuple[Action, ...]] = lambda view, now: (),
+        on_left: Callable[[float], None] = lambda now: None,
+    ) -> None:
+        """``on_installed`` may add actions that wait for the disk like the view itself."""
+        self.me = me
+        self.incarnation = incarnation
+        self.view: View | None = None
+        self.paxos: PaxosInstance | None = None
+        self.subtracted: set[ViewMember] = set()
+        self.resigned: dict[str, int] = {}
+        self.wants = ""
+        self.backoff = Backoff(me, now)
+        self._storage = storage
+        self._outbox = outbox
+        self._holds_lease = holds_lease
+        self._on_installed = on_installed
+        self._on_left = on_left
+
+    def subtracted_nodes(self) -> Collection[str]:
+        """The nodes of ``subtracted``."""
+        return {member.node for member in self.subtracted}
+
+    def subtract(self, node: str, incarnation: int) -> None:
+        """This ``incarnation`` of ``node`` ended while its lease for this node was good."""
+        member = None if self.view is None else self.view.member(node)
+        if member is not None and member.incarnation == incarnation:
+            self.subtracted.add(member)
+
+    # Paxos.
+
+    def propose(
+        self,
+        asked: Collection[str],
+        build: Build,
+        now: float,
+        *,
+        floor: int,
+        ended: Collection[str],
+        ends_at: float,
+    ) -> None:
+        """Begin to have the view decided that ``build(epoch)`` makes; see ``PaxosInstance``."""
+        assert self.paxos is not None
+        subtracted = self.subtracted_nodes()
+        effects = self.paxos.propose(
+            asked,
+            build,
+            floor=max(floor, self._storage.record.installed),
+            subtracted=subtracted,
+            ended=ended,
+            ends_at=ends_at,
+        )
+        self._take(effects, now)
+
+    def expire(self, now: float) -> None:
+        """Give an attempt up that took too long."""
+        if self.paxos is not None:
+            self._take(self.paxos.proposer.expire(now), now)
+
+    def heard(
+        self,
+        node: str,
+        incarnation: int,
+        message: wire.Prepare | wire.Promise | wire.Propose | wire.Accepted | wire.Rejected,
+        now: float,
+    ) -> None:
+        """A message of Paxos. One from outside the view, or about another view, has no effect."""
+        view, paxos = self.view, self.paxos
+        if view is None or paxos is None:
+            return
+        member = view.member(node)
+        if member is None or member.incarnation != incarnation:
+            if isinstance(message, wire.Prepare) and message.history == view.history:
+                self._outbox.send(node, wire.Decided(view))
+            return
+        subtracted = self.subtracted_nodes()
+        match message:
+            case wire.Prepare(history, parent, _):
+                if history != view.history:
+                    return
+                if parent < view.epoch:
+                    self._outbox.send(node, wire.Decided(view))
+                elif parent == view.epoch:
+                    self._take(paxos.prepare(node, message), now)
+            case wire.Promise():
+                self._take(paxos.promised_by(node, message, subtracted), now)
+            case wire.Propose(proposal):
+                if proposal.view.history == view.history and proposal.parent == view.epoch:
+                    objection = self._objection(proposal, view, paxos, now)
+                    self._take(paxos.proposed(node, proposal, objection), now)
+            case wire.Accepted(ballot):
+                self._take(paxos.accepted_by(node, ballot, subtracted), now)
+            case wire.Rejected():
+                self._take(paxos.rejected_by(node, message), now)
+
+    def _objection(self, proposal: Proposal, view: View, paxos: PaxosInstance, now: float) -> str:
+        """Why this node does not agree to ``proposal``; empty if it does."""
+        if view.member(self.me) not in proposal.view.members:
+            return "I am not in it"
+        accepted = paxos.acceptor.accepted
+        if accepted is not None and accepted.view == proposal.view:
+            return ""  # its objections came too late: that view may be decided
+        for member in proposal.view.members:
+            if member.node in self._storage.record.banned:
+                return f"{member.node} is banned"
+        for member in view.members:
+            if member in proposal.view.members or member.node in proposal.ended:
+                continue
+            if self._holds_lease(member, now):
+                return f"I hear {member.node}"
+        return ""
+
+    def _take(self, effects: Effects, now: float) -> None:
+        """Carry out what a step of Paxos came to."""
+        paxos = self.paxos
+        assert paxos is not None
+        self._outbox.act(*effects.actions)
+        if effects.failed and self.backoff.failed(effects.failed, paxos.proposer.highest, now):
+            self._outbox.act(Note(f"no new view yet: {effects.failed}"))
+        if effects.accept is not None and paxos.acceptor.accept(effects.accept):
+            accepted = HistoryRecord(paxos.view, effects.accept)
+            self._storage.save(self._storage.with_history(accepted), effects.accept)
+        if effects.decided is not None:
+            if effects.decided.member(self.me) is not None:
+                self.install(effects.decided, now, told=False)
+                return
+            # The decision of another proposer, completed by this one: it is without this node.
+            for node in sorted({*paxos.view.nodes, *effects.decided.nodes} - {self.me}):
+                self._outbox.send(node, wire.Decided(effects.decided))
+            self.learn(effects.decided, now, self.me)
+
+    def written(self, number: int, now: float) -> None:
+        """Save ``number`` and all before it are on disk: do what waited for that."""
+        for then in self._storage.written(number):
+            if isinstance(then, tuple):
+                self._outbox.act(*(action for action in then if not self._is_barred(action)))
+            elif (
+                self.view is not None
+                and self.paxos is not None
+                and self.view.history == then.view.history
+                and self.view.epoch == then.parent
+            ):
+                self._take(self.paxos.saved(then, self.subtracted_nodes()), now)
+
+    def _is_barred(self, action: Action) -> bool:
+        """A view with a node that was banned meanwhile is not used; the next one will be."""
+        banned = self._storage.record.banned
+        return isinstance(action, Install) and not set(banned).isdisjoint(action.view.nodes)
+
+    # Decided views.
+
+    def install(self, view: View, now: float, *, told: bool) -> None:
+        """Use ``view`` from now on. Nobody hears of it before it is on disk. ``told``: by another
+        node, which tells the rest as well."""
+        before = self.view
+        self.view, self.paxos = view, PaxosInstance(self.me, view)
+        self.subtracted &= set(view.members)
+        self.wants = ""
+        self.backoff.reset(now)
+        then: list[Action] = []
+        if not told:
+            others = {*view.nodes, *(before.nodes if before is not None else ())} - {self.me}
+            then += [Send(node, wire.Decided(view)) for node in sorted(others)]
+        then.append(Install(view, f"{describe(view)}: {view.reason}"))
+        then += self._on_installed(view, now)
+        record = self._storage.with_history(HistoryRecord(view))
+        self._storage.save(msgspec.structs.replace(record, installed=view.epoch), tuple(then))
+
+    def learn(self, view: View, now: float, node: str) -> None:
+        """``view`` was decided; ``node`` says so."""
+        storage = self._storage
+        mine = view.member(self.me)
+        resigned = self.resigned.get(view.history, -1)
+        is_in = (
+            mine is not None
+            and mine.incarnation == self.incarnation
+            and mine.joined > resigned
+            and view.epoch > storage.record.installed
+        )
+        if self.view is None:
+            if is_in and self.wants == view.history:
+                self.install(view, now, told=True)
+                return
+            if mine is not None and mine.joined <= resigned:
+                report = wire.RecoveryReport(view.history, resigned, storage.history(view.history))
+                self._outbox.send(node, report)
+        elif self.view.history == view.history:
+            if view.epoch <= self.view.epoch:
+                return
+            if is_in:
+                self.install(view, now, told=True)
+                return
+            self.leave(now, f"{describe(view)} is without this node: {view.reason}")
+            self.wants = view.history
+        known = storage.history(view.history)
+        if known is not None and known.view.epoch < view.epoch:
+            storage.save(storage.with_history(HistoryRecord(view)))
+
+    def leave(self, now: float, reason: str) -> None:
+        """Be in no view from now on."""
+        if self.view is None:
+            return
+        self._outbox.act(Leave(reason, resync=bool(self.view.fork_of)))
+        self.view, self.paxos = None, None
+        self.subtracted.clear()
+        self._on_left(now)
+
+    # Recovery: members that ended, and what they had accepted.
+
+    def asked_for_report(self, node: str, request: wire.RecoveryRequest) -> None:
+        """``node`` takes this node for a member of its view: tell it what is newer, or that this
+        node is no member any more, and what it had accepted as one."""
+        history, epoch = request.history, request.epoch
+        if self.view is not None and self.view.history == history:
+            if self.view.epoch > epoch:
+                self._outbox.send(node, wire.Decided(self.view))
+            return
+        # From here on the report has to stay true: no membership that old is ever used again.
+        self.resigned[history] = max(epoch, self.resigned.get(history, -1))
+        report = wire.RecoveryReport(history, epoch, self._storage.history(history))
+        self._outbox.send(node, report)
+
+    def reported(
+        self, node: str, incarnation: int, report: wire.RecoveryReport, now: float
+    ) -> None:
+        """``node`` is no member any more and told what it had accepted: subtract it."""
+        view, paxos = self.view, self.paxos
+        if view is None or paxos is None or report.history != view.history:
+            return
+        member = view.member(node)
+        if member is None or member.joined > report.epoch or incarnation < member.incarnation:
+            return
+        found = report.found
+        if found is not None and found.view.epoch > view.epoch:
+            self.learn(found.view, now, node)
+            return
+        is_same = found is not None and found.view.epoch == view.epoch
+        paxos.proposer.reports[node] = found.accepted if found is not None and is_same else None
+        self.subtracted.add(member)
