@@ -68,7 +68,12 @@ class Agreement:
         """This ``incarnation`` of ``node`` ended while its lease for this node was good."""
         member = None if self.view is None else self.view.member(node)
         if member is not None and member.incarnation == incarnation:
-            self.subtracted.add(member)
+            self._subtract(member)
+
+    def _subtract(self, member: ViewMember) -> None:
+        assert self.paxos is not None
+        self.subtracted.add(member)
+        self.paxos.proposer.lost(member.node)
 
     # Paxos.
 
@@ -279,4 +284,4 @@ class Agreement:
             return
         is_same = found is not None and found.view.epoch == view.epoch
         paxos.proposer.reports[node] = found.accepted if found is not None and is_same else None
-        self.subtracted.add(member)
+        self._subtract(member)

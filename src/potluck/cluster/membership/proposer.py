@@ -118,6 +118,12 @@ class Proposer:
             return NO_EFFECTS
         return self._fail(f"{node} refused: {message.reason}")
 
+    def lost(self, node: str) -> None:
+        """``node`` ended. A round that waits for it is over: were its vote subtracted in the middle
+        of the round, nothing would be left of what it accepted after it had promised."""
+        if self.round is not None and node in self.round.asked:
+            self.round = None
+
     def expire(self, now: float) -> Effects:
         """Give a round up that took too long."""
         round_ = self.round
