@@ -7,9 +7,11 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.commands import Command, potluck_command, process_ends, run_command
@@ -214,6 +216,36 @@ def test_status_shows_a_running_job_and_then_nothing(script) -> None:
         run.signal(signal.SIGTERM)
         run.finish()
     assert status() == {"version": 1, "cluster": None, "jobs": []}
+
+
+def test_a_run_listens_on_the_loopback_only_and_keeps_no_state(
+    script, own_environment: Path
+) -> None:
+    """Without ``potluck up`` the command is its own agent: nothing of that is left or reachable."""
+    with run_command("--workers", "2", script(SLEEPER)) as run:
+        for rank in (0, 1):
+            run.wait_for(lambda line, r=rank: f"[{r}] pid" in line)
+        sockets = psutil.Process(run.process.pid).net_connections()
+        assert {each.laddr.ip for each in sockets if each.status == "LISTEN"} == {"127.0.0.1"}
+        assert not [each for each in sockets if each.type == socket.SOCK_DGRAM]
+        run.signal(signal.SIGTERM)
+        run.finish()
+    left = {path.name for path in own_environment.rglob("*")}
+    assert left <= {"run", "cluster_secret", "node_keypair"}
+
+
+def test_two_runs_at_once_are_both_shown(script) -> None:
+    path = script(SLEEPER)
+    with run_command(path) as first, run_command(path) as second:
+        first.wait_for("pid")
+        second.wait_for("pid")
+        with Command([*potluck_command(), "status", "--json"]) as status:
+            assert status.finish() == 0
+            jobs = json.loads(status.text)["jobs"]
+        assert {job["pid"] for job in jobs} == {first.process.pid, second.process.pid}
+        for run in (first, second):
+            run.signal(signal.SIGTERM)
+            run.finish()
 
 
 def test_links_that_are_not_encrypted_are_named_wherever_one_looks(script) -> None:

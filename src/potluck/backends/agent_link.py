@@ -168,7 +168,7 @@ class AgentLink:
         self._connected = threading.Event()
         self._failure: Exception | None = None
         self._loop = asyncio.new_event_loop()
-        self._link: ControlLink[control.FromAgent, control.FromClient] | None = None
+        self._link: ControlLink[control.FromAgent, control.FromWorker] | None = None
         self._ending = False
         self._finished = False
         self._is_over = False
@@ -266,7 +266,7 @@ class AgentLink:
         await asyncio.gather(listening, looking, *self._tasks, return_exceptions=True)
         await link.close(_GOODBYE_S)
 
-    async def _listen(self, link: ControlLink[control.FromAgent, control.FromClient]) -> None:
+    async def _listen(self, link: ControlLink[control.FromAgent, control.FromWorker]) -> None:
         try:
             while True:
                 answer = self._take(await link.receive())
@@ -280,7 +280,7 @@ class AgentLink:
             link.send(control.Failed(self.worker, control.clip(_broke(error))))
             self._lost(LinkError(_broke(error)))
 
-    async def _look_around(self, link: ControlLink[control.FromAgent, control.FromClient]) -> None:
+    async def _look_around(self, link: ControlLink[control.FromAgent, control.FromWorker]) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             said = self._look()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.console import Group as RichGroup
 
-    from potluck.launch.job import Watched, Watcher
+    from potluck.cluster.job_client import Watched, Watcher
     from potluck.wire.control import Samples
 
 _log = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from potluck.cluster.home.node_state import AgentRecord
     from potluck.settings import Settings
     from potluck.wire.control import StatusReply
     from potluck.wire.local import NodesReply
@@ -32,13 +33,13 @@ async def ask_nodes(settings: Settings) -> NodesReply | None:
     return answer
 
 
-async def ask_jobs(settings: Settings) -> tuple[StatusReply, ...]:
-    """What this machine's agent knows of the cluster's jobs; none if none runs."""
+async def ask_jobs(settings: Settings, agent: AgentRecord | None = None) -> tuple[StatusReply, ...]:
+    """What ``agent``, or that of this machine, knows of its jobs; none if none runs."""
     from potluck.cluster.links.local import ask_agent
     from potluck.wire.local import JobsReply, JobsRequest
 
     try:
-        answer = await ask_agent(settings, JobsRequest(), timeout_s=_ANSWER_S)
+        answer = await ask_agent(settings, JobsRequest(), timeout_s=_ANSWER_S, agent=agent)
     except ConfigurationError:
         return ()
     assert isinstance(answer, JobsReply)

@@ -10,7 +10,7 @@ import typer
 from potluck.cli.job_display import duration
 
 if TYPE_CHECKING:
-    from potluck.launch.summary import RecoverySummary, Summary
+    from potluck.cluster.jobs.summary import RecoverySummary, Summary
     from potluck.wire.control import Fact
 
 

@@ -132,10 +132,9 @@ def run(
     from potluck.cli.job_display import watcher_for
     from potluck.cli.report import print_summary
     from potluck.cluster.home.node_state import find_agent
+    from potluck.cluster.jobs.chaos import parse_chaos
+    from potluck.cluster.run import Options, run_job
     from potluck.cluster.topology.hardware import own_accelerators
-    from potluck.launch.chaos import parse_chaos
-    from potluck.launch.cluster_run import run_on_cluster
-    from potluck.launch.job import Options, run_job
     from potluck.settings import load_settings
 
     try:
@@ -160,8 +159,8 @@ def run(
         if min_nodes is None:
             options = replace(options, min_nodes=settings.min_peers + 1)
             options.check()
-        has_agent = find_agent(settings.home) is not None
-        if max(nodes, options.min_nodes) > 1 and not has_agent:
+        agent = find_agent(settings.home)
+        if max(nodes, options.min_nodes) > 1 and agent is None:
             given = f"POTLUCK_MIN_PEERS={settings.min_peers}"
             if nodes > 1:
                 given = f"--nodes {nodes}"
@@ -170,12 +169,11 @@ def run(
             raise ConfigurationError(
                 f"{given}: this machine is in no cluster; start its agent with: potluck up"
             )
-        if min_workers > options.num_workers and not has_agent:
+        if min_workers > options.num_workers and agent is None:
             raise ConfigurationError(
                 f"--min-workers {min_workers} is more than the {options.num_workers} of --workers"
             )
-        begin = run_on_cluster if has_agent else run_job
-        summary = begin(options, settings, watcher_for(sys.stdout, plain=plain))
+        summary = run_job(options, settings, watcher_for(sys.stdout, plain=plain), agent)
     except PotluckError as error:
         typer.echo(f"potluck: {error}", err=True)
         raise typer.Exit(2) from None

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec import structs
 
 from potluck.cli.nodes import ask_jobs, ask_nodes, show_jobs, show_nodes
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
-    from potluck.cluster.home.runfile import RunRecord
     from potluck.settings import Settings
-    from potluck.transport.credentials import Credentials
     from potluck.wire.control import StatusReply
     from potluck.wire.local import NodesReply
 
 SCHEMA_VERSION = 1
-_ANSWER_S = 3.0
 
 
 def status(
@@ -71,56 +69,29 @@ def status(
 async def _ask_all(
     settings: Settings,
 ) -> tuple[NodesReply | None, list[StatusReply], list[str]]:
-    jobs, silent = await _ask(settings)
+    """The cluster, its jobs and those of private agents, and which agents did not answer."""
+    from potluck.cluster.home.private_state import private_agents
+
+    cluster: NodesReply | None = None
+    jobs: list[StatusReply] = []
+    silent: list[str] = []
     try:
-        return await ask_nodes(settings), [*await ask_jobs(settings), *jobs], silent
+        cluster = await ask_nodes(settings)
+        jobs += await ask_jobs(settings)
     except PotluckError as error:
-        return None, jobs, [*silent, str(error)]
-
-
-async def _ask(settings: Settings) -> tuple[list[StatusReply], list[str]]:
-    """What each running agent of this home answers, and who did not."""
-    from potluck.cluster.home.runfile import running_agents
-    from potluck.cluster.trust.credentials import load_credentials
-
-    records = running_agents(settings.home)
-    if not records:
-        return [], []
-    credentials = load_credentials(settings)
+        silent.append(str(error))
+    agents = private_agents(settings.home)
     answers = await asyncio.gather(
-        *(_ask_one(record, credentials) for record in records), return_exceptions=True
+        *(ask_jobs(settings, agent) for agent in agents), return_exceptions=True
     )
-    jobs, silent = [], []
-    for record, answer in zip(records, answers, strict=True):
-        if isinstance(answer, PotluckError | TimeoutError | OSError):
-            why = str(answer) or "it did not answer in time"
-            silent.append(f"the agent of {record.job} (process {record.pid}): {why}")
+    for agent, answer in zip(agents, answers, strict=True):
+        if isinstance(answer, PotluckError):
+            silent.append(f"process {agent.pid}, a `potluck run`: {answer}")
         elif isinstance(answer, BaseException):
             raise answer
         else:
-            jobs.append(answer)
-    return jobs, silent
-
-
-async def _ask_one(record: RunRecord, credentials: Credentials) -> StatusReply:
-    from potluck.cluster.links.control import ControlLink
-    from potluck.errors import ProtocolError
-    from potluck.transport import aio
-    from potluck.wire import control
-    from potluck.wire.messages import Hello
-
-    hello = Hello(kind="control", namespace=credentials.namespace, job=record.job)
-    async with asyncio.timeout(_ANSWER_S):
-        reader, writer, _ = await aio.connect(record.host, record.port, hello, credentials)
-        link = ControlLink(reader, writer, received=control.FROM_AGENT, sent=control.TO_AGENT)
-        try:
-            link.send(control.StatusRequest())
-            answer = await link.receive()
-        finally:
-            await link.close()
-    if not isinstance(answer, control.StatusReply):
-        raise ProtocolError(f"it answered with {type(answer).__name__}")
-    return answer
+            jobs += (structs.replace(job, pid=agent.pid) for job in answer)
+    return cluster, jobs, silent
 
 
 def _show(jobs: list[StatusReply]) -> None:

@@ -69,13 +69,11 @@ def _say(line: str) -> None:
 async def _run(settings: Settings) -> None:
     from potluck.cluster.discovery.everywhere import all_finders
     from potluck.cluster.node_agent import NodeAgent
-    from potluck.launch.runtime import ClusterRuntime
 
     agent = NodeAgent(
         settings,
         on_note=_say,
         finders=all_finders(settings),
-        runtime=ClusterRuntime(settings),
     )
     running = asyncio.create_task(agent.run())
     loop = asyncio.get_running_loop()

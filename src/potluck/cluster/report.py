@@ -2,51 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
 
+from potluck.cluster.control_plane import ControlPlane
+from potluck.cluster.links.local import Client, Commands
 from potluck.cluster.links.peers import ControlLinks
-from potluck.cluster.membership.failure_detector import FailureDetector
 from potluck.cluster.names import NodeNames
+from potluck.cluster.topology.stragglers import stragglers
 from potluck.cluster.topology.surveyor import Surveyor
+from potluck.cluster.trust.store import TrustStore
+from potluck.transport.credentials import Credentials
+from potluck.wire import local
 from potluck.wire.facts import NodeFacts
-from potluck.wire.local import NodeInfo
 from potluck.wire.nodes import View
-from potluck.wire.peers import Introduction
 
 
 class Report:
-    """What is known of the nodes. ``introduction(node)`` is what ``node`` said of itself, None
-    without a link to it."""
+    """What is known of the nodes; ``notes`` are the newest lines for people."""
 
     def __init__(
         self,
-        me: str,
+        credentials: Credentials,
         names: NodeNames,
         links: ControlLinks,
-        detector: FailureDetector,
+        plane: ControlPlane,
         surveyor: Surveyor,
-        introduction: Callable[[str], Introduction | None],
+        trust: TrustStore,
+        commands: Commands,
+        *,
+        port: int,
+        notes: Callable[[], Collection[str]],
     ) -> None:
-        self._me = me
+        self._credentials = credentials
         self._names = names
         self._links = links
-        self._detector = detector
+        self._plane = plane
         self._surveyor = surveyor
-        self._introduction = introduction
+        self._trust = trust
+        self._port = port
+        self._notes = notes
+        commands.on(local.NodesRequest, self._asked)
 
-    def nodes(self, view: View | None) -> tuple[NodeInfo, ...]:
+    async def _asked(self, request: local.NodesRequest, client: Client) -> None:
+        client.send(self.status())
+
+    def status(self) -> local.NodesReply:
+        """The cluster as it is seen here now."""
+        protocol = self._plane.protocol
+        view = protocol.view
+        nodes = self._nodes(view)
+        links = self._surveyor.links({each.node for each in nodes})
+        return local.NodesReply(
+            node=self._credentials.node_id,
+            pid=os.getpid(),
+            port=self._port,
+            namespace=self._credentials.namespace,
+            epoch=0 if view is None else view.epoch,
+            paused=protocol.paused,
+            nodes=nodes,
+            links=links,
+            stragglers=stragglers(links, self._names.label),
+            banned=tuple(sorted(self._trust.banned())),
+            events=tuple(self._notes()),
+        )
+
+    def _nodes(self, view: View | None) -> tuple[local.NodeInfo, ...]:
         """This node, those of ``view``, and those there is a link to; the members first."""
         seats = () if view is None else view.nodes
-        known = {self._me, *seats, *self._links.nodes}
+        known = {self._credentials.node_id, *seats, *self._links.nodes}
         order = sorted(known, key=lambda node: (node not in seats, node))
         return tuple(self._node(node, view) for node in order)
 
-    def _node(self, node: str, view: View | None) -> NodeInfo:
-        is_me = node == self._me
-        peer = self._detector.peers.get(node)
-        said = self._introduction(node)
+    def _node(self, node: str, view: View | None) -> local.NodeInfo:
+        is_me = node == self._credentials.node_id
+        peer = self._plane.protocol.detector.peers.get(node)
+        said = self._links.introduction(node)
         facts = self._surveyor.facts(node) or NodeFacts(node)
-        return NodeInfo(
+        return local.NodeInfo(
             node=node,
             name=said.name if said else self._names.name(node),
             role=_role(node, view),

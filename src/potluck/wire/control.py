@@ -205,11 +205,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     reason: Text
 
 
-# Between the command line and an agent.
-
-
-class StatusRequest(msgspec.Struct, frozen=True, tag=True):
-    """Answer with StatusReply."""
+# How a job is doing, for people.
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
@@ -236,7 +232,7 @@ class Samples(msgspec.Struct, frozen=True):
     per_s: float | None = None
 
 
-class StatusReply(msgspec.Struct, frozen=True, tag=True):
+class StatusReply(msgspec.Struct, frozen=True):
     """One job as its agent sees it. ``started`` is Unix time in seconds; ``samples`` is None where
     the script does not tell of them; ``world_restarts`` is how often the world of a script that is
     not elastic was started again."""
@@ -259,11 +255,10 @@ class StatusReply(msgspec.Struct, frozen=True, tag=True):
 FromWorker = (
     Ready | Installed | Lost | Progress | Said | Failed | Finished | ChaosDue | ProbeReply | Waiting
 )
-FromAgent = View | GroupOver | Probe | ChaosDone | Hold | Stop | StatusReply
-FromClient = FromWorker | StatusRequest
+FromAgent = View | GroupOver | Probe | ChaosDone | Hold | Stop
 
-TO_AGENT: MessageFormat[FromClient] = MessageFormat(
-    FromClient, limit=MAX_MESSAGE, name="a message to an agent"
+TO_AGENT: MessageFormat[FromWorker] = MessageFormat(
+    FromWorker, limit=MAX_MESSAGE, name="a message to an agent"
 )
 FROM_AGENT: MessageFormat[FromAgent] = MessageFormat(
     FromAgent, limit=MAX_MESSAGE, name="a message from an agent"

@@ -33,6 +33,7 @@ class JobSpec(msgspec.Struct, frozen=True):
 
     ``script`` is a path below the folder that travels as ``bundle``; ``below`` is where in that
     folder the command was given (empty: elsewhere), and ``directory`` where on the ``starter``.
+    A job without a ``bundle`` is local: ``script`` is a path of the starter, and runs only there.
     ``per_node`` workers run on each of at most ``max_nodes`` nodes (0: all). ``versions`` are the
     starter's. ``started`` is Unix time. ``restarts_worlds``, ``wait_s`` and ``min_workers`` as in
     ``roster.Policy``.
@@ -41,7 +42,7 @@ class JobSpec(msgspec.Struct, frozen=True):
     job: Job
     script: Text
     arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)]
-    bundle: Digest
+    bundle: Digest | None
     starter: Name
     versions: Versions
     below: Text = ""
@@ -57,6 +58,11 @@ class JobSpec(msgspec.Struct, frozen=True):
     wire: Name = SEALED
     master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     started: float = 0.0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all workers run on the starter, from the script's own folder."""
+        return self.bundle is None
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -202,6 +208,21 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
     is_alive: bool
 
 
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The process of this ``attempt`` of ``worker`` is ``pid`` on its node."""
+
+    worker: Name
+    attempt: int
+    pid: int
+
+
+class OutputEnded(msgspec.Struct, frozen=True, tag=True):
+    """Every line that the process of this ``attempt`` wrote has been sent."""
+
+    worker: Name
+    attempt: int
+
+
 class Exited(msgspec.Struct, frozen=True, tag=True):
     """The process of ``worker`` ended; ``code`` is negative for a signal, as in subprocess. An
     ``attempt`` before the present one is ignored; -1 stands for the present one."""
@@ -224,7 +245,7 @@ class Stalled(msgspec.Struct, frozen=True, tag=True):
     reason: control.Text
 
 
-Event = control.FromWorker | Exited | Disconnected | Stalled
+Event = control.FromWorker | Started | Exited | OutputEnded | Disconnected | Stalled
 """What a worker says, or what its agent sees of it."""
 
 

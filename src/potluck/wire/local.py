@@ -42,7 +42,8 @@ class RunRequest(msgspec.Struct, frozen=True, tag=True):
     """Run ``script``, a path below ``folder``, on the cluster. Answered with Outcome if it can't
     be; else with JobNote, Shown and JobStatus as things happen, and JobEnded at the end.
 
-    ``directory`` is where the command was given; the cluster must have ``min_nodes`` within
+    An empty ``folder`` makes it a local job (``JobSpec.is_local``). ``directory`` is where the
+    command was given; the cluster must have ``min_nodes`` within
     ``wait_s``; the rest as in ``JobSpec``.
     """
 

@@ -46,10 +46,10 @@ class ScriptedAgent:
     """Takes one worker's control link, keeps what it says, says what it is told to."""
 
     def __init__(self, answer: Welcome | Refusal) -> None:
-        self.heard: queue.Queue[control.FromClient | None] = queue.Queue()
+        self.heard: queue.Queue[control.FromWorker | None] = queue.Queue()
         self._answer = answer
         self._credentials = load_credentials(load_settings())
-        self._linked: Future[ControlLink[control.FromClient, control.FromAgent]] = Future()
+        self._linked: Future[ControlLink[control.FromWorker, control.FromAgent]] = Future()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)

@@ -6,8 +6,8 @@ import asyncio
 import io
 import threading
 import time
-from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -21,59 +21,67 @@ from potluck.cli.job_display import (
     watcher_for,
 )
 from potluck.cli.report import print_summary
-from potluck.cluster.jobs.job import Job
-from potluck.cluster.jobs.standalone import Agent
-from potluck.cluster.trust.credentials import load_credentials
-from potluck.launch.chaos import parse_chaos
-from potluck.launch.summary import RecoverySummary, Summary, WorkerSummary
-from potluck.settings import load_settings
-from potluck.wire.control import Progress, Samples
+from potluck.cluster.jobs.summary import RecoverySummary, Summary, WorkerSummary
+from potluck.wire.control import Samples, StatusReply, WorkerStatus
 
 
-class NoLauncher:
-    def start(self, *_: object) -> None:
-        raise AssertionError("nothing is started here")
+class Job:
+    """A job to look at (``Watched``)."""
+
+    workers = ("0", "1")
+
+    def __init__(self) -> None:
+        started = [WorkerStatus(name, -1, "starting", 7, 0, "", -1, None) for name in self.workers]
+        self.state = StatusReply(
+            *("train-1", "", 0, "dir/train.py", time.time(), 0, -1, None, tuple(started), ())
+        )
+
+    def status(self) -> StatusReply:
+        return self.state
+
+    def interrupt(self, number: int) -> None:
+        raise AssertionError("nobody interrupts here")
+
+    def at_work(self) -> None:
+        first = WorkerStatus("0", 0, "member", 7, 0, "cuda:0", 60, 812.4)
+        self.reports(step=60, loss=0.25, workers=(first, *self.state.workers[1:]))
+
+    def reports(self, **what: object) -> None:
+        self.state = msgspec.structs.replace(self.state, **what)
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Agent:
-    return Agent(
-        Job("train-1", "dir/train.py", ("0", "1")),
-        home=tmp_path,
-        credentials=load_credentials(load_settings()),
-        launcher=NoLauncher(),
-        chaos=parse_chaos(""),
-        on_note=lambda text: None,
-    )
+def job() -> Job:
+    return Job()
 
 
-def watch(view: PlainView | LiveView, agent: Agent) -> None:
+def watch(view: PlainView | LiveView, job: Job) -> None:
     """A short job: two lines and a note."""
 
-    async def job() -> None:
-        view.begin(agent)
+    async def look() -> None:
+        view.begin(job)
         view.line("0", "stdout", "a [bold]line[/bold]")
         view.line("1", "stderr", "a warning")
         view.note("worker 1 lost\nand found")
         view.end()
 
-    asyncio.run(job())
+    asyncio.run(look())
 
 
 def test_plain_lines_have_their_worker_in_front(
-    agent: Agent, capsys: pytest.CaptureFixture[str]
+    job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watch(PlainView(), agent)
+    watch(PlainView(), job)
     shown = capsys.readouterr()
     assert shown.out == "[0] a [bold]line[/bold]\npotluck: worker 1 lost\npotluck: and found\n"
     assert shown.err == "[1] a warning\n"
 
 
-def test_the_live_view_shows_lines_above_a_table_of_workers(agent: Agent) -> None:
-    agent.lead.journal.progress(Progress("0", 1, 60, 0.25, 812.4, "cuda:0"), 1.0)
+def test_the_live_view_shows_lines_above_a_table_of_workers(job: Job) -> None:
+    job.at_work()
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, color_system=None)
-    watch(LiveView(console), agent)
+    watch(LiveView(console), job)
     shown = screen.getvalue()
     assert "[0] a [bold]line[/bold]" in shown, "markup of a script's is not ours"
     assert "[1] a warning" in shown
@@ -84,27 +92,24 @@ def test_the_live_view_shows_lines_above_a_table_of_workers(agent: Agent) -> Non
     assert "812" in shown
 
 
-def on_screen(agent: Agent, width: int) -> str:
+def on_screen(job: Job, width: int) -> str:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width, color_system=None)
-    watch(LiveView(console), agent)
+    watch(LiveView(console), job)
     return screen.getvalue()
 
 
-def test_the_live_view_shows_how_far_the_training_is(agent: Agent) -> None:
-    began = time.monotonic()
-    for seconds in range(11):
-        told = Progress("0", 1, seconds, committed_samples=100 * seconds, total_samples=60_000)
-        agent.lead.journal.progress(told, began - 10 + seconds)
-    assert "1,000 of 60,000 samples (1%)  100/s  about 9 min 50 s left" in on_screen(agent, 100)
-    narrow = on_screen(agent, 30)
+def test_the_live_view_shows_how_far_the_training_is(job: Job) -> None:
+    job.reports(samples=Samples(1000, 60_000, 100.0))
+    assert "1,000 of 60,000 samples (1%)  100/s  about 9 min 50 s left" in on_screen(job, 100)
+    narrow = on_screen(job, 30)
     assert "1%  about 9 min 50 s left" in narrow
     assert "samples" not in narrow
 
 
-def test_a_script_that_tells_of_no_samples_is_shown_as_ever(agent: Agent) -> None:
-    agent.lead.journal.progress(Progress("0", 1, 60, 0.25), 1.0)
-    assert "samples (" not in on_screen(agent, 100)
+def test_a_script_that_tells_of_no_samples_is_shown_as_ever(job: Job) -> None:
+    job.reports(step=60, loss=0.25)
+    assert "samples (" not in on_screen(job, 100)
 
 
 @pytest.mark.parametrize(
@@ -229,11 +234,11 @@ def test_what_breaks_the_output_ends_the_run_and_not_in_silence(
     assert "a line could not be written" in caplog.text
 
 
-def test_on_a_narrow_terminal_the_table_has_what_can_be_read_there(agent: Agent) -> None:
-    agent.lead.journal.progress(Progress("0", 1, 60, 0.25, 812.4, "cuda:0"), 1.0)
+def test_on_a_narrow_terminal_the_table_has_what_can_be_read_there(job: Job) -> None:
+    job.at_work()
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=30, color_system=None)
-    watch(LiveView(console), agent)
+    watch(LiveView(console), job)
     shown = screen.getvalue()
     assert all(title in shown for title in ("worker", "state", "step", "starting", "60"))
     assert "devi" not in shown

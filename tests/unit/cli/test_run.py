@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from potluck.cli.run import idle_accelerators
+from potluck.cluster.run import Options
 from potluck.errors import ConfigurationError
-from potluck.launch.job import Options
 
 
 def test_gpus_that_one_worker_leaves_idle_are_named_with_what_uses_them() -> None:

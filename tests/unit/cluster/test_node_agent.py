@@ -76,7 +76,7 @@ class Running:
         """Wait for a view of exactly these."""
         ids = {node.id for node in nodes}
         await self.has(
-            lambda agent: agent.membership.view is not None and set(_nodes(agent)) == ids
+            lambda agent: agent.plane.protocol.view is not None and set(_nodes(agent)) == ids
         )
 
     async def stop(self) -> None:
@@ -85,7 +85,7 @@ class Running:
 
 
 def _nodes(agent: NodeAgent) -> tuple[str, ...]:
-    view = agent.membership.view
+    view = agent.plane.protocol.view
     return () if view is None else view.nodes
 
 
@@ -118,7 +118,7 @@ class Cluster(contextlib.AsyncExitStack):
 def tells(node: Running, other: Running) -> None:
     from potluck.cluster.discovery.advert import Hint
 
-    node.agent._links.heard(Hint("127.0.0.1", other.agent.port, "static"))
+    node.agent.links.heard(Hint("127.0.0.1", other.agent.port, "static"))
 
 
 def run(root: Path, story: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
@@ -137,7 +137,7 @@ def test_an_agent_that_calls_nobody_any_more_ends_instead_of_looking_alive(tmp_p
         def broken(now: float) -> None:
             raise MemoryError("no room")
 
-        links = bob.agent._links
+        links = bob.agent.links
         links._book.due = broken  # type: ignore[method-assign, assignment]
         links._calls.wake()
         with pytest.raises(MemoryError):
@@ -154,7 +154,7 @@ def test_an_agent_whose_heart_stops_ends_instead_of_looking_alive(tmp_path: Path
         def broken() -> float:
             raise MemoryError("no room")
 
-        ada.agent.membership.next_wakeup = broken  # type: ignore[method-assign]
+        ada.agent.plane.protocol.next_wakeup = broken  # type: ignore[method-assign]
         with pytest.raises(MemoryError):
             await asyncio.wait_for(asyncio.shield(ada.task), WAIT_S)
 
@@ -165,20 +165,20 @@ def test_three_agents_agree_lose_one_and_take_it_back(tmp_path: Path) -> None:
     async def story(cluster: Cluster) -> None:
         loop = asyncio.get_running_loop()
         ada, bob, carl = await cluster.three()
-        assert len({node.agent.membership.view for node in (ada, bob, carl)}) == 1
-        epoch = ada.agent.status().epoch
+        assert len({node.agent.plane.protocol.view for node in (ada, bob, carl)}) == 1
+        epoch = ada.agent.report.status().epoch
         began = loop.time()
         await carl.stop()
         await ada.sees(ada, bob)
         print(f"a node whose agent ended was out of the view after {loop.time() - began:.2f} s")
-        assert ada.agent.status().epoch > epoch
+        assert ada.agent.report.status().epoch > epoch
         again = await cluster.node("carl")
         assert again.id == carl.id
         for node in (ada, bob):
             tells(node, again)
         for node in (ada, bob, again):
             await node.sees(ada, bob, again)
-        shown = again.agent.status()
+        shown = again.agent.report.status()
         assert [each.role for each in shown.nodes].count("leader") == 1
         assert {each.link for each in shown.nodes} <= {"self", "up", "new"}
         assert all(each.python and each.potluck for each in shown.nodes)
@@ -204,14 +204,14 @@ def test_a_ban_by_command_takes_a_node_out_everywhere(tmp_path: Path) -> None:
 def test_the_secret_is_changed_on_all_nodes_while_they_stay_together(tmp_path: Path) -> None:
     async def story(cluster: Cluster) -> None:
         nodes = await cluster.three()
-        epochs = [node.agent.status().epoch for node in nodes]
+        epochs = [node.agent.report.status().epoch for node in nodes]
         settings = Settings(home=nodes[1].home)
         answer = await ask_agent(settings, local.RotateRequest(), timeout_s=WAIT_S)
         assert answer == local.Outcome(True, "3 nodes have the new secret")
         for node in nodes:
             await node.has(lambda agent: agent.credentials.namespace != namespace_of(OLD))
         assert len({node.agent.credentials.namespace for node in nodes}) == 1
-        assert [node.agent.status().epoch for node in nodes] == epochs
+        assert [node.agent.report.status().epoch for node in nodes] == epochs
         assert all(set(_nodes(node.agent)) == {n.id for n in nodes} for node in nodes)
 
     run(tmp_path, story)
@@ -226,7 +226,7 @@ def test_the_command_line_asks_the_agent_of_its_own_machine(tmp_path: Path) -> N
         assert isinstance(reply, local.NodesReply)
         assert (reply.node, reply.port) == (ada.id, ada.agent.port)
         assert [each.role for each in reply.nodes] == ["leader"]
-        assert reply.epoch == ada.agent.status().epoch > 0
+        assert reply.epoch == ada.agent.report.status().epoch > 0
         second = Running(ada.home, [])
         with pytest.raises(ConfigurationError, match="runs on this machine already"):
             await second.is_ready()
@@ -279,6 +279,9 @@ def test_commands_that_look_for_an_agent_are_none_and_keep_none_from_starting(
 
 
 def test_a_ban_of_what_is_no_node_id_is_not_taken_over(tmp_path: Path) -> None:
-    agent = NodeAgent(Settings(home=tmp_path), on_note=print, finders=[])
-    with pytest.raises(ProtocolError, match="no node id"):
-        agent.received("ab" * 32, 1, Bans(("../x",)))
+    async def story(cluster: Cluster) -> None:
+        ada = await cluster.node("ada")
+        with pytest.raises(ProtocolError, match="no node id"):
+            ada.agent.plane._received("ab" * 32, Bans(("../x",)))
+
+    run(tmp_path, story)

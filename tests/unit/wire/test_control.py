@@ -9,9 +9,9 @@ import pytest
 
 from potluck.errors import ProtocolError
 from potluck.types import Member
-from potluck.wire import control
+from potluck.wire import control, local
 
-FROM_CLIENT = [
+FROM_WORKER = [
     control.Ready("0", after_epoch=3, port=5, pid=7, host="h", local_rank=1, cause="c"),
     control.Installed("0", 4),
     control.Lost("0", 4, 2, True, "cause", 60),
@@ -23,7 +23,6 @@ FROM_CLIENT = [
     control.Finished("0"),
     control.ChaosDue("0", 4, 60),
     control.ProbeReply("0", 1, True),
-    control.StatusRequest(),
 ]
 FROM_AGENT = [
     control.View("job", 4, (Member("0", "n", "h", 1, 0), Member("1")), (60, 80)),
@@ -31,22 +30,27 @@ FROM_AGENT = [
     control.Probe(9),
     control.ChaosDone(60),
     control.Stop("reason"),
-    control.StatusReply(
-        *("job", "node", 1, "s.py", 1.0, 4, 60, None),
-        (control.WorkerStatus("0", 0, "member", 1, 0, "cpu", 60, 3.0),),
-        ("event",),
-        samples=control.Samples(640, 6400, 812.5),
-    ),
 ]
 
 
-@pytest.mark.parametrize("message", FROM_CLIENT, ids=lambda message: type(message).__name__)
-def test_what_a_worker_says_arrives(message: control.FromClient) -> None:
+@pytest.mark.parametrize("message", FROM_WORKER, ids=lambda message: type(message).__name__)
+def test_what_a_worker_says_arrives(message: control.FromWorker) -> None:
     data = control.TO_AGENT.encode(message)
     assert control.TO_AGENT.length(data[:4]) == len(data) - 4
     assert control.TO_AGENT.decode(data[4:]) == message
     with pytest.raises(ProtocolError):
         control.FROM_AGENT.decode(data[4:])
+
+
+def test_how_a_job_is_doing_arrives() -> None:
+    status = control.StatusReply(
+        *("job", "node", 1, "s.py", 1.0, 4, 60, None),
+        (control.WorkerStatus("0", 0, "member", 1, 0, "cpu", 60, 3.0),),
+        ("event",),
+        samples=control.Samples(640, 6400, 812.5),
+    )
+    message = local.JobsReply((status,))
+    assert local.REPLY.decode(local.REPLY.encode(message)[4:]) == message
 
 
 @pytest.mark.parametrize("message", FROM_AGENT, ids=lambda message: type(message).__name__)

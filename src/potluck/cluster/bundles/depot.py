@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -33,16 +34,23 @@ KEPT_BYTES = 1 << 30
 
 
 class BundleDepot:
-    """``send`` as in ``BundleServer``; whoever has a link may have every bundle."""
+    """``send`` as in ``BundleServer``; whoever has a link may have every bundle. Nothing is on disk
+    before the first one."""
 
     def __init__(self, root: Path, send: Send) -> None:
         self._root = root
-        self._store = BundleStore(root)
         self._server = BundleServer(send)
-        self._fetcher = BundleFetcher(self._store, send)
+        self._send = send
         self._here: dict[bytes, Path] = {}
         self._in_use: set[str] = set()
-        (root / "jobs").mkdir(mode=0o700, exist_ok=True)
+
+    @functools.cached_property
+    def _store(self) -> BundleStore:
+        return BundleStore(self._root)
+
+    @functools.cached_property
+    def _fetcher(self) -> BundleFetcher:
+        return BundleFetcher(self._store, self._send)
 
     def received(self, node: str, message: peers.BundleMessage) -> None:
         """``node`` asks for a part, or sends one."""
@@ -111,6 +119,7 @@ class BundleDepot:
         temporary = target.with_name(f".{secrets.token_hex(8)}")
         try:
             with self._saying_what_is_wrong():
+                target.parent.mkdir(mode=0o700, exist_ok=True)
                 shutil.copytree(source, temporary)
                 os.utime(temporary)  # the copy's age counts, not the bundle's
                 temporary.rename(target)
@@ -163,7 +172,7 @@ class BundleDepot:
 def _newest(folder: Path) -> list[Path]:
     """What is in ``folder``, the newest first."""
     found = []
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(OSError):
             found.append((path.stat().st_mtime, path))
     return [path for _, path in sorted(found, reverse=True)]

@@ -1,6 +1,7 @@
 """Running a script's workers.
 
-A job has one ``Lead`` and on each node a ``Crew``. On one machine ``standalone.py`` joins the two.
-In a cluster ``coordinator.py`` leads on the leader's node, ``runner.py`` has the crew on every
-node, and ``dispatcher.py`` passes messages, views and the commands' requests to both.
+Each job has one ``JobController``, on the node that leads the cluster (``controller.py``), and on
+each node a ``LocalJob`` of its ``LocalRunner`` (``local_runner.py``), whose workers are processes
+with control links (``local_workers.py``). ``dispatcher.py`` takes what other nodes, the cluster's
+view and this machine's commands say about jobs. A machine alone is a cluster of one node.
 """

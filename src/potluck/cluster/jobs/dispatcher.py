@@ -1,7 +1,7 @@
 """All jobs of the cluster, as one node's agent has to do with them.
 
-It leads them while it leads the cluster (``coordinator.py``), it has some of their workers
-(``runner.py``), and it serves the commands of this machine that started them.
+It leads them while it leads the cluster (``controller.py``), it has some of their workers
+(``local_runner.py``), and it serves the commands of this machine that started them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from potluck.cluster.bundles.depot import BundleDepot
-from potluck.cluster.jobs.coordinator import JobCoordinator, accept
+from potluck.cluster.jobs.controller import JobController
 from potluck.cluster.jobs.early import EarlyOrders
 from potluck.cluster.jobs.host import JobHost
-from potluck.cluster.jobs.runner import JobRunner
+from potluck.cluster.jobs.local_runner import LocalRunner
+from potluck.cluster.jobs.placement import place
+from potluck.cluster.jobs.runtime import free_port
 from potluck.cluster.membership import events
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, PotluckError
+from potluck.system import SIGHUP
 from potluck.wire import control, jobs, local
 from potluck.wire.nodes import View
 
@@ -35,6 +38,10 @@ _VIEW_S = 15.0
 
 class Client(Protocol):
     """A command of this machine that waits for its job."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the output of the workers here has to wait for it."""
 
     def send(self, message: local.Reply) -> None:
         """Tell it, without blocking."""
@@ -55,16 +62,24 @@ class JobDispatcher:
     """Feed it what the agent hears: messages, views, pauses, requests."""
 
     def __init__(self, host: JobHost, depot: BundleDepot) -> None:
-        self.runner = JobRunner(host, depot)
+        self.runner = LocalRunner(host, depot, self._must_wait)
         self._host = host
         self._depot = depot
-        self._coordinators: dict[str, JobCoordinator] = {}
+        self._controllers: dict[str, JobController] = {}
         self._watched: dict[str, _Watched] = {}
         self._early = EarlyOrders()
         self._has_view = asyncio.Event()
         self._view_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._submitting: dict[Client, asyncio.Task[None]] = {}
         self._spawn(self._tell_status())
+        host.links.on(jobs.JobMessage, self.received)
+        host.links.on_linked.append(lambda node, introduction, namespace: self.linked(node))
+        host.plane.listeners.append(self.act)
+        host.commands.on(local.RunRequest, self._run_asked)
+        host.commands.on(local.InterruptRequest, self._interrupt_asked)
+        host.commands.on(local.JobsRequest, self._status_asked)
+        host.commands.on_gone.append(self.abandon)
 
     # What a person orders here.
 
@@ -78,16 +93,17 @@ class JobDispatcher:
             raise ConfigurationError(
                 "this node is in no cluster yet; `potluck status` shows what it knows"
             ) from None
-        if host.stands_still:
+        if host.plane.stands_still:
             raise ConfigurationError(
-                f"this node is {host.stands_still}; `potluck continue --alone` overrides"
+                f"this node is {host.plane.stands_still}; `potluck continue --alone` overrides"
             )
         job = f"{PurePosixPath(request.script).stem[:64]}-{secrets.token_hex(4)}"
         await self._await_nodes(job, request, client)
-        bundle = await self._depot.take_in(Path(request.folder), request.script)
-        below = ""
-        with contextlib.suppress(ValueError):
-            below = Path(request.directory).relative_to(request.folder).as_posix()
+        bundle, below = None, ""
+        if request.folder:
+            bundle = await self._depot.take_in(Path(request.folder), request.script)
+            with contextlib.suppress(ValueError):
+                below = Path(request.directory).relative_to(request.folder).as_posix()
         spec = jobs.JobSpec(
             job=job,
             script=request.script,
@@ -106,7 +122,7 @@ class JobDispatcher:
             restarts_worlds=request.restarts_worlds,
             wait_s=request.wait_s,
             min_workers=request.min_workers,
-            master_port=host.runtime.free_port(),
+            master_port=free_port(""),
             started=time.time(),
         )
         self._watched[job] = _Watched(spec, client)
@@ -117,12 +133,12 @@ class JobDispatcher:
         """Until as many nodes are in the view as ``request`` asks for."""
 
         def here() -> str:
-            nodes = () if self._host.view is None else self._host.view.nodes
+            nodes = () if self._host.plane.view is None else self._host.plane.view.nodes
             names = ", ".join(self._host.names.label(node) for node in nodes)
             return f"{len(nodes)} of at least {request.min_nodes} machines ({names})"
 
         def are_enough() -> bool:
-            view = self._host.view
+            view = self._host.plane.view
             return view is not None and len(view.nodes) >= request.min_nodes
 
         if are_enough():
@@ -139,29 +155,60 @@ class JobDispatcher:
                 "others, or give fewer with --min-nodes (POTLUCK_MIN_PEERS), or a longer --wait"
             ) from None
 
-    def interrupt(self, job: str, number: int) -> None:
-        """The operator wants the end of a job that was submitted here."""
-        watched = self._watched.get(job)
-        if watched is not None:
-            watched.number, watched.times = number, watched.times + 1
-            self._host.to_leader(jobs.InterruptJob(job, number, watched.times))
+    def _must_wait(self) -> bool:
+        return any(watched.client.is_behind for watched in self._watched.values())
 
-    def abandon(self, job: str, number: int) -> None:
-        """The command is gone without a word: its job ends, as if by ``number``."""
-        if job in self._watched:
-            self.interrupt(job, number)
+    async def _run_asked(self, request: local.RunRequest, client: Client) -> None:
+        """Have a job begin, unless the command wants its end, or leaves, first."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._submitting[client] = task
+        try:
+            await self.submit(request, client)
+        except (PotluckError, OSError) as error:
+            client.send(local.Outcome(False, str(error)[:4000]))
+        except asyncio.CancelledError:
+            client.send(local.Outcome(False, "interrupted before it began"))
+            raise
+        finally:
+            del self._submitting[client]
+
+    async def _interrupt_asked(self, request: local.InterruptRequest, client: Client) -> None:
+        if client in self._submitting:
+            self._submitting[client].cancel()
+        self.interrupt(client, request.number)
+
+    async def _status_asked(self, request: local.JobsRequest, client: Client) -> None:
+        client.send(local.JobsReply(self.status()))
+
+    def abandon(self, client: Client) -> None:
+        """The command is gone; a job of it that still runs ends, as if the terminal had closed."""
+        self.interrupt(client, SIGHUP)
+
+    def interrupt(self, client: Client, number: int) -> None:
+        """The operator wants the end of the job that ``client`` waits for."""
+        for job, watched in self._watched.items():
+            if watched.client is client:
+                watched.number, watched.times = number, watched.times + 1
+                self._host.to_leader(jobs.InterruptJob(job, number, watched.times))
 
     def status(self) -> tuple[control.StatusReply, ...]:
         """The jobs, as the leader told of them last."""
-        led = {job: each.status() for job, each in self._coordinators.items() if each.has_begun}
-        told = {job: post.status for job, post in self.runner.posts.items() if post.status}
+        led = {job: each.status() for job, each in self._controllers.items() if each.has_begun}
+        told = {job: here.status for job, here in self.runner.jobs.items() if here.status}
         return tuple(status for _, status in sorted((told | led).items()))[: jobs.MAX_JOBS]
+
+    def rate(self) -> float:
+        """Samples per second of the workers here."""
+        name = self._host.names.label(self._host.me)
+        workers = [each for job in self.status() for each in job.workers if each.node == name]
+        return sum(each.samples_per_s or 0.0 for each in workers if each.rank >= 0)
 
     # What other nodes say.
 
     def received(self, node: str, message: jobs.JobMessage) -> None:
         """``node`` said ``message``; it may be this one. ProtocolError if it is to be cut off."""
-        view = self._host.view
+        view = self._host.plane.view
         if isinstance(message, jobs.FromLeader):
             if view is None or node != view.leader:
                 if node != self._host.me:
@@ -176,12 +223,12 @@ class JobDispatcher:
         elif isinstance(message, jobs.Submit):
             self._submitted(node, message.spec, view)
         else:
-            coordinator = self._coordinators.get(message.job)
+            controller = self._controllers.get(message.job)
             if isinstance(message, jobs.InterruptJob):
-                if coordinator is not None and node == coordinator.spec.starter:
-                    coordinator.interrupted(message)
-            elif coordinator is not None:
-                coordinator.received(node, message)
+                if controller is not None and node == controller.spec.starter:
+                    controller.interrupted(message)
+            elif controller is not None:
+                controller.received(node, message)
 
     def _ordered(self, message: jobs.FromLeader) -> None:
         self.runner.received(message)
@@ -213,64 +260,70 @@ class JobDispatcher:
     # Leading.
 
     def _submitted(self, node: str, spec: jobs.JobSpec, view: View) -> None:
-        if spec.job in self._coordinators:
+        if spec.job in self._controllers:
             return
         try:
             if view.leader != self._host.me or node != spec.starter:
                 raise ConfigurationError("this node does not lead the cluster, or not for you")
-            if len(self._coordinators) >= jobs.MAX_JOBS:
+            if len(self._controllers) >= jobs.MAX_JOBS:
                 raise ConfigurationError(f"the cluster runs {jobs.MAX_JOBS} jobs already")
-            coordinator = accept(self._host, spec, view)
+            controller = JobController(
+                self._host, spec, place(spec, view.nodes, ()), view, is_new=True
+            )
+            objection = controller.objection(view)
+            if objection:
+                raise ConfigurationError(objection)
         except PotluckError as error:
-            self._host.send(node, jobs.Submitted(spec.job, str(error)[:4000]))
+            self._host.links.send(node, jobs.Submitted(spec.job, str(error)[:4000]))
             return
-        self._lead(coordinator, view)
+        self._lead(controller, view)
 
-    def _lead(self, coordinator: JobCoordinator, view: View) -> None:
-        self._coordinators[coordinator.spec.job] = coordinator
-        self._spawn(self._see_to_its_end(coordinator))
+    def _lead(self, controller: JobController, view: View) -> None:
+        self._controllers[controller.spec.job] = controller
+        self._spawn(self._see_to_its_end(controller))
         for node in view.nodes:
-            coordinator.order(node)
+            controller.order(node)
 
-    async def _see_to_its_end(self, coordinator: JobCoordinator) -> None:
-        await coordinator.lead.over.wait()
-        job, starter = coordinator.spec.job, coordinator.spec.starter
-        if self._coordinators.get(job) is not coordinator:
+    async def _see_to_its_end(self, controller: JobController) -> None:
+        await controller.over.wait()
+        await controller.all_read()
+        job, starter = controller.spec.job, controller.spec.starter
+        if self._controllers.get(job) is not controller:
             return  # another node leads it by now
         try:
-            if coordinator.lead.crash is not None:
-                coordinator.refuse(
-                    f"this is potluck's fault, please report it: {coordinator.lead.crash!r}"
+            if controller.crash is not None:
+                controller.refuse(
+                    f"this is potluck's fault, please report it: {controller.crash!r}"
                 )
-            elif coordinator.has_begun:
-                ended = coordinator.summary()
-                view = self._host.view
+            elif controller.has_begun:
+                ended = controller.summary()
+                view = self._host.plane.view
                 is_in = view is not None and starter in view.nodes
-                if not is_in or not self._host.send(starter, ended):
-                    self._host.log(job, ended.summary.decode())
+                if not is_in or not self._host.links.send(starter, ended):
+                    self._host.log.write(job, ended.summary.decode())
                     self._host.note(f"job {job} is over: exit code {ended.exit_code}")
         finally:
-            coordinator.lead.close()
-            self._coordinators.pop(job, None)
-            self._host.handle(events.JobOver(job))
+            controller.close()
+            self._controllers.pop(job, None)
+            self._host.plane.handle(events.JobOver(job))
             self._tell_all(self._list())
 
     def _list(self) -> jobs.JobList:
-        return jobs.JobList(tuple(sorted(self._coordinators)))
+        return jobs.JobList(tuple(sorted(self._controllers)))
 
     def _tell_all(self, message: jobs.FromLeader) -> None:
-        view = self._host.view
+        view = self._host.plane.view
         if view is not None and view.leader == self._host.me:
             for node in view.nodes:
-                self._host.send(node, message)
+                self._host.links.send(node, message)
 
     async def _tell_status(self) -> None:
         while True:
             await asyncio.sleep(_STATUS_S)
             try:
-                for coordinator in self._coordinators.values():
-                    if coordinator.has_begun:
-                        self._tell_all(jobs.JobStatus(coordinator.status()))
+                for controller in self._controllers.values():
+                    if controller.has_begun:
+                        self._tell_all(jobs.JobStatus(controller.status()))
             except Exception:  # what is told next may do again
                 _log.exception("the status of the jobs could not be told")
 
@@ -283,23 +336,23 @@ class JobDispatcher:
                 self._installed(view)
             case events.Pause(reason):
                 self.runner.hold(reason)
-                for coordinator in self._coordinators.values():
-                    coordinator.hold()
+                for controller in self._controllers.values():
+                    controller.hold()
             case events.Resume():
-                assert self._host.view is not None
-                for coordinator in self._coordinators.values():
-                    coordinator.installed(self._host.view)
+                assert self._host.plane.view is not None
+                for controller in self._controllers.values():
+                    controller.installed(self._host.plane.view)
                 self.runner.say_again()
             case events.Leave(reason, resync):
                 self._has_view.clear()
                 self._stop_leading()
                 self.runner.hold(reason)
-                if self._host.is_banned:
+                if self._host.plane.is_banned:
                     self.runner.give_up()
                 elif resync:
                     self.runner.resync()
-            case events.GroupRefused(job, floor, reason) if job in self._coordinators:
-                self._coordinators[job].group_refused(floor, reason)
+            case events.GroupRefused(job, floor, reason) if job in self._controllers:
+                self._controllers[job].group_refused(floor, reason)
             case _:
                 pass
 
@@ -309,20 +362,20 @@ class JobDispatcher:
         self._view_changed = asyncio.Event()
         me = self._host.me
         if view.leader == me:
-            for coordinator in list(self._coordinators.values()):
-                coordinator.installed(view)
-            for job, post in self.runner.posts.items():
-                if job not in self._coordinators:
-                    coordinator = JobCoordinator(
+            for controller in list(self._controllers.values()):
+                controller.installed(view)
+            for job, here in self.runner.jobs.items():
+                if job not in self._controllers:
+                    controller = JobController(
                         self._host,
-                        post.spec,
-                        post.seats,
+                        here.spec,
+                        here.places,
                         view,
                         is_new=False,
-                        before=post.group,
-                        world=post.world,
+                        before=here.group,
+                        world=here.world,
                     )
-                    self._lead(coordinator, view)
+                    self._lead(controller, view)
             self._tell_all(self._list())
         else:
             self._stop_leading()
@@ -342,21 +395,21 @@ class JobDispatcher:
 
     def linked(self, node: str) -> None:
         """There is a new link to ``node``: what was said before may not have arrived."""
-        view = self._host.view
+        view = self._host.plane.view
         if view is None or view.member(node) is None:
             return
-        for coordinator in self._coordinators.values():
-            coordinator.order(node)
+        for controller in self._controllers.values():
+            controller.order(node)
         if view.leader == self._host.me:
-            self._host.send(node, self._list())  # a job may have ended meanwhile
+            self._host.links.send(node, self._list())  # a job may have ended meanwhile
         if node == view.leader:
             self.runner.say_again()
 
     def _stop_leading(self) -> None:
-        for coordinator in self._coordinators.values():
-            coordinator.lead.close()
-            coordinator.lead.over.set()
-        self._coordinators.clear()
+        for controller in self._controllers.values():
+            controller.close()
+            controller.over.set()
+        self._controllers.clear()
 
     async def close(self) -> None:
         """End all workers here; no task stays."""

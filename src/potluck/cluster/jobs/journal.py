@@ -150,8 +150,14 @@ class Journal:
         self.note(text, now)
         return text
 
-    def progress(self, told: Progress, now: float) -> None:
-        """A worker committed ``told.step``, or said something else about itself."""
+    def progress(self, told: Progress, now: float) -> list[Note]:
+        """A worker committed ``told.step``, or said something else about itself; the notes that
+        follow."""
+        known = len(self.notes)
+        self._take(told, now)
+        return self.notes[known:]
+
+    def _take(self, told: Progress, now: float) -> None:
         worker = told.worker
         facts = self.facts_of(worker)
         known = (facts.training, facts.epoch, facts.step)

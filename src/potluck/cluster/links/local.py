@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from potluck.cluster.home.node_state import find_agent
+from potluck.cluster.home.node_state import AgentRecord, find_agent
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.errors import ConfigurationError, LinkError
 from potluck.settings import Settings
 from potluck.transport import aio
 from potluck.wire import local
 from potluck.wire.jobs import JobEnded
-from potluck.wire.messages import Hello
+from potluck.wire.messages import Hello, Welcome
 
 CLIENT = "client"
 """The ``kind`` in the greeting of this machine's commands."""
 
+_log = logging.getLogger(__name__)
+
 _MAX_UNSENT = 8 << 20
 
 
-class Waiting:
-    """A command that waits for its job, as the agent sees it. What it does not read in time is
-    left out, but for how the job ended."""
+class Client:
+    """A command of this machine, as the agent sees it. What it does not read in time is
+    left out, but for how the job ended: the workers never wait for it."""
+
+    is_behind = False
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -38,6 +45,49 @@ class Waiting:
             self._writer.write(local.REPLY.encode(message))
 
 
+Answer = Callable[[Any, Client], Coroutine[Any, Any, None]]
+"""Answers one request of a command."""
+
+
+class Commands:
+    """The commands of this machine: each request goes to what was registered for its type."""
+
+    def __init__(self) -> None:
+        self.on_gone: list[Callable[[Client], None]] = []
+        """Told of each command that has left."""
+        self._answers: dict[type, Answer] = {}
+
+    def on(self, request: type[local.Request], answer: Answer) -> None:
+        """Have requests of this type answered by ``answer(request, client)``, as a task that ends
+        with the command."""
+        self._answers[request] = answer
+
+    async def greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
+    ) -> None:
+        """A command calls: answer what it asks until it leaves."""
+        await aio.write_greeting(writer, Welcome())
+        client = Client(writer)
+        tasks: set[asyncio.Task[None]] = set()
+
+        def answered(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.error("a command's request could not be answered", exc_info=error)
+                writer.transport.abort()
+
+        try:
+            while (request := await read_request(reader)) is not None:
+                task = asyncio.create_task(self._answers[type(request)](request, client))
+                task.add_done_callback(answered)
+                tasks.add(task)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for tell in self.on_gone:
+                tell(client)
+
+
 async def read_request(reader: asyncio.StreamReader) -> local.Request | None:
     """What the command asks next; None when it is gone."""
     try:
@@ -51,9 +101,11 @@ async def read_reply(reader: asyncio.StreamReader) -> local.Reply:
     return await aio.receive(reader, local.REPLY)
 
 
-async def call_agent(settings: Settings) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to this machine's agent; ConfigurationError if none runs here."""
-    record = find_agent(settings.home)
+async def call_agent(
+    settings: Settings, agent: AgentRecord | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to ``agent``, or that of this machine; ConfigurationError if none runs here."""
+    record = agent or find_agent(settings.home)
     if record is None:
         raise ConfigurationError("no agent runs on this machine; start it with: potluck up")
     credentials = load_credentials(settings)
@@ -62,14 +114,20 @@ async def call_agent(settings: Settings) -> tuple[asyncio.StreamReader, asyncio.
     return reader, writer
 
 
-async def ask_agent(settings: Settings, request: local.Request, *, timeout_s: float) -> local.Reply:
-    """What this machine's agent answers to ``request``.
+async def ask_agent(
+    settings: Settings,
+    request: local.Request,
+    *,
+    timeout_s: float,
+    agent: AgentRecord | None = None,
+) -> local.Reply:
+    """What ``agent``, or that of this machine, answers to ``request``.
 
     ConfigurationError if none runs here; LinkError if it does not answer in time.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await call_agent(settings)
+            reader, writer = await call_agent(settings, agent)
             try:
                 writer.write(local.REQUEST.encode(request))
                 return await read_reply(reader)

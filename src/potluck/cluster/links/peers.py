@@ -4,6 +4,9 @@ Either side may call. If both do at once, the call of the lower node id wins. A 
 although a link to it exists has lost that link (it started again, say): its call replaces the
 link, unless the link has just been made. What travels is ``wire.peers``; who is alive is decided
 elsewhere, from heartbeats.
+
+Each part of the agent registers for the messages that concern it (``on``), and for the making and
+the end of links.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import UnionType
+from typing import Any, get_args
 
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.caller import HintCaller
@@ -42,20 +46,14 @@ _MAX_LINKS = 1024
 _log = logging.getLogger(__name__)
 
 
-class Owner(Protocol):
-    """Who is told what happens on the links; called in the loop, must not block."""
-
-    def linked(self, node: str, introduction: peers.Introduction, namespace: str) -> None:
-        """There is a link to ``node``, which shows the secret of ``namespace``."""
-
-    def received(self, node: str, incarnation: int, message: peers.PeerMessage) -> None:
-        """``node`` said ``message`` in the run ``incarnation`` of its agent."""
-
-    def ended(self, node: str, incarnation: int, reason: str) -> None:
-        """The link is gone; where it was is being called."""
-
-    def nobody_listens(self, node: str, incarnation: int) -> None:
-        """The host of ``node`` answered that no agent listens where the last link to it was."""
+Linked = Callable[[str, peers.Introduction, str], None]
+"""``(node, introduction, namespace)``: there is a link to ``node``, which shows the secret of
+``namespace``."""
+Ended = Callable[[str, int, str], None]
+"""``(node, incarnation, reason)``: the link is gone; where it led is being called."""
+Unreachable = Callable[[str, int], None]
+"""``(node, incarnation)``: the host of ``node`` answered that no agent listens where the last link
+to it led."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,17 +78,20 @@ class ControlLinks:
         self,
         credentials: Credentials,
         me: Callable[[], peers.Introduction],
-        owner: Owner,
         *,
         on_broken: OnBroken,
     ) -> None:
         """``on_broken(error)``: no peer is called any more."""
         self._credentials = credentials
         self._me = me
-        self._owner = owner
+        self._takers: dict[type, Callable[[str, Any], None]] = {}
+        self.on_linked: list[Linked] = []
+        self.on_ended: list[Ended] = []
+        self.on_unreachable: list[Unreachable] = []
         self._calls = HintCaller(self._call)
         self._book = self._calls.book
         self._links: dict[str, _Link] = {}
+        self._addresses: dict[str, str] = {}
         self._incarnations: dict[str, int] = {}
         self._calling: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,13 +99,21 @@ class ControlLinks:
         self._is_closed = False
         self._caller = start_task(self._calls.run, name="calling peers", on_broken=on_broken)
 
+    def on(self, messages: UnionType | type, take: Callable[[str, Any], None]) -> None:
+        """Have messages of these types given to ``take(node, message)``, in the loop; it must not
+        block. A PotluckError that it raises ends the link."""
+        for kind in get_args(messages) or (messages,):
+            self._takers[kind] = take
+
     @property
     def nodes(self) -> tuple[str, ...]:
         """The peers that there is a link to."""
         return tuple(node for node, link in self._links.items() if link.introduction)
 
     def introduction(self, node: str) -> peers.Introduction | None:
-        """What ``node`` said of itself; None without a link."""
+        """What ``node`` said of itself; None without a link. This node is known without one."""
+        if node == self._credentials.node_id:
+            return self._me()
         link = self._links.get(node)
         return None if link is None else link.introduction
 
@@ -112,6 +121,10 @@ class ControlLinks:
         """The host that the link to ``node`` leads to; empty without a link."""
         link = self._links.get(node)
         return "" if link is None else link.host
+
+    def last_address(self, node: str) -> str:
+        """The host that the newest link to ``node`` leads, or led to; empty if there was none."""
+        return self._addresses.get(node, "")
 
     def local(self, node: str) -> str:
         """This machine's address on the link to ``node``; empty without a link."""
@@ -139,7 +152,11 @@ class ControlLinks:
 
     def send(self, node: str, message: peers.PeerMessage) -> bool:
         """Have ``message`` sent, without blocking; False without a link. A peer that does not read
-        loses its link once 8 MiB wait for it."""
+        loses its link once 8 MiB wait for it. A message to this node itself arrives in the next
+        turn of the loop."""
+        if node == self._credentials.node_id:
+            asyncio.get_running_loop().call_soon(self._take_message, node, message)
+            return True
         link = self._links.get(node)
         if link is None or link.introduction is None:
             return False
@@ -152,7 +169,7 @@ class ControlLinks:
             link.end(reason)
 
     async def close(self) -> None:
-        """End all links and calls. The owner is told nothing more."""
+        """End all links and calls. Nothing more is told."""
         self._is_closed = True
         tasks = [self._caller, *self._tasks]
         for task in tasks:
@@ -254,7 +271,8 @@ class ControlLinks:
             for node, incarnation in list(self._incarnations.items()):
                 places = {(each.host, each.port) for each in self._book.places_of(node)}
                 if node not in self._links and (hint.host, hint.port) in places:
-                    self._owner.nobody_listens(node, incarnation)
+                    for tell in self.on_unreachable:
+                        tell(node, incarnation)
 
     # One link, from its making to its end.
 
@@ -279,13 +297,15 @@ class ControlLinks:
                 raise ProtocolError(f"it began with {type(first).__name__}, not an introduction")
             link.introduction = first
             self._incarnations[link.node] = first.incarnation
-            self._owner.linked(link.node, first, aio.shown_namespace(link.writer))
+            self._addresses[link.node] = link.host
+            for tell in self.on_linked:
+                tell(link.node, first, aio.shown_namespace(link.writer))
             while True:
                 async with asyncio.timeout(IDLE_S):
                     message = await _receive(link.reader)
                 if self._links.get(link.node) is not link:
                     return
-                self._owner.received(link.node, first.incarnation, message)
+                self._take_message(link.node, message)
         except TimeoutError:
             link.reason = link.reason or "it said nothing for too long"
         except LinkError as error:
@@ -297,6 +317,11 @@ class ControlLinks:
             self._forget(link)
             await aio.end(link.writer)
 
+    def _take_message(self, node: str, message: peers.PeerMessage) -> None:
+        take = self._takers.get(type(message))
+        if take is not None:
+            take(node, message)
+
     def _forget(self, link: _Link) -> None:
         if self._links.get(link.node) is link:
             del self._links[link.node]
@@ -306,7 +331,9 @@ class ControlLinks:
 
     def _tell_end(self, link: _Link) -> None:
         if link.introduction is not None and not self._is_closed:
-            self._owner.ended(link.node, link.introduction.incarnation, link.reason)
+            _log.info("the link to %s ended: %s", link.node[:12], link.reason)
+            for tell in self.on_ended:
+                tell(link.node, link.introduction.incarnation, link.reason)
 
     def _write(self, link: _Link, message: peers.PeerMessage) -> bool:
         transport = link.writer.transport

@@ -21,8 +21,10 @@ from potluck.cluster.topology.survey import Survey, is_news, shares_interfaces
 from potluck.errors import PotluckError
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
+from potluck.types import MeasuredPath
 from potluck.wire.facts import MAX_LINKS, Facts, LinkFacts, Measured, NodeFacts
-from potluck.wire.messages import Refusal, Welcome
+from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.peers import Introduction
 
 _TICK_S = 0.25
 _LOOK_S = 5.0
@@ -56,34 +58,34 @@ class Surveyor:
         self._looked = asyncio.get_running_loop().time()
         self._told_at = 0.0
         self._task = asyncio.create_task(self._run())
+        links.on(Facts | Measured, self._received)
+        links.on_linked.append(self._linked)
+        links.on_ended.append(self._lost)
 
     async def close(self) -> None:
         """Nothing is measured or told any more."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    # What the agent tells it.
+    # What happens on the links.
 
-    def linked(self, node: str, port: int) -> None:
-        """There is a link to ``node``, whose agent listens on ``port``."""
+    def _linked(self, node: str, introduction: Introduction, namespace: str) -> None:
         now = asyncio.get_running_loop().time()
-        self.survey.linked(node, self._links.address(node), port, now)
+        self.survey.linked(node, self._links.address(node), introduction.port, now)
         self._links.send(node, self.row())
 
-    def lost(self, node: str) -> None:
-        """The link to ``node`` ended."""
+    def _lost(self, node: str, incarnation: int, reason: str) -> None:
         if node not in self._links.nodes:
             self.survey.lost(node)
 
-    def received(self, node: str, message: Facts | Measured) -> None:
-        """``node`` said ``message``."""
+    def _received(self, node: str, message: Facts | Measured) -> None:
         if isinstance(message, Facts):
             self.survey.heard(node, message)
         else:
             self.survey.told(node, message, asyncio.get_running_loop().time())
 
     async def greeted(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, node: str
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
     ) -> None:
         """``node`` called to measure the path to here."""
         if self._is_measuring or not self._may_go_on(node):
@@ -110,6 +112,16 @@ class Surveyor:
     def topology(self, nodes: Collection[str]) -> Topology:
         """The graph of ``nodes``."""
         return self.survey.topology(self.row(), nodes)
+
+    def ring(self, nodes: Collection[str]) -> tuple[str, ...]:
+        """``nodes`` in the order of the ring that avoids slow links; empty if it makes no
+        difference."""
+        topology = self.topology(nodes)
+        return topology.ring() if topology.slowest_first() else ()
+
+    def paths(self, nodes: Collection[str]) -> tuple[MeasuredPath, ...]:
+        """What was measured of the links between ``nodes``."""
+        return self.topology(nodes).paths(nodes)
 
     def facts(self, node: str) -> NodeFacts | None:
         """What ``node`` is; None while it has not said so."""

@@ -5,55 +5,70 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from potluck.cluster.bundles.depot import KEPT_JOBS, BundleDepot
 from potluck.cluster.jobs.dispatcher import JobDispatcher
-from potluck.cluster.jobs.lead import Lead
+from potluck.cluster.jobs.host import JobHost
+from potluck.cluster.jobs.summary import Summary
 from potluck.cluster.membership import events
 from potluck.cluster.membership.events import WantGroup
 from potluck.cluster.names import NodeNames
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, ProtocolError
-from potluck.launch.chaos import ChaosPlan
 from potluck.types import MeasuredPath
 from potluck.wire import control, jobs, local, peers
-from potluck.wire.names import Versions
 from potluck.wire.nodes import JobGroup, View, ViewMember
 
 ME, LEADER, EVE = "me", "leader", "eve"
 
 
 class Machine:
-    """What an agent is to its jobs (``JobHost`` and ``Runtime``): what it would do is written."""
+    """The parts of an agent that its jobs use (``JobHost``): what they would do is written."""
 
-    me, port, bind, stands_still, is_banned = ME, 1, "127.0.0.1", "", False
+    stands_still, is_banned = "", False
 
     def __init__(self) -> None:
         self.view: View | None = None
         self.sent: list[tuple[str, peers.PeerMessage]] = []
         self.events: list[events.Event] = []
         self.notes: list[str] = []
+        self.on_linked: list[object] = []
+        self.on_gone: list[object] = []
+        self.listeners: list[object] = []
         self.launched: list[str] = []
         self.unreachable: set[str] = set()
         self.names = NodeNames(ME, ME)
         for node in (LEADER, EVE):
             self.names.met(node, node)
 
-    @property
-    def runtime(self) -> Machine:
-        return self
+    def host(self) -> JobHost:
+        me: Any = self
+        return JobHost(
+            me=ME,
+            port=1,
+            bind="127.0.0.1",
+            names=self.names,
+            launcher=self.launcher,
+            links=me,
+            plane=me,
+            surveyor=me,
+            commands=me,
+            log=me,
+            note=self.note,
+        )
+
+    def on(self, messages: object, take: object) -> None:
+        """Tests call what registers here by themselves."""
 
     def send(self, node: str, message: peers.PeerMessage) -> bool:
         self.sent.append((node, message))
         return node not in self.unreachable
-
-    def to_leader(self, message: jobs.ToLeader) -> bool:
-        return self.view is not None and self.send(self.view.leader, message)
 
     def handle(self, event: events.Event) -> None:
         self.events.append(event)
@@ -61,14 +76,14 @@ class Machine:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def log(self, job: str, line: str) -> None:
+    def write(self, job: str, line: str) -> None:
         self.notes.append(line)
 
-    def address(self, node: str) -> str:
+    def last_address(self, node: str) -> str:
         return node
 
-    def versions(self, node: str) -> Versions:
-        return own_versions()
+    def introduction(self, node: str) -> peers.Introduction:
+        return peers.Introduction(1, node, 1, own_versions())
 
     def unsent(self, node: str) -> int:
         return 0
@@ -76,26 +91,15 @@ class Machine:
     def is_dead(self, node: str) -> bool:
         return False
 
-    def ring(self) -> tuple[str, ...]:
+    def ring(self, nodes: tuple[str, ...]) -> tuple[str, ...]:
         return ()
 
     def paths(self, nodes: set[str]) -> tuple[MeasuredPath, ...]:
         return ()
 
-    def free_port(self) -> int:
-        return 1
-
-    def chaos(self, text: str) -> ChaosPlan:
-        return ChaosPlan([])
-
     def launcher(self, spec: jobs.JobSpec, folder: Path, **how: object) -> Machine:
         self.launched.append(spec.job)
         return self
-
-    def summary(
-        self, spec: jobs.JobSpec, lead: Lead, last_words: Mapping[str, Sequence[str]]
-    ) -> tuple[int, bytes]:
-        return 0, b"{}"
 
 
 def spec(bundle: bytes, starter: str) -> jobs.JobSpec:
@@ -112,7 +116,7 @@ def play(tmp_path: Path, story: Callable[[Machine, JobDispatcher, BundleDepot], 
     async def run() -> Machine:
         machine = Machine()
         depot = BundleDepot(tmp_path / "bundles", machine.send)
-        all_jobs = JobDispatcher(machine, depot)  # type: ignore[arg-type]
+        all_jobs = JobDispatcher(machine.host(), depot)
         try:
             await story(machine, all_jobs, depot)  # type: ignore[misc]
         finally:
@@ -144,7 +148,7 @@ def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
         bundle = await bundle_of(depot, tmp_path / "code")
         places = (jobs.Place("0", ME, 0),)
         all_jobs.received(LEADER, jobs.Order(spec(bundle, LEADER), places))
-        assert not all_jobs.runner.posts
+        assert not all_jobs.runner.jobs
         install(machine, all_jobs, view(LEADER, ME))
         async with asyncio.timeout(20):
             while not reports(machine):
@@ -182,10 +186,10 @@ def test_a_banned_node_ends_its_workers(tmp_path: Path) -> None:
         install(machine, all_jobs, view(LEADER, ME))
         all_jobs.received(LEADER, jobs.Order(spec(bundle, LEADER), ()))
         all_jobs.act(events.Leave("a cut"))
-        assert all_jobs.runner.posts, "it may come back"
+        assert all_jobs.runner.jobs, "it may come back"
         machine.is_banned = True
         all_jobs.act(events.Leave("banned"))
-        assert not all_jobs.runner.posts
+        assert not all_jobs.runner.jobs
 
     play(tmp_path, story)
 
@@ -198,7 +202,7 @@ def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
         all_jobs.received(EVE, order)
         all_jobs.received(EVE, jobs.StartWorker("job", "0", 0))
         install(machine, all_jobs, view(LEADER, ME, EVE, epoch=4))
-        assert not all_jobs.runner.posts
+        assert not all_jobs.runner.jobs
 
     machine = play(tmp_path, story)
     assert machine.launched == []
@@ -261,7 +265,7 @@ def test_a_wait_is_passed_on_to_all_nodes_and_a_stopped_worker_named_by_its_own(
         nodes = (ME, LEADER, EVE)
         for node in nodes:
             all_jobs.received(node, jobs.Reported("job"))
-        workers = {place.node: place.worker for place in all_jobs._coordinators["job"].places}
+        workers = {place.node: place.worker for place in all_jobs._controllers["job"].places}
         for node in nodes:
             ready = control.Ready(workers[node], port=1, pid=1)
             all_jobs.received(node, jobs.Happened("job", ready))
@@ -359,7 +363,8 @@ def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
         async with asyncio.timeout(20):
             while all_jobs.status():
                 await asyncio.sleep(0)
-        assert "{}" in machine.notes, "its summary is in the log"
+        last = msgspec.json.decode(machine.notes[-2], type=Summary)
+        assert last.exit_code == 0, "its summary is in the log"
         machine.unreachable.clear()
         machine.sent.clear()
         all_jobs.linked(LEADER)

@@ -49,9 +49,12 @@ class Agent:
         self.links = ControlLinks(
             self.credentials,
             self._introduction,
-            self,
             on_broken=lambda error: self._note("broke", error),
         )
+        self.links.on(peers.PeerMessage, self.received)
+        self.links.on_linked.append(self.linked)
+        self.links.on_ended.append(self.ended)
+        self.links.on_unreachable.append(self.nobody_listens)
         self.server = await aio.serve("127.0.0.1", port, self.credentials, self._greeted)
         return self
 
@@ -72,8 +75,10 @@ class Agent:
         assert namespace == self.credentials.namespace
         self._note("linked", node, introduction.incarnation)
 
-    def received(self, node: str, incarnation: int, message: peers.PeerMessage) -> None:
-        self._note("received", node, incarnation, message)
+    def received(self, node: str, message: peers.PeerMessage) -> None:
+        introduction = self.links.introduction(node)
+        assert introduction is not None
+        self._note("received", node, introduction.incarnation, message)
 
     def ended(self, node: str, incarnation: int, reason: str) -> None:
         self._note("ended", node, incarnation, reason)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from potluck.cluster.jobs.crew import Crew
+from potluck.cluster.jobs.local_workers import LocalWorkers
 from potluck.wire import control, jobs
 from potluck.wire.messages import Hello
 
 
 class Machine:
-    """Launcher, process and boss of a crew: starts nothing, writes down what it hears."""
+    """Launcher and process of workers: starts nothing, writes down what it hears."""
 
     pid = 1
 
@@ -32,20 +32,17 @@ class Machine:
     def happened(self, event: jobs.Event) -> None:
         self.heard.append(event)
 
-    def asked(self, worker: str, request: control.StatusRequest) -> None:
-        pass
-
 
 def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> None:
     machine = Machine()
 
     async def story() -> None:
-        crew = Crew("job", machine, machine)
+        workers = LocalWorkers("job", machine, machine.happened)
         for worker in "01":
-            crew.start(worker, 0, {})
+            workers.start(worker, 0, {})
 
         async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await crew.greeted(reader, writer, Hello("control", "", job="job", worker="0"))
+            await workers.greeted(reader, writer, Hello("control", "", job="job", worker="0"))
             writer.close()
 
         async with await asyncio.start_server(called, "127.0.0.1", 0) as server:
@@ -55,9 +52,9 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
             async with asyncio.timeout(20):
                 await reader.read()
             writer.close()
-        await crew.put_away()
+        await workers.put_away()
 
     asyncio.run(story())
-    said, complaint = machine.heard
+    _, _, said, complaint = machine.heard
     assert said == control.Installed("0", 4)
     assert complaint == control.Said("", "worker 0 was cut off: it spoke for worker '1'")

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from potluck.cluster.jobs.output import PipeReader
 from potluck.errors import ConfigurationError
-from potluck.launch.output import PipeReader
 from potluck.service import start_thread
 from potluck.system import SIGKILL, need_posix, wait_for_exit
 

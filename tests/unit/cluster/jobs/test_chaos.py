@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from potluck.cluster.jobs.chaos import EXAMPLES, Fault, Kind, check_ranks, parse_chaos
 from potluck.errors import ConfigurationError
-from potluck.launch.chaos import EXAMPLES, Fault, Kind, check_ranks, parse_chaos
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from potluck.cluster.groups.events import (
 )
 from potluck.cluster.groups.roster import Policy, State
 from potluck.cluster.jobs.journal import Journal
-from potluck.launch.summary import Summary, explain, summarize
+from potluck.cluster.jobs.summary import Summary, explain, summarize
 from potluck.types import Member
 from potluck.wire.control import Fact, Progress
 

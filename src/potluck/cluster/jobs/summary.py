@@ -10,6 +10,7 @@ import msgspec
 from potluck.cluster.groups.roster import State, name_exit
 from potluck.cluster.jobs.journal import Journal
 from potluck.wire.control import Fact, Samples
+from potluck.wire.jobs import MAX_SUMMARY
 
 HASH = "parameter_hash"
 _COMMITTED = "committed_steps"
@@ -115,6 +116,14 @@ def summarize(
         samples=journal.course.samples(now),
         world_restarts=state.world.number,
     )
+
+
+def encode_summary(summary: Summary) -> bytes:
+    """As JSON, short enough for a message."""
+    while len(data := msgspec.json.encode(summary)) > MAX_SUMMARY and summary.events:
+        kept = summary.events[len(summary.events) // 2 + 1 :]
+        summary = msgspec.structs.replace(summary, events=kept)
+    return data
 
 
 def explain(lines: Sequence[str], python: str) -> str | None:

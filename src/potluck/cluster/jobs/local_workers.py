@@ -1,7 +1,7 @@
 """The workers of one job on one node: their processes, and the control links they talk over.
 
-A crew decides nothing. What its workers say and how they end goes to its ``Boss``, in the order in
-which it happened; what is to be done with them the boss says.
+Nothing is decided here. What the workers say and how they end is told in the order in which it
+happened; what is to be done with them the job's controller says.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
-from potluck.cluster.jobs.job import Launcher, Process
+from potluck.cluster.jobs.process import WorkerProcess
 from potluck.cluster.jobs.pulse import Pulse
+from potluck.cluster.jobs.runtime import ProcessLauncher
 from potluck.cluster.links.control import ControlLink
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 from potluck.system import SIGKILL
@@ -22,16 +23,6 @@ from potluck.wire import control, jobs
 from potluck.wire.messages import Hello, Refusal, Welcome
 
 _LAST_MESSAGES_S = 1.0
-
-
-class Boss(Protocol):
-    """Who leads the job, as its workers' node sees it. Called in the loop."""
-
-    def happened(self, event: jobs.Event) -> None:
-        """A worker said this, or this was seen of it."""
-
-    def asked(self, worker: str, request: control.StatusRequest) -> None:
-        """``worker`` asks how its job is doing."""
 
 
 def seat(rank: int, world_size: int, number: int) -> dict[str, str]:
@@ -45,20 +36,23 @@ def seat(rank: int, world_size: int, number: int) -> dict[str, str]:
     }
 
 
-class Crew:
-    """Starts, hears, tells and ends the workers of ``job`` on this machine."""
+class LocalWorkers:
+    """Starts, hears, tells and ends the workers of ``job`` on this machine. ``report`` is told
+    what becomes of them."""
 
-    def __init__(self, job: str, launcher: Launcher, boss: Boss) -> None:
+    def __init__(
+        self, job: str, launcher: ProcessLauncher, report: Callable[[jobs.Event], None]
+    ) -> None:
         self.job = job
         self._launcher = launcher
-        self._boss = boss
-        self._processes: dict[str, Process] = {}
+        self._report = report
+        self._processes: dict[str, WorkerProcess] = {}
         self._alive: set[str] = set()
-        self._links: dict[str, ControlLink[control.FromClient, control.FromAgent]] = {}
+        self._links: dict[str, ControlLink[control.FromWorker, control.FromAgent]] = {}
         self._unlinked: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pulse = Pulse(
-            lambda worker, reason: boss.happened(jobs.Stalled(worker, control.clip(reason))),
+            lambda worker, reason: report(jobs.Stalled(worker, control.clip(reason))),
             self._say,
         )
 
@@ -71,7 +65,7 @@ class Crew:
         """The process of ``worker``, 0 if none runs."""
         return self._processes[worker].pid if worker in self._alive else 0
 
-    # What the boss orders.
+    # What the controller orders.
 
     def start(self, worker: str, attempt: int, environment: dict[str, str]) -> None:
         """Start ``worker`` with these variables. One that can't be ends with code 127."""
@@ -90,10 +84,12 @@ class Crew:
             process = self._launcher.start(worker, attempt, variables, on_exit)
         except ConfigurationError as error:
             self._say(str(error))
-            self._boss.happened(jobs.Exited(worker, 127, attempt))
+            self._report(jobs.Exited(worker, 127, attempt))
+            self._report(jobs.OutputEnded(worker, attempt))
             return
         self._processes[worker] = process
         self._alive.add(worker)
+        self._report(jobs.Started(worker, attempt, process.pid))
 
     def tell(self, workers: Sequence[str], message: control.FromAgent) -> None:
         """Send ``message`` to those of ``workers`` that have a link here."""
@@ -116,7 +112,7 @@ class Crew:
                 self._processes[worker].signal(number)
 
     async def put_away(self) -> None:
-        """Whatever happened: no process, link or task stays. The boss is told nothing more."""
+        """Whatever happened: no process, link or task stays. Nothing more is reported."""
         self._pulse.close()
         for task in list(self._tasks):
             task.cancel()
@@ -162,31 +158,28 @@ class Crew:
         return None
 
     async def _listen(
-        self, worker: str, link: ControlLink[control.FromClient, control.FromAgent]
+        self, worker: str, link: ControlLink[control.FromWorker, control.FromAgent]
     ) -> None:
         is_done = False
         with contextlib.suppress(LinkError):
             try:
                 while not is_done:
                     message = await link.receive()
-                    if isinstance(message, control.StatusRequest):
-                        self._boss.asked(worker, message)
-                        continue
                     if message.worker != worker:
                         raise ProtocolError(f"it spoke for worker {message.worker!r}")
                     self._pulse.answered(worker)
-                    self._boss.happened(message)
+                    self._report(message)
                     is_done = isinstance(message, control.Finished)
             except PotluckError as error:
                 if not isinstance(error, LinkError):
                     self._say(f"worker {worker} was cut off: {error}")
                 raise
 
-    async def _hung_up(self, worker: str, process: Process | None) -> None:
+    async def _hung_up(self, worker: str, process: WorkerProcess | None) -> None:
         """The link ended. Mostly the process has, too, and its exit tells more."""
         await asyncio.sleep(_LAST_MESSAGES_S)
         if self._processes.get(worker) is process and worker not in self._links:
-            self._boss.happened(jobs.Disconnected(worker))
+            self._report(jobs.Disconnected(worker))
 
     async def _exited(self, worker: str, code: int, attempt: int) -> None:
         """A death by signal counts at once; an exit may have been explained just before it."""
@@ -200,12 +193,13 @@ class Crew:
         link = self._links.pop(worker, None)
         if link is not None:
             link.abort()
-        self._boss.happened(jobs.Exited(worker, code, attempt))
+        self._report(jobs.Exited(worker, code, attempt))
         await process.release()
+        self._report(jobs.OutputEnded(worker, attempt))
 
     def _say(self, text: str) -> None:
         """Something to tell a person."""
-        self._boss.happened(control.Said("", control.clip(text)))
+        self._report(control.Said("", control.clip(text)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

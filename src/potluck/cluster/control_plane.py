@@ -1,0 +1,168 @@
+"""The I/O of cluster membership on one node.
+
+What ``MembershipProtocol`` decides is sent to other nodes, written to disk, and told to the parts
+of the agent that registered for it. The protocol is told of messages, time and bans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from potluck.cluster.home.node_state import NodeState
+from potluck.cluster.home.private_state import PrivateState
+from potluck.cluster.links.peers import ControlLinks
+from potluck.cluster.membership import events
+from potluck.cluster.membership.failure_detector import Status
+from potluck.cluster.membership.protocol import MembershipProtocol
+from potluck.cluster.names import is_node_id
+from potluck.cluster.trust.store import TrustStore
+from potluck.errors import PotluckError, ProtocolError
+from potluck.service import OnBroken, start_task
+from potluck.wire.nodes import Bans, NodeMessage, View
+from potluck.wire.peers import Introduction
+
+_TRUST_S = 0.5
+
+
+class ControlPlane:
+    """One node's part in the cluster. ``view`` is the one in use, which is on disk; ``protocol``
+    may be ahead of it."""
+
+    def __init__(
+        self,
+        protocol: MembershipProtocol,
+        links: ControlLinks,
+        state: NodeState | PrivateState,
+        trust: TrustStore,
+        *,
+        on_note: Callable[[str], None],
+        on_broken: OnBroken,
+    ) -> None:
+        """``on_broken(error)``: this node takes no part any more."""
+        self.protocol = protocol
+        self.view: View | None = None
+        self.listeners: list[Callable[[events.Action], None]] = []
+        self._links = links
+        self._state = state
+        self._trust = trust
+        self._on_note = on_note
+        self._on_broken = on_broken
+        self._saves: asyncio.Queue[events.Save] = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        links.on(NodeMessage, self._received)
+        links.on_linked.append(self._linked)
+        links.on_unreachable.append(self._unreachable)
+
+    def start(self) -> None:
+        """Take part from now on."""
+        self._tasks = [
+            start_task(self._save, name="keeping the view", on_broken=self._on_broken),
+            start_task(self._watch_trust, name="watching the bans", on_broken=self._on_broken),
+        ]
+        self._tick()
+
+    async def close(self) -> None:
+        """Decide nothing more. No timer and no task stays."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # What the other parts of the agent ask.
+
+    @property
+    def stands_still(self) -> str:
+        """Why no group may commit here now; empty if it may."""
+        return self.protocol.paused or ("in no cluster's view" if self.view is None else "")
+
+    @property
+    def is_banned(self) -> bool:
+        """Whether this node was banned from the cluster."""
+        return self.protocol.me in self.protocol.banned
+
+    def is_dead(self, node: str) -> bool:
+        """Whether the agent of ``node``, and so its workers, are known to have ended."""
+        peer = self.protocol.detector.peers.get(node)
+        return peer is not None and peer.status is Status.DEAD
+
+    def busy(self) -> set[str]:
+        """The nodes that have members of a job's group."""
+        groups = () if self.view is None else self.view.groups
+        return {member.node for group in groups for member in group.members}
+
+    def handle(self, event: events.Event) -> None:
+        """Have the protocol decide about ``event``, and do what it decided."""
+        try:
+            for action in self.protocol.handle(event, asyncio.get_running_loop().time()):
+                self._act(action)
+        except Exception as error:
+            self._on_broken(error)
+
+    # What happens.
+
+    def _linked(self, node: str, introduction: Introduction, namespace: str) -> None:
+        self.handle(events.Linked(node, introduction.incarnation))
+
+    def _received(self, node: str, message: NodeMessage) -> None:
+        if isinstance(message, Bans) and not all(map(is_node_id, message.nodes)):
+            raise ProtocolError("it bans what is no node id")
+        said = self._links.introduction(node)
+        assert said is not None, "a message came over a link that is not there"
+        self.handle(events.Received(node, said.incarnation, message))
+
+    def _unreachable(self, node: str, incarnation: int) -> None:
+        self.handle(events.Refused(node, incarnation))
+
+    def _tick(self) -> None:
+        self.handle(events.Tick())
+        loop = asyncio.get_running_loop()
+        try:
+            self._timer = loop.call_at(self.protocol.next_wakeup(), self._tick)
+        except Exception as error:  # no tick, no heartbeat
+            self._on_broken(error)
+
+    async def _save(self) -> None:
+        while True:
+            save = await self._saves.get()
+            await asyncio.to_thread(self._state.write, save.record)
+            for node in set(save.record.banned) - self._trust.banned():
+                self._trust.ban(node, "told by another node")
+                self._links.drop(node, "it was banned")
+            self.handle(events.Saved(save.number))
+
+    async def _watch_trust(self) -> None:
+        """A ban ordered by ``potluck ban`` arrives by the file."""
+        known: frozenset[str] = frozenset()
+        while True:
+            with contextlib.suppress(PotluckError):  # a damaged list refuses everybody by itself
+                banned = self._trust.banned()
+                for node in sorted(banned - known - set(self.protocol.record.banned)):
+                    self.handle(events.Ban(node))
+                    self._links.drop(node, "it was banned")
+                known = banned
+            await asyncio.sleep(_TRUST_S)
+
+    # What was decided.
+
+    def _act(self, action: events.Action) -> None:
+        match action:
+            case events.Send(node, message) if node != self.protocol.me:
+                self._links.send(node, message)
+            case events.Save():
+                self._saves.put_nowait(action)
+            case events.Install(view, reason):
+                self._on_note(reason)
+                self.view = view
+            case events.Leave():
+                self._on_note(action.reason)
+                self.view = None
+            case events.Pause(reason) | events.Resume(reason) | events.Note(reason):
+                self._on_note(reason)
+            case events.GroupRefused(job, _, reason):
+                self._on_note(f"job {job}: {reason}")
+        for listen in self.listeners:
+            listen(action)

@@ -1,0 +1,78 @@
+"""What the private agent of one ``potluck run`` keeps on disk: only where it can be asked.
+
+``<home>/run/<pid>.json`` (mode 0600) exists, and is locked, as long as the agent runs. The system
+drops the lock with the process, so an unlocked file is of a killed agent, and a reader removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from potluck import system
+from potluck.cluster.home.node_state import AgentRecord
+from potluck.errors import ConfigurationError
+from potluck.wire.nodes import StableRecord
+
+_MAX_BYTES = 64 * 1024
+
+
+class PrivateState:
+    """Stands in for ``NodeState``. Views are kept in memory: a private agent is alone in them, and
+    its one job ends with it. The first view is of epoch 0, so a job's first group is of epoch 1."""
+
+    incarnation = 1
+
+    def __init__(self, home: Path) -> None:
+        self.record = StableRecord(installed=-1)
+        self._path = home / "run" / f"{os.getpid()}.json"
+        self._file = -1
+
+    def write(self, record: StableRecord) -> None:
+        """Nothing has to outlive this agent."""
+        self.record = record
+
+    def listening(self, port: int) -> None:
+        """Tell the commands of this machine where the agent is; ConfigurationError if the home
+        can't be written to."""
+        folder = self._path.parent
+        temporary = self._path.with_suffix(".tmp")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            system.lock(self._file)
+            os.write(self._file, msgspec.json.encode(AgentRecord(os.getpid(), port)))
+            os.replace(temporary, self._path)  # locked before anybody can find it
+        except OSError as error:
+            raise ConfigurationError(
+                f"can't write to {folder}: {error}; POTLUCK_HOME chooses another directory"
+            ) from error
+
+    def close(self) -> None:
+        """The agent has ended. Idempotent."""
+        if self._file >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = -1
+
+
+def private_agents(home: Path) -> list[AgentRecord]:
+    """Where the private agents of ``home`` listen; the files of killed ones are removed."""
+    records = (_read(path) for path in sorted((home / "run").glob("*.json")))
+    return [record for record in records if record is not None]
+
+
+def _read(path: Path) -> AgentRecord | None:
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            system.lock(file, shared=True)
+            path.unlink()
+        except BlockingIOError:  # its agent holds it
+            return msgspec.json.decode(os.read(file, _MAX_BYTES), type=AgentRecord)
+        finally:
+            os.close(file)
+    return None

@@ -1,0 +1,499 @@
+"""The controller of one job, on the node that leads the cluster.
+
+What becomes of the job's workers on all nodes is told to ``groups.membership``, and what that
+decides is carried out: orders to workers (``orders.py``), groups that the nodes are to agree on
+(``group_agreement.py``), lines for people (``output_relay.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from potluck.cluster.groups import events, membership
+from potluck.cluster.groups.roster import Phase, State
+from potluck.cluster.jobs.chaos import parse_chaos
+from potluck.cluster.jobs.group_agreement import GroupAgreement
+from potluck.cluster.jobs.host import JobHost
+from potluck.cluster.jobs.journal import Journal
+from potluck.cluster.jobs.membership_loop import MembershipLoop, policy_of, taken_over
+from potluck.cluster.jobs.orders import WorkerOrders
+from potluck.cluster.jobs.output_relay import OutputRelay
+from potluck.cluster.jobs.placement import place
+from potluck.cluster.jobs.roll_call import RollCall
+from potluck.cluster.jobs.runtime import free_port
+from potluck.cluster.jobs.status import missing_workers, status_of
+from potluck.cluster.jobs.summary import encode_summary, summarize
+from potluck.cluster.topology.versions import differences
+from potluck.system import SIGKILL
+from potluck.wire import control, jobs
+from potluck.wire.messages import PLAIN
+from potluck.wire.nodes import JobGroup, View
+
+_log = logging.getLogger(__name__)
+
+_A_LOOK = 0
+"""The number of probes that belong to no inquiry of ``membership``, which counts from 1."""
+_LOOK_AGAIN_S = 1.0
+
+
+class JobController:
+    """One job; ``over`` is set when it has ended."""
+
+    def __init__(
+        self,
+        host: JobHost,
+        spec: jobs.JobSpec,
+        places: jobs.Places,
+        view: View,
+        *,
+        is_new: bool,
+        before: JobGroup | None = None,
+        world: jobs.World | None = None,
+    ) -> None:
+        """A new job, of which nothing runs; or one that another leader had begun, whose group was
+        ``before`` in the view before this one, and whose workers were started for ``world``."""
+        names = tuple(each.worker for each in places)
+        self.spec = spec
+        self.places = places
+        self.world = world or jobs.World(members=names, master_port=spec.master_port)
+        self.has_begun = not is_new
+        self.num_interrupts = 0
+        self._host = host
+        self._nodes = set(view.nodes)
+        self._reported: set[str] = set()
+        self._unfit: set[str] = set()
+        self._pids: dict[str, int] = {}
+        self._exit_codes: dict[str, int] = {}
+        self._held: deque[tuple[str, jobs.FromNode]] | None = None
+        self._looked_at = float("-inf")
+        self._chaos = parse_chaos(spec.chaos)
+        self._groups = GroupAgreement(spec.job, view.group(spec.job))
+        self._output = OutputRelay(host, spec, lambda: spec.starter in self._nodes)
+        self._orders = WorkerOrders(
+            host,
+            spec.job,
+            node_of=lambda worker: self.node_of[worker],
+            state=lambda: self.state,
+            note=self.note,
+        )
+        self._roll_call = RollCall(self._missing, self.note)
+        if is_new:
+            state, self._first_actions = membership.begin(names, policy_of(spec), view.epoch)
+        else:
+            group = self._groups.group
+            state = taken_over(names, policy_of(spec), view.epoch, group, self.world)
+            self._first_actions = ()
+        self._loop = MembershipLoop(state, self._act)
+        self.over = self._loop.over
+        self._journal = Journal(names, time.monotonic())
+        if not is_new:
+            self._tell_of_take_over(view, before)
+            gone = tuple(each.worker for each in places if each.node not in view.nodes)
+            if self.world.is_fixed and gone:
+                self._loop.handle(events.Away(gone, self._host.names.readable(view.reason)))
+
+    def _tell_of_take_over(self, view: View, before: JobGroup | None) -> None:
+        reason, me = self._host.names.readable(view.reason), self._host.names.called(self._host.me)
+        self.note(f"{reason}; {me} leads the job from now on")
+        journal, now = self._journal, time.monotonic()
+        for member in () if before is None else before.members:
+            if member.node not in view.nodes:
+                journal.lost(member.worker, f"worker {member.worker} lost ({reason})", now)
+        group = self._groups.group
+        if group is not None:
+            names = tuple(member.worker for member in group.members)
+            journal.announced(group.epoch, names, ())
+
+    @property
+    def state(self) -> State:
+        """What membership knows of the job."""
+        return self._loop.state
+
+    @property
+    def crash(self) -> Exception | None:
+        """What broke here, and so ended the job."""
+        return self._loop.crash
+
+    @property
+    def node_of(self) -> dict[str, str]:
+        """The node of each worker."""
+        return {each.worker: each.node for each in self.places}
+
+    def close(self) -> None:
+        """Nothing is decided any more; no timer and no task stays."""
+        self._loop.close()
+        self._roll_call.close()
+        self._orders.close()
+
+    # The nodes.
+
+    def objection(self, view: View) -> str:
+        """Why this job can't be begun; empty if it can."""
+        nodes = sorted({each.node for each in self.places})
+        texts = [text for node in nodes for text in self._differences(node)]
+        if self.spec.starter not in view.nodes:
+            texts.append("the node it was started on is not in the cluster's view")
+        return "not all nodes can run this script: " + "; ".join(texts) if texts else ""
+
+    def _differences(self, node: str) -> list[str]:
+        said = self._host.links.introduction(node)
+        if said is None:
+            return [f"there is no link to {self._host.names.called(node)}"]
+        return differences(self._host.names.called(node), self.spec.versions, said.versions)
+
+    def refuse(self, reason: str) -> None:
+        """The job can't be begun."""
+        self._host.links.send(self.spec.starter, jobs.Submitted(self.spec.job, reason[:4000]))
+        self._loop.over.set()
+
+    def order(self, node: str) -> None:
+        """Tell ``node`` (again) what the job is."""
+        self._host.links.send(node, jobs.Order(self.spec, self.places, self.world))
+
+    def hold(self) -> None:
+        """No majority can be reached: what nodes tell waits."""
+        self._held = self._held or deque(maxlen=10_000)
+
+    def installed(self, view: View) -> None:
+        """``view`` is the one to use, maybe again after a pause: what it says of the job's group,
+        and of its nodes."""
+        held, self._held = self._held or (), None
+        for node, message in held:
+            self.received(node, message)
+        group = view.group(self.spec.job)
+        if group is not None:
+            self._group_installed(group, self._host.names.readable(view.reason))
+        for node in sorted(self._nodes - set(view.nodes)):
+            self._reported.discard(node)
+            reason = f"node {self._host.names.called(node)} left the cluster's view"
+            gone = tuple(each.worker for each in self.places if each.node == node)
+            self._groups.away(gone)
+            if self.has_begun:
+                self._loop.handle(events.Away(tuple(filter(self._knows, gone)), reason))
+            elif gone:
+                self.note(reason)
+        self._nodes = set(view.nodes)
+        self._take_in_newcomers(view)
+        for node in view.nodes:
+            self.order(node)
+        self._settle()
+
+    def _group_installed(self, group: JobGroup, reason: str) -> None:
+        told, joined = self._groups.installed(group, reason)
+        for event in told:
+            if isinstance(event, events.Agreed):
+                self._journal.announced(event.epoch, event.members, joined)
+            self._loop.handle(event)
+
+    def group_refused(self, floor: int, reason: str) -> None:
+        """The nodes don't agree on what was announced last."""
+        event = self._groups.refused(floor, self._host.names.readable(reason))
+        if event is not None:
+            self._loop.handle(event)
+
+    def _take_in_newcomers(self, view: View) -> None:
+        if not self.has_begun or self.state.num_finished or self.state.stopping:
+            return
+        fitting = []
+        for node in view.nodes:
+            if node in self.node_of.values() or not (texts := self._differences(node)):
+                fitting.append(node)
+            elif node not in self._unfit:
+                self._unfit.add(node)
+                self.note(f"a node can't take part: {'; '.join(texts)}")
+        self.places += place(self.spec, fitting, self.places)
+
+    def _settle(self) -> None:
+        want = None if self._held is not None else self._groups.settled()
+        if want is not None:
+            self._host.plane.handle(want)
+
+    # What the nodes tell.
+
+    def received(self, node: str, message: jobs.FromNode) -> None:
+        """``node`` told this of its workers."""
+        if self._held is not None:
+            self._held.append((node, message))
+            return
+        if isinstance(message, jobs.Reported):
+            self._report(node, message)
+            return
+        event = message.event if isinstance(message, jobs.Happened) else message
+        if isinstance(event, control.Said):
+            self.note(f"{self._sayer(event.worker, node)}{event.text}")
+        elif self.node_of.get(event.worker) != node or not self._knows(event.worker):
+            return
+        elif isinstance(event, jobs.Output):
+            self._output.line(event, self._called(event.worker))
+        else:
+            self._happened(event, node)
+
+    def _sayer(self, worker: str, node: str) -> str:
+        if not self.spec.is_local:
+            return f"{self._host.names.label(node)}: "
+        return f"worker {worker}: " if worker else ""
+
+    def _knows(self, worker: str) -> bool:
+        return any(each.name == worker for each in self.state.workers)
+
+    def _called(self, worker: str) -> str:
+        """What people call the node of ``worker``; empty where there is only one."""
+        node = self.node_of.get(worker)
+        return "" if node is None or self.spec.is_local else self._host.names.label(node)
+
+    def _report(self, node: str, told: jobs.Reported) -> None:
+        if told.error:
+            tell = self.note if self.has_begun else self.refuse
+            tell(f"{self._host.names.called(node)} can't run the job: {told.error}")
+            return
+        self._reported.add(node)
+        if not self.has_begun:
+            if {each.node for each in self.places} <= self._reported:
+                self._begin()
+            return
+        alive = {each.worker for each in told.workers if each.is_alive}
+        for each in told.workers:
+            if self.node_of.get(each.worker) == node and self._knows(each.worker):
+                self._loop.handle(each)
+        for name in [each.worker for each in self.places if each.node == node]:
+            self._compare(name, name in alive)
+
+    def _begin(self) -> None:
+        self.has_begun = True
+        self._host.links.send(self.spec.starter, jobs.Submitted(self.spec.job))
+        if not self.spec.is_local:
+            nodes = dict.fromkeys(each.node for each in self.places)
+            where, count = ", ".join(map(self._host.names.label, nodes)), len(self.places)
+            self.note(f"starting {count} worker{'s' if count > 1 else ''} on {where}")
+        if self.spec.wire == PLAIN:
+            self.note("links between workers are plain: whoever is on the wire reads along")
+        self._act(self._first_actions)
+
+    def _compare(self, name: str, is_alive: bool) -> None:
+        """The node of worker ``name`` says whether its process runs. The node may not have heard
+        of the newest order, or have lost the process."""
+        if not self._knows(name):
+            self._loop.handle(events.Placed(name))
+            return
+        state, worker = self.state, self.state.worker(name)
+        if worker.phase is Phase.STOPPING and state.world.is_fixed and not state.stopping:
+            if is_alive:  # its node may not have heard of it
+                self._orders.signal((name,), signal.SIGTERM if state.world.broken else SIGKILL)
+            else:  # it ended with its agent, which is another now
+                self._exit_codes[name] = -SIGKILL
+                self._loop.handle(jobs.Exited(name, -SIGKILL))
+        elif is_alive or worker.phase in (Phase.GONE, Phase.WAITING, Phase.SPARE):
+            pass
+        elif worker.phase is Phase.STARTING:
+            self._orders.start(name, worker.attempt)
+        elif worker.alive and worker.phase is not Phase.STOPPING:
+            self._groups.ended(name)
+            self._loop.handle(events.Away((name,), f"worker {name} did not outlive its agent"))
+            self._loop.handle(events.Placed(name))
+
+    # What becomes of the workers.
+
+    def _happened(self, event: jobs.Event, node: str) -> None:
+        now, worker = time.monotonic(), self.state.worker(event.worker)
+        match event:
+            case jobs.Started(name, attempt, pid):
+                if attempt == worker.attempt:
+                    self._pids[name] = pid
+            case jobs.OutputEnded(name, attempt):
+                self._output.ended(name, attempt)
+            case control.Waiting(_, epoch):
+                self._look_at_members(epoch)
+            case control.ChaosDue(name, epoch, step):
+                self._chaos_due(name, epoch, step)
+            case control.Progress():
+                for note in self._journal.progress(event, now):
+                    self._output.note(note.text)
+            case control.Ready(name, pid=pid):
+                self._pids[name] = pid
+                self._follow_ring()
+                self._loop.handle(msgspec.structs.replace(event, node=node))
+                if not self.state.having(Phase.MEMBER):
+                    self._roll_call.begin()
+            case control.Installed(name, epoch):
+                if self._journal.installed(name, epoch, now) and self.state.world.is_fixed:
+                    self._output.note(self._journal.world_formed(now))
+                self._loop.handle(event)
+            case control.Lost():
+                self._journal.reported(event.epoch, event.step, now)
+                self._loop.handle(event)
+            case jobs.Exited(name, code, attempt):
+                self._output.exited(name, attempt)
+                if attempt < worker.attempt:
+                    return
+                self._groups.ended(name)
+                self._exit_codes[name] = code
+                self._loop.handle(event)
+            case jobs.Stalled(name, reason):
+                called = self._called(name)
+                where = f" on {called}" if called else ""
+                text = f"worker {name}{where} stands still: {reason}"
+                self._loop.handle(jobs.Stalled(name, text))
+            case control.Said():
+                pass  # passed on as it came
+            case _:
+                self._loop.handle(event)
+        if self._groups.take(event, self.state.worker(event.worker).joined):
+            self._settle()
+
+    def _follow_ring(self) -> None:
+        """From the next group on, ranks follow the ring of nodes that avoids slow links."""
+        view = self._host.plane.view
+        ring = self._host.surveyor.ring(() if view is None else view.nodes)
+        self._loop.state = replace(self.state, ring=ring)
+
+    def _look_at_members(self, epoch: int) -> None:
+        """A member waits for long: have the agents of all members look whether they run."""
+        group, now = self.state.group(epoch), time.monotonic()
+        if group is not None and now - self._looked_at >= _LOOK_AGAIN_S:
+            self._looked_at = now
+            self._orders.tell(group.members, control.Probe(_A_LOOK))
+
+    def _chaos_due(self, worker: str, epoch: int, step: int) -> None:
+        group = self.state.group(epoch)
+        rank = group.members.index(worker) if group and worker in group.members else -1
+        for fault in self._chaos.due(rank, step):
+            self.note(f"chaos: {fault}")
+            names = tuple(each.name for each in self.state.workers)
+            hit = (worker,) if fault.rank is not None else names
+            if fault.seconds:
+                self._orders.suspend(hit, fault.seconds)
+            else:
+                self._orders.signal(hit, SIGKILL)
+        self._orders.tell((worker,), control.ChaosDone(step))
+
+    def interrupted(self, message: jobs.InterruptJob) -> None:
+        """The operator wants the end."""
+        while self.num_interrupts < message.times:
+            self.num_interrupts += 1
+            if not self.has_begun:
+                self.refuse("interrupted before it began")
+                return
+            self._loop.handle(events.Interrupted(message.number))
+
+    # What was decided.
+
+    def _act(self, actions: Sequence[events.Action]) -> None:
+        for action in actions:
+            _log.info("%s: %s", type(action).__name__, action.reason)
+            match action:
+                case events.Announce():
+                    self._announce(action)
+                case events.EndGroup():
+                    self._end_group(action)
+                case events.SendProbe(probe, to):
+                    self._orders.tell(to, control.Probe(probe))
+                case events.BeginWorld():
+                    self._begin_world(action)
+                case events.EndWorld(workers, lost, cause, reason):
+                    for worker in lost:
+                        self._journal.lost(worker, _lost_text(worker, cause), time.monotonic())
+                    self.note(_first_line(reason))
+                    self._orders.terminate(workers)
+                case events.Start(worker, attempt, reason, alone):
+                    if attempt and alone:
+                        self.note(f"starting worker {worker} again ({reason})")
+                    self._output.started(worker)
+                    self._orders.start(worker, attempt)
+                case events.Kill(workers, reason):
+                    self.note(reason)
+                    self._orders.signal(workers, SIGKILL)
+                case events.StopWorkers(workers, number, reason):
+                    self.note(f"stopping worker {', '.join(workers)}: {_first_line(reason)}")
+                    if number:
+                        self._orders.interrupt(workers, number)
+                    else:
+                        self._orders.stop(workers, reason)
+                case events.Log(reason):
+                    self.note(reason)
+
+    def _announce(self, action: events.Announce) -> None:
+        """Have the nodes agree on the group; it counts once a view that has it is installed."""
+        plane, before = self._host.plane, self._groups.group
+        members = () if before is None else before.members
+        dead = {member.node for member in members if plane.is_dead(member.node)}
+        paths = self._host.surveyor.paths({member.node for member in action.members})
+        plane.handle(self._groups.announced(action, dead, paths))
+
+    def _begin_world(self, action: events.BeginWorld) -> None:
+        port = self.world.master_port
+        if action.number != self.world.number:
+            port = free_port("")  # no store of the world before listens there
+        restarts = self.state.world.restarts
+        self.world = jobs.World(action.number, action.members, restarts, action.is_fixed, port)
+        for node in sorted(self._nodes):
+            self.order(node)
+
+    def _end_group(self, action: events.EndGroup) -> None:
+        if not self.state.stopping:
+            why = _first_line(action.reason).split(";")[0]
+            text = f"epoch {action.epoch} ended ({why})"
+            if action.worker:
+                text = _lost_text(action.worker, why)
+            self._journal.lost(action.worker, text, time.monotonic())
+            self.note(action.reason)
+        cause = control.clip(action.reason)
+        over = control.GroupOver(action.epoch, action.worker, action.certain, cause)
+        self._orders.tell(action.to, over)
+
+    # For people.
+
+    def note(self, text: str) -> None:
+        """Something happened that people want to know."""
+        self._journal.note(text, time.monotonic())
+        self._output.note(text)
+
+    def status(self) -> control.StatusReply:
+        """The job as it is now."""
+        return status_of(
+            self.spec,
+            self.state,
+            self._journal,
+            node=self._host.me,
+            pids=self._pids,
+            called=self._called,
+            now=time.monotonic(),
+        )
+
+    def _missing(self) -> str:
+        return missing_workers(self.state, pids=self._pids, called=self._called)
+
+    async def all_read(self) -> None:
+        """Return when the output of all ended workers was passed on; see ``OutputRelay``."""
+        await self._output.all_read(lambda worker: self.node_of[worker] in self._nodes)
+
+    def summary(self) -> jobs.JobEnded:
+        """How it ended."""
+        made = summarize(
+            job=self.spec.job,
+            script=self.spec.script,
+            state=self.state,
+            journal=self._journal,
+            exit_codes=self._exit_codes,
+            unfired=[str(fault) for fault in self._chaos.waiting],
+            last_words=self._output.last_words,
+            python=sys.executable,
+            now=time.monotonic(),
+        )
+        return jobs.JobEnded(self.spec.job, made.exit_code, encode_summary(made))
+
+
+def _lost_text(worker: str, why: str) -> str:
+    """``worker 2 lost (killed by SIGKILL (9))``, from a reason that may begin with the worker."""
+    return f"worker {worker} lost ({_first_line(why).removeprefix(f'worker {worker} ')})"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""

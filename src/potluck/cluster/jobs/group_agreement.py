@@ -1,0 +1,127 @@
+"""Which groups of a job the cluster's nodes have agreed on, and who holds the job's state. Pure.
+
+``groups.membership`` announces a group; it counts once the nodes have accepted a view that has it.
+They need to know which members hold the state of the group before: without one of those a job may
+begin afresh only if all that held it are known to have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from potluck.cluster.groups.events import Agreed, Announce, NotAgreed
+from potluck.cluster.jobs.placement import holders
+from potluck.cluster.membership.events import WantGroup
+from potluck.types import MeasuredPath
+from potluck.wire import control, jobs
+from potluck.wire.nodes import JobGroup
+
+
+class GroupAgreement:
+    """The groups of ``job``; ``group`` is the newest that was agreed on."""
+
+    def __init__(self, job: str, group: JobGroup | None) -> None:
+        self.group = group
+        self._job = job
+        self._announced: list[Announce] = []
+        self._holders: set[str] = set()
+        self._ended: set[str] = set()
+
+    # What becomes of the workers.
+
+    def take(self, event: jobs.Event, joined: int) -> bool:
+        """``event`` became of its worker, a member since the view of ``joined``. Returns whether it
+        is the first to show that this worker holds the job's state."""
+        if not self._shows_state(event, joined) or event.worker in self._holders:
+            return False
+        self._holders.add(event.worker)
+        return True
+
+    def _shows_state(self, event: jobs.Event, joined: int) -> bool:
+        if self.group is None:
+            return False
+        if isinstance(event, control.Installed):
+            # All begin with the same: who is in the first group holds what there is.
+            return event.epoch == self.group.epoch == self.group.origin
+        if isinstance(event, control.Progress):
+            return event.step >= 0 and event.epoch >= joined
+        return False
+
+    def ended(self, worker: str) -> None:
+        """The process of ``worker`` ended, and its state with it."""
+        self._ended.add(worker)
+        self._holders.discard(worker)
+
+    def away(self, workers: Iterable[str]) -> None:
+        """The nodes of ``workers`` left the cluster's view: what they hold is not known."""
+        self._holders.difference_update(workers)
+
+    # What to have agreed on.
+
+    def announced(
+        self, action: Announce, dead: Collection[str], paths: tuple[MeasuredPath, ...]
+    ) -> WantGroup:
+        """Membership announced a group. ``dead`` are nodes whose workers are known to be gone."""
+        self._announced.append(action)
+        if action.world is not None:
+            # A fixed world's members hold what they need: the state of the world before is in the
+            # script's checkpoint, and nobody waits for those that had it.
+            kept, fresh = tuple(each.worker for each in action.members), True
+        else:
+            members = () if self.group is None else self.group.members
+            gone = {member.worker for member in members if member.node in dead}
+            kept, fresh = holders(
+                self.group,
+                action.members,
+                joined=action.joined,
+                settled=self._holders,
+                ended=self._ended | gone,
+            )
+        return WantGroup(
+            self._job,
+            action.members,
+            kept,
+            action.reason,
+            fresh,
+            renew=True,
+            paths=paths,
+            world=action.world or 0,
+        )
+
+    def settled(self) -> WantGroup | None:
+        """Put on record that all members hold the state by now; None while they do not."""
+        group = self.group
+        if group is None or not group.entering or self._announced:
+            return None
+        if not set(group.entering) <= self._holders:
+            return None
+        names = tuple(member.worker for member in group.members)
+        return WantGroup(self._job, group.members, names, f"all of job {self._job} hold its state")
+
+    # What the nodes agreed on.
+
+    def installed(
+        self, group: JobGroup, reason: str
+    ) -> tuple[list[Agreed | NotAgreed], tuple[str, ...]]:
+        """A view with ``group`` is in use, for this ``reason``: what to tell membership, and which
+        workers came in with the group."""
+        is_new = self.group is None or group.epoch > self.group.epoch
+        self.group = group
+        if not is_new:
+            return [], ()
+        names, before = tuple(member.worker for member in group.members), self._announced
+        for position in reversed(range(len(before))):
+            action = before[position]
+            if action.members == group.members:
+                self._announced = before[position + 1 :]
+                self._ended -= set(action.joined)
+                return [Agreed(group.epoch, names, action.epoch)], action.joined
+        self._announced = []
+        void = [NotAgreed(action.epoch, group.epoch, reason) for action in before]
+        return [*void, Agreed(group.epoch, names, 0, reason)], ()
+
+    def refused(self, floor: int, reason: str) -> NotAgreed | None:
+        """The nodes don't agree on what was announced last; None if nothing was."""
+        if not self._announced:
+            return None
+        return NotAgreed(self._announced.pop().epoch, floor, reason)

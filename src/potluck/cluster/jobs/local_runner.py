@@ -1,0 +1,317 @@
+"""The jobs of the cluster as one node takes part in them: it fetches a job's folder, runs the
+workers that are placed here, gives them the groups that the cluster's view holds, and tells the
+leader what they say.
+
+All it does with a job it was ordered to by the leader of its own view: nobody else can make this
+node run anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from potluck.cluster.bundles.depot import BundleDepot
+from potluck.cluster.jobs.chaos import parse_chaos
+from potluck.cluster.jobs.host import JobHost
+from potluck.cluster.jobs.local_workers import LocalWorkers, seat
+from potluck.cluster.jobs.worker_reports import WorkerReports
+from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.service import why
+from potluck.system import SIGKILL
+from potluck.transport import aio
+from potluck.types import Member
+from potluck.wire import control, jobs
+from potluck.wire.messages import Hello, Refusal
+from potluck.wire.nodes import JobGroup, View
+
+_log = logging.getLogger(__name__)
+
+_MAX_UNSENT = 1 << 20
+_MAX_KEPT_LINES = 1000
+_BRING_S = 10.0
+_BRING_AGAIN_S = 0.2
+
+
+@dataclass(slots=True, eq=False)
+class LocalJob:
+    """One job here. ``world`` is the one that workers are started for now; ``unsent`` are lines of
+    output for which there was no leader."""
+
+    spec: jobs.JobSpec
+    places: jobs.Places
+    world: jobs.World
+    reports: WorkerReports = field(default_factory=WorkerReports)
+    workers: LocalWorkers | None = None
+    preparing: asyncio.Task[None] | None = None
+    group: JobGroup | None = None
+    status: control.StatusReply | None = None
+    error: str = ""
+    unsent: deque[jobs.Output] = field(default_factory=lambda: deque(maxlen=_MAX_KEPT_LINES))
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        return () if self.workers is None else self.workers.alive
+
+
+class LocalRunner:
+    """All jobs here. ``depot`` has the bundles; while ``must_wait()``, a command of this machine
+    does not keep up with the output, and that of the workers here is not read."""
+
+    def __init__(self, host: JobHost, depot: BundleDepot, must_wait: Callable[[], bool]) -> None:
+        self.jobs: dict[str, LocalJob] = {}
+        self._host = host
+        self._depot = depot
+        self._must_wait = must_wait
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # What the leader orders.
+
+    def received(self, message: jobs.FromLeader) -> None:
+        """The leader of this node's view said ``message``."""
+        if isinstance(message, jobs.Order):
+            self._order(message)
+        elif isinstance(message, jobs.JobList):
+            for job_id in self.jobs.keys() - set(message.jobs):
+                self._drop(job_id)
+        elif isinstance(message, jobs.JobStatus):
+            job = self.jobs.get(message.status.job)
+            if job is not None:
+                job.status = message.status
+        elif (job := self.jobs.get(message.job)) is not None and job.workers is not None:
+            match message:
+                case jobs.StartWorker(_, worker, attempt):
+                    self._start(job, job.workers, worker, attempt)
+                case jobs.StopWorkers(_, workers, reason):
+                    job.workers.stop(workers, reason)
+                case jobs.SignalWorkers(_, workers, number):
+                    job.workers.signal(workers, number)
+                case jobs.TellWorkers(_, workers, told):
+                    job.workers.tell(workers, told)
+
+    def _order(self, order: jobs.Order) -> None:
+        job = self.jobs.get(order.spec.job)
+        if job is None:
+            job = self.jobs[order.spec.job] = LocalJob(order.spec, order.places, order.world)
+            job.preparing = self._spawn(self._prepare(job))
+            return
+        job.places, job.world = order.places, order.world
+        if job.workers is not None:
+            self._report(job)
+        elif job.error:
+            job.error = ""
+            job.preparing = self._spawn(self._prepare(job))
+
+    async def _prepare(self, job: LocalJob) -> None:
+        """Have the folder here, then be ready to start workers."""
+        spec, job_id = job.spec, job.spec.job
+        folder: Path | None = None
+        try:
+            if spec.bundle is not None:
+                if not self._depot.has(spec.bundle):
+                    await self._bring(spec, spec.bundle)
+                folder = await asyncio.to_thread(self._depot.open, spec.bundle, job_id)
+            elif spec.starter != self._host.me:
+                raise ConfigurationError("it is local to the node it was started on")
+        except (PotluckError, OSError) as error:
+            job.error = str(error)[:4000]
+        except Exception as error:  # the leader would wait for this node's report for ever
+            _log.exception("preparing job %s broke", job_id)
+            job.error = f"this is potluck's fault, please report it: {why(error)}"[:4000]
+        else:
+            if self.jobs.get(job_id) is not job:
+                return
+            launcher = self._host.launcher(
+                spec,
+                folder,
+                is_starter=spec.starter == self._host.me,
+                sink=lambda worker, stream, text: self._line(job, worker, stream, text),
+                is_behind=self._is_behind,
+            )
+            job.workers = LocalWorkers(job_id, launcher, partial(self._happened, job))
+        self._report(job)
+
+    async def _bring(self, spec: jobs.JobSpec, bundle: bytes) -> None:
+        """Get the bundle from the starter, or the leader. Either may still have to hear that this
+        node is in the view, or have the bundle itself: they are asked again for a while."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _BRING_S
+        while True:
+            view = self._host.plane.view
+            nodes = set() if view is None else {spec.starter, view.leader} - {self._host.me}
+            for node in sorted(nodes, key=lambda node: node != spec.starter):
+                try:
+                    await self._depot.fetch(node, bundle)
+                    return
+                except LinkError:
+                    if loop.time() > deadline:
+                        raise
+            if not nodes and loop.time() > deadline:
+                raise LinkError("no node that is left has the script's folder")
+            await asyncio.sleep(_BRING_AGAIN_S)
+
+    def _start(self, job: LocalJob, workers: LocalWorkers, worker: str, attempt: int) -> None:
+        if worker in workers.alive or not job.reports.is_new(worker, attempt):
+            return
+        job.reports.starting(worker, attempt, job.world.number)
+        workers.start(worker, attempt, self._variables(job, worker))
+
+    def _variables(self, job: LocalJob, worker: str) -> dict[str, str]:
+        """Where ``worker`` is in its world. One that came later has the place after all others."""
+        node_of = {seat.worker: seat.node for seat in job.places}
+        members = job.world.members
+        if worker not in members:
+            members = tuple(seat.worker for seat in job.places)
+        beside = [each for each in members if node_of[each] == node_of[worker]]
+        nodes = {"POTLUCK_NODES": ",".join(self._host.names.label(node_of[m]) for m in members)}
+        return {
+            "POTLUCK_AGENT": f"127.0.0.1:{self._host.port}",
+            "POTLUCK_BIND": self._host.bind,
+            "POTLUCK_WIRE": job.spec.wire,
+            **({} if job.spec.is_local else nodes),
+            "LOCAL_RANK": str(beside.index(worker)),
+            "LOCAL_WORLD_SIZE": str(len(beside)),
+            "MASTER_ADDR": self._address(node_of[members[0]]),
+            "MASTER_PORT": str(job.world.master_port),
+            **seat(members.index(worker), len(members), job.world.number),
+        }
+
+    def _report(self, job: LocalJob) -> None:
+        """Tell the leader all that it may not know of this job's workers here."""
+        name, say, alive = job.spec.job, self._host.to_leader, job.alive
+        for event in job.reports.ended():
+            say(jobs.Happened(name, event))
+        say(jobs.Reported(name, job.reports.seen(alive), job.error))
+        for event in job.reports.standing(alive):
+            say(jobs.Happened(name, event))
+        while job.unsent:
+            if not say(job.unsent[0]):
+                return
+            job.unsent.popleft()
+
+    def _drop(self, job_id: str) -> None:
+        job = self.jobs.pop(job_id)
+        self._spawn(self._put_away(job))
+
+    async def _put_away(self, job: LocalJob) -> None:
+        if job.preparing is not None:  # the folder may be on its way, over a slow link
+            job.preparing.cancel()
+            await asyncio.gather(job.preparing, return_exceptions=True)
+        if job.workers is not None:
+            await job.workers.put_away()
+        if not job.spec.is_local:
+            await asyncio.to_thread(self._depot.close, job.spec.job)
+
+    # What the cluster agreed on.
+
+    def installed(self, view: View) -> None:
+        """Give each new group to its members here; say anew where the workers stand."""
+        for job_id, job in self.jobs.items():
+            group = view.group(job_id)
+            if group is None or (job.group is not None and group.epoch <= job.group.epoch):
+                continue
+            before, job.group = job.group, group
+            if job.workers is None:
+                continue
+            names = tuple(member.worker for member in group.members)
+            if before is not None and not job.world.is_fixed:  # that ends as a whole
+                for member in before.members:
+                    if member.worker not in names and member.node not in view.nodes:
+                        cause = (
+                            f"node {self._host.names.called(member.node)} left the cluster's view"
+                        )
+                        over = control.GroupOver(before.epoch, member.worker, False, cause)
+                        job.workers.tell(job.alive, over)
+            chaos = parse_chaos(job.spec.chaos)
+            members = tuple(self._seen_from_here(member) for member in group.members)
+            for rank, name in enumerate(names):
+                steps = chaos.steps_of(rank)
+                told = control.View(job_id, group.epoch, members, steps, group.paths)
+                if job.reports.world_of(name) == group.world:
+                    job.workers.tell((name,), told)
+
+    def hold(self, reason: str) -> None:
+        """This node is in no view that counts: end the groups, let the workers wait."""
+        for job in self.jobs.values():
+            if job.workers is None:
+                continue
+            if job.group is not None and not job.world.is_fixed:  # that may outlast the pause
+                cause = control.clip(reason)
+                over = control.GroupOver(job.group.epoch, "", False, cause)
+                job.workers.tell(job.alive, over)
+            job.workers.tell(job.alive, control.Hold(control.clip(reason)))
+
+    def give_up(self) -> None:
+        """End all workers here: their jobs go on without this node for good."""
+        for job_id in list(self.jobs):
+            self._drop(job_id)
+
+    def resync(self) -> None:
+        """The state of the workers here must not go on: they are started anew, by and by."""
+        for job in self.jobs.values():
+            if job.workers is not None:
+                job.workers.signal(job.alive, SIGKILL)
+
+    def say_again(self) -> None:
+        """There is a leader to talk to, maybe another one."""
+        for job in self.jobs.values():
+            if job.workers is not None or job.error:
+                self._report(job)
+
+    def _seen_from_here(self, member: Member) -> Member:
+        host = self._address(member.node)
+        return Member(member.worker, member.node, host, member.port, member.local_rank)
+
+    def _address(self, node: str) -> str:
+        return "127.0.0.1" if node == self._host.me else self._host.links.last_address(node)
+
+    # What the workers do.
+
+    async def greeted(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        hello: Hello,
+        node: str,
+    ) -> None:
+        """A worker of this machine calls."""
+        job = self.jobs.get(hello.job)
+        if job is None or job.workers is None:
+            refusal = Refusal("job", f"this node runs no job {hello.job!r}")
+            await aio.write_greeting(writer, refusal)
+        else:
+            await job.workers.greeted(reader, writer, hello)
+
+    def _line(self, job: LocalJob, worker: str, stream: str, text: str) -> None:
+        line = jobs.Output(job.spec.job, worker, stream, text)
+        if job.unsent or not self._host.to_leader(line):
+            job.unsent.append(line)
+
+    def _is_behind(self) -> bool:
+        view = self._host.plane.view
+        is_far_behind = view is not None and self._host.links.unsent(view.leader) > _MAX_UNSENT
+        return is_far_behind or self._must_wait()
+
+    def _happened(self, job: LocalJob, event: jobs.Event) -> None:
+        self._host.to_leader(jobs.Happened(job.spec.job, job.reports.take(event)))
+        stands_still = self._host.plane.stands_still
+        if stands_still and isinstance(event, control.Ready | control.Lost):
+            assert job.workers is not None
+            job.workers.tell((event.worker,), control.Hold(control.clip(stands_still)))
+
+    async def close(self) -> None:
+        """End all workers here."""
+        self.give_up()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,93 @@
+"""``groups.membership`` at work: events one after the other, and time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from potluck.cluster.groups import events, membership
+from potluck.cluster.groups.roster import Policy, State, World
+from potluck.types import Member
+from potluck.wire import jobs
+from potluck.wire.nodes import JobGroup
+
+_CAUSE_S = 4.0
+"""A worker may fail this long before the nodes know that another's machine is lost: 3 s, and some
+time on the way."""
+_CAUSE_S_LOCAL = 1.0
+
+
+def policy_of(spec: jobs.JobSpec) -> Policy:
+    """What the operator chose for the job of ``spec``."""
+    return Policy(
+        max_restarts=spec.max_restarts,
+        restarts_worlds=spec.restarts_worlds,
+        wait_s=spec.wait_s,
+        min_workers=spec.min_workers,
+        cause_s=_CAUSE_S_LOCAL if spec.is_local else _CAUSE_S,
+    )
+
+
+def taken_over(
+    names: tuple[str, ...], policy: Policy, epoch: int, group: JobGroup | None, world: jobs.World
+) -> State:
+    """A job that another leader began: its ``group`` in the view of ``epoch``, and the ``world``
+    that its workers were started for."""
+    members = tuple[Member, ...]()
+    if group is not None and group.world == world.number:
+        epoch, members = group.epoch, group.members
+    begun = World(world.members, world.number, world.restarts, world.is_fixed)
+    return membership.take_over(names, policy, epoch, members, begun)
+
+
+class MembershipLoop:
+    """Has ``act`` do what follows from each event. ``over`` is set when the job has ended, or
+    ``crash`` is what ended it."""
+
+    def __init__(self, state: State, act: Callable[[Sequence[events.Action]], None]) -> None:
+        self.state = state
+        self.over = asyncio.Event()
+        self.crash: Exception | None = None
+        self._act = act
+        self._events: deque[events.Event] = deque()
+        self._is_handling = False
+        self._is_closed = False
+        self._wakeup: asyncio.TimerHandle | None = None
+
+    def handle(self, event: events.Event) -> None:
+        """Decide about ``event``, and then about those that an action brought about."""
+        self._events.append(event)
+        if self._is_handling or self._is_closed or self.crash is not None:
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                event = self._events.popleft()
+                self.state, actions = membership.handle(self.state, event, time.monotonic())
+                self._act(actions)
+        except Exception as error:  # whoever called can't help it: who waits for the end raises it
+            self.crash = error
+            self.over.set()
+        finally:
+            self._is_handling = False
+        self._set_wakeup()
+        if self.state.over:
+            self.over.set()
+
+    def close(self) -> None:
+        """Nothing is decided any more; no timer stays."""
+        self._is_closed = True
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+
+    def _set_wakeup(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+            self._wakeup = None
+        at = self.state.next_wakeup()
+        if at is not None and not self._is_closed:
+            delay = max(0.0, at - time.monotonic())
+            loop = asyncio.get_running_loop()
+            self._wakeup = loop.call_later(delay, self.handle, events.Tick())

@@ -1,0 +1,105 @@
+"""What is to be done with the workers of a job, as messages to the nodes that they are on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from potluck.cluster.groups.roster import State
+from potluck.cluster.jobs.host import JobHost
+from potluck.system import SIGCONT, SIGKILL, SIGPIPE, SIGSTOP
+from potluck.wire import control, jobs
+
+_STOP_GRACE_S = 3.0
+_INTERRUPT_GRACE_S = 15.0
+
+
+class WorkerOrders:
+    """Orders to the workers of ``job``. ``node_of`` tells the node of each, ``state`` what
+    membership knows of them; ``note`` tells people."""
+
+    def __init__(
+        self,
+        host: JobHost,
+        job: str,
+        *,
+        node_of: Callable[[str], str],
+        state: Callable[[], State],
+        note: Callable[[str], None],
+    ) -> None:
+        self._host = host
+        self._job = job
+        self._node_of = node_of
+        self._state = state
+        self._note = note
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, worker: str, attempt: int) -> None:
+        """Start the process of ``worker``."""
+        self._host.links.send(self._node_of(worker), jobs.StartWorker(self._job, worker, attempt))
+
+    def tell(self, workers: Sequence[str], message: control.FromAgent) -> None:
+        """Send ``message`` to those of ``workers`` that have a link to their agent."""
+        for node, names in self._by_node(workers).items():
+            self._host.links.send(node, jobs.TellWorkers(self._job, names, message))
+
+    def signal(self, workers: Sequence[str], number: int) -> None:
+        """Send the processes of ``workers`` a signal."""
+        for node, names in self._by_node(workers).items():
+            self._host.links.send(node, jobs.SignalWorkers(self._job, names, number))
+
+    def terminate(self, workers: tuple[str, ...]) -> None:
+        """End ``workers`` by SIGTERM, and by SIGKILL what has not ended after a grace period."""
+        self.signal(workers, signal.SIGTERM)
+        self._later(workers, _STOP_GRACE_S, SIGKILL)
+
+    def interrupt(self, workers: tuple[str, ...], number: int) -> None:
+        """Pass on the operator's signal; by SIGKILL ends what has not after a grace period."""
+        # Python ignores SIGPIPE: that nobody reads the output is news to the command alone.
+        self.signal(workers, signal.SIGTERM if number == SIGPIPE else number)
+        self._later(workers, _INTERRUPT_GRACE_S, SIGKILL)
+
+    def stop(self, workers: tuple[str, ...], reason: str) -> None:
+        """Ask ``workers`` to end, then end them by SIGTERM, then by SIGKILL."""
+        for node, names in self._by_node(workers).items():
+            stop = jobs.StopWorkers(self._job, names, control.clip(reason))
+            self._host.links.send(node, stop)
+        self._later(workers, _STOP_GRACE_S, signal.SIGTERM)
+        self._later(workers, 2 * _STOP_GRACE_S, SIGKILL)
+
+    def suspend(self, workers: tuple[str, ...], seconds: float) -> None:
+        """Stop ``workers`` for a while, as an ordered fault."""
+        self.signal(workers, SIGSTOP)
+        asyncio.get_running_loop().call_later(seconds, self.signal, workers, SIGCONT)
+
+    def close(self) -> None:
+        """No task stays."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _later(self, workers: tuple[str, ...], delay_s: float, number: int) -> None:
+        self._spawn(self._signal_later(workers, delay_s, number))
+
+    async def _signal_later(self, workers: tuple[str, ...], delay_s: float, number: int) -> None:
+        attempts = {name: self._state().worker(name).attempt for name in workers}
+        await asyncio.sleep(delay_s)
+        stopped = (self._state().worker(name) for name in workers)
+        alive = [w.name for w in stopped if w.alive and w.attempt == attempts[w.name]]
+        if alive:
+            word = signal.Signals(number).name
+            self._note(f"worker {', '.join(alive)} did not end in {delay_s:g} s: {word}")
+            self.signal(alive, number)
+
+    def _by_node(self, workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for worker in workers:
+            node = self._node_of(worker)
+            found[node] = (*found.get(node, ()), worker)
+        return found
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

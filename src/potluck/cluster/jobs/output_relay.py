@@ -1,0 +1,85 @@
+"""What the workers of a job write, and what happens to it, on its way to whoever started it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+from potluck.cluster.jobs.host import JobHost
+from potluck.wire import control, jobs
+
+_LAST_WORDS = 30
+_MAX_UNSENT = 4 << 20
+_OUTPUT_S = 5.0
+"""How long the end of a job waits for the last output of workers on other nodes."""
+
+
+class OutputRelay:
+    """The output of the job of ``spec``. It goes to the starter while ``is_starter_here()``, else
+    to a log. ``last_words`` are the newest lines of each worker's stderr."""
+
+    def __init__(
+        self, host: JobHost, spec: jobs.JobSpec, is_starter_here: Callable[[], bool]
+    ) -> None:
+        self.last_words: dict[str, deque[str]] = {}
+        self._host = host
+        self._spec = spec
+        self._is_starter_here = is_starter_here
+        self._num_dropped = 0
+        self._exited: set[tuple[str, int]] = set()
+        self._read: set[tuple[str, int]] = set()
+        self._was_read = asyncio.Event()
+
+    def started(self, worker: str) -> None:
+        """A new process of ``worker`` starts."""
+        self.last_words.pop(worker, None)
+
+    def exited(self, worker: str, attempt: int) -> None:
+        """A process ended; its last lines may still be on their way."""
+        self._exited.add((worker, attempt))
+
+    def ended(self, worker: str, attempt: int) -> None:
+        """All that this process wrote has been passed on."""
+        self._read.add((worker, attempt))
+        self._was_read.set()
+
+    def line(self, line: jobs.Output, node: str) -> None:
+        """A worker on the node called ``node`` (empty: not to be named) wrote ``line``."""
+        if line.stream == "stderr":
+            words = self.last_words.setdefault(line.worker, deque(maxlen=_LAST_WORDS))
+            words.append(line.text)
+        label = f"{line.worker} {node}".strip()[:256]
+        if not self._is_starter_here():
+            self._host.log.write(self._spec.job, f"[{label}] {line.text}")
+            return
+        if self._host.links.unsent(self._spec.starter) > _MAX_UNSENT:
+            self._num_dropped += 1
+            return
+        if self._num_dropped:
+            text = f"{self._num_dropped} lines of output were left out: they were not read in time"
+            self._num_dropped = 0
+            self.note(text)
+        shown = jobs.Shown(line.job, label, line.stream, line.text)
+        self._host.links.send(self._spec.starter, shown)
+
+    def note(self, text: str) -> None:
+        """Something happened that people want to know."""
+        job, starter = self._spec.job, self._spec.starter
+        if self._is_starter_here():
+            self._host.links.send(starter, jobs.JobNote(job, control.clip(text)))
+        else:
+            self._host.log.write(job, f"potluck: {text}")
+        if starter != self._host.me:
+            self._host.note(f"job {job}: {text}"[:4096])
+
+    async def all_read(self, is_here: Callable[[str], bool]) -> None:
+        """Return when all that ended workers wrote was passed on, but for those whose node is not
+        here. A node that is slow does not hold the end of the job up for long; a command that reads
+        slowly may."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if self._spec.is_local else _OUTPUT_S):
+                while any(is_here(worker) for worker, _ in self._exited - self._read):
+                    self._was_read.clear()
+                    await self._was_read.wait()

@@ -1,0 +1,77 @@
+"""How a job is doing, for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from potluck.cluster.groups.roster import EXPECTED, Phase, State, Worker
+from potluck.cluster.jobs.journal import Journal
+from potluck.wire import control, jobs
+
+_MAX_EVENTS = 20
+
+
+def status_of(
+    spec: jobs.JobSpec,
+    state: State,
+    journal: Journal,
+    *,
+    node: str,
+    pids: Mapping[str, int],
+    called: Callable[[str], str],
+    now: float,
+) -> control.StatusReply:
+    """The job as the leader on ``node`` sees it. ``called`` names the node of a worker."""
+    view = state.view
+    ranks = {} if view is None else {name: rank for rank, name in enumerate(view.members)}
+    workers = []
+    for worker in state.workers:
+        facts = journal.facts_of(worker.name)
+        workers.append(
+            control.WorkerStatus(
+                worker=worker.name,
+                rank=ranks.get(worker.name, -1) if worker.phase is Phase.MEMBER else -1,
+                phase=worker.phase.value,
+                pid=pids.get(worker.name, 0) if worker.alive else 0,
+                restarts=worker.attempt,
+                device=facts.device,
+                step=facts.step,
+                samples_per_s=facts.samples_per_s if worker.alive else None,
+                node=called(worker.name),
+            )
+        )
+    return control.StatusReply(
+        job=spec.job,
+        node=node,
+        pid=0,
+        script=control.clip(spec.script),
+        started=spec.started,
+        epoch=state.epoch,
+        step=journal.step,
+        loss=journal.loss,
+        workers=tuple(workers),
+        events=tuple(control.clip(note.text) for note in journal.notes[-_MAX_EVENTS:]),
+        wire=spec.wire,
+        samples=journal.course.samples(now),
+        world_restarts=state.world.number,
+    )
+
+
+def missing_workers(state: State, *, pids: Mapping[str, int], called: Callable[[str], str]) -> str:
+    """Whom the first group waits for; empty if it has formed, or nobody is ready."""
+    ready, missing = state.having(Phase.READY), state.having(*EXPECTED)
+    if not ready or not missing or state.having(Phase.MEMBER) or state.stopping:
+        return ""
+    call = "init_process_group" if state.world.is_fixed else "potluck.init()"
+    found = ", ".join(
+        _whereabouts(each, pids.get(each.name, 0), called(each.name), call) for each in missing
+    )
+    return f"ready: {len(ready)} of {len(ready) + len(missing)} workers; still waiting for {found}"
+
+
+def _whereabouts(worker: Worker, pid: int, node: str, call: str) -> str:
+    where = f" on {node}" if node else ""
+    if worker.phase is Phase.WAITING:
+        return f"worker {worker.name}{where} (it ended, and is started again)"
+    process = f"its process {pid} runs and" if pid else "it"
+    return f"worker {worker.name}{where} ({process} has not called {call} yet)"

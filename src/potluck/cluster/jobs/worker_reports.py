@@ -1,0 +1,99 @@
+"""What one node has reported of a job's workers, to be reported again to another leader. Pure.
+
+A leader may be lost with what it was told. So each node repeats, for the newest process of each of
+its workers: how it ended; else that it finished, asks for a group, or is in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from potluck.wire import control, jobs
+
+
+class WorkerReports:
+    """The reports of one job on one node."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[str, int] = {}
+        self._worlds: dict[str, int] = {}
+        self._ready: dict[str, control.Ready] = {}
+        self._asking: dict[str, int] = {}
+        self._installed: dict[str, int] = {}
+        self._finished: set[str] = set()
+        self._exited: dict[str, jobs.Exited] = {}
+        self._read: dict[str, jobs.OutputEnded] = {}
+
+    def world_of(self, worker: str) -> int | None:
+        """The world that the newest process of ``worker`` was started for; None if none was."""
+        return self._worlds.get(worker)
+
+    def is_new(self, worker: str, attempt: int) -> bool:
+        """Whether no process of ``worker`` was started here in this ``attempt`` or a later one."""
+        return attempt > self._attempts.get(worker, -1)
+
+    def starting(self, worker: str, attempt: int, world: int) -> None:
+        """A process of ``worker`` is about to be started; what was reported before is outdated."""
+        self._attempts[worker], self._worlds[worker] = attempt, world
+        for known in (self._ready, self._asking, self._installed, self._exited):
+            known.pop(worker, None)
+        self._finished.discard(worker)
+
+    def take(self, event: jobs.Event) -> jobs.Event:
+        """``event`` happened; what to report."""
+        match event:
+            case control.Ready(worker=worker, after_epoch=after):
+                if worker in self._finished:  # and forms its fixed world once more
+                    self._finished.discard(worker)
+                    after = self._installed.get(worker, after)
+                    event = msgspec.structs.replace(event, after_epoch=after)
+                self._ready[worker] = event
+                self._asking[worker] = after
+            case control.Lost(worker, epoch):
+                self._asking[worker] = epoch
+            case control.Installed(worker, epoch):
+                self._installed[worker] = epoch
+                self._asking.pop(worker, None)
+            case control.Finished(worker):
+                self._finished.add(worker)
+            case jobs.Exited(worker):
+                self._exited[worker] = event
+            case jobs.OutputEnded(worker):
+                self._read[worker] = event
+            case _:
+                pass
+        return event
+
+    def ended(self) -> list[jobs.Event]:
+        """How the processes that ended did, and whether all of their output was sent."""
+        found: list[jobs.Event] = []
+        for worker, exited in self._exited.items():
+            found.append(exited)
+            read = self._read.get(worker)
+            if read is not None and read.attempt == exited.attempt:
+                found.append(read)
+        return found
+
+    def seen(self, alive: Collection[str]) -> tuple[jobs.Seen, ...]:
+        """The newest process of each worker."""
+        return tuple(
+            jobs.Seen(worker, attempt, self._worlds[worker], worker in alive)
+            for worker, attempt in self._attempts.items()
+        )
+
+    def standing(self, alive: Collection[str]) -> list[jobs.Event]:
+        """What the workers that run said last of themselves."""
+        found: list[jobs.Event] = []
+        for worker in alive:
+            if worker in self._finished:
+                found.append(control.Finished(worker))
+            elif worker in self._asking:
+                after = self._asking[worker]
+                ready = self._ready[worker]
+                found.append(msgspec.structs.replace(ready, after_epoch=after, cause=""))
+            elif worker in self._installed:
+                found.append(self._ready[worker])
+                found.append(control.Installed(worker, self._installed[worker]))
+        return found
