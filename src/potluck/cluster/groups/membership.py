@@ -162,6 +162,8 @@ class _Turn(Turn):
         if event.is_fixed:
             worlds.fix(self)
         worker = self.state.worker(event.worker)
+        if worker.phase is Phase.EVICTED and event.after_epoch < worker.installed:
+            return  # its node repeats what it said before; since then it has asked for nothing
         if worker.phase in (Phase.STARTING, Phase.READY, Phase.EVICTED, Phase.AWAY):
             self.update(worker.name, phase=Phase.READY, member=event.member)
             if self.state.ready_since is None and not self.state.groups:

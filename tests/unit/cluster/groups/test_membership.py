@@ -315,6 +315,17 @@ def test_a_member_whose_process_stands_still_is_out_at_once_and_comes_back() -> 
     assert story.view == (3, "0 2 1")
 
 
+def test_an_evicted_worker_comes_back_by_what_it_says_not_by_what_its_node_repeats() -> None:
+    """A node says again what its workers said last whenever the view changes."""
+    story = training(3)
+    story.tell(Stalled("1", "worker 1 stands still"), at=10.0)
+    story.enter()
+    story.tell(ready("1"), Installed("1", 1))
+    assert story.phase("1") is Phase.EVICTED
+    story.tell(ready("1", after_epoch=1))
+    assert story.view == (3, "0 2 1")
+
+
 def test_a_worker_in_no_group_may_stand_still() -> None:
     story = Story(2)
     story.tell(ready("0"))
