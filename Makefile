@@ -36,7 +36,7 @@ check: ## Lint, types and floors: ruff, mypy --strict, import-linter
 		{ report=$$($(BIN)/lint-imports --no-logo) || { echo "$$report"; false; }; }
 
 .PHONY: test
-test: check ## Everything in check, then all tests (ARGS="-k window" for some)
+test: check ## Everything in check, then all tests (ARGS="-k shared_memory" for some)
 	@tools/system-packages
 	@$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 

@@ -33,7 +33,7 @@ REACH_US = 8.0
 
 def measure(rank: int, peers: list[str], pipe: Connection) -> None:
     """One rank: microseconds of CPU per call, for each of the ways."""
-    settings = load_settings(use_windows=False, passphrase="what a call costs over links")
+    settings = load_settings(use_shared_memory=False, passphrase="what a call costs over links")
     backend = RingBackend(peers, rank, settings=settings)
     with potluck.DistributedContext(backend, timeout_s=60) as context:
         array = np.zeros(NUM_BYTES // 4, np.float32)

@@ -48,7 +48,7 @@ def measure(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     assert isinstance(group, PotluckProcessGroup)
     engine, tensor = group.communicator, torch.zeros(NUM_BYTES // 4)
     array = tensor.numpy()
-    dist.all_reduce(tensor)  # the ranks come to their window
+    dist.all_reduce(tensor)  # the ranks set up their shared memory
     quick = engine.quick_flat
 
     def posted() -> object:

@@ -7,7 +7,7 @@ namespace potluck::bind {
 
 // One line per bind_*.cpp; called by binding.cpp.
 void kernels(nanobind::module_& m);
-void windows(nanobind::module_& m);
+void shared_memory(nanobind::module_& m);
 void loop(nanobind::module_& m);
 
 }  // namespace potluck::bind

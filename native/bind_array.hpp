@@ -1,8 +1,8 @@
 // What a NumPy array or a torch tensor says of itself, asked in the least time that there is.
 //
-// Only arrays that the window can read and write where they are: C-contiguous, in host memory, of a
-// dtype of ours, and neither subclasses nor lazy views. For all others the caller takes the long
-// way, which copies them or says what is wrong.
+// Only arrays that calls through shared memory can read and write where they are: C-contiguous, in
+// host memory, of a dtype of ours, and neither subclasses nor lazy views. For all others the caller
+// takes the long way, which copies them or says what is wrong.
 #pragma once
 
 #include <nanobind/nanobind.h>

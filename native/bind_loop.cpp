@@ -148,15 +148,15 @@ void receive(ProgressLoop& loop, std::shared_ptr<Ticket> ticket, std::string cal
 void adopt(ProgressLoop& loop, uint64_t id, int rank, std::shared_ptr<Stream> stream,
            std::string peer, uint32_t slot_bytes, const std::vector<uintptr_t>& outgoing,
            const std::vector<uintptr_t>& incoming) {
-    if (outgoing.size() != incoming.size()) throw nb::value_error("a window has pairs of slots");
+    if (outgoing.size() != incoming.size()) throw nb::value_error("link memory has pairs of slots");
     Link link;
     link.id = id;
     link.rank = rank;
     stream->take_over(std::move(peer));
     link.stream = std::move(stream);
-    link.window.slot_bytes = slot_bytes;
-    for (uintptr_t slot : outgoing) link.window.outgoing.push_back(pointer(slot));
-    for (uintptr_t slot : incoming) link.window.incoming.push_back(pointer(slot));
+    link.memory.slot_bytes = slot_bytes;
+    for (uintptr_t slot : outgoing) link.memory.outgoing.push_back(pointer(slot));
+    for (uintptr_t slot : incoming) link.memory.incoming.push_back(pointer(slot));
     loop.adopt(std::move(link));
 }
 
@@ -215,7 +215,7 @@ nb::object failure(ProgressLoop& loop) {
 // What crossed the link to `rank` since the last call.
 nb::tuple take_counters(ProgressLoop& loop, int rank) {
     Counters& counters = loop.counters(rank);
-    return nb::make_tuple(counters.bytes_in_window.exchange(0), counters.bytes_received.exchange(0),
+    return nb::make_tuple(counters.bytes_in_shared_memory.exchange(0), counters.bytes_received.exchange(0),
                           counters.bytes_sent.exchange(0), counters.messages_received.exchange(0),
                           counters.messages_sent.exchange(0));
 }

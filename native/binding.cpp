@@ -21,6 +21,6 @@ NB_MODULE(_native, m) {
 #endif
     m.def("cpu_features", &potluck::cpu_features, "What was found on this processor.");
     potluck::bind::kernels(m);
-    potluck::bind::windows(m);
+    potluck::bind::shared_memory(m);
     potluck::bind::loop(m);
 }

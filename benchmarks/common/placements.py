@@ -20,7 +20,7 @@ class InHosts(Here):
 
     def __init__(self, network: Network, per_host: int = 1, folder: Path | None = None) -> None:
         """``folder``: for files by which hosts find that they share no memory. Without it they
-        find that they do, as they share a kernel: then windows must be switched off."""
+        find that they do, as they share a kernel: then shared memory must be switched off."""
         self._network = network
         self._folder = folder
         self._per_host = per_host

@@ -89,11 +89,13 @@ class Settings:
     max_early_bytes: Annotated[
         Bytes, About("bytes kept per link for operations this rank has not begun yet")
     ] = 2 << 20
-    use_windows: Annotated[
+    use_shared_memory: Annotated[
         bool, About("whether workers of one node exchange payloads through shared memory")
     ] = True
-    window_slots: Annotated[Slots, About("shared memory slots per link and direction")] = 4
-    window_slot_bytes: Annotated[SlotBytes, About("bytes of one slot, whole pages")] = 1 << 20
+    shared_memory_slots: Annotated[Slots, About("shared memory slots per link and direction")] = 4
+    shared_memory_slot_bytes: Annotated[SlotBytes, About("bytes of one slot, whole pages")] = (
+        1 << 20
+    )
     wire: Annotated[
         Wire, About("links between workers: sealed (TLS), or plain: clear text with checksums")
     ] = "sealed"

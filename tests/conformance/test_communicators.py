@@ -36,7 +36,7 @@ FOLD = {
     "product": np.multiply,
 }
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (3, 0, 2), (5, 1001)]
-"""The last one takes several segments of SEGMENT_BYTES, and the window where there is one."""
+"""The last one takes several segments of SEGMENT_BYTES, and shared memory where there is any."""
 SEGMENT_BYTES = 6 * 1024
 
 SIZES = (1, 2, 3, 5)
@@ -383,7 +383,7 @@ def test_overlapping_sub_groups_at_the_same_time_as_the_whole_group(world: World
 
 @pytest.mark.parametrize("count", [0, 1, 1000, 8192, 8193, 50_001], ids=lambda n: f"{8 * n}-bytes")
 def test_send_and_recv_in_both_directions_at_once(world: World, count: int) -> None:
-    """Both sides of 64 KiB, below which messages travel at once; also through a window."""
+    """Both sides of 64 KiB, below which messages travel at once; also through shared memory."""
 
     def check(ctx: DistributedContext) -> None:
         size, rank = ctx.world_size, ctx.rank
@@ -497,10 +497,10 @@ def test_arguments_that_make_no_sense_are_the_callers_mistake_and_harm_nobody(wo
     world.run(check)
 
 
-@pytest.mark.skipif(bool(BACKEND), reason=f"{BACKEND} has no windows of ours")
-def test_payloads_between_workers_of_one_node_go_through_the_window() -> None:
-    with open_world("tls+window", 2, segment_bytes=64 * 1024) as world:
+@pytest.mark.skipif(bool(BACKEND), reason=f"{BACKEND} has no shared memory of ours")
+def test_payloads_between_workers_of_one_node_go_through_the_shared_memory() -> None:
+    with open_world("tls+shm", 2, segment_bytes=64 * 1024) as world:
         world.run(lambda ctx: ctx.all_reduce(np.ones(100_000)))
         for ctx in world.contexts:
             (link,) = ctx.stats()["links"].values()
-            assert 0.9 * link["bytes_sent"] < link["bytes_in_window"] <= link["bytes_sent"]
+            assert 0.9 * link["bytes_sent"] < link["bytes_in_shared_memory"] <= link["bytes_sent"]

@@ -206,15 +206,17 @@ def test_a_link_names_its_peer(ends: Ends) -> None:
     assert ends[0].peer in repr(ends[0])
 
 
-def test_a_window_where_there_is_one_shows_each_side_what_the_other_wrote(ends: Ends) -> None:
+def test_link_memory_where_there_is_one_shows_each_side_what_the_other_wrote(
+    ends: Ends,
+) -> None:
     near, far = ends
-    assert (near.window is None) == (far.window is None)
-    if near.window is None or far.window is None:
+    assert (near.memory is None) == (far.memory is None)
+    if near.memory is None or far.memory is None:
         return
-    assert near.window.num_slots == far.window.num_slots
-    for slot in range(near.window.num_slots):
-        near.window.outgoing(slot)[:] = bytes([slot + 1]) * near.window.slot_bytes
-        far.window.outgoing(slot)[:] = bytes([slot + 101]) * far.window.slot_bytes
-    for slot in range(near.window.num_slots):
-        assert far.window.incoming(slot) == bytes([slot + 1]) * near.window.slot_bytes
-        assert near.window.incoming(slot) == bytes([slot + 101]) * near.window.slot_bytes
+    assert near.memory.num_slots == far.memory.num_slots
+    for slot in range(near.memory.num_slots):
+        near.memory.outgoing(slot)[:] = bytes([slot + 1]) * near.memory.slot_bytes
+        far.memory.outgoing(slot)[:] = bytes([slot + 101]) * far.memory.slot_bytes
+    for slot in range(near.memory.num_slots):
+        assert far.memory.incoming(slot) == bytes([slot + 1]) * near.memory.slot_bytes
+        assert near.memory.incoming(slot) == bytes([slot + 101]) * near.memory.slot_bytes

@@ -36,7 +36,8 @@ with DistributedContext(RingBackend(peers, rank), timeout_s=60) as ctx:
     expected = sum(np.random.default_rng(r).standard_normal(300_000) for r in range(len(peers)))
     result = ctx.all_reduce(array.copy(), timeout=60)
     say(step="reduced", error=float(np.abs(result - expected).max()),
-        in_window=sum(link["bytes_in_window"] for link in ctx.stats()["links"].values()))
+        in_shared_memory=sum(
+            link["bytes_in_shared_memory"] for link in ctx.stats()["links"].values()))
     sys.stdin.readline()
     start = time.monotonic()
     try:

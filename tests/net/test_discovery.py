@@ -78,7 +78,7 @@ class Script(TalkingProcess):
         environment = {
             "POTLUCK_HOME": str(home),
             "POTLUCK_DISCOVERY": ways,
-            "POTLUCK_USE_WINDOWS": "no",
+            "POTLUCK_USE_SHARED_MEMORY": "no",
             **more,
         }
         if psk:

@@ -66,7 +66,7 @@ class Script(TalkingProcess):
             text=True,
             # Hosts in namespaces share a kernel, and could share memory: not these.
             env=os.environ
-            | {"POTLUCK_HOME": str(home), "POTLUCK_PSK": PSK, "POTLUCK_USE_WINDOWS": "no"},
+            | {"POTLUCK_HOME": str(home), "POTLUCK_PSK": PSK, "POTLUCK_USE_SHARED_MEMORY": "no"},
         )
         super().__init__(process, timeout_s=PATIENCE_S)
 

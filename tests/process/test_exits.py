@@ -38,7 +38,7 @@ NATIVE_CALLS = {
         "loop = native.core.ProgressLoop(1, 0, 2, 1 << 19, 1 << 21); ticket = loop.ticket(1)",
         "ticket.wait(0.5)",
     ),
-    "a measurement of windows": ("", "[native.core.window_costs() for _ in range(1000)]"),
+    "a measurement of shared memory": ("", "[native.core.shm_costs() for _ in range(1000)]"),
 }
 
 

@@ -17,7 +17,9 @@ import pytest
 
 from potluck import native
 
-needs_native = pytest.mark.skipif(not native.available, reason="windows need the native core")
+needs_native = pytest.mark.skipif(
+    not native.available, reason="shared memory needs the native core"
+)
 
 NODES = (0, 0, 1, 1)
 PATIENCE_S = 30.0
@@ -36,7 +38,8 @@ patience_s = float(sys.argv[4])
 def say(**facts):
     print(json.dumps({"rank": rank, **facts}), flush=True)
 
-if algorithm in ("window", "hierarchical"):  # a list of addresses does not say who shares a node
+if algorithm in ("shared_memory", "hierarchical"):
+    # a list of addresses does not say who shares a node
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(peers)))
     os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = peers[0].rpartition(":")
     ctx = init("env", timeout_s=30)
@@ -128,22 +131,22 @@ def wait_for(child: subprocess.Popen[str], step: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "windows"),
+    ("algorithm", "shared"),
     [
         ("ring", "true"),
         ("ring", "false"),
         ("direct", "true"),
         ("direct", "false"),
-        pytest.param("window", "true", marks=needs_native),
+        pytest.param("shared_memory", "true", marks=needs_native),
         ("hierarchical", "true"),
     ],
 )
 def test_a_killed_process_is_named_by_every_survivor_at_once(
-    algorithm: str, windows: str, tmp_path: Path
+    algorithm: str, shared: str, tmp_path: Path
 ) -> None:
     size, victim = 4, 2
     nodes = NODES if algorithm == "hierarchical" else ()
-    switch = {"POTLUCK_USE_WINDOWS": windows}
+    switch = {"POTLUCK_USE_SHARED_MEMORY": shared}
     with workers(size, algorithm, tmp_path, nodes=nodes, **switch) as children:
         for child in children:
             assert wait_for(child, "ready")["total"] == 10
@@ -165,7 +168,7 @@ def test_a_killed_process_is_named_by_every_survivor_at_once(
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["ring", pytest.param("window", marks=needs_native), "hierarchical"]
+    "algorithm", ["ring", pytest.param("shared_memory", marks=needs_native), "hierarchical"]
 )
 def test_a_stopped_process_is_named_when_the_deadline_passes(
     algorithm: str, tmp_path: Path

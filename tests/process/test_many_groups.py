@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "many_groups.py"
     "links",
     [
         {},
-        {"POTLUCK_USE_WINDOWS": "0"},
+        {"POTLUCK_USE_SHARED_MEMORY": "0"},
         pytest.param({"POTLUCK_NATIVE": "0"}, marks=pytest.mark.long),
     ],
     ids=["shared memory", "native links", "python links"],

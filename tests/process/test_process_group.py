@@ -275,16 +275,16 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("has_windows", ["1", "0"])
+@pytest.mark.parametrize("has_shared_memory", ["1", "0"])
 def test_an_error_about_a_killed_rank_has_the_words_that_programs_search_for(
-    tmp_path: Path, has_windows: str
+    tmp_path: Path, has_shared_memory: str
 ) -> None:
     survivor, killed = [
         subprocess.Popen(
             [sys.executable, "-c", KILLED, str(rank), str(tmp_path / "store")],
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(tmp_path, POTLUCK_USE_WINDOWS=has_windows),
+            env=environment(tmp_path, POTLUCK_USE_SHARED_MEMORY=has_shared_memory),
         )
         for rank in range(2)
     ]

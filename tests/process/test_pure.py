@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SUITES = ["test_communicators.py", "test_codecs.py", "test_links.py"]
-WORLDS = "inproc-2 or tls-3 or window-2 or tls+window-2 or test_links"
+WORLDS = "inproc-2 or tls-3 or shm-2 or tls+shm-2 or test_links"
 
 
 def test_the_conformance_suites_pass_without_the_native_core() -> None:

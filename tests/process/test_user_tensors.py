@@ -12,8 +12,8 @@ import pytest
 SCRIPT = Path(__file__).parent / "scripts" / "user_tensors.py"
 LINKS = {
     "shared memory": (2, {}),
-    "native links": (2, {"POTLUCK_USE_WINDOWS": "0"}),
-    "python links": (2, {"POTLUCK_USE_WINDOWS": "0", "POTLUCK_NATIVE": "0"}),
+    "native links": (2, {"POTLUCK_USE_SHARED_MEMORY": "0"}),
+    "python links": (2, {"POTLUCK_USE_SHARED_MEMORY": "0", "POTLUCK_NATIVE": "0"}),
     "alone": (1, {}),
 }
 

@@ -18,9 +18,9 @@ from potluck.transport.credentials import Credentials, make_credentials
 from potluck.transport.handshake import connect
 from potluck.transport.inproc import inproc_pair
 from potluck.transport.link import Link
+from potluck.transport.link_memory import NUM_SLOTS, SLOT_BYTES
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.tcp import TcpLink
-from potluck.transport.window import NUM_SLOTS, SLOT_BYTES
 from potluck.wire.messages import PLAIN, SEALED, Hello, Welcome
 
 
@@ -73,18 +73,19 @@ class Blocking:
 @contextlib.contextmanager
 def tls_pair(
     *,
-    window: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES),
-    use_windows: bool = True,
+    memory: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES),
+    use_shared_memory: bool = True,
     native: tuple[bool, bool] = (False, False),
     wire: str = SEALED,
 ) -> Iterator[tuple[TcpLink, TcpLink]]:
     """The client's and the server's end of a real connection over loopback.
 
-    The client offers ``window`` (slots, bytes), the server takes it if ``use_windows``. ``native``:
-    whether the client's and the server's TLS is the native core's. ``wire``: how they go on.
+    The client offers ``memory`` (slots, bytes), the server takes it if ``use_shared_memory``.
+    ``native``: whether the client's and the server's TLS is the native core's. ``wire``: how they
+    go on.
     """
     server = Listener(
-        "127.0.0.1", 0, new_credentials(use_native=native[1]), use_windows=use_windows
+        "127.0.0.1", 0, new_credentials(use_native=native[1]), use_shared_memory=use_shared_memory
     )
     delivered: queue.Queue[TcpLink] = queue.Queue()
     server.serve(lambda hello, node: Admission(Welcome(rank=1, wire=wire), delivered.put))
@@ -96,7 +97,7 @@ def tls_pair(
             Hello("data", credentials.namespace, rank=0, to_rank=1, wire=wire),
             credentials,
             deadline=time.monotonic() + 30,
-            window=window,
+            memory=memory,
         )
         with contextlib.closing(client_end), contextlib.closing(delivered.get(timeout=30)) as other:
             server.close()  # links outlive the listener that made them
@@ -118,19 +119,19 @@ def inproc_ends(capacity: int = 1 << 20) -> Iterator[tuple[Link, Link]]:
 
 LINK_KINDS: dict[str, Callable[[], contextlib.AbstractContextManager[tuple[Link, Link]]]] = {
     "inproc": inproc_ends,
-    "tls": functools.partial(tls_pair, window=None),
-    "tls+window": tls_pair,
-    "plain": functools.partial(tls_pair, window=None, wire=PLAIN),
+    "tls": functools.partial(tls_pair, memory=None),
+    "tls+shm": tls_pair,
+    "plain": functools.partial(tls_pair, memory=None, wire=PLAIN),
 }
 if native_tls.is_available():
     LINK_KINDS |= {
-        "native": functools.partial(tls_pair, window=None, native=(True, True)),
-        "native+window": functools.partial(tls_pair, native=(True, True)),
-        "native to tls": functools.partial(tls_pair, window=None, native=(True, False)),
-        "tls to native": functools.partial(tls_pair, window=None, native=(False, True)),
-        "native plain": functools.partial(tls_pair, window=None, native=(True, True), wire=PLAIN),
+        "native": functools.partial(tls_pair, memory=None, native=(True, True)),
+        "native+shm": functools.partial(tls_pair, native=(True, True)),
+        "native to tls": functools.partial(tls_pair, memory=None, native=(True, False)),
+        "tls to native": functools.partial(tls_pair, memory=None, native=(False, True)),
+        "native plain": functools.partial(tls_pair, memory=None, native=(True, True), wire=PLAIN),
         "plain to native": functools.partial(
-            tls_pair, window=None, native=(False, True), wire=PLAIN
+            tls_pair, memory=None, native=(False, True), wire=PLAIN
         ),
     }
 """Every implementation of Link, for the conformance suite."""

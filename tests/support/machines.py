@@ -61,7 +61,7 @@ class Machine:
             "POTLUCK_HOME": str(self.home),
             "POTLUCK_NAME": self.name,
             # Hosts in namespaces share one kernel, and could share memory, which machines can't.
-            "POTLUCK_USE_WINDOWS": "no",
+            "POTLUCK_USE_SHARED_MEMORY": "no",
             "PYTHONUNBUFFERED": "1",
             **({"POTLUCK_PSK": psk} if psk else {}),
             **environment,

@@ -27,12 +27,13 @@ from support.links import psk
 
 T = TypeVar("T")
 
-NATIVE_KINDS = ("native", "native+window", "mixed") if is_available() else ()
-"""The native loop over loopback, without and with windows; every second rank in Python."""
+NATIVE_KINDS = ("native", "native+shm", "mixed") if is_available() else ()
+"""The native loop over loopback, without and with shared memory; every second rank in Python."""
 
-WORLD_KINDS = ("inproc", "tls", "tls+window", "window", *NATIVE_KINDS)
+WORLD_KINDS = ("inproc", "tls", "tls+shm", "shm", *NATIVE_KINDS)
 """In-process pipes; TLS over loopback; the same with shared memory for each link's payloads; all
-ranks on one node with one window for all (with the native core, else as before); the native kinds.
+ranks on one node, calls through shared memory (with the native core, else as before); the
+native kinds.
 """
 
 PLAIN_KINDS = ("plain", *(("native plain", "mixed plain") if is_available() else ()))
@@ -141,14 +142,14 @@ def open_world(
         else:
             backends = tcp_backends(
                 world_size,
-                1 if kind == "window" else num_nodes,
+                1 if kind == "shm" else num_nodes,
                 Settings(
                     psk=hashlib.sha256(b"unused").hexdigest(),
-                    use_windows=kind.endswith("window"),
+                    use_shared_memory=kind.endswith("shm"),
                     segment_bytes=segment_bytes,
                     max_early_bytes=max_early_bytes,
-                    window_slots=2,
-                    window_slot_bytes=64 * 1024,
+                    shared_memory_slots=2,
+                    shared_memory_slot_bytes=64 * 1024,
                     peer_timeout_s=timeout_s,
                     wire="plain" if kind.endswith("plain") else "sealed",
                 ),

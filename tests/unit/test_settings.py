@@ -30,11 +30,11 @@ def test_the_environment_wins_over_defaults_and_arguments_over_both(
 ) -> None:
     monkeypatch.setenv("POTLUCK_GRADIENT_PORT", "6000")
     monkeypatch.setenv("POTLUCK_PEER_TIMEOUT_S", "1.5")
-    monkeypatch.setenv("POTLUCK_USE_WINDOWS", "no")
+    monkeypatch.setenv("POTLUCK_USE_SHARED_MEMORY", "no")
     settings = load_settings(peer_timeout_s=2.5, max_retries=None)
     assert settings.gradient_port == 6000
     assert settings.peer_timeout_s == 2.5
-    assert settings.use_windows is False
+    assert settings.use_shared_memory is False
     assert settings.max_retries == 3
 
 
@@ -57,8 +57,8 @@ def test_a_home_may_begin_with_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
         ("POTLUCK_PEER_TIMEOUT_S", "0", "greater than 0"),
         ("POTLUCK_PEER_TIMEOUT_S", "nan", "input should be"),
         ("POTLUCK_PEER_TIMEOUT_S", "inf", "less than"),
-        ("POTLUCK_USE_WINDOWS", "perhaps", "valid boolean"),
-        ("POTLUCK_WINDOW_SLOT_BYTES", "5000", "multiple of 4096"),
+        ("POTLUCK_USE_SHARED_MEMORY", "perhaps", "valid boolean"),
+        ("POTLUCK_SHARED_MEMORY_SLOT_BYTES", "5000", "multiple of 4096"),
         ("POTLUCK_LOG_LEVEL", "loud", "'debug', 'info', 'warning' or 'error'"),
     ],
 )

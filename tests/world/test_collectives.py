@@ -90,7 +90,7 @@ def _check(entry: tuple[int, str, object, np.ndarray, object]) -> None:
     assert (result == wanted).all(), (number, kind)
 
 
-@pytest.mark.parametrize("kind", ["tls", "tls+window"])
+@pytest.mark.parametrize("kind", ["tls", "tls+shm"])
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "doubling"])
 def test_a_rank_far_behind_holds_the_others_back_and_then_all_completes(
     kind: str, algorithm: str

@@ -23,13 +23,13 @@ from potluck.types import Group, Member, ReduceOp
 from potluck.wire import frames
 from potluck.wire.checksum import crc32c
 from potluck.wire.dtypes import code_of
-from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_WINDOW, Frame, Kind
+from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_SHARED_MEMORY, Frame, Kind
 from support.links import LINK_KINDS, Blocking
 
 EPOCH = 3
 GROUP = Group(EPOCH, 0, (Member("a"), Member("b"), Member("c")))
 
-NATIVE = [kind for kind in ("native", "native+window") if kind in LINK_KINDS]
+NATIVE = [kind for kind in ("native", "native+shm") if kind in LINK_KINDS]
 """Links whose near end the native loop runs, where it is."""
 PLAIN = [kind for kind in ("plain", "native plain") if kind in LINK_KINDS]
 """Links in clear text: anybody on the wire could be the enemy."""
@@ -80,9 +80,9 @@ class Enemy:
         frame = frames.decode(self.blocking.receive(FRAME_BYTES))
         if self.link.needs_checksums:
             self.blocking.receive(CHECKSUM_BYTES)
-        if frame.flags & IN_WINDOW:
-            assert self.link.window is not None
-            return frame, bytes(self.link.window.incoming(frame.tag)[: frame.length])
+        if frame.flags & IN_SHARED_MEMORY:
+            assert self.link.memory is not None
+            return frame, bytes(self.link.memory.incoming(frame.tag)[: frame.length])
         payload = self.blocking.receive(frame.length)
         if self.link.needs_checksums and payload:
             self.blocking.receive(CHECKSUM_BYTES)
@@ -128,10 +128,12 @@ ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
     "a long eager message": lambda enemy, _: enemy.say(Kind.EAGER, length=frames.EAGER_BYTES + 1),
     "a payload where none belongs": lambda enemy, _: enemy.say(Kind.CLOSE, b"x"),
     "unknown flags": lambda enemy, _: enemy.say(Kind.CLOSE, flags=0x80),
-    "a window there is not": lambda enemy, mine: enemy.say_header(
-        frames.encode(mine._replace(source=1, flags=IN_WINDOW, tag=0))
+    "link memory there is not": lambda enemy, mine: enemy.say_header(
+        frames.encode(mine._replace(source=1, flags=IN_SHARED_MEMORY, tag=0))
     ),
-    "a control frame in a window": lambda enemy, _: enemy.say(Kind.CLOSE, flags=IN_WINDOW),
+    "a control frame in shared memory": lambda enemy, _: enemy.say(
+        Kind.CLOSE, flags=IN_SHARED_MEMORY
+    ),
     "another chunk": lambda enemy, mine: enemy.say(
         Kind.DATA, bytes(mine.length), channel=1, chunk=17, fingerprint=mine.fingerprint, dtype=4
     ),
@@ -210,8 +212,8 @@ def test_a_message_that_is_announced_twice_leaves_no_receive_without_an_end(
         assert all("again" in str(lost(work)) for work in receives)
 
 
-@pytest.mark.parametrize("kind", ["tls+window", *NATIVE[1:]])
-def test_slots_of_a_window_that_are_not_theirs_to_name(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["tls+shm", *NATIVE[1:]])
+def test_slots_of_a_shared_memory_that_are_not_theirs_to_name(kind: str) -> None:
     def credit_for_a_free_slot(enemy: Enemy) -> None:
         frame, _ = enemy.hear()
         enemy.say(Kind.SLOT_FREE, tag=frame.tag)
@@ -220,19 +222,21 @@ def test_slots_of_a_window_that_are_not_theirs_to_name(kind: str) -> None:
     def slot_that_is_not_there(enemy: Enemy) -> None:
         frame, data = enemy.hear()
         enemy.blocking.send_all(
-            frames.encode(frame._replace(source=1, flags=IN_WINDOW, tag=99, length=len(data)))
+            frames.encode(
+                frame._replace(source=1, flags=IN_SHARED_MEMORY, tag=99, length=len(data))
+            )
         )
 
     def empty_payload_in_a_slot(enemy: Enemy) -> None:
         frame, _ = enemy.hear()
         enemy.blocking.send_all(
-            frames.encode(frame._replace(source=1, flags=IN_WINDOW, tag=0, length=0))
+            frames.encode(frame._replace(source=1, flags=IN_SHARED_MEMORY, tag=0, length=0))
         )
 
     def more_than_a_slot(enemy: Enemy) -> None:
         frame, _ = enemy.hear()
         enemy.blocking.send_all(
-            frames.encode(frame._replace(source=1, flags=IN_WINDOW, tag=0, length=2 << 20))
+            frames.encode(frame._replace(source=1, flags=IN_SHARED_MEMORY, tag=0, length=2 << 20))
         )
 
     for attack in (
@@ -247,7 +251,7 @@ def test_slots_of_a_window_that_are_not_theirs_to_name(kind: str) -> None:
             lost(work)
 
 
-@pytest.mark.parametrize("kind", ["inproc", "tls", "tls+window", *NATIVE, *PLAIN])
+@pytest.mark.parametrize("kind", ["inproc", "tls", "tls+shm", *NATIVE, *PLAIN])
 def test_random_frames_never_break_the_loop(
     kind: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ from potluck.context import DistributedContext
 from potluck.errors import Desync, OperationTimeout, PeerLost
 from support.worlds import NATIVE_KINDS, open_world
 
-KINDS = ("tls+window", *(("native+window", "mixed+window") if NATIVE_KINDS else ()))
+KINDS = ("tls+shm", *(("native+shm", "mixed+shm") if NATIVE_KINDS else ()))
 """Every rank's loop in Python, natively, and every second rank's."""
 
 HIERARCHICAL = "hierarchical"

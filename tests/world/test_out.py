@@ -14,7 +14,7 @@ from potluck.testing.world import WorldError
 from support.worlds import World, open_world
 
 WORLD_SIZE = 3
-KINDS = ["tls", *(["window"] if native.available else [])]
+KINDS = ["tls", *(["shm"] if native.available else [])]
 
 
 @pytest.fixture(scope="module", params=KINDS)

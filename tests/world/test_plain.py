@@ -25,7 +25,10 @@ from support.proxy import Alter, RecordingProxy
 from support.worlds import PLAIN_KINDS, World, tcp_backends
 
 SETTINGS = Settings(
-    psk=hashlib.sha256(b"unused").hexdigest(), use_windows=False, peer_timeout_s=20, wire="plain"
+    psk=hashlib.sha256(b"unused").hexdigest(),
+    use_shared_memory=False,
+    peer_timeout_s=20,
+    wire="plain",
 )
 SEALED = replace(SETTINGS, wire="sealed")
 MARKER = b"A-TENSOR-THAT-NOBODY-ELSE-SHOULD"

@@ -14,8 +14,8 @@ namespace {
 constexpr size_t budget_bytes = 2 * 1024 * 1024;
 // Payloads up to this size are copied behind their header: one write, one TLS record.
 constexpr size_t merge_bytes = 8 * 1024;
-// Payloads from this size on travel through the window, where there is one.
-constexpr size_t window_bytes = 4 * 1024;
+// Payloads from this size on travel through shared memory, where there is one.
+constexpr size_t shared_memory_bytes = 4 * 1024;
 // A payload that is combined comes in parts of this size, which stay in the cache.
 constexpr size_t part_bytes = 64 * 1024;
 
@@ -43,7 +43,7 @@ Connection::Connection(Link link, std::shared_ptr<Counters> counters)
       counters_(std::move(counters)),
       has_checksums_(link_.stream->needs_checksums()),
       header_bytes_(frame_bytes + (has_checksums_ ? checksum_bytes : 0)) {
-    for (uint32_t slot = 0; slot < link_.window.num_slots(); ++slot) slots_.push_back(slot);
+    for (uint32_t slot = 0; slot < link_.memory.num_slots(); ++slot) slots_.push_back(slot);
 }
 
 // -- outgoing
@@ -52,9 +52,9 @@ bool Connection::is_writing() const {
     return piece_ < num_pieces_ || !control.empty() || link_.stream->unsent() > 0;
 }
 
-bool Connection::fits_window(size_t nbytes) const {
-    return link_.window.num_slots() > 0 && window_bytes <= nbytes &&
-           nbytes <= link_.window.slot_bytes;
+bool Connection::fits_shared_memory(size_t nbytes) const {
+    return link_.memory.num_slots() > 0 && shared_memory_bytes <= nbytes &&
+           nbytes <= link_.memory.slot_bytes;
 }
 
 bool Connection::write(const Source& source) {
@@ -96,20 +96,20 @@ bool Connection::write(const Source& source) {
     return has_more && !is_blocked;
 }
 
-// Put a frame on the way; returns the bytes that took the window.
+// Put a frame on the way; returns the bytes that went through shared memory.
 size_t Connection::start(Outgoing outgoing) {
     Frame& frame = outgoing.frame;
     const size_t nbytes = frame.length;
     add(counters_->messages_sent, 1);
     num_pieces_ = piece_ = 0;
     const bool is_bulk = frame.kind == Kind::data || frame.kind == Kind::piece;
-    if (is_bulk && fits_window(nbytes) && !slots_.empty()) {
+    if (is_bulk && fits_shared_memory(nbytes) && !slots_.empty()) {
         const uint32_t slot = slots_.front();
         slots_.pop_front();
-        std::memcpy(link_.window.outgoing[slot], outgoing.payload, nbytes);
+        std::memcpy(link_.memory.outgoing[slot], outgoing.payload, nbytes);
         add(counters_->bytes_sent, nbytes);
-        add(counters_->bytes_in_window, nbytes);
-        frame.flags |= in_window;
+        add(counters_->bytes_in_shared_memory, nbytes);
+        frame.flags |= in_shared_memory;
         frame.tag = static_cast<int32_t>(slot);
         encode_head(frame);
         pieces_[num_pieces_++] = {head_.data(), head_.size()};
@@ -218,8 +218,8 @@ void Connection::begin(const Frame& frame, const Route& route) {
         free_slot(frame.tag);
         return;
     }
-    if (frame.flags & in_window) {
-        begin_in_window(frame, route);
+    if (frame.flags & in_shared_memory) {
+        begin_in_shared_memory(frame, route);
         return;
     }
     sink_ = route(*this, frame);
@@ -234,21 +234,21 @@ void Connection::begin(const Frame& frame, const Route& route) {
     }
 }
 
-void Connection::begin_in_window(const Frame& frame, const Route& route) {
-    const Window& window = link_.window;
+void Connection::begin_in_shared_memory(const Frame& frame, const Route& route) {
+    const LinkMemory& memory = link_.memory;
     const auto slot = static_cast<uint32_t>(frame.tag);
-    if (window.num_slots() == 0 || frame.length > window.slot_bytes) {
-        throw ProtocolError("a frame points to a window slot that this link does not have");
+    if (memory.num_slots() == 0 || frame.length > memory.slot_bytes) {
+        throw ProtocolError("a frame points to a shared-memory slot that this link does not have");
     }
-    if (slot >= window.num_slots()) {
-        throw ProtocolError("window slot " + std::to_string(frame.tag) + " was named; there are " +
-                            std::to_string(window.num_slots()));
+    if (slot >= memory.num_slots()) {
+        throw ProtocolError("shared-memory slot " + std::to_string(frame.tag) + " was named; there are " +
+                            std::to_string(memory.num_slots()));
     }
     if (unreleased_.count(slot)) {
-        throw ProtocolError("window slot " + std::to_string(slot) +
+        throw ProtocolError("shared-memory slot " + std::to_string(slot) +
                             " was used again before it was free");
     }
-    const uint8_t* payload = window.incoming[slot];
+    const uint8_t* payload = memory.incoming[slot];
     add(counters_->bytes_received, frame.length);
     const Sink sink = route(*this, frame);
     if (sink.consume) {
@@ -318,9 +318,9 @@ void Connection::finish() {
 
 void Connection::free_slot(int32_t tag) {
     const auto slot = static_cast<uint32_t>(tag);
-    if (slot >= link_.window.num_slots() ||
+    if (slot >= link_.memory.num_slots() ||
         std::find(slots_.begin(), slots_.end(), slot) != slots_.end()) {
-        throw ProtocolError("window slot " + std::to_string(tag) +
+        throw ProtocolError("shared-memory slot " + std::to_string(tag) +
                             " was freed, which is not in use");
     }
     slots_.push_back(slot);

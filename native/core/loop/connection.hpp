@@ -1,8 +1,8 @@
 // A connection: one link as the loop sees it. Frames in, frames out, no policy. The twin of
 // engine/loop/connection.py.
 //
-// It keeps what is half done: a header or payload half read, a frame half written, the window slots
-// that are free. It never blocks; `read` and `write` go on until the link has no more to give or
+// It keeps what is half done: a header or payload half read, a frame half written, the free slots of
+// link memory. It never blocks; `read` and `write` go on until the link has no more to give or
 // take, or until the budget is spent, so that no link starves the others.
 #pragma once
 
@@ -47,7 +47,7 @@ struct Sink {
 struct Counters {
     std::atomic<uint64_t> bytes_sent{0};
     std::atomic<uint64_t> bytes_received{0};
-    std::atomic<uint64_t> bytes_in_window{0};
+    std::atomic<uint64_t> bytes_in_shared_memory{0};
     std::atomic<uint64_t> messages_sent{0};
     std::atomic<uint64_t> messages_received{0};
 };
@@ -72,8 +72,8 @@ public:
 
     bool is_writing() const;
 
-    // Whether such a payload could start now (a window may be out of slots).
-    bool can_take(size_t nbytes) const { return !fits_window(nbytes) || !slots_.empty(); }
+    // Whether such a payload could start now (shared memory may be out of slots).
+    bool can_take(size_t nbytes) const { return !fits_shared_memory(nbytes) || !slots_.empty(); }
 
     // Write until the link is full, `source` has nothing more, or the budget is spent. Returns true
     // if there may be more to write at once.
@@ -87,13 +87,13 @@ public:
     bool drain();
 
 private:
-    bool fits_window(size_t nbytes) const;
+    bool fits_shared_memory(size_t nbytes) const;
     size_t start(Outgoing outgoing);
     void encode_head(const Frame& frame);
     bool refill();
     void take(size_t count);
     void begin(const Frame& frame, const Route& route);
-    void begin_in_window(const Frame& frame, const Route& route);
+    void begin_in_shared_memory(const Frame& frame, const Route& route);
     size_t read_payload(size_t budget);
     bool read_checksum();
     void check(const uint8_t* theirs, uint32_t mine);

@@ -36,7 +36,7 @@ constexpr size_t frame_bytes = 48;
 constexpr uint32_t max_payload = 16 * 1024 * 1024;
 constexpr uint32_t eager_bytes = 64 * 1024;
 constexpr uint32_t max_control = 16 * 1024;
-constexpr uint8_t in_window = 1;
+constexpr uint8_t in_shared_memory = 1;
 
 struct Frame {
     Kind kind{};

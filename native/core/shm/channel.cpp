@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace potluck::window {
+namespace potluck::shm {
 
 namespace {
 
@@ -219,4 +219,4 @@ void Channel::note_elsewhere(std::uint64_t number_, std::uint64_t fingerprint) {
     entry.number.store(number_ + 1, std::memory_order_release);
 }
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

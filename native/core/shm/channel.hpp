@@ -10,7 +10,7 @@
 
 #include "core/shm/shared.hpp"
 
-namespace potluck::window {
+namespace potluck::shm {
 
 enum class Outcome : int {
     DONE = 0,
@@ -109,4 +109,4 @@ private:
     std::atomic<bool> stopped_{false};
 };
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

@@ -6,7 +6,7 @@
 #include "core/kernels/reduce.hpp"
 #include "core/shm/shared.hpp"
 
-namespace potluck::window {
+namespace potluck::shm {
 
 namespace {
 
@@ -44,4 +44,4 @@ void combine_all(const Combination& what, void* target, const void* const* sourc
     if (also != nullptr) std::memcpy(also, target, count * size);
 }
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

@@ -5,7 +5,7 @@
 
 #include "core/kernels/dtype.hpp"
 
-namespace potluck::window {
+namespace potluck::shm {
 
 struct Combination {
     Dtype dtype = Dtype::uint8;
@@ -22,4 +22,4 @@ bool has_combination(const Combination& what);
 void combine_all(const Combination& what, void* target, const void* const* sources, int num,
                  std::size_t count, void* also);
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

@@ -1,4 +1,4 @@
-// Moving bytes out of the window: what the caches of two cores make of it.
+// Moving bytes out of shared memory: what the caches of two cores make of it.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 #include <emmintrin.h>
 #endif
 
-namespace potluck::window {
+namespace potluck::shm {
 
 // Reading what another core has written, and will write again, and nobody else reads. A line that was
 // only read stays shared, and then its writer has to ask for it back: that takes several times as long
@@ -71,4 +71,4 @@ inline void stream(char* to, std::conditional_t<claims, char*, const char*> from
 #endif
 }
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

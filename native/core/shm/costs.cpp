@@ -13,7 +13,7 @@
 #include <sched.h>
 #endif
 
-namespace potluck::window {
+namespace potluck::shm {
 
 namespace {
 
@@ -159,4 +159,4 @@ Costs measure_costs() {
     return costs;
 }
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

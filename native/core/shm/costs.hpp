@@ -1,7 +1,7 @@
 // What waiting and reading cost on this machine, measured in about three milliseconds.
 #pragma once
 
-namespace potluck::window {
+namespace potluck::shm {
 
 // Seconds; 0 where nothing could be measured (one core only, or a machine that is too busy).
 struct Costs {
@@ -13,4 +13,4 @@ struct Costs {
 
 Costs measure_costs();
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

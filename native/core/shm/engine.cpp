@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace potluck::window {
+namespace potluck::shm {
 
 namespace {
 
@@ -71,4 +71,4 @@ void Engine::run() {
     }
 }
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

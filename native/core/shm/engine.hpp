@@ -10,7 +10,7 @@
 
 #include "core/shm/queue.hpp"
 
-namespace potluck::window {
+namespace potluck::shm {
 
 class Engine {
 public:
@@ -36,4 +36,4 @@ private:
     std::atomic<bool> is_closed_{false};
 };
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

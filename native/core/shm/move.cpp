@@ -6,7 +6,7 @@
 #include "core/kernels/cpu.hpp"
 #include "core/shm/copy.hpp"
 
-namespace potluck::window {
+namespace potluck::shm {
 
 namespace {
 
@@ -353,4 +353,4 @@ void Movement::bring_home(int index) {
     }
 }
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

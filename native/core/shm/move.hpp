@@ -1,4 +1,4 @@
-// A collective call over the window, as a state machine that never blocks.
+// A collective call through shared memory, as a state machine that never blocks.
 //
 // The data goes a block at a time. In its iteration `i` a rank
 //
@@ -22,7 +22,7 @@
 #include "core/shm/channel.hpp"
 #include "core/shm/combine.hpp"
 
-namespace potluck::window {
+namespace potluck::shm {
 
 enum class Kind : std::uint8_t {
     ALL_REDUCE = 0,
@@ -109,4 +109,4 @@ private:
     bool has_compared_ = false;
 };
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

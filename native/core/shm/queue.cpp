@@ -4,7 +4,7 @@
 
 #include "core/shm/engine.hpp"
 
-namespace potluck::window {
+namespace potluck::shm {
 
 namespace {
 
@@ -255,7 +255,7 @@ void Queue::conclude(Ticket& ticket, Outcome outcome, std::int64_t now) {
         stats_[static_cast<std::size_t>(ticket.movement.call().kind)].add(now - ticket.began_ns,
                                                                           ticket.nbytes);
     } else {
-        channel.stop(true);  // half a call lies in the window: nothing after it can be right
+        channel.stop(true);  // half a call lies in shared memory: nothing after it can be right
     }
 }
 
@@ -268,4 +268,4 @@ void Queue::finish_front(const Tickets& ticket, Outcome outcome) {
     ticket->publish(*notifier_);
 }
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

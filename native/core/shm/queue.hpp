@@ -16,7 +16,7 @@
 #include "core/shm/move.hpp"
 #include "core/shm/stats.hpp"
 
-namespace potluck::window {
+namespace potluck::shm {
 
 class Engine;
 
@@ -143,4 +143,4 @@ private:
     Counter blocked_;
 };
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

@@ -5,7 +5,7 @@
 // Every word of the seats has one writer, the rank it belongs to, except `want` and `bell`. A rank
 // counts the rounds it has completed in `tick`; what it wrote before a tick may be read by whoever
 // has seen that tick. A block may have other writers than its rank, one at a time: the root of a
-// broadcast, and whoever alone reads a line (window_copy.hpp). They, too, have ended before a tick
+// broadcast, and whoever alone reads a line (copy.hpp). They, too, have ended before a tick
 // that the next writer waits for. Of two ranks, one writes sums over the other's part, so whoever gave
 // that must not need it any more: it combines its own part from where it was. There are no locks, so a
 // worker that is killed can't hold one.
@@ -17,7 +17,7 @@
 
 #include "core/shm/wait.hpp"
 
-namespace potluck::window {
+namespace potluck::shm {
 
 constexpr std::size_t LINE = 64;  // of the caches
 constexpr int MAX_WORLD = 64;
@@ -31,7 +31,7 @@ struct Header {
     alignas(64) Word aborted;
 };
 
-// A call that a rank has made over links instead of the window.
+// A call that a rank has made over links instead of shared memory.
 struct Elsewhere {
     std::atomic<std::uint64_t> number;
     std::atomic<std::uint64_t> fingerprint;
@@ -89,4 +89,4 @@ struct Shape {
 static_assert(sizeof(Header) <= Shape::PAGE);
 static_assert(Shape::STAGGER % LINE == 0);
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

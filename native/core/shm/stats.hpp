@@ -1,4 +1,4 @@
-// What went through a window, counted where it happens: a few integers per call.
+// What went through shared memory, counted where it happens: a few integers per call.
 #pragma once
 
 #include <array>
@@ -7,7 +7,7 @@
 
 #include "core/shm/move.hpp"
 
-namespace potluck::window {
+namespace potluck::shm {
 
 // Written by whoever drives the channel, read by anybody.
 class Counter {
@@ -46,4 +46,4 @@ struct Stats {
     }
 };
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

@@ -14,7 +14,7 @@
 #include <cerrno>
 #endif
 
-namespace potluck::window {
+namespace potluck::shm {
 
 namespace {
 
@@ -132,4 +132,4 @@ void wake_all(Word& word) {
 #endif
 }
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

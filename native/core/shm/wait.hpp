@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-namespace potluck::window {
+namespace potluck::shm {
 
 using Word = std::atomic<std::uint32_t>;
 
@@ -50,4 +50,4 @@ inline void relax() {
 #endif
 }
 
-}  // namespace potluck::window
+}  // namespace potluck::shm

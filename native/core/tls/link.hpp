@@ -9,8 +9,8 @@
 
 namespace potluck {
 
-// Slots of memory shared with a worker of the same node (transport/window.py, which owns it).
-struct Window {
+// Slots of memory shared with a worker of the same node (transport/link_memory.py, which owns it).
+struct LinkMemory {
     uint32_t slot_bytes = 0;
     std::vector<uint8_t*> outgoing;
     std::vector<const uint8_t*> incoming;
@@ -22,7 +22,7 @@ struct Link {
     uint64_t id = 0;  // by which its owner knows it when the loop lets it go
     int rank = -1;
     std::shared_ptr<Stream> stream;
-    Window window;  // without slots where there is none
+    LinkMemory memory;  // without slots where there is none
 };
 
 }  // namespace potluck

@@ -18,7 +18,7 @@ from potluck.errors import Evicted, GroupError, LinkError, OperationTimeout, Ref
 from potluck.metrics import Metrics
 from potluck.transport.inproc import inproc_pair
 from potluck.transport.link import Link
-from potluck.transport.window import Window
+from potluck.transport.link_memory import LinkMemory
 from potluck.types import Group, Member
 from potluck.wire.messages import Refusal
 
@@ -183,7 +183,7 @@ def _stale(group: Group) -> Refused:
 class _MortalLink:
     """A link of a worker that may be killed: from then on it says nothing on any of its links."""
 
-    window: Window | None = None
+    memory: LinkMemory | None = None
     needs_checksums = False
 
     def __init__(self, link: Link, dead: threading.Event) -> None:

@@ -53,7 +53,7 @@ class TcpBase:
             port,
             self.credentials,
             limits=Limits(settings.max_pending, settings.hello_timeout_s),
-            use_windows=settings.use_windows,
+            use_shared_memory=settings.use_shared_memory,
             on_broken=self._broken,
         )
         self.switchboard = Switchboard(
@@ -80,8 +80,8 @@ class TcpBase:
             self.switchboard,
             connect_s=settings.peer_timeout_s,
             max_retries=settings.max_retries if are_listening else None,
-            window=(settings.window_slots, settings.window_slot_bytes)
-            if settings.use_windows
+            memory=(settings.shared_memory_slots, settings.shared_memory_slot_bytes)
+            if settings.use_shared_memory
             else None,
             wire=settings.wire,
         )
@@ -91,7 +91,7 @@ class TcpBase:
             metrics=self.metrics,
             segment_bytes=settings.segment_bytes,
             max_early_bytes=settings.max_early_bytes,
-            use_windows=settings.use_windows,
+            use_shared_memory=settings.use_shared_memory,
         )
         with self._lock:
             self._newest = weakref.ref(communicator)

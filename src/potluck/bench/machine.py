@@ -50,7 +50,7 @@ def core_to_core_s() -> float | None:
     None without the native core or a second core. In a virtual machine it may change from one
     second to the next: the host moves the cores, near to each other or far apart.
     """
-    return (native.core.window_costs()[0] or None) if native.available else None
+    return (native.core.shm_costs()[0] or None) if native.available else None
 
 
 def memory_gib() -> int:

@@ -45,8 +45,8 @@ class Algorithm(StrEnum):
     CENTRALIZED = "centralized"
     DOUBLING = "doubling"
     HIERARCHICAL = "hierarchical"
-    WINDOW = "window"
-    """Through memory that the ranks of one node share; it has no plan (see ``window.py``)."""
+    SHARED_MEMORY = "shared_memory"
+    """Through memory that the ranks of one node share; no plan: see ``shared_memory.py``."""
 
     @classmethod
     def _missing_(cls, value: object) -> Algorithm:

@@ -20,7 +20,7 @@ from potluck.context.checks import check_parts, checked_rank, checked_seconds, c
 from potluck.context.waits import Waits
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.request import NOTHING, Request
-from potluck.engine.windows.group import NUMBERS
+from potluck.engine.shm.group import NUMBERS
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
 

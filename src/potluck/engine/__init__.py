@@ -1,7 +1,7 @@
-"""The data plane: the collectives and messages of one group, over links and windows.
+"""The data plane: the collectives and messages of one group, over links and shared memory.
 
 - ``communicator.py``: what a context talks to; ``family.py``: what it shares with its sub-groups
-- ``windows``: calls inside one node
+- ``shm``: calls inside one node
 - ``loop``: the thread that moves all bytes between ranks, and what it decides by
 - ``mesh.py``: links over TCP, made on first use
 - ``arrays``: where chunks lie in memory, how they are combined and encoded

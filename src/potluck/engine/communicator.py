@@ -19,8 +19,8 @@ from potluck.engine.family import Family, open_family
 from potluck.engine.loop.mailbox import ANY_SOURCE, Receiving, sending
 from potluck.engine.loop.running import as_bytes
 from potluck.engine.request import Request
-from potluck.engine.windows.channel import NO_WINDOW, ChannelWindow
-from potluck.engine.windows.group import WindowWork
+from potluck.engine.shm.channel import NO_SHARED_MEMORY, ChannelMemory
+from potluck.engine.shm.group import SharedMemoryWork
 from potluck.engine.work import Work, deadline_after
 from potluck.errors import PotluckError
 from potluck.metrics import Metrics
@@ -43,9 +43,9 @@ class Communicator:
 
     quick: Any = None
     """``quick(number, source, result, op, root, timeout_s)`` runs a blocking call here and now,
-    through the window. None while there is no window.
+    through shared memory. None while there is none.
 
-    ``number`` is the operation's in ``engine.windows.NUMBERS``; ``source`` and ``result`` are what
+    ``number`` is the operation's in ``engine.shm.NUMBERS``; ``source`` and ``result`` are what
     the methods below take, as NumPy arrays or CPU tensors of torch (one object where the operation
     is in place; None where a rank has none); ``op`` is the name of a ReduceOp or None. Gives 0 when
     the call has ended well, -1 if nothing was done (then use the methods), else a number for
@@ -71,10 +71,10 @@ class Communicator:
         self._sequence = 0
         self.rank = ranks.index(group.rank)
         self.world_size = len(ranks)
-        self._window: ChannelWindow | None = None
-        if family.windows is not None and self.world_size > 1 and len(set(self._nodes)) == 1:
-            self._window = ChannelWindow(
-                family.windows,
+        self._shm: ChannelMemory | None = None
+        if family.shm is not None and self.world_size > 1 and len(set(self._nodes)) == 1:
+            self._shm = ChannelMemory(
+                family.shm,
                 self.rank,
                 ranks,
                 family.lock,
@@ -92,31 +92,36 @@ class Communicator:
         metrics: Metrics | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         max_early_bytes: int = MAX_EARLY_BYTES,
-        use_windows: bool = False,
+        use_shared_memory: bool = False,
     ) -> Communicator:
         """The communicator of a whole group. Links are made when first needed.
 
-        ``use_windows``, the same on all ranks: those of one node share memory where they can.
+        ``use_shared_memory``, the same on all ranks: those of one node share memory where they can.
         """
         family = open_family(
-            group, connector, metrics or Metrics(), segment_bytes, max_early_bytes, use_windows
+            group,
+            connector,
+            metrics or Metrics(),
+            segment_bytes,
+            max_early_bytes,
+            use_shared_memory,
         )
         return cls(group, family, 0, tuple(range(group.world_size)))
 
     def run(self, request: Request) -> Work:
         """Begin a collective. TypeError or ValueError for what has no meaning."""
         wanted, encoding = request.algorithm, request.encoding
-        if self._window is not None:
-            if wanted in (None, Algorithm.WINDOW) and encoding is None:
+        if self._shm is not None:
+            if wanted in (None, Algorithm.SHARED_MEMORY) and encoding is None:
                 request.check(self.world_size)
             else:
                 self._compiler.compile(request)  # ValueError if there is no such plan
                 request.algorithm = wanted or Algorithm.DIRECT
-            work = self._window.run(request)
+            work = self._shm.run(request)
             if work is not None:
                 return work
-        elif wanted is Algorithm.WINDOW:
-            raise ValueError(NO_WINDOW)
+        elif wanted is Algorithm.SHARED_MEMORY:
+            raise ValueError(NO_SHARED_MEMORY)
         return self._run_over_links(request)
 
     # -- point to point
@@ -212,12 +217,12 @@ class Communicator:
 
     def close(self) -> None:
         """Leave in order, within about a second. Idempotent."""
-        windows = self._family.windows
-        if windows is not None:
-            windows.leave()
+        shm = self._family.shm
+        if shm is not None:
+            shm.leave()
         self._family.loop.close()
-        if windows is not None:
-            windows.close()
+        if shm is not None:
+            shm.close()
 
     # -- inside
 
@@ -253,23 +258,23 @@ class Communicator:
 
     def _take_number(self, call: Call) -> int:
         """The number of the next call of this channel, one that goes over links."""
-        if self._window is not None:
-            number = self._window.take_number()
-            self._window.note_elsewhere(number, call.fingerprint)
+        if self._shm is not None:
+            number = self._shm.take_number()
+            self._shm.note_elsewhere(number, call.fingerprint)
             return number
         self._sequence += 1
         return self._sequence - 1
 
-    # -- windows
+    # -- shared memory
 
-    def _over_links_instead(self, request: Request, work: WindowWork) -> None:
-        """A call that waited for a window goes over links."""
+    def _over_links_instead(self, request: Request, work: SharedMemoryWork) -> None:
+        """A call that waited for shared memory goes over links."""
         self._run_over_links(request, number=request.number, work=work)
 
     def _exchange(
         self, output: Array, mine: Array, call: str, number: int, timeout_s: float
     ) -> Work:
-        """An all_gather over links, for setting up a window before ``call``."""
+        """An all_gather over links, for setting up shared memory before ``call``."""
         return self._run_over_links(
             Request(
                 Operation.ALL_GATHER,
@@ -282,9 +287,9 @@ class Communicator:
             number=number,
         )
 
-    def _set_quick(self, window: Any) -> None:
-        self.quick = None if window is None else window.quick
-        self.quick_flat = None if window is None else window.quick_flat
+    def _set_quick(self, channel: Any) -> None:
+        self.quick = None if channel is None else channel.quick
+        self.quick_flat = None if channel is None else channel.quick_flat
 
     def quick_failure(
         self, outcome: int, number: int, array: Any, op: str | None, root: int
@@ -293,5 +298,5 @@ class Communicator:
 
         ``array`` is one rank's part: the result of reduce_scatter and scatter, else the source.
         """
-        assert self._window is not None
-        return self._window.quick_failure(outcome, number, array, op, root)
+        assert self._shm is not None
+        return self._shm.quick_failure(outcome, number, array, op, root)

@@ -16,7 +16,7 @@ from potluck.engine.connector import Connector
 from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.native import NativeLoop, is_available
 from potluck.engine.loop.progress import ProgressLoop
-from potluck.engine.windows.group import Windows
+from potluck.engine.shm.group import GroupMemory
 from potluck.metrics import Metrics
 from potluck.types import Group
 
@@ -44,12 +44,12 @@ def ongoing_here() -> list[Hashable]:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Family:
-    """One group's: its loop, its windows (None: it has none), and its channels so far."""
+    """One group's: its loop, its shared memory (None: it has none), and its channels so far."""
 
     loop: Loop
     metrics: Metrics
     nodes: tuple[int, ...]
-    windows: Windows | None = None
+    shm: GroupMemory | None = None
     lock: contextlib.AbstractContextManager[Any] = field(default_factory=threading.RLock)
     channels: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     keyed: dict[int, tuple[str, Communicator]] = field(default_factory=dict)
@@ -69,8 +69,8 @@ class Family:
 
     def ongoing(self) -> list[Hashable]:
         """A name for each operation under way, the same for as long as it is. For any thread."""
-        windows = () if self.windows is None else self.windows.ongoing()
-        return [*self.loop.ongoing(), *windows]
+        shared = () if self.shm is None else self.shm.ongoing()
+        return [*self.loop.ongoing(), *shared]
 
     def on_end(self, call: Call, nbytes: int, seconds: float, error: BaseException | None) -> None:
         """Count a call that has ended."""
@@ -88,7 +88,7 @@ def open_family(
     metrics: Metrics,
     segment_bytes: int,
     max_early_bytes: int,
-    use_windows: bool,
+    use_shared_memory: bool,
 ) -> Family:
     """Begin a group's loop. ``nodes`` counts the nodes in the order of the ranks."""
 
@@ -108,8 +108,8 @@ def open_family(
     )
     metrics.group(group.epoch, group.world_size)
     is_known = all(member.node for member in group.members)
-    windows = Windows(group, loop, metrics) if use_windows and is_known else None
-    family = Family(loop, metrics, nodes, windows)
+    shm = GroupMemory(group, loop, metrics) if use_shared_memory and is_known else None
+    family = Family(loop, metrics, nodes, shm)
     with _families_lock:
         _families.add(family)
     return family

@@ -11,8 +11,8 @@ bits   meaning
 0-23   hash of all that the call is: shape, root, segment size, members, codec too
 =====  ====================================================================================
 
-Every frame has the fingerprint of its call, and so has the memory of a window
-(``native/bind_window.cpp`` makes the same 64 bits). So a rank that receives another call than its
+Every frame has the fingerprint of its call, and so has the memory of a channel
+(``native/bind_shm.cpp`` makes the same 64 bits). So a rank that receives another call than its
 own can say at once which one that is.
 """
 

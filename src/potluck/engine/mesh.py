@@ -118,7 +118,7 @@ class Mesh:
         *,
         connect_s: float,
         max_retries: int | None,
-        window: tuple[int, int] | None,
+        memory: tuple[int, int] | None,
         wire: str = SEALED,
     ) -> None:
         """``connect_s``: how long to try for a link before its rank counts as lost.
@@ -129,7 +129,7 @@ class Mesh:
         self._switchboard = switchboard
         self._connect_s = connect_s
         self._max_retries = max_retries
-        self._window = window
+        self._memory = memory
         self._wire = wire
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -283,7 +283,7 @@ class Mesh:
             self._switchboard.credentials,
             deadline=deadline,
             max_retries=self._max_retries,
-            window=self._window,
+            memory=self._memory,
             cancelled=self._has_given_up,
         )
         if member.node and link.peer_node != member.node:

@@ -126,7 +126,7 @@ def label(
     root: int,
 ) -> str:
     """A call on ``array`` (NumPy's or a torch tensor), as errors name it."""
-    how = algorithm or Algorithm.WINDOW
+    how = algorithm or Algorithm.SHARED_MEMORY
     return str(_call(operation, how, array.dtype, tuple(array.shape), op, root))
 
 

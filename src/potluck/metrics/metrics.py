@@ -11,8 +11,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from potluck.metrics.histogram import Histogram
+from potluck.metrics.shared_memory import SharedMemoryCounts
 from potluck.metrics.snapshot import Snapshot
-from potluck.metrics.window import WindowCounts
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -38,12 +38,12 @@ class LinkMeter:
     """What crossed one link. Its one writer (the progress loop) adds to the fields directly.
 
     Bytes are payload and frame headers as handed to the link, before TLS. A message is a frame.
-    ``bytes_in_window`` is the part of ``bytes_sent`` that went through shared memory. A loop that
-    counts elsewhere is asked when somebody looks (``follow``).
+    ``bytes_in_shared_memory`` is the part of ``bytes_sent`` that went through shared memory. A
+    loop that counts elsewhere is asked when somebody looks (``follow``).
     """
 
     FIELDS = (
-        "bytes_in_window",
+        "bytes_in_shared_memory",
         "bytes_received",
         "bytes_sent",
         "messages_received",
@@ -54,7 +54,7 @@ class LinkMeter:
     def __init__(self) -> None:
         self.bytes_sent = 0
         self.bytes_received = 0
-        self.bytes_in_window = 0
+        self.bytes_in_shared_memory = 0
         self.messages_sent = 0
         self.messages_received = 0
         self._lock = Lock()
@@ -89,7 +89,7 @@ class Metrics:
         self._collectives: dict[tuple[str, str], CollectiveMeter] = {}
         self._failures: dict[tuple[str, str], int] = {}
         self._links: dict[str, LinkMeter] = {}
-        self._windows: list[WindowCounts] = []
+        self._shared: list[SharedMemoryCounts] = []
         self._waited_s = 0.0
         self._reforms = Histogram(SECONDS_BOUNDS)
         self._epoch = 0
@@ -117,26 +117,26 @@ class Metrics:
         with self._lock:
             return self._links.setdefault(peer, LinkMeter())
 
-    def count(self, window: WindowCounts) -> None:
-        """From now on what ``window`` counts is part of these metrics."""
+    def count(self, counts: SharedMemoryCounts) -> None:
+        """From now on what ``counts`` counts is part of these metrics."""
         with self._lock:
-            self._windows.append(window)
+            self._shared.append(counts)
 
-    def keep(self, window: WindowCounts) -> None:
-        """``window`` is about to go: keep what it has counted."""
+    def keep(self, counts: SharedMemoryCounts) -> None:
+        """``counts`` is about to go: keep what it has counted."""
         with self._lock:
-            self._windows.remove(window)
-            for key, seconds, nbytes in window.collectives(SECONDS_BOUNDS, BYTES_BOUNDS):
+            self._shared.remove(counts)
+            for key, seconds, nbytes in counts.collectives(SECONDS_BOUNDS, BYTES_BOUNDS):
                 meter = self._collectives.setdefault(key, CollectiveMeter())
                 meter.seconds = meter.seconds.plus(seconds)
                 meter.nbytes = meter.nbytes.plus(nbytes)
-            self._waited_s += window.waited_s()
+            self._waited_s += counts.waited_s()
 
     @property
     def waited_s(self) -> float:
-        """Seconds that callers were blocked in windows."""
+        """Seconds that callers were blocked in shared memory."""
         with self._lock:
-            return self._waited_s + sum(window.waited_s() for window in self._windows)
+            return self._waited_s + sum(counts.waited_s() for counts in self._shared)
 
     def group(self, epoch: int, world_size: int) -> None:
         """The context now works in this group."""
@@ -154,8 +154,8 @@ class Metrics:
         with self._lock:
             seconds = {key: meter.seconds.copy() for key, meter in self._collectives.items()}
             nbytes = {key: meter.nbytes.copy() for key, meter in self._collectives.items()}
-            for window in self._windows:
-                for key, times, sizes in window.collectives(SECONDS_BOUNDS, BYTES_BOUNDS):
+            for counts in self._shared:
+                for key, times, sizes in counts.collectives(SECONDS_BOUNDS, BYTES_BOUNDS):
                     seconds[key] = seconds[key].plus(times) if key in seconds else times
                     nbytes[key] = nbytes[key].plus(sizes) if key in nbytes else sizes
             return Snapshot(

@@ -15,9 +15,9 @@ from prometheus_client.core import (
 from potluck.metrics.snapshot import Snapshot
 
 _LINK_COUNTERS = {
-    "bytes_sent": "Bytes sent on a link, window included.",
-    "bytes_received": "Bytes received on a link, window included.",
-    "bytes_in_window": "The part of the bytes sent that went through shared memory.",
+    "bytes_sent": "Bytes sent on a link, shared memory included.",
+    "bytes_received": "Bytes received on a link, shared memory included.",
+    "bytes_in_shared_memory": "The part of the bytes sent that went through shared memory.",
     "messages_sent": "Frames sent on a link.",
     "messages_received": "Frames received on a link.",
 }

@@ -24,10 +24,10 @@ from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, Secu
 from potluck.system import wait_ready
 from potluck.transport.credentials import Credentials, node_id_of_certificate
 from potluck.transport.failures import translated
+from potluck.transport.link_memory import NUM_SLOTS, SLOT_BYTES, offer_link_memory
 from potluck.transport.native_tls import TlsSocket
 from potluck.transport.plain import PlainLink, check_nothing_is_left
 from potluck.transport.tcp import TcpLink, secured, tune
-from potluck.transport.window import NUM_SLOTS, SLOT_BYTES, offer_window
 from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.messages import (
     GREETING,
@@ -60,15 +60,15 @@ def connect(
     deadline: float,
     max_retries: int | None = 3,
     connection_timeout_s: float = _CONNECT_TIMEOUT_S,
-    window: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES),
+    memory: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES),
     cancelled: Callable[[], bool] | None = None,
 ) -> tuple[TcpLink, Welcome]:
     """Connect to a listener, prove who we are, and return the link and its welcome.
 
     Blocks until ``deadline`` (``time.monotonic()``) at the latest. A connection that is refused,
-    unreachable, cut or silent for ``connection_timeout_s`` is tried again after a growing pause
-    (50 ms to 1 s), ``max_retries`` times (None: until the deadline). A data link offers a window of
-    ``window`` = (num_slots, slot_bytes) per direction; None offers none. ``cancelled`` is asked
+    unreachable, cut or silent for ``connection_timeout_s`` is tried again after a growing pause (50
+    ms to 1 s), ``max_retries`` times (None: until the deadline). A data link offers link memory of
+    ``memory`` = (num_slots, slot_bytes) per direction; None offers none. ``cancelled`` is asked
     every 0.1 s; once it says True, the call ends with LinkError.
 
     Both sides must want the same ``wire``: sealed (TLS throughout) or plain (clear text after
@@ -85,7 +85,7 @@ def connect(
     while True:
         attempts += 1
         try:
-            return _connect_once(host, port, hello, credentials, window, patience)
+            return _connect_once(host, port, hello, credentials, memory, patience)
         except Refused:
             raise
         except LinkError as error:
@@ -123,7 +123,7 @@ def _connect_once(
     port: int,
     hello: Hello,
     credentials: Credentials,
-    window: tuple[int, int] | None,
+    memory: tuple[int, int] | None,
     patience: _Patience,
 ) -> tuple[TcpLink, Welcome]:
     peer = f"{host}:{port}"
@@ -137,9 +137,9 @@ def _connect_once(
         node = node_id_of_certificate(tls.getpeercert(binary_form=True))
         peer = f"{peer} (node {node[:12]})"
         check_node(node, peer, credentials)
-        if hello.kind == "data" and window is not None:
-            offered = offer_window(*window)
-        said = msgspec.structs.replace(hello, window=None if offered is None else offered.offer)
+        if hello.kind == "data" and memory is not None:
+            offered = offer_link_memory(*memory)
+        said = msgspec.structs.replace(hello, memory=None if offered is None else offered.offer)
         drive(write_all(tls, GREETING.encode(said)), tls, limit, "sending HELLO", peer, cancelled)
         # The server may hold a newcomer back until it is ready itself: the whole deadline counts.
         answer = drive(
@@ -163,9 +163,9 @@ def _connect_once(
     finally:
         shared = None
         if offered is not None:
-            shared = offered.settle(welcome is not None and welcome.window)
+            shared = offered.settle(welcome is not None and welcome.memory)
     made = PlainLink if welcome.wire == PLAIN else TcpLink
-    return made(tls, peer=peer, peer_node=node, window=shared), welcome
+    return made(tls, peer=peer, peer_node=node, memory=shared), welcome
 
 
 def welcomed(answer: Greeting, peer: str) -> Welcome:

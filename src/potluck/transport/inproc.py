@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from potluck.errors import LinkError
-from potluck.transport.window import Window
+from potluck.transport.link_memory import LinkMemory
 
 
 class _Pipe:
@@ -46,7 +46,7 @@ class _Pipe:
 class InprocLink:
     """One end of a pair; see ``link.py``. Safe to close or sever from any thread."""
 
-    window: Window | None = None
+    memory: LinkMemory | None = None
     needs_checksums = False
 
     def __init__(self, peer: str, lock: threading.Lock, outgoing: _Pipe, incoming: _Pipe) -> None:

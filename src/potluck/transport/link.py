@@ -3,7 +3,7 @@
 Links never block. One thread, the progress loop of the engine, makes every call on a link after
 the handshake. Implementations: ``inproc.py`` (threads of one process), ``tcp.py`` (TLS 1.3),
 ``plain.py`` (clear text, after a greeting under TLS).
-A link between workers of one node may carry a window (``window.py``): memory that both map, so
+A link between workers of one node may have memory that both map (``link_memory.py``), so
 that payloads need not cross the socket.
 """
 
@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from potluck.transport.window import Window
+from potluck.transport.link_memory import LinkMemory
 
 
 class Link(Protocol):
-    window: Window | None
+    memory: LinkMemory | None
     """Shared memory for payloads, when both ends run on one node and could map it."""
 
     needs_checksums: bool

@@ -26,11 +26,11 @@ from potluck.service import OnBroken, start_thread, why
 from potluck.transport.acceptor import LIMITS, Acceptor, Caller, Limits, listening_socket, ready
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import WRITE, Steps, drive, objection, receive_hello, write_all
+from potluck.transport.link_memory import map_link_memory
 from potluck.transport.native_tls import TlsSocket
 from potluck.transport.plain import PlainLink, check_nothing_is_left
 from potluck.transport.rate import RateLimitedLog
 from potluck.transport.tcp import TcpLink, secured
-from potluck.transport.window import map_window
 from potluck.wire.messages import GREETING, PLAIN, Hello, Refusal, Welcome
 
 _log = logging.getLogger(__name__)
@@ -74,13 +74,13 @@ class Listener:
         *,
         limits: Limits = LIMITS,
         admit_timeout_s: float = 30.0,
-        use_windows: bool = True,
+        use_shared_memory: bool = True,
         on_broken: OnBroken = lambda error: None,
     ) -> None:
         self.admit_timeout_s = admit_timeout_s
         self._credentials = credentials
         self._limits = limits
-        self._use_windows = use_windows
+        self._use_shared_memory = use_shared_memory
         self._complain = RateLimitedLog(_log)
         self._lock = threading.Condition()
         self._admit: Admit | None = None
@@ -224,27 +224,27 @@ class Listener:
         self, sock: TlsSocket, hello: Hello, node: str, peer: str, answer: Welcome | Refusal
     ) -> TcpLink | None:
         """Write the answer; the link if it was WELCOME. Owns ``sock`` until then."""
-        window = None
+        memory = None
         try:
             if isinstance(answer, Welcome):
                 _check_still_there(sock)
                 if answer.wire == PLAIN:
                     check_nothing_is_left(sock, peer)
-                if hello.window is not None and self._use_windows:
-                    window = map_window(hello.window)
-                answer = msgspec.structs.replace(answer, window=window is not None)
+                if hello.memory is not None and self._use_shared_memory:
+                    memory = map_link_memory(hello.memory)
+                answer = msgspec.structs.replace(answer, memory=memory is not None)
             deadline = time.monotonic() + self._limits.timeout_s
             drive(write_all(sock, GREETING.encode(answer)), sock, deadline, "answering", peer)
             if isinstance(answer, Welcome):
                 made = PlainLink if answer.wire == PLAIN else TcpLink
-                return made(sock, peer=peer, peer_node=node, window=window)
+                return made(sock, peer=peer, peer_node=node, memory=memory)
             _log.debug("refused %s: %s", peer, answer.reason)
             sock.close()
             return None
         except BaseException:
             sock.close()
-            if window is not None:
-                window.close()
+            if memory is not None:
+                memory.close()
             raise
 
 

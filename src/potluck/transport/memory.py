@@ -12,7 +12,7 @@ import os
 import stat
 import sys
 
-_NAME = "potluck-window"
+_NAME = "potluck-shm"
 
 
 def create(size: int) -> tuple[int, mmap.mmap]:
@@ -48,7 +48,7 @@ def open_shared(boot: str, pid: int, fd: int, size: int) -> mmap.mmap:
 
     path = f"/proc/{pid}/fd/{fd}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-        raise ValueError("the descriptor is not a window (another container?)")
+        raise ValueError("the descriptor is not shared memory (another container?)")
     opened = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     try:
         status = os.fstat(opened)

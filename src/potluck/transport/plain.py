@@ -13,9 +13,9 @@ from typing import Any
 
 from potluck import native
 from potluck.errors import ProtocolError
+from potluck.transport.link_memory import LinkMemory
 from potluck.transport.native_tls import NativeTlsSocket, TlsSocket
 from potluck.transport.tcp import TURN_BYTES, TcpLink
-from potluck.transport.window import Window
 
 
 class PlainLink(TcpLink):
@@ -28,9 +28,9 @@ class PlainLink(TcpLink):
     needs_checksums = True
 
     def __init__(
-        self, sock: TlsSocket, *, peer: str, peer_node: str, window: Window | None = None
+        self, sock: TlsSocket, *, peer: str, peer_node: str, memory: LinkMemory | None = None
     ) -> None:
-        super().__init__(sock, peer=peer, peer_node=peer_node, window=window)
+        super().__init__(sock, peer=peer, peer_node=peer_node, memory=memory)
         is_native = isinstance(sock, NativeTlsSocket)
         self._stream = native.core.PlainStream(sock.fileno()) if is_native else None
 

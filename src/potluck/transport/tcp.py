@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 from potluck.errors import LinkError, PotluckError
 from potluck.transport.credentials import Credentials
 from potluck.transport.failures import translated
+from potluck.transport.link_memory import LinkMemory
 from potluck.transport.native_tls import NativeTlsSocket, TlsSocket
-from potluck.transport.window import Window
 
 _WRITE_BYTES = 64 * 1024
 """What one call hands to OpenSSL: four full TLS records."""
@@ -33,13 +33,13 @@ class TcpLink:
     needs_checksums = False
 
     def __init__(
-        self, sock: TlsSocket, *, peer: str, peer_node: str, window: Window | None = None
+        self, sock: TlsSocket, *, peer: str, peer_node: str, memory: LinkMemory | None = None
     ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._peer = peer
         self.peer_node = peer_node
-        self.window = window
+        self.memory = memory
         self._owed = 0  # bytes OpenSSL has begun to write and must be shown again
         self._end: PotluckError | None = None
 
@@ -129,8 +129,8 @@ class TcpLink:
     def close(self) -> None:
         if self._end is None:
             self._end = LinkError(f"link to {self._peer} was closed here")
-        if self.window is not None:
-            self.window.close()
+        if self.memory is not None:
+            self.memory.close()
         # No close_notify: an end is an end, and it could block.
         with contextlib.suppress(OSError):
             self._sock.close()

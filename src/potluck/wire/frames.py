@@ -13,11 +13,11 @@ operation      u64   collectives: number of the call on this channel; point-to-p
                      message; CREDIT: the bytes of credit
 segment        u32   DATA, PIECE: which; HANG_QUERY: 1 to report and pass on; HANG_REPORT: 1 if
                      the rank has called
-length         u32   bytes of payload, also when they lie in the window
+length         u32   bytes of payload, also when they lie in shared memory
 fingerprint    u64   DATA, HANG_QUERY: of the call; see ``engine/fingerprint.py``
 source         u16   sending rank, in the whole group's numbering
 dtype          u8    element type code
-flags          u8    bit 0: the payload lies in window slot ``tag``, not in the stream
+flags          u8    bit 0: the payload lies in shared-memory slot ``tag``, not in the stream
 tag            i32   p2p: the message's tag; otherwise see flags; SLOT_FREE: the slot
 =============  ====  ========================================================================
 
@@ -51,7 +51,7 @@ EAGER_BYTES = 64 * 1024
 MAX_CONTROL = 16 * 1024
 """Payload bound of ABORT and RTS frames."""
 
-IN_WINDOW = 1
+IN_SHARED_MEMORY = 1
 
 
 class Kind(IntEnum):
@@ -66,7 +66,7 @@ class Kind(IntEnum):
     PIECE = 5
     """A segment of a large point-to-point message."""
     SLOT_FREE = 6
-    """A window slot is free again."""
+    """A shared-memory slot is free again."""
     ABORT = 7
     """The group is over; the payload says why."""
     CLOSE = 8
@@ -83,8 +83,8 @@ class Kind(IntEnum):
     """The sender has begun this collective."""
 
 
-WINDOW_KINDS = frozenset({Kind.DATA, Kind.PIECE})
-"""The kinds whose payload may lie in the window: ``tag`` then names the slot."""
+SHARED_MEMORY_KINDS = frozenset({Kind.DATA, Kind.PIECE})
+"""The kinds whose payload may lie in shared memory: ``tag`` then names the slot."""
 
 _KINDS = {int(kind): kind for kind in Kind}
 _BOUNDS = {
@@ -158,10 +158,10 @@ def decode(header: bytes | bytearray | memoryview) -> Frame:
             f"a {kind.name} frame announces {frame.length} bytes; at most {_BOUNDS.get(kind, 0)}"
             " are allowed"
         )
-    if frame.flags & ~IN_WINDOW:
+    if frame.flags & ~IN_SHARED_MEMORY:
         raise ProtocolError(f"a frame with unknown flags {frame.flags:#x}")
-    if frame.flags & IN_WINDOW and kind not in WINDOW_KINDS:
-        raise ProtocolError(f"a {kind.name} frame whose payload lies in the window")
+    if frame.flags & IN_SHARED_MEMORY and kind not in SHARED_MEMORY_KINDS:
+        raise ProtocolError(f"a {kind.name} frame whose payload lies in shared memory")
     return frame
 
 

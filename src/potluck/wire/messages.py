@@ -21,7 +21,7 @@ SEALED = "sealed"
 PLAIN = "plain"
 
 
-class WindowOffer(msgspec.Struct, frozen=True):
+class LinkMemoryOffer(msgspec.Struct, frozen=True):
     """Where a peer on the same node finds the memory that both directions of this link may use.
 
     The client makes it and offers it in ``Hello``; the server says in ``Welcome`` whether it could
@@ -52,7 +52,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     to_rank: int = -1
     worker: str = ""
     version: int = PROTOCOL_VERSION
-    window: WindowOffer | None = None
+    memory: LinkMemoryOffer | None = None
     port: int = 0
     world_size: int = 0
     local_rank: int = 0
@@ -62,13 +62,13 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The server accepts: from here on both sides may send.
 
-    ``window`` says that the server mapped the offered window; else neither side uses one. ``wire``
+    ``memory`` says that the server mapped the offered memory; else neither side uses any. ``wire``
     is what the server goes on with; a client that asked for something else ends the connection.
     """
 
     rank: int = -1
     version: int = PROTOCOL_VERSION
-    window: bool = False
+    memory: bool = False
     wire: str = SEALED
 
 

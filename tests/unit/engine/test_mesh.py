@@ -234,7 +234,7 @@ def test_a_port_in_use_says_so() -> None:
 
 
 def test_a_listener_that_breaks_ends_the_group_on_all_ranks_and_forms_no_other() -> None:
-    backends = tcp_backends(2, 1, replace(SETTINGS, use_windows=False))
+    backends = tcp_backends(2, 1, replace(SETTINGS, use_shared_memory=False))
     contexts = run_all([partial(each.form, 0, None, 20) for each in backends], 30)
     run_all(
         [

@@ -61,7 +61,7 @@ def test_a_link_has_one_meter_however_often_it_is_asked_for() -> None:
     assert links["worker 2"] == {
         "bytes_sent": 0,
         "bytes_received": 0,
-        "bytes_in_window": 0,
+        "bytes_in_shared_memory": 0,
         "messages_sent": 0,
         "messages_received": 1,
     }

@@ -63,7 +63,7 @@ def test_only_tls_1_3_with_certificates_on_both_sides_and_no_resumption() -> Non
 
 
 def test_the_client_is_given_no_session_to_resume() -> None:
-    with tls_pair(window=None) as (near, _):
+    with tls_pair(memory=None) as (near, _):
         assert near._sock.session is None or not near._sock.session.has_ticket
         assert near._sock.session_reused is False
 

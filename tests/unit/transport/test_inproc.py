@@ -30,7 +30,7 @@ def test_each_end_names_the_other_and_has_no_descriptor() -> None:
     a, b = inproc_pair("rank 0", "rank 1")
     assert (a.peer, b.peer) == ("rank 1", "rank 0")
     assert (a.fileno(), b.fileno()) == (-1, -1)
-    assert a.window is None
+    assert a.memory is None
 
 
 def test_wakers_hear_of_bytes_of_room_and_of_the_end() -> None:

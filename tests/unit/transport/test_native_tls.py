@@ -77,7 +77,7 @@ class Flip:
 
 
 def test_a_flipped_bit_of_a_record_ends_the_group_and_is_never_part_of_a_sum() -> None:
-    settings = Settings(psk=psk().hex(), use_windows=False, peer_timeout_s=20)
+    settings = Settings(psk=psk().hex(), use_shared_memory=False, peer_timeout_s=20)
     flips = Flip(), Flip()
     with contextlib.ExitStack() as stack:
         backends = tcp_backends(2, 2, settings, kind="native")

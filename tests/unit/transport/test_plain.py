@@ -35,7 +35,7 @@ class Server:
         hello = Hello("data", credentials.namespace, rank=0, to_rank=1, wire=wire)
         deadline = time.monotonic() + 30
         where = ("127.0.0.1", self.listener.port)
-        return connect(*where, hello, credentials, deadline=deadline, window=None)[0]
+        return connect(*where, hello, credentials, deadline=deadline, memory=None)[0]
 
     def close(self) -> None:
         self.listener.close()

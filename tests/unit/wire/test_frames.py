@@ -13,10 +13,10 @@ from potluck.wire import frames
 from potluck.wire.frames import (
     EAGER_BYTES,
     FRAME_BYTES,
-    IN_WINDOW,
+    IN_SHARED_MEMORY,
     MAX_CONTROL,
     MAX_PAYLOAD,
-    WINDOW_KINDS,
+    SHARED_MEMORY_KINDS,
     Abort,
     Frame,
     Kind,
@@ -54,7 +54,7 @@ def good_frames(draw: st.DrawFn) -> Frame:
         fingerprint=draw(U64),
         source=draw(st.integers(0, 2**16 - 1)),
         dtype=draw(st.integers(0, 255)),
-        flags=draw(st.sampled_from([0, IN_WINDOW])) if kind in WINDOW_KINDS else 0,
+        flags=draw(st.sampled_from([0, IN_SHARED_MEMORY])) if kind in SHARED_MEMORY_KINDS else 0,
         tag=draw(st.integers(-(2**31), 2**31 - 1)),
     )
 
@@ -112,11 +112,11 @@ def test_what_is_wrong_is_said() -> None:
         decode(encode(Frame(Kind.DATA, 1, flags=2)))
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - WINDOW_KINDS))
-def test_only_bulk_payloads_may_lie_in_the_window(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", sorted(set(Kind) - SHARED_MEMORY_KINDS))
+def test_only_bulk_payloads_may_lie_in_the_shared_memory(kind: Kind) -> None:
     """The tag of a message would be lost to the number of the slot."""
-    with pytest.raises(ProtocolError, match="in the window"):
-        decode(encode(Frame(kind, 1, flags=IN_WINDOW)))
+    with pytest.raises(ProtocolError, match="in shared memory"):
+        decode(encode(Frame(kind, 1, flags=IN_SHARED_MEMORY)))
 
 
 aborts = st.builds(

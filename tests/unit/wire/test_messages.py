@@ -16,12 +16,12 @@ from potluck.wire.messages import (
     MAX_GREETING,
     Greeting,
     Hello,
+    LinkMemoryOffer,
     Refusal,
     Welcome,
-    WindowOffer,
 )
 
-OFFER = WindowOffer("boot", 1234, 5, bytes(range(32)), 4, 1 << 20)
+OFFER = LinkMemoryOffer("boot", 1234, 5, bytes(range(32)), 4, 1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ OFFER = WindowOffer("boot", 1234, 5, bytes(range(32)), 4, 1 << 20)
         Hello("data", "ns"),
         Hello("data", "ns", "job", 7, 2, 0, "w2", 1, OFFER),
         Welcome(),
-        Welcome(rank=3, window=True),
+        Welcome(rank=3, memory=True),
         Refusal("version", "install the same potluck on both"),
     ],
     ids=lambda message: type(message).__name__,
@@ -76,7 +76,7 @@ def test_what_is_no_greeting_is_a_protocol_error(body: bytes) -> None:
 
 @given(st.integers(0, 200), st.integers(0, 255))
 def test_a_damaged_greeting_is_read_or_refused(at: int, value: int) -> None:
-    body = bytearray(GREETING.encode(Hello("data", "ns", window=OFFER))[PREFIX_BYTES:])
+    body = bytearray(GREETING.encode(Hello("data", "ns", memory=OFFER))[PREFIX_BYTES:])
     body[at % len(body)] = value
     with contextlib.suppress(ProtocolError):
         GREETING.decode(bytes(body))

@@ -1,8 +1,8 @@
 """A connection: one link as the progress loop sees it. Frames in, frames out, no policy.
 
-It keeps what is half done: a header or payload half read, a frame half written, the window slots
-that are free. It never blocks; ``read`` and ``write`` go on until the link has no more to give or
-take, or until ``BUDGET`` bytes have moved, so that no link starves the others.
+It keeps what is half done: a header or payload half read, a frame half written, the free
+slots of link memory. It never blocks; ``read`` and ``write`` go on until the link has no more to
+give or take, or until ``BUDGET`` bytes have moved, so that no link starves the others.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from potluck.errors import ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link
 from potluck.wire import frames
-from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_WINDOW, Frame, Kind
+from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_SHARED_MEMORY, Frame, Kind
 
 BUDGET = 8 * 1024 * 1024
 _MERGE_BYTES = 8 * 1024
 """Payloads up to this size are copied behind their header: one write, one TLS record."""
 
-_WINDOW_BYTES = 4 * 1024
-"""Payloads from this size on travel through the window, where there is one."""
+_SHARED_MEMORY_BYTES = 4 * 1024
+"""Payloads from this size on travel through link memory, where there is any."""
 
 
 class Outgoing(NamedTuple):
@@ -64,8 +64,8 @@ class Connection:
         """A checksum did not match: what comes makes no sense any more."""
         self.has_aborted = False
         """The peer has said why the group is over: nothing after that matters."""
-        window = link.window
-        self._slots: deque[int] = deque(range(window.num_slots) if window else ())
+        memory = link.memory
+        self._slots: deque[int] = deque(range(memory.num_slots) if memory else ())
         self._unreleased: set[int] = set()
         self._writing: deque[memoryview] = deque()
         self._sent: Callable[[], None] | None = None
@@ -87,14 +87,14 @@ class Connection:
     def is_writing(self) -> bool:
         return bool(self._writing or self.control)
 
-    def fits_window(self, nbytes: int) -> bool:
-        """Whether the payload of a DATA or PIECE frame would travel through the window."""
-        window = self.link.window
-        return window is not None and _WINDOW_BYTES <= nbytes <= window.slot_bytes
+    def fits_shared_memory(self, nbytes: int) -> bool:
+        """Whether the payload of a DATA or PIECE frame would travel through shared memory."""
+        memory = self.link.memory
+        return memory is not None and _SHARED_MEMORY_BYTES <= nbytes <= memory.slot_bytes
 
     def can_take(self, nbytes: int) -> bool:
-        """Whether such a payload could start now (a window may be out of slots)."""
-        return not self._writing and (not self.fits_window(nbytes) or bool(self._slots))
+        """Whether such a payload could start now (shared memory may be out of slots)."""
+        return not self._writing and (not self.fits_shared_memory(nbytes) or bool(self._slots))
 
     def write(self, source: Callable[[Connection], Outgoing | None]) -> bool:
         """Write until the link is full, ``source`` has nothing more, or the budget is spent.
@@ -127,22 +127,22 @@ class Connection:
         return True
 
     def _start(self, outgoing: Outgoing) -> int:
-        """Put a frame on the way; returns the bytes that took the window."""
+        """Put a frame on the way; returns the bytes that went through shared memory."""
         frame, payload, sent = outgoing
         self.meter.messages_sent += 1
         nbytes = len(payload)
-        window = self.link.window
+        memory = self.link.memory
         if (
-            window is not None
-            and frame.kind in frames.WINDOW_KINDS
-            and self.fits_window(nbytes)
+            memory is not None
+            and frame.kind in frames.SHARED_MEMORY_KINDS
+            and self.fits_shared_memory(nbytes)
             and self._slots
         ):
             slot = self._slots.popleft()
-            _copy(window.outgoing(slot)[:nbytes], payload)
+            _copy(memory.outgoing(slot)[:nbytes], payload)
             self.meter.bytes_sent += nbytes
-            self.meter.bytes_in_window += nbytes
-            frame = frame._replace(flags=frame.flags | IN_WINDOW, tag=slot)
+            self.meter.bytes_in_shared_memory += nbytes
+            frame = frame._replace(flags=frame.flags | IN_SHARED_MEMORY, tag=slot)
             self._writing.append(memoryview(_header(frame, are_checked=self._are_checked)))
             if sent is not None:
                 sent()
@@ -223,14 +223,16 @@ class Connection:
         if frame.kind is Kind.SLOT_FREE:
             self._free_slot(frame.tag)
             return
-        if frame.flags & IN_WINDOW:
-            window = self.link.window
-            if window is None or frame.length > window.slot_bytes:
-                raise ProtocolError("a frame points to a window slot that this link does not have")
-            payload = window.incoming(frame.tag)[: frame.length]
+        if frame.flags & IN_SHARED_MEMORY:
+            memory = self.link.memory
+            if memory is None or frame.length > memory.slot_bytes:
+                raise ProtocolError(
+                    "a frame points to a shared-memory slot that this link does not have"
+                )
+            payload = memory.incoming(frame.tag)[: frame.length]
             slot = frame.tag
             if slot in self._unreleased:
-                raise ProtocolError(f"window slot {slot} was used again before it was free")
+                raise ProtocolError(f"shared-memory slot {slot} was used again before it was free")
             self.meter.bytes_received += frame.length
             sink = route(self, frame)
             if sink.buffer is not None:
@@ -258,9 +260,9 @@ class Connection:
         sink.complete(self._target)
 
     def _free_slot(self, slot: int) -> None:
-        window = self.link.window
-        if window is None or not 0 <= slot < window.num_slots or slot in self._slots:
-            raise ProtocolError(f"window slot {slot} was freed, which is not in use")
+        memory = self.link.memory
+        if memory is None or not 0 <= slot < memory.num_slots or slot in self._slots:
+            raise ProtocolError(f"shared-memory slot {slot} was freed, which is not in use")
         self._slots.append(slot)
 
 

@@ -249,19 +249,19 @@ class NativeLoop:
             meter = self._meter(f"worker {self.group.members[rank].worker}")
             meter.follow(partial(self._core.take_counters, rank))
             self._meters[rank] = meter
-        window = link.window
-        slots = range(window.num_slots) if window else ()
+        memory = link.memory
+        slots = range(memory.num_slots) if memory else ()
         self._core.adopt(
             ident,
             rank,
             link.stream,
             link.peer,
-            window.slot_bytes if window else 0,
-            [_address(np.frombuffer(window.outgoing(slot), np.uint8)) for slot in slots]
-            if window
+            memory.slot_bytes if memory else 0,
+            [_address(np.frombuffer(memory.outgoing(slot), np.uint8)) for slot in slots]
+            if memory
             else (),
-            [_address(np.frombuffer(window.incoming(slot), np.uint8)) for slot in slots]
-            if window
+            [_address(np.frombuffer(memory.incoming(slot), np.uint8)) for slot in slots]
+            if memory
             else (),
         )
         if self._is_over:

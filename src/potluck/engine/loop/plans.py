@@ -23,7 +23,7 @@ from potluck.engine.loop.connections import NOTHING, Connections
 from potluck.engine.loop.running import RunningPlan, Segment, as_bytes
 from potluck.errors import ProtocolError
 from potluck.wire.dtypes import code_of
-from potluck.wire.frames import IN_WINDOW, Frame, Kind
+from potluck.wire.frames import IN_SHARED_MEMORY, Frame, Kind
 
 _MAX_UNREAD = 1024
 """How many answers may wait for a peer that asks for more, and how many of its questions here."""
@@ -207,7 +207,7 @@ class Plans:
         segment = self._due(running, connection.rank, frame)
         if segment is None or not running.is_ready(segment):
             return self._connections.keep(connection, frame, self._on_waiting)
-        if frame.flags & IN_WINDOW:
+        if frame.flags & IN_SHARED_MEMORY:
             buffer = None
         elif running.is_stored(segment):
             buffer = as_bytes(segment.data)

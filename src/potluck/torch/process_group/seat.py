@@ -7,7 +7,7 @@ from typing import Any
 
 from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
-from potluck.engine.windows.group import NUMBERS
+from potluck.engine.shm.group import NUMBERS
 from potluck.torch.process_group.options import seconds
 from potluck.torch.process_group.own_mail import OwnMail
 from potluck.torch.process_group.work import Completions

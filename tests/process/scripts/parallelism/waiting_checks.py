@@ -27,9 +27,9 @@ def short_ways(expected: int):
 @check(2)
 def waiting_calls_take_the_short_way_and_give_the_same(run):
     size, rank = run.world_size, run.rank
-    dist.all_reduce(torch.ones(1))  # the ranks come to their window
+    dist.all_reduce(torch.ones(1))  # the ranks set up their shared memory
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
-        # Windows do not combine complex numbers; torch makes them real for all_reduce.
+        # Shared memory does not combine complex numbers; torch makes them real for all_reduce.
         with short_ways(4 if dtype.is_complex else 5):
             total = torch.full((2, 3), rank + 1).to(dtype)
             dist.all_reduce(total)

@@ -12,10 +12,10 @@ from potluck.engine.loop.connection import Connection, Outgoing, Sink, as_bytes
 from potluck.errors import LinkError, ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.wire import frames
-from potluck.wire.frames import FRAME_BYTES, IN_WINDOW, Frame, Kind
+from potluck.wire.frames import FRAME_BYTES, IN_SHARED_MEMORY, Frame, Kind
 
 
-class FakeWindow:
+class FakeLinkMemory:
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self.mine = [bytearray(slot_bytes) for _ in range(num_slots)]
@@ -26,7 +26,7 @@ class FakeWindow:
 
     def incoming(self, slot: int) -> memoryview:
         if not 0 <= slot < self.num_slots:
-            raise ProtocolError(f"window slot {slot}")
+            raise ProtocolError(f"shared-memory slot {slot}")
         return memoryview(self.theirs[slot])
 
     def close(self) -> None:
@@ -40,9 +40,9 @@ class FakeLink:
     readable = False
     needs_checksums = False
 
-    def __init__(self, step: Callable[[], int], window: FakeWindow | None = None) -> None:
+    def __init__(self, step: Callable[[], int], memory: FakeLinkMemory | None = None) -> None:
         self.step = step
-        self.window = window
+        self.memory = memory
         self.wire = bytearray()
         self.incoming = bytearray()
         self.ended = False
@@ -77,9 +77,9 @@ class FakeLink:
 
 
 def connection_on(
-    step: Callable[[], int], window: FakeWindow | None = None
+    step: Callable[[], int], memory: FakeLinkMemory | None = None
 ) -> tuple[Connection, FakeLink]:
-    link = FakeLink(step, window)
+    link = FakeLink(step, memory)
     return Connection(1, link, LinkMeter()), link
 
 
@@ -93,7 +93,7 @@ def parse(wire: bytearray) -> list[tuple[Frame, bytes]]:
     while at < len(wire):
         frame = frames.decode(wire[at : at + FRAME_BYTES])
         at += FRAME_BYTES
-        size = 0 if frame.flags & IN_WINDOW else frame.length
+        size = 0 if frame.flags & IN_SHARED_MEMORY else frame.length
         parsed.append((frame, bytes(wire[at : at + size])))
         at += size
     return parsed
@@ -266,14 +266,14 @@ def test_no_flipped_bit_goes_unseen_and_none_of_its_frame_is_delivered() -> None
         assert arrived == [b"one"], bit
 
 
-# ---------------------------------------------------------------- windows
+# ---------------------------------------------------------------- link memory
 
 SLOT = 8192
 
 
 def test_slots_are_used_until_there_are_none_and_again_after_a_credit() -> None:
-    window = FakeWindow(2, SLOT)
-    connection, link = connection_on(lambda: 1 << 20, window)
+    memory = FakeLinkMemory(2, SLOT)
+    connection, link = connection_on(lambda: 1 << 20, memory)
     payloads = [bytes([number]) * 5000 for number in range(3)]
     let_go: list[int] = []
     queue = deque(
@@ -287,10 +287,10 @@ def test_slots_are_used_until_there_are_none_and_again_after_a_credit() -> None:
     connection.write(source)
     assert len(queue) == 1
     assert let_go == [0, 1], "the copy is made: the memory is free at once"
-    assert [bytes(slot[:5000]) for slot in window.mine] == payloads[:2]
+    assert [bytes(slot[:5000]) for slot in memory.mine] == payloads[:2]
     assert [(frame.flags, frame.tag) for frame, _ in parse(link.wire)] == [
-        (IN_WINDOW, 0),
-        (IN_WINDOW, 1),
+        (IN_SHARED_MEMORY, 0),
+        (IN_SHARED_MEMORY, 1),
     ]
     assert not connection.can_take(5000)
     assert connection.can_take(100), "small payloads go through the stream"
@@ -299,12 +299,12 @@ def test_slots_are_used_until_there_are_none_and_again_after_a_credit() -> None:
     link.incoming += frames.encode(Frame(Kind.SLOT_FREE, 3, source=1, tag=1))
     connection.read(lambda *_: pytest.fail("credits are the connection's own business"))
     connection.write(source)
-    assert bytes(window.mine[1][:5000]) == payloads[2]
-    assert connection.meter.bytes_in_window == 15_000
+    assert bytes(memory.mine[1][:5000]) == payloads[2]
+    assert connection.meter.bytes_in_shared_memory == 15_000
 
 
 def test_messages_with_a_tag_keep_it() -> None:
-    connection, link = connection_on(lambda: 1 << 20, FakeWindow(2, SLOT))
+    connection, link = connection_on(lambda: 1 << 20, FakeLinkMemory(2, SLOT))
     payload = bytes(6000)
     frame = data_frame(payload, Kind.EAGER, tag=77)
     connection.control.append(Outgoing(frame, memoryview(payload)))
@@ -312,14 +312,14 @@ def test_messages_with_a_tag_keep_it() -> None:
     assert parse(link.wire) == [(frame, payload)]
 
 
-def test_a_payload_in_the_window_is_credited_once_it_is_used() -> None:
-    window = FakeWindow(2, SLOT)
-    connection, link = connection_on(lambda: 1 << 20, window)
-    window.theirs[1][:5] = b"hello"
+def test_a_payload_in_the_shared_memory_is_credited_once_it_is_used() -> None:
+    memory = FakeLinkMemory(2, SLOT)
+    connection, link = connection_on(lambda: 1 << 20, memory)
+    memory.theirs[1][:5] = b"hello"
     for into_buffer in (True, False):
         got: list[bytes] = []
         link.incoming += frames.encode(
-            Frame(Kind.DATA, 3, length=5, source=1, flags=IN_WINDOW, tag=1)
+            Frame(Kind.DATA, 3, length=5, source=1, flags=IN_SHARED_MEMORY, tag=1)
         )
         buffer = memoryview(bytearray(5)) if into_buffer else None
         connection.read(
@@ -338,13 +338,13 @@ def test_a_payload_in_the_window_is_credited_once_it_is_used() -> None:
         Frame(Kind.SLOT_FREE, 3, source=1, tag=0),
         Frame(Kind.SLOT_FREE, 3, source=1, tag=-1),
         Frame(Kind.SLOT_FREE, 3, source=1, tag=2),
-        Frame(Kind.DATA, 3, length=10, source=1, flags=IN_WINDOW, tag=2),
-        Frame(Kind.DATA, 3, length=10, source=1, flags=IN_WINDOW, tag=-1),
-        Frame(Kind.DATA, 3, length=SLOT + 1, source=1, flags=IN_WINDOW, tag=0),
+        Frame(Kind.DATA, 3, length=10, source=1, flags=IN_SHARED_MEMORY, tag=2),
+        Frame(Kind.DATA, 3, length=10, source=1, flags=IN_SHARED_MEMORY, tag=-1),
+        Frame(Kind.DATA, 3, length=SLOT + 1, source=1, flags=IN_SHARED_MEMORY, tag=0),
     ],
 )
 def test_slots_that_a_peer_must_not_name(hostile: Frame) -> None:
-    connection, link = connection_on(lambda: 1 << 20, FakeWindow(2, SLOT))
+    connection, link = connection_on(lambda: 1 << 20, FakeLinkMemory(2, SLOT))
     link.incoming += frames.encode(hostile)
     with pytest.raises(ProtocolError):
         connection.read(lambda *_: pytest.fail("must not be routed"))
@@ -352,16 +352,17 @@ def test_slots_that_a_peer_must_not_name(hostile: Frame) -> None:
 
 def test_a_slot_is_not_used_again_before_its_credit_has_left() -> None:
     """Else a peer that reads no credits could make us pile them up."""
-    connection, link = connection_on(lambda: 1 << 20, FakeWindow(1, SLOT))
-    frame = Frame(Kind.DATA, 3, length=1, source=1, flags=IN_WINDOW, tag=0)
+    connection, link = connection_on(lambda: 1 << 20, FakeLinkMemory(1, SLOT))
+    frame = Frame(Kind.DATA, 3, length=1, source=1, flags=IN_SHARED_MEMORY, tag=0)
     sink = Sink(None, lambda _: None)
     link.incoming += frames.encode(frame) * 2
     with pytest.raises(ProtocolError, match="used again before it was free"):
         connection.read(lambda *_: sink)
 
 
-def test_a_window_that_this_link_does_not_have() -> None:
+def test_memory_that_this_link_does_not_have() -> None:
     connection, link = connection_on(lambda: 1 << 20)
-    link.incoming += frames.encode(Frame(Kind.DATA, 3, length=1, source=1, flags=IN_WINDOW, tag=0))
+    frame = Frame(Kind.DATA, 3, length=1, source=1, flags=IN_SHARED_MEMORY, tag=0)
+    link.incoming += frames.encode(frame)
     with pytest.raises(ProtocolError, match="does not have"):
         connection.read(lambda *_: Sink(None, lambda _: None))

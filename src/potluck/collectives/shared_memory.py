@@ -1,8 +1,7 @@
-"""When the window pays, and how: the numbers that its ranks must agree on.
+"""How a call goes through shared memory: the numbers that its ranks must agree on.
 
-A window moves data through memory that all ranks of a node share, so on a node nothing over links
-comes near it. What is left to choose is between its two ways of reducing. With ``w`` ranks and
-``n`` bytes, every rank
+On a node nothing over links comes near memory that all its ranks share. What is left to choose is
+between its two ways of reducing. With ``w`` ranks and ``n`` bytes, every rank
 
 - *at once*: copies ``n`` in, waits once, and combines ``w * n``;
 - *in slices*: copies ``n (w - 1) / w`` in, waits, combines ``n`` (its slice of all ranks), keeps

@@ -1,12 +1,12 @@
-"""The windows of one group: memory shared by workers of one node, and the engine that uses it.
+"""The memory that workers of one node share in one group, and the engine that uses it.
 
-A call on a window runs in the thread that waits for it; a call that nobody waits for runs on the
-native engine's thread, which never takes the interpreter lock. Only failures, and calls with
-callbacks, come back to Python by themselves, through one thread here (``potluck-window``). How the
-bytes move is in ``native/core/shm/*``, how the ranks of a channel come to one window in
+A call through shared memory runs in the thread that waits for it; a call that nobody waits for runs
+on the native engine's thread, which never takes the interpreter lock. Only failures, and calls with
+callbacks, come back to Python by themselves, through one thread here (``potluck-shm``). How the
+bytes move is in ``native/core/shm/*``, how the ranks of a channel come to share memory in
 ``channel.py``.
 
-When the group is over every window is stopped, so nobody waits there for what will not come.
+When the group is over every channel is stopped, so no caller waits there for what will not come.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from potluck.engine.failures.group_errors import broke, desync, overdue, peer_lo
 from potluck.engine.fingerprint import OPERATIONS
 from potluck.engine.work import Work, again
 from potluck.errors import GroupClosed, GroupError, LinkError, PeerLost, PotluckError
-from potluck.metrics import Metrics, WindowCounts
+from potluck.metrics import Metrics, SharedMemoryCounts
 from potluck.service import start_thread, why
 from potluck.types import Group, ReduceOp
 
 _log = logging.getLogger(__name__)
 
 MAX_BYTES = 8 * 1024 * 1024
-"""Of shared memory that one worker adds to its node, over all its windows of one group."""
+"""Of shared memory that one worker adds to its node, over all channels of one group."""
 
 _PATIENCE_S = 5.0
 """How long a call that was stopped waits to hear why."""
@@ -57,7 +57,7 @@ class Outcome(IntEnum):
 
 
 class Blame(NamedTuple):
-    """What keeps a call on a window from ending well."""
+    """What keeps a call through shared memory from ending well."""
 
     peer: int
     """The rank of the group that is to blame; -1: none in particular."""
@@ -68,12 +68,12 @@ class Blame(NamedTuple):
 
     @classmethod
     def of(cls, peers: Sequence[int], culprit: int, has_begun: bool, fingerprint: int) -> Blame:
-        """What the native core says, whose ranks are those of a window."""
+        """What the native core says, whose ranks are those of a channel."""
         return cls(peers[culprit] if culprit >= 0 else -1, has_begun, fingerprint)
 
 
 class Loop(Protocol):
-    """What windows need of the group's progress loop."""
+    """What shared memory needs of the group's progress loop."""
 
     @property
     def error(self) -> BaseException | None: ...
@@ -84,7 +84,7 @@ class Loop(Protocol):
 
 
 class Stalled:
-    """A call on a window that can't end, as far as errors name it: whom it still waits for."""
+    """A call through shared memory that can't end: the peer that it waits for."""
 
     def __init__(self, call: str, peer: int) -> None:
         self._call = call
@@ -97,8 +97,8 @@ class Stalled:
         return self._call
 
 
-class Windows:
-    """All windows of one rank in one group."""
+class GroupMemory:
+    """All memory that one rank of a group shares, by channel."""
 
     def __init__(self, group: Group, loop: Loop, metrics: Metrics) -> None:
         self._group = group
@@ -109,9 +109,9 @@ class Windows:
         self._is_closed = False
         self._engine: Any = None
         self._thread: threading.Thread | None = None
-        self._open: list[tuple[Any, Callable[[], None], WindowCounts, tuple[int, ...]]] = []
+        self._open: list[tuple[Any, Callable[[], None], SharedMemoryCounts, tuple[int, ...]]] = []
         self._left_bytes = MAX_BYTES
-        self._inflight: dict[int, WindowWork] = {}
+        self._inflight: dict[int, SharedMemoryWork] = {}
         self._ids = 0
         self._sweep_at = _SWEEP
         loop.when_over(self._on_over)
@@ -136,34 +136,36 @@ class Windows:
         peers: tuple[int, ...],
         **shape: Any,
     ) -> Any:
-        """A native window over ``memory``; ``on_close()`` is called when it must not be used.
+        """A native channel over ``memory``; ``on_close()`` is called when it must not be used.
 
         ``peers`` maps its ranks to the group's.
         """
         with self._lock:
             if self._engine is None:
-                self._engine = native.core.WindowEngine()
+                self._engine = native.core.ShmEngine()
                 self._thread = start_thread(
                     partial(self._tell, self._engine),
-                    name=f"potluck-window-{self._group.rank}",
+                    name=f"potluck-shm-{self._group.rank}",
                     on_broken=self._broke,
                 )
-            window = native.core.Window(memory=memory, engine=self._engine, **shape)
-            counts = WindowCounts(Algorithm.WINDOW, OPERATIONS, window.stats, window.waited_s)
-            self._open.append((window, on_close, counts, peers))
+            channel = native.core.ShmChannel(memory=memory, engine=self._engine, **shape)
+            counts = SharedMemoryCounts(
+                Algorithm.SHARED_MEMORY, OPERATIONS, channel.stats, channel.waited_s
+            )
+            self._open.append((channel, on_close, counts, peers))
             self._metrics.count(counts)
             is_over = self._over.is_set() or self._is_closed
         if is_over:
-            window.stop(for_all=False)
-        return window
+            channel.stop(for_all=False)
+        return channel
 
     def ongoing(self) -> list[Hashable]:
-        """A name for each window's first call under way, the same for as long as it is."""
+        """A name for each channel's first call under way, the same for as long as it is."""
         with self._lock:
-            ended = [window.ongoing() for window, *_ in self._open]
-        return [("window", index, count) for index, count in enumerate(ended) if count >= 0]
+            ended = [channel.ongoing() for channel, *_ in self._open]
+        return [("shm", index, count) for index, count in enumerate(ended) if count >= 0]
 
-    def start(self, work: WindowWork, begin: Callable[[int], Any]) -> None:
+    def start(self, work: SharedMemoryWork, begin: Callable[[int], Any]) -> None:
         """Let ``begin(id)`` start the native call of ``work``, and keep both while it runs."""
         with self._lock:
             self._ids += 1
@@ -220,21 +222,21 @@ class Windows:
         """This rank makes no more calls; those under way end. Idempotent."""
         with self._lock:
             self._is_closed = True
-            windows = list(self._open)
-        for window, on_close, *_ in windows:
+            channels = list(self._open)
+        for channel, on_close, *_ in channels:
             on_close()
-            window.leave()
-            window.stop(for_all=False)
+            channel.leave()
+            channel.stop(for_all=False)
 
     def close(self) -> None:
         """Give the memory back, once the group is over. Idempotent."""
         with self._lock:
-            windows, self._open = self._open, []
+            channels, self._open = self._open, []
             engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-        for window, _, counts, _ in windows:
-            window.drain()
+        for channel, _, counts, _ in channels:
+            channel.drain()
             self._metrics.keep(counts)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -244,14 +246,14 @@ class Windows:
 
     def _on_over(self) -> None:
         with self._lock:
-            windows = list(self._open)
+            channels = list(self._open)
             self._over.set()
         for_all = not isinstance(self._loop.error, GroupClosed)
-        for window, *_ in windows:
-            window.stop(for_all=for_all)
+        for channel, *_ in channels:
+            channel.stop(for_all=for_all)
 
     def _broke(self, cause: BaseException) -> None:
-        self._loop.abort(broke(self._group, "the thread of the windows", why(cause)))
+        self._loop.abort(broke(self._group, "the thread of shared memory", why(cause)))
 
     def _tell(self, engine: Any) -> None:
         while number := engine.next_ended():
@@ -265,31 +267,31 @@ class Windows:
     def _tell_left(self) -> None:
         """End the group over a quick call that failed after a signal interrupted its caller."""
         with self._lock:
-            windows = list(self._open)
-        for window, _, _, peers in windows:
-            number, outcome, *blame = window.left_failure()
+            channels = list(self._open)
+        for channel, _, _, peers in channels:
+            number, outcome, *blame = channel.left_failure()
             if outcome != Outcome.DONE:
                 call = f"{OPERATIONS[number].value} (its caller was interrupted)"
                 self._loop.abort(self._verdict(outcome, Blame.of(peers, *blame), call))
 
 
-class WindowWork(Work):
-    """A call on a window, or one that waits for the window to be there."""
+class SharedMemoryWork(Work):
+    """A call through shared memory, or one that waits until the memory is set up."""
 
-    __slots__ = ("_begun", "_kept", "_native", "_peers", "_windows")
+    __slots__ = ("_begun", "_group", "_kept", "_native", "_peers")
 
     def __init__(
         self,
         call: str,
         result: Any,
-        windows: Windows,
+        group: GroupMemory,
         peers: tuple[int, ...],
         *,
         is_waiting: bool,
     ) -> None:
-        """``peers`` maps the window's ranks to the group's; ``is_waiting``: for the window."""
+        """``peers`` maps the channel's ranks to the group's; ``is_waiting``: for the memory."""
         super().__init__(call, result)
-        self._windows = windows
+        self._group = group
         self._peers = peers
         self._native: Any = None
         self._kept: Any = None
@@ -359,5 +361,5 @@ class WindowWork(Work):
         call, error = self._native, None
         if call.outcome != Outcome.DONE:
             blame = Blame.of(self._peers, call.culprit, call.has_begun, call.theirs)
-            error = self._windows.failure(call.outcome, blame, self.call)
+            error = self._group.failure(call.outcome, blame, self.call)
         self.finish(error)

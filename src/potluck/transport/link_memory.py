@@ -1,16 +1,16 @@
-"""A window: memory shared by two workers of one node, so payloads need not cross a socket.
+"""Link memory: shared by the two ends of one link on one node; payloads need not cross a socket.
 
 Each direction of a link has ``num_slots`` slots of ``slot_bytes``. The sender copies a segment into
 a free slot and sends a frame that names the slot; the receiver reads it there and returns the slot
-with a credit frame. The socket orders memory accesses and carries failures, so the window itself
+with a credit frame. The socket orders memory accesses and carries failures, so the memory itself
 needs no locks.
 
-The client of a connection makes the memory (``offer_window``) and names it in its ``Hello``; the
-server opens it through ``/proc/<pid>/fd/<fd>``, checks that it is what the offer says, maps it
-(``map_window``) and answers yes or no in its ``Welcome``. The memory is an anonymous file (Linux
-``memfd``) that has no name in any directory: it is gone when the last process that maps it is,
-however that process ends. Where any of this can't be had (another host, another container, another
-user, macOS) the link works without a window.
+The client of a connection makes the memory (``offer_link_memory``) and names it in its ``Hello``;
+the server opens it through ``/proc/<pid>/fd/<fd>``, checks that it is what the offer says, maps it
+(``map_link_memory``) and answers yes or no in its ``Welcome``. The memory is an anonymous file
+(Linux ``memfd``) that has no name in any directory: it is gone when the last process that maps it
+is, however that process ends. Where any of this can't be had (another host, another container,
+another user, macOS) the link works without it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from typing import Protocol
 
 from potluck.errors import LinkError, ProtocolError
 from potluck.transport import memory
-from potluck.wire.messages import WindowOffer
+from potluck.wire.messages import LinkMemoryOffer
 
 _log = logging.getLogger(__name__)
 
 NUM_SLOTS = 4
 SLOT_BYTES = 1 << 20
-MAX_WINDOW_BYTES = 1 << 30
+MAX_LINK_MEMORY_BYTES = 1 << 30
 
 _MAGIC = b"potluck\x01"
 _HEADER = struct.Struct("<8s32sIQ")
 _HEADER_BYTES = mmap.PAGESIZE
 
 
-class Window(Protocol):
+class LinkMemory(Protocol):
     num_slots: int
     slot_bytes: int
 
@@ -53,11 +53,11 @@ class Window(Protocol):
         """Unmap. Idempotent."""
 
 
-class SharedWindow:
-    """A mapped window: a header page, the client's slots, then the server's.
+class SharedLinkMemory:
+    """Mapped link memory: a header page, the client's slots, then the server's.
 
     Slots are flat byte views that ``numpy.frombuffer`` takes as they are. A view that is still held
-    when the window closes stays valid; the memory goes when the last one does.
+    when the memory closes stays valid; the memory goes when the last one does.
     """
 
     def __init__(self, memory: mmap.mmap, num_slots: int, slot_bytes: int, *, client: bool) -> None:
@@ -82,9 +82,9 @@ class SharedWindow:
 
     def _check(self, slot: int) -> None:
         if not self._outgoing:
-            raise LinkError("this link's window is closed")
+            raise LinkError("this link's shared memory is closed")
         if not 0 <= slot < self.num_slots:
-            raise ProtocolError(f"window slot {slot} was named; there are {self.num_slots}")
+            raise ProtocolError(f"shared-memory slot {slot} was named; there are {self.num_slots}")
 
     def close(self) -> None:
         slots, self._outgoing, self._incoming = self._outgoing + self._incoming, [], []
@@ -96,75 +96,79 @@ class SharedWindow:
             self._memory.close()
 
 
-class OfferedWindow:
-    """A window made here, until the peer has said whether it mapped it."""
+class OfferedLinkMemory:
+    """Link memory made here, until the peer has said whether it mapped it."""
 
-    def __init__(self, fd: int, window: SharedWindow, offer: WindowOffer) -> None:
+    def __init__(self, fd: int, memory: SharedLinkMemory, offer: LinkMemoryOffer) -> None:
         self._fd = fd
-        self._window = window
+        self._memory = memory
         self.offer = offer
 
-    def settle(self, accepted: bool) -> SharedWindow | None:
-        """The window if the peer ``accepted`` it; else it is gone. Call exactly once."""
+    def settle(self, accepted: bool) -> SharedLinkMemory | None:
+        """The memory if the peer ``accepted`` it; else it is gone. Call exactly once."""
         os.close(self._fd)
         if accepted:
-            return self._window
-        self._window.close()
+            return self._memory
+        self._memory.close()
         return None
 
 
-def offer_window(num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> OfferedWindow | None:
-    """Make a window to offer: ``2 * num_slots * slot_bytes`` of memory, used as it is touched.
+def offer_link_memory(
+    num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES
+) -> OfferedLinkMemory | None:
+    """Make link memory to offer: ``2 * num_slots * slot_bytes`` of memory, used as it is touched.
 
     None where the system has no memfd or gives none (debug log).
     """
-    size = _window_bytes(num_slots, slot_bytes)
+    size = _size_of(num_slots, slot_bytes)
     boot = memory.boot_id()
     if not boot:
         return None
     try:
         fd, mapped = memory.create(size)
     except OSError as error:
-        _log.debug("no window: %s", error)
+        _log.debug("no link memory: %s", error)
         return None
     token = secrets.token_bytes(32)
     mapped[: _HEADER.size] = _HEADER.pack(_MAGIC, token, num_slots, slot_bytes)
-    window = SharedWindow(mapped, num_slots, slot_bytes, client=True)
-    return OfferedWindow(
-        fd, window, WindowOffer(boot, os.getpid(), fd, token, num_slots, slot_bytes)
+    shared = SharedLinkMemory(mapped, num_slots, slot_bytes, client=True)
+    return OfferedLinkMemory(
+        fd, shared, LinkMemoryOffer(boot, os.getpid(), fd, token, num_slots, slot_bytes)
     )
 
 
-def map_window(offer: WindowOffer) -> SharedWindow | None:
-    """The window a client offered, mapped here; None if it can't be had, with the reason at debug.
+def map_link_memory(offer: LinkMemoryOffer) -> SharedLinkMemory | None:
+    """The memory that a client offered, mapped here; None if it can't be had (debug log).
 
     The offer comes from another process and may name anything: nothing is opened that is not an
     anonymous file of this name, and nothing is mapped that could be cut short under our feet.
     """
     try:
-        return _map_window(offer)
+        return _map_link_memory(offer)
     except (OSError, ValueError) as error:
-        _log.debug("no window with process %d: %s", offer.pid, error)
+        _log.debug("no link memory with process %d: %s", offer.pid, error)
         return None
 
 
-def _map_window(offer: WindowOffer) -> SharedWindow:
-    size = _window_bytes(offer.num_slots, offer.slot_bytes)
+def _map_link_memory(offer: LinkMemoryOffer) -> SharedLinkMemory:
+    size = _size_of(offer.num_slots, offer.slot_bytes)
     mapped = memory.open_shared(offer.boot, offer.pid, offer.fd, size)
     expected = _HEADER.pack(_MAGIC, offer.token, offer.num_slots, offer.slot_bytes)
     if not hmac.compare_digest(mapped[: _HEADER.size], expected):
         mapped.close()
         raise ValueError("its token is not the one offered")
-    return SharedWindow(mapped, offer.num_slots, offer.slot_bytes, client=False)
+    return SharedLinkMemory(mapped, offer.num_slots, offer.slot_bytes, client=False)
 
 
-def _window_bytes(num_slots: int, slot_bytes: int) -> int:
+def _size_of(num_slots: int, slot_bytes: int) -> int:
     if num_slots < 1 or slot_bytes < 1 or slot_bytes % mmap.PAGESIZE:
         raise ValueError(
-            f"a window needs slots of whole pages ({mmap.PAGESIZE} bytes), "
+            f"link memory needs slots of whole pages ({mmap.PAGESIZE} bytes), "
             f"not {num_slots} of {slot_bytes} bytes"
         )
     size = _HEADER_BYTES + 2 * num_slots * slot_bytes
-    if size > MAX_WINDOW_BYTES:
-        raise ValueError(f"a window of {size} bytes; at most {MAX_WINDOW_BYTES} are allowed")
+    if size > MAX_LINK_MEMORY_BYTES:
+        raise ValueError(
+            f"link memory of {size} bytes; at most {MAX_LINK_MEMORY_BYTES} are allowed"
+        )
     return size

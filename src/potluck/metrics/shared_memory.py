@@ -1,4 +1,4 @@
-"""What went through a window, as the native core counts it: read when somebody asks."""
+"""What went through shared memory, as the native core counts it: read when somebody asks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Row = tuple[list[int], list[int], float, int]
 """Calls by bucket of seconds, by bucket of bytes; the sums of seconds and of bytes."""
 
 
-class WindowCounts:
-    """The counters of one window. The native side has one row for each of ``operations``."""
+class SharedMemoryCounts:
+    """The counters of one channel. The native side has one row for each of ``operations``."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-// The window engine for Python: src/potluck/engine/windows/group.py is its only user.
+// The shared-memory engine for Python: src/potluck/engine/shm/group.py is its only user.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
@@ -28,15 +28,15 @@ namespace potluck::bind {
 
 namespace {
 
-using window::Call;
-using window::Engine;
-using window::Kind;
-using window::Notifier;
-using window::now_ns;
-using window::Outcome;
-using window::Queue;
-using window::Shape;
-using window::Ticket;
+using shm::Call;
+using shm::Engine;
+using shm::Kind;
+using shm::Notifier;
+using shm::now_ns;
+using shm::Outcome;
+using shm::Queue;
+using shm::Shape;
+using shm::Ticket;
 
 constexpr int NOT_QUICK = -1;
 // The bits of a fingerprint that are a hash; as many count elements.
@@ -63,7 +63,7 @@ int op_of(nb::handle name) {
     return -1;
 }
 
-window::Combination combination_of(int dtype, int op) {
+shm::Combination combination_of(int dtype, int op) {
     constexpr Op ops[] = {Op::sum, Op::sum, Op::min, Op::max, Op::product,
                           Op::band, Op::bor, Op::bxor};
     return {static_cast<Dtype>(dtype), ops[op], op == 1};
@@ -134,7 +134,7 @@ struct PyEngine {
     }
 };
 
-// A call under way. Who waits for it moves it, so it keeps the window's memory.
+// A call under way. Who waits for it moves it, so it keeps the channel's memory.
 class PyCall {
 public:
     PyCall(std::shared_ptr<Mapping> memory, std::shared_ptr<Queue> queue,
@@ -168,25 +168,25 @@ private:
     std::shared_ptr<Ticket> ticket_;
 };
 
-class PyWindow {
+class PyChannel {
 public:
-    PyWindow(nb::handle memory, int rank, int world, int num_slots, std::size_t slot_bytes,
+    PyChannel(nb::handle memory, int rank, int world, int num_slots, std::size_t slot_bytes,
              std::size_t small_bytes, double spin_s, std::uint64_t salt, std::uint64_t number,
              const PyEngine& engine)
         : memory_(std::make_shared<Mapping>(memory)),
           engine_(engine.engine), salt_(salt), number_(number) {
         const Shape shape{world, num_slots, slot_bytes, std::min(small_bytes, slot_bytes)};
-        if (world < 2 || world > window::MAX_WORLD || rank < 0 || rank >= world ||
-            num_slots < 4 || slot_bytes < 4096 || slot_bytes % window::LINE != 0 ||
+        if (world < 2 || world > shm::MAX_WORLD || rank < 0 || rank >= world ||
+            num_slots < 4 || slot_bytes < 4096 || slot_bytes % shm::LINE != 0 ||
             memory_->size() < shape.total_bytes()) {
-            throw nb::value_error("this memory is no window for so many ranks");
+            throw nb::value_error("this memory is too small for so many ranks");
         }
         const auto spin_ns = static_cast<std::int64_t>(spin_s * 1e9);
         queue_ = std::make_shared<Queue>(memory_->data(), shape, rank, spin_ns, engine.engine,
                                          engine.notifier);
         engine_->serve(queue_);
     }
-    ~PyWindow() {
+    ~PyChannel() {
         const Unlocked unlocked;
         engine_->close();  // it looks into the memory
     }
@@ -264,8 +264,8 @@ public:
     // By kind: calls by bucket of seconds and of bytes, and the sums of seconds and bytes.
     nb::list stats() const {
         nb::list rows;
-        for (int kind = 0; kind < window::NUM_KINDS; ++kind) {
-            const window::Stats& stats = queue_->stats(static_cast<Kind>(kind));
+        for (int kind = 0; kind < shm::NUM_KINDS; ++kind) {
+            const shm::Stats& stats = queue_->stats(static_cast<Kind>(kind));
             nb::list seconds, bytes;
             for (const auto& each : stats.seconds) seconds.append(each.get());
             for (const auto& each : stats.bytes) bytes.append(each.get());
@@ -280,7 +280,7 @@ private:
     int quick_as(int number, nb::handle source, nb::handle result, nb::handle op_name, int root,
                  double timeout_s, bool is_flat) {
         const int rank = queue_->channel.rank, world = queue_->channel.shape.world;
-        if (number < 0 || number >= window::NUM_KINDS) return NOT_QUICK;
+        if (number < 0 || number >= shm::NUM_KINDS) return NOT_QUICK;
         if (root < 0 || root >= world || !(timeout_s > 0)) return NOT_QUICK;
         const auto kind = static_cast<Kind>(number);
         int op = 0;
@@ -382,7 +382,7 @@ private:
 
     // The upper bits of the fingerprint, as src/potluck/engine/fingerprint.py lays them out.
     static std::uint64_t description(Kind kind, int dtype, int op, std::size_t count) {
-        constexpr std::uint64_t algorithm = 7;  // the window
+        constexpr std::uint64_t algorithm = 7;  // shared memory
         const auto operation = static_cast<std::uint64_t>(kind) + 1;
         const std::uint64_t reduction = combines(kind) ? static_cast<std::uint64_t>(op) + 1 : 0;
         return operation << 60 | static_cast<std::uint64_t>(dtype) << 56 | reduction << 52 |
@@ -446,19 +446,19 @@ private:
     std::vector<std::tuple<std::shared_ptr<Ticket>, nb::object, nb::object>> kept_;
 };
 
-std::size_t window_bytes(int world, int num_slots, std::size_t slot_bytes) {
+std::size_t shm_bytes(int world, int num_slots, std::size_t slot_bytes) {
     return Shape{world, num_slots, slot_bytes, 0}.total_bytes();
 }
 
 }  // namespace
 
-void windows(nb::module_& m) {
+void shared_memory(nb::module_& m) {
     using namespace nb::literals;
-    nb::class_<PyEngine>(m, "WindowEngine")
+    nb::class_<PyEngine>(m, "ShmEngine")
         .def(nb::init<>())
         .def("close", &PyEngine::close)
         .def("next_ended", &PyEngine::next_ended);
-    nb::class_<PyCall>(m, "WindowCall")
+    nb::class_<PyCall>(m, "ShmCall")
         .def_prop_ro("done", &PyCall::done)
         .def_prop_ro("outcome", &PyCall::outcome)
         .def_prop_ro("culprit", &PyCall::culprit)
@@ -466,32 +466,32 @@ void windows(nb::module_& m) {
         .def_prop_ro("theirs", &PyCall::theirs)
         .def("wait", &PyCall::wait, "seconds"_a)
         .def("watch", &PyCall::watch);
-    nb::class_<PyWindow>(m, "Window")
+    nb::class_<PyChannel>(m, "ShmChannel")
         .def(nb::init<nb::handle, int, int, int, std::size_t, std::size_t, double, std::uint64_t,
                       std::uint64_t, const PyEngine&>(),
              "memory"_a, "rank"_a, "world"_a, "num_slots"_a, "slot_bytes"_a, "small_bytes"_a,
              "spin_s"_a, "salt"_a, "number"_a, "engine"_a)
-        .def("take_number", &PyWindow::take_number)
-        .def("quick", &PyWindow::quick, nb::arg(), nb::arg().none(), nb::arg().none(),
+        .def("take_number", &PyChannel::take_number)
+        .def("quick", &PyChannel::quick, nb::arg(), nb::arg().none(), nb::arg().none(),
              nb::arg().none(), nb::arg(), nb::arg())
-        .def("quick_flat", &PyWindow::quick_flat, nb::arg(), nb::arg().none(), nb::arg().none(),
+        .def("quick_flat", &PyChannel::quick_flat, nb::arg(), nb::arg().none(), nb::arg().none(),
              nb::arg().none(), nb::arg(), nb::arg())
-        .def("start", &PyWindow::start)
-        .def("can_combine", &PyWindow::can_combine, "dtype"_a, "op"_a)
-        .def("note_elsewhere", &PyWindow::note_elsewhere, "number"_a, "fingerprint"_a)
-        .def("blame", &PyWindow::blame)
-        .def("left_failure", &PyWindow::left_failure)
-        .def_prop_ro("last_number", &PyWindow::last_number)
-        .def("ongoing", &PyWindow::ongoing)
-        .def("stop", &PyWindow::stop, "for_all"_a)
-        .def("leave", &PyWindow::leave)
-        .def("drain", &PyWindow::drain)
-        .def("waited_s", &PyWindow::waited_s)
-        .def("stats", &PyWindow::stats);
-    m.def("window_bytes", window_bytes, "world"_a, "num_slots"_a, "slot_bytes"_a);
-    m.def("window_costs", [] {
+        .def("start", &PyChannel::start)
+        .def("can_combine", &PyChannel::can_combine, "dtype"_a, "op"_a)
+        .def("note_elsewhere", &PyChannel::note_elsewhere, "number"_a, "fingerprint"_a)
+        .def("blame", &PyChannel::blame)
+        .def("left_failure", &PyChannel::left_failure)
+        .def_prop_ro("last_number", &PyChannel::last_number)
+        .def("ongoing", &PyChannel::ongoing)
+        .def("stop", &PyChannel::stop, "for_all"_a)
+        .def("leave", &PyChannel::leave)
+        .def("drain", &PyChannel::drain)
+        .def("waited_s", &PyChannel::waited_s)
+        .def("stats", &PyChannel::stats);
+    m.def("shm_bytes", shm_bytes, "world"_a, "num_slots"_a, "slot_bytes"_a);
+    m.def("shm_costs", [] {
         const Unlocked unlocked;
-        const window::Costs costs = window::measure_costs();
+        const shm::Costs costs = shm::measure_costs();
         return std::make_tuple(costs.wait_s, costs.turn_s, costs.wake_s, costs.byte_s);
     });
 }

@@ -1,4 +1,4 @@
-"""The quick way through a window: which arrays it takes, and that nobody notices otherwise."""
+"""The quick way through shared memory: which arrays it takes, and that nobody notices otherwise."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from potluck import native
 from potluck.collectives.plan import Operation
 from potluck.context import DistributedContext
-from potluck.engine.windows.group import NUMBERS
+from potluck.engine.shm.group import NUMBERS
 from potluck.errors import Desync, OperationTimeout
 from potluck.testing.world import WorldError
 from support.worlds import World, open_world
 
-pytestmark = pytest.mark.skipif(not native.available, reason="windows need the native core")
+pytestmark = pytest.mark.skipif(not native.available, reason="shared memory needs the native core")
 
 NOT_QUICK = -1
 ALL_REDUCE = NUMBERS[Operation.ALL_REDUCE]
@@ -36,14 +36,14 @@ TORCH_DTYPES = (
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with open_world("window", WORLD_SIZE) as world:
+    with open_world("shm", WORLD_SIZE) as world:
         world.run(lambda ctx: ctx.barrier())
         yield world
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[World]:
-    with open_world("window", 2) as world:
+    with open_world("shm", 2) as world:
         world.run(lambda ctx: ctx.barrier())
         yield world
 
@@ -193,8 +193,8 @@ def test_every_collective_takes_the_quick_way(world: World, kind: str) -> None:
 
 
 def posted(ctx: DistributedContext) -> int:
-    """How many calls on windows went the long way."""
-    count: int = ctx.communicator._family.windows._ids
+    """How many calls through shared memory went the long way."""
+    count: int = ctx.communicator._family.shm._ids
     return count
 
 
@@ -323,7 +323,7 @@ def test_ranks_that_disagree_about_a_tensor_are_told_so() -> None:
         ctx.barrier()
         ctx.all_reduce(torch.zeros(8 + (ctx.rank == 1), dtype=torch.bfloat16))
 
-    with open_world("window", 2) as world, pytest.raises(WorldError) as caught:
+    with open_world("shm", 2) as world, pytest.raises(WorldError) as caught:
         world.run(act)
     assert len(caught.value.errors) == 2
     assert all(isinstance(error, Desync) for error in caught.value.errors.values())
@@ -338,7 +338,7 @@ def test_a_call_that_fails_after_its_caller_was_interrupted_ends_the_group() -> 
     def interrupt(number: int, frame: object) -> None:
         raise Interrupt
 
-    with open_world("window", 2) as world:
+    with open_world("shm", 2) as world:
         world.run(lambda ctx: ctx.barrier())
         first, second = world.contexts
         before = signal.signal(signal.SIGALRM, interrupt)

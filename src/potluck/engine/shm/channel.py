@@ -1,9 +1,9 @@
-"""How the ranks of one channel come to a window, and their calls to it.
+"""How the ranks of one channel come to share memory, and their calls through it.
 
 The first call on a channel whose ranks share a node begins it, over links: its rank 0 makes the
 memory and all ranks tell each other whether they can use one (the native core is there, their share
-of memory is not spent); then whether they have mapped it. Both are all_gathers, so all ranks
-come to the same answer. Calls made meanwhile wait; they then go to the window, or over links if
+of memory is not spent); then whether they have mapped it. Both are all_gathers, so all ranks come
+to the same answer. Calls made meanwhile wait; they then go through shared memory, or over links if
 there is none, in the order they were made. A token in the memory proves that the right one was
 mapped.
 """
@@ -25,11 +25,11 @@ import numpy as np
 
 from potluck import native
 from potluck.collectives.plan import Algorithm
-from potluck.collectives.window import NUM_SLOTS, Costs, credible, small_bytes, spin_s
+from potluck.collectives.shared_memory import NUM_SLOTS, Costs, credible, small_bytes, spin_s
 from potluck.engine.arrays.layout import Array
 from potluck.engine.fingerprint import OPERATIONS
 from potluck.engine.request import Request, label
-from potluck.engine.windows.group import MAX_BYTES, NUMBERS, OPS, Blame, Windows, WindowWork
+from potluck.engine.shm.group import MAX_BYTES, NUMBERS, OPS, Blame, GroupMemory, SharedMemoryWork
 from potluck.engine.work import Work
 from potluck.system import usable_cpus
 from potluck.transport import memory
@@ -38,8 +38,9 @@ from potluck.wire.dtypes import code_of
 
 _log = logging.getLogger(__name__)
 
-NO_WINDOW = (
-    "algorithm='window' needs all ranks on one node, Linux, and potluck's native core on every rank"
+NO_SHARED_MEMORY = (
+    "algorithm='shared_memory' needs all ranks on one node, Linux, and potluck's native core on "
+    "every rank"
 )
 
 _OFFER_BYTES = 512
@@ -63,21 +64,21 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     token: bytes = b""
     slot_bytes: int = 0
     costs: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    """Seconds, see ``collectives.window``: rank 0's, so that all choose alike."""
+    """Seconds, see ``collectives.shared_memory``: rank 0's, so that all choose alike."""
     cpus: bytes = b""
     """The processors that it may use, one bit each."""
 
 
-Fallback = Callable[[Request, WindowWork], None]
-"""Runs a call that waited for a window over links."""
+Fallback = Callable[[Request, SharedMemoryWork], None]
+"""Runs a call that waited for shared memory over links."""
 
 
-class ChannelWindow:
-    """The window of one channel, once there is one. All but the callbacks is under its lock."""
+class ChannelMemory:
+    """The shared memory of one channel. All but the callbacks is under the lock."""
 
     def __init__(
         self,
-        windows: Windows,
+        group: GroupMemory,
         rank: int,
         ranks: tuple[int, ...],
         lock: Any,
@@ -85,75 +86,75 @@ class ChannelWindow:
         fallback: Fallback,
         changed: Callable[[Any], None],
     ) -> None:
-        """``changed(window)`` is told of the native window, and of None when it is gone."""
+        """``changed(channel)`` is told of the native channel, and of None when it is gone."""
         self.state = State.NEW
         self.number = 0
-        """How many calls this channel has begun, while there is no native window to count them."""
-        self._windows = windows
+        """How many calls this channel has begun, while there is no native channel to count them."""
+        self._group = group
         self._rank = rank
         self._ranks = ranks
         self._lock = lock
         self._exchange = exchange
         self._fallback = fallback
         self._changed = changed
-        self._window: Any = None
-        self._waiting: deque[tuple[Request, WindowWork]] = deque()
+        self._native: Any = None
+        self._waiting: deque[tuple[Request, SharedMemoryWork]] = deque()
         self._fd = -1
         self._memory: Any = None
         self._timeout_s = 0.0
         self._label = ""
         self._second = 0
 
-    def run(self, request: Request) -> WindowWork | None:
-        """Run a call, now or once there is a window; None if it is not for the window.
+    def run(self, request: Request) -> SharedMemoryWork | None:
+        """Run a call, now or once there is shared memory; None if the call is not for it.
 
-        While the window is being set up every call waits, so that numbers are used in order.
-        ValueError if the caller wants the window and nothing else.
+        While the memory is being set up every call waits, so that numbers are used in order.
+        ValueError if the caller wants shared memory and nothing else.
         """
         if self.state is not State.NONE:
             with self._lock:
                 if self.state is State.ASKING or self.takes(request):
                     return self._begin(request, request.label())
-        if request.algorithm is Algorithm.WINDOW:
-            raise ValueError(NO_WINDOW)
+        if request.algorithm is Algorithm.SHARED_MEMORY:
+            raise ValueError(NO_SHARED_MEMORY)
         return None
 
     # -- called with the lock held
 
     def take_number(self) -> int:
-        """The number of the next call of this channel, on the window or not."""
-        if self._window is not None:
-            taken: int = self._window.take_number()
+        """The number of the next call of this channel, through shared memory or not."""
+        if self._native is not None:
+            taken: int = self._native.take_number()
             return taken
         self.number += 1
         return self.number - 1
 
     def note_elsewhere(self, number: int, fingerprint: int) -> None:
         """Call ``number`` goes over links: whoever waits for it here learns that at once."""
-        if self._window is not None:
-            self._window.note_elsewhere(number, fingerprint)
+        if self._native is not None:
+            self._native.note_elsewhere(number, fingerprint)
 
     def takes(self, request: Request) -> bool:
-        """Whether a call is for the window: False once it is known that there is none."""
-        if self.state is State.NONE or request.algorithm not in (None, Algorithm.WINDOW):
+        """Whether a call is for shared memory: False once it is known that there is none."""
+        if self.state is State.NONE or request.algorithm not in (None, Algorithm.SHARED_MEMORY):
             return False
-        if request.op is None or self._window is None:
+        if request.op is None or self._native is None:
             return True
-        can: bool = self._window.can_combine(code_of(request.described.dtype), OPS[request.op])
+        can: bool = self._native.can_combine(code_of(request.described.dtype), OPS[request.op])
         return can
 
-    def _begin(self, request: Request, call: str) -> WindowWork:
-        work = WindowWork(
+    def _begin(self, request: Request, call: str) -> SharedMemoryWork:
+        work = SharedMemoryWork(
             call,
             request.result,
-            self._windows,
+            self._group,
             self._ranks,
-            is_waiting=self._window is None,
+            is_waiting=self._native is None,
         )
         is_first = self.state is State.NEW
         numbers = (self.take_number(), self.take_number()) if is_first else (-1, -1)
         request.number = self.take_number()
-        if self._window is None:
+        if self._native is None:
             self._waiting.append((request, work))
         else:
             self._start(request, work)
@@ -165,11 +166,11 @@ class ChannelWindow:
         self, outcome: int, number: int, array: Any, op: str | None, root: int
     ) -> BaseException:
         """The error of a quick call of operation ``number`` that ended so."""
-        window = self._window
+        channel = self._native
         reduction = ReduceOp(op) if op is not None else None
         call = label(OPERATIONS[number], None, array, reduction, root)
-        blame = Blame(-1) if window is None else Blame.of(self._ranks, *window.blame())
-        return self._windows.failure(outcome, blame, call)
+        blame = Blame(-1) if channel is None else Blame.of(self._ranks, *channel.blame())
+        return self._group.failure(outcome, blame, call)
 
     # -- setting up
 
@@ -192,12 +193,12 @@ class ChannelWindow:
         cpus = _usable_cpus()
         if self._rank != 0:
             return Offer(True, memory.boot_id(), cpus=cpus)
-        slot_bytes = _SLOT_BYTES[2 * self._windows.left_bytes < MAX_BYTES]
+        slot_bytes = _SLOT_BYTES[2 * self._group.left_bytes < MAX_BYTES]
         token = secrets.token_bytes(32)
         try:
             self._fd, self._memory = memory.create(self._bytes(slot_bytes))
         except OSError as error:
-            _log.debug("no window: %s", error)
+            _log.debug("no shared memory: %s", error)
             return Offer(False)
         self._memory[:40] = _MAGIC + token
         costs = _measured_costs()
@@ -225,7 +226,7 @@ class ChannelWindow:
         exchanged.add_done_callback(lambda done: self._on_answers(done, answers, said[0], cores))
 
     def _map(self, offer: Offer) -> bool:
-        if not self._windows.take(NUM_SLOTS * offer.slot_bytes):
+        if not self._group.take(NUM_SLOTS * offer.slot_bytes):
             return False
         if self._rank == 0:
             return True
@@ -234,7 +235,7 @@ class ChannelWindow:
                 offer.boot, offer.pid, offer.fd, self._bytes(offer.slot_bytes)
             )
         except (OSError, ValueError) as error:
-            _log.debug("no window with process %d: %s", offer.pid, error)
+            _log.debug("no shared memory with process %d: %s", offer.pid, error)
             return False
         self._memory = mapped
         return mapped[:40] == _MAGIC + offer.token
@@ -251,7 +252,7 @@ class ChannelWindow:
         with self._lock:
             if self.state is not State.ASKING:
                 return
-            window = self._windows.open(
+            channel = self._group.open(
                 self._memory,
                 self._on_close,
                 self._ranks,
@@ -265,7 +266,7 @@ class ChannelWindow:
                 number=self.number,
             )
             self._drop_memory()
-            self._window = window
+            self._native = channel
             self.state = State.OPEN
             while self._waiting:
                 request, waiting = self._waiting.popleft()
@@ -273,10 +274,10 @@ class ChannelWindow:
                     self._start(request, waiting)
                 else:
                     self._fall_back(request, waiting)
-            self._changed(window)
+            self._changed(channel)
 
     def _end(self, error: BaseException | None) -> None:
-        """There will be no window: because of ``error``, or because somebody can't use one."""
+        """There will be no shared memory: because of ``error``, or a rank has none."""
         self._drop_descriptor()
         with self._lock:
             self.state = State.NONE
@@ -288,21 +289,21 @@ class ChannelWindow:
         for _, work in waiting:
             if error is not None:
                 work.posted()
-                self._windows.failed(work.call, error)
+                self._group.failed(work.call, error)
                 work.finish(error)
 
-    def _fall_back(self, request: Request, work: WindowWork) -> None:
-        if request.algorithm is Algorithm.WINDOW:
-            work.finish(ValueError(NO_WINDOW))
+    def _fall_back(self, request: Request, work: SharedMemoryWork) -> None:
+        if request.algorithm is Algorithm.SHARED_MEMORY:
+            work.finish(ValueError(NO_SHARED_MEMORY))
         else:
             self._fallback(request, work)
         work.posted()
 
     def _on_close(self) -> None:
         with self._lock:
-            if self._window is not None:
-                self.number = self._window.take_number()
-            self.state, self._window = State.NONE, None
+            if self._native is not None:
+                self.number = self._native.take_number()
+            self.state, self._native = State.NONE, None
             self._changed(None)
 
     def _drop_descriptor(self) -> None:
@@ -315,13 +316,13 @@ class ChannelWindow:
             self._memory.close()
             self._memory = None
 
-    def _start(self, request: Request, work: WindowWork) -> None:
+    def _start(self, request: Request, work: SharedMemoryWork) -> None:
         described = request.described
         source = _address(request.source)
         result = source if request.result is request.source else _address(request.result)
-        self._windows.start(
+        self._group.start(
             work,
-            lambda number: self._window.start(
+            lambda number: self._native.start(
                 NUMBERS[request.operation],
                 code_of(described.dtype),
                 0 if request.op is None else OPS[request.op],
@@ -337,13 +338,13 @@ class ChannelWindow:
         work.keep(request)
 
     def _bytes(self, slot_bytes: int) -> int:
-        return int(native.core.window_bytes(len(self._ranks), NUM_SLOTS, slot_bytes))
+        return int(native.core.shm_bytes(len(self._ranks), NUM_SLOTS, slot_bytes))
 
 
 @functools.cache
 def _measured_costs() -> tuple[float, float, float, float]:
     """What waiting and reading cost here, measured once, in about 3 ms."""
-    wait_s, turn_s, wake_s, byte_s = native.core.window_costs()
+    wait_s, turn_s, wake_s, byte_s = native.core.shm_costs()
     return wait_s, turn_s, wake_s, byte_s
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a window choose, from what waiting and reading cost."""
+"""What ranks that share memory choose, from what waiting and reading cost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.collectives.window import MODEL, Costs, credible, small_bytes, spin_s
+from potluck.collectives.shared_memory import MODEL, Costs, credible, small_bytes, spin_s
 
 
 @pytest.mark.parametrize("cores", [1, 2, 4, 16])

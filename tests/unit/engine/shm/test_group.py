@@ -1,10 +1,10 @@
-"""The windows of a group: which calls are kept, and for how long."""
+"""The shared memory of a group: which calls are kept, and for how long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from potluck.engine.windows.group import Outcome, Windows, WindowWork
+from potluck.engine.shm.group import GroupMemory, Outcome, SharedMemoryWork
 from potluck.engine.work import Work
 from potluck.errors import PotluckError
 from potluck.metrics import Metrics
@@ -51,9 +51,9 @@ class Engine:
         return self._numbers.pop(0)
 
 
-def start(windows: Windows, call: NativeCall, *callbacks: Callable[[Work], None]) -> int:
+def start(group: GroupMemory, call: NativeCall, *callbacks: Callable[[Work], None]) -> int:
     """Start ``call``; its number."""
-    work = WindowWork("barrier()", None, windows, (0, 1), is_waiting=False)
+    work = SharedMemoryWork("barrier()", None, group, (0, 1), is_waiting=False)
     for callback in callbacks:
         work.add_done_callback(callback)
     numbers: list[int] = []
@@ -62,34 +62,34 @@ def start(windows: Windows, call: NativeCall, *callbacks: Callable[[Work], None]
         numbers.append(number)
         return call
 
-    windows.start(work, begin)
+    group.start(work, begin)
     return numbers[0]
 
 
 def test_a_call_that_has_ended_is_kept_until_its_callbacks_were_told() -> None:
-    windows = Windows(GROUP, Loop(), Metrics())
+    group = GroupMemory(GROUP, Loop(), Metrics())
     told: list[Work] = []
     awaited = NativeCall()
-    number = start(windows, awaited, told.append)
+    number = start(group, awaited, told.append)
     assert awaited.is_watched
     awaited.done = True  # the notice is on its way, and meanwhile many others come and go
     for _ in range(100):
         call = NativeCall()
-        start(windows, call)
+        start(group, call)
         call.done = True
     assert told == []
-    windows._tell(Engine(number))
+    group._tell(Engine(number))
     assert len(told) == 1
     assert told[0].done()
 
 
 def test_calls_that_have_ended_and_that_nobody_awaits_are_forgotten() -> None:
-    windows = Windows(GROUP, Loop(), Metrics())
+    group = GroupMemory(GROUP, Loop(), Metrics())
     running = NativeCall()
-    kept = start(windows, running)
+    kept = start(group, running)
     for _ in range(1000):
         call = NativeCall()
-        start(windows, call)
+        start(group, call)
         call.done = True
-        assert len(windows._inflight) < 40
-    assert kept in windows._inflight
+        assert len(group._inflight) < 40
+    assert kept in group._inflight

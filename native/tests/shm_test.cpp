@@ -1,7 +1,7 @@
-// The window without Python: real processes that share memory, every kind of call, any length.
+// Shared memory without Python: real processes that share memory, every kind of call, any length.
 //
-//     window_test                      all checks, for worlds of 2, 3 and 5
-//     window_test bench WORLD BYTES    the time of one all_reduce, in microseconds
+//     shm_test                      all checks, for worlds of 2, 3 and 5
+//     shm_test bench WORLD BYTES    the time of one all_reduce, in microseconds
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@
 #include "core/shm/engine.hpp"
 #include "core/shm/queue.hpp"
 
-using namespace potluck::window;
+using namespace potluck::shm;
 
 namespace {
 
@@ -368,6 +368,6 @@ int main(int argc, char** argv) {
     check_absence();
     for (unsigned seed = 0; seed < 30; ++seed) check_kill(2 + static_cast<int>(seed) % 3, seed);
     check_two_channels();
-    std::puts("window: all checks passed");
+    std::puts("shared memory: all checks passed");
     return 0;
 }

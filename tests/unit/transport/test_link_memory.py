@@ -17,33 +17,34 @@ import numpy as np
 import pytest
 
 from potluck.errors import LinkError, ProtocolError
+from potluck.transport.link_memory import OfferedLinkMemory, map_link_memory, offer_link_memory
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.tcp import TcpLink
-from potluck.transport.window import OfferedWindow, map_window, offer_window
 from potluck.wire.messages import Welcome
 from support.links import Blocking, new_credentials, psk, tls_pair
 
 PAGE = mmap.PAGESIZE
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(os, "memfd_create"), reason="windows need memfd (Linux); links work without them"
+    not hasattr(os, "memfd_create"),
+    reason="link memory needs memfd (Linux); links work without them",
 )
 
 
 @pytest.fixture
-def offered() -> Iterator[OfferedWindow]:
+def offered() -> Iterator[OfferedLinkMemory]:
     """An offer that the peer declines in the end."""
-    offered = offer_window(2, PAGE)
+    offered = offer_link_memory(2, PAGE)
     assert offered is not None
     yield offered
     offered.settle(False)
 
 
-def test_an_offer_that_is_true_is_mapped(offered: OfferedWindow) -> None:
-    window = map_window(offered.offer)
-    assert window is not None
-    assert (window.num_slots, window.slot_bytes) == (2, PAGE)
-    window.close()
+def test_an_offer_that_is_true_is_mapped(offered: OfferedLinkMemory) -> None:
+    memory = map_link_memory(offered.offer)
+    assert memory is not None
+    assert (memory.num_slots, memory.slot_bytes) == (2, PAGE)
+    memory.close()
 
 
 @pytest.mark.parametrize(
@@ -67,16 +68,16 @@ def test_an_offer_that_is_true_is_mapped(offered: OfferedWindow) -> None:
     ],
     ids=str,
 )
-def test_an_offer_that_is_not_true_gives_a_link_without_a_window(
-    offered: OfferedWindow, change: dict[str, object]
+def test_an_offer_that_is_not_true_gives_a_link_without_a_shared_memory(
+    offered: OfferedLinkMemory, change: dict[str, object]
 ) -> None:
-    assert map_window(msgspec.structs.replace(offered.offer, **change)) is None
+    assert map_link_memory(msgspec.structs.replace(offered.offer, **change)) is None
 
 
-def test_no_file_of_another_process_is_opened(offered: OfferedWindow) -> None:
+def test_no_file_of_another_process_is_opened(offered: OfferedLinkMemory) -> None:
     reader, writer = os.pipe()  # opening a pipe for both would keep its reader from its end
     try:
-        assert map_window(msgspec.structs.replace(offered.offer, fd=reader)) is None
+        assert map_link_memory(msgspec.structs.replace(offered.offer, fd=reader)) is None
     finally:
         os.close(reader)
         os.close(writer)
@@ -84,27 +85,27 @@ def test_no_file_of_another_process_is_opened(offered: OfferedWindow) -> None:
 
 def test_memory_that_could_be_cut_short_under_our_feet_is_not_mapped() -> None:
     """A peer that shrinks a mapped file kills with SIGBUS: only sealed files are taken."""
-    whole = offer_window(2, PAGE)
+    whole = offer_link_memory(2, PAGE)
     assert whole is not None
-    fd = os.memfd_create("potluck-window", os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("potluck-shm", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, PAGE + 4 * PAGE)
         with mmap.mmap(fd, 0) as copy, mmap.mmap(whole._fd, 0) as original:
             copy[:] = original[:]
         offer = msgspec.structs.replace(whole.offer, fd=fd)
-        assert map_window(offer) is None
+        assert map_link_memory(offer) is None
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        assert map_window(offer) is None, "a seal that can be followed by others is no promise"
+        assert map_link_memory(offer) is None, "a seal that can be followed by others is no promise"
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
-        window = map_window(offer)
-        assert window is not None
-        window.close()
+        memory = map_link_memory(offer)
+        assert memory is not None
+        memory.close()
     finally:
         os.close(fd)
         whole.settle(False)
 
 
-def test_a_window_that_was_offered_can_not_be_resized_by_anybody(offered: OfferedWindow) -> None:
+def test_memory_that_was_offered_can_not_be_resized_by_anybody(offered: OfferedLinkMemory) -> None:
     fd = os.open(f"/proc/self/fd/{offered.offer.fd}", os.O_RDWR)
     try:
         with pytest.raises(PermissionError):
@@ -113,53 +114,53 @@ def test_a_window_that_was_offered_can_not_be_resized_by_anybody(offered: Offere
         os.close(fd)
 
 
-def test_a_system_without_descriptors_to_spare_gives_a_link_without_a_window(
+def test_a_system_without_descriptors_to_spare_gives_a_link_without_a_shared_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make = os.memfd_create
 
     def full(name: str, *flags: int) -> int:
-        if name == "potluck-window":
+        if name == "potluck-shm":
             raise OSError(24, "Too many open files")
         return make(name, *flags)
 
     monkeypatch.setattr(os, "memfd_create", full)
-    assert offer_window() is None
+    assert offer_link_memory() is None
     with tls_pair() as (near, far):
-        assert near.window is None
-        assert far.window is None
+        assert near.memory is None
+        assert far.memory is None
 
 
-def test_a_server_that_uses_no_windows_says_so_and_both_ends_have_none() -> None:
-    with tls_pair(use_windows=False) as (near, far):
-        assert near.window is None
-        assert far.window is None
+def test_a_server_that_uses_no_shared_memory_says_so_and_both_ends_have_none() -> None:
+    with tls_pair(use_shared_memory=False) as (near, far):
+        assert near.memory is None
+        assert far.memory is None
 
 
 def test_a_slot_that_does_not_exist_is_the_peers_mistake() -> None:
-    with tls_pair(window=(2, PAGE)) as (near, _):
-        assert near.window is not None
+    with tls_pair(memory=(2, PAGE)) as (near, _):
+        assert near.memory is not None
         for slot in (-1, 2, 1 << 40):
             with pytest.raises(ProtocolError, match="there are 2"):
-                near.window.incoming(slot)
+                near.memory.incoming(slot)
 
 
-def test_a_closed_window_gives_no_slots_and_can_be_closed_again() -> None:
+def test_a_closed_shared_memory_gives_no_slots_and_can_be_closed_again() -> None:
     with tls_pair() as (near, _):
-        window = near.window
-        assert window is not None
-        window.close()
-        window.close()
+        memory = near.memory
+        assert memory is not None
+        memory.close()
+        memory.close()
         with pytest.raises(LinkError, match="closed"):
-            window.outgoing(0)
+            memory.outgoing(0)
 
 
-def test_an_array_over_a_slot_outlives_the_window() -> None:
-    with tls_pair(window=(1, PAGE)) as (near, far):
-        assert near.window is not None
-        assert far.window is not None
-        array = np.frombuffer(far.window.incoming(0), dtype=np.float32)
-        np.frombuffer(near.window.outgoing(0), dtype=np.float32)[:] = 1.5
+def test_an_array_over_a_slot_outlives_the_shared_memory() -> None:
+    with tls_pair(memory=(1, PAGE)) as (near, far):
+        assert near.memory is not None
+        assert far.memory is not None
+        array = np.frombuffer(far.memory.incoming(0), dtype=np.float32)
+        np.frombuffer(near.memory.outgoing(0), dtype=np.float32)[:] = 1.5
         near.close()
         far.close()
     assert array.sum() == 1.5 * PAGE / 4
@@ -176,7 +177,7 @@ def test_links_keep_no_descriptor_but_their_socket_and_their_memory() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user")
-def test_another_user_of_the_machine_can_not_open_it(offered: OfferedWindow) -> None:
+def test_another_user_of_the_machine_can_not_open_it(offered: OfferedLinkMemory) -> None:
     path = f"/proc/{offered.offer.pid}/fd/{offered.offer.fd}"
     mine = subprocess.run(["/bin/cat", path], capture_output=True, timeout=30)
     assert offered.offer.token in mine.stdout, "who may open it can read it"
@@ -197,7 +198,7 @@ link, _ = connect(
     "127.0.0.1", int(sys.argv[1]), Hello("data", mine.namespace), mine,
     deadline=time.monotonic() + 60,
 )
-link.window.outgoing(0)[:5] = b"hello"
+link.memory.outgoing(0)[:5] = b"hello"
 link.send(memoryview(b"x"))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -214,9 +215,9 @@ def test_a_killed_process_leaves_its_words_and_no_memory_behind() -> None:
             assert child.wait(60) == -signal.SIGKILL
             with pytest.raises(LinkError):
                 end.receive(1)
-            assert link.window is not None
-            assert bytes(link.window.incoming(0)[:5]) == b"hello"
+            assert link.memory is not None
+            assert bytes(link.memory.incoming(0)[:5]) == b"hello"
             with open("/proc/self/maps") as maps:
-                assert "potluck-window" in maps.read()
+                assert "potluck-shm" in maps.read()
     with open("/proc/self/maps") as maps:
-        assert "potluck-window" not in maps.read()
+        assert "potluck-shm" not in maps.read()

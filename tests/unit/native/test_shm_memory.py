@@ -1,4 +1,4 @@
-"""The memory of a native window stays for as long as somebody may look into it."""
+"""The memory of a native channel stays for as long as somebody may look into it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from potluck import native
 from potluck.collectives.plan import Operation
-from potluck.engine.windows.group import NUMBERS, OPS, Outcome
+from potluck.engine.shm.group import NUMBERS, OPS, Outcome
 from potluck.transport import memory
 from potluck.types import ReduceOp
 from potluck.wire.dtypes import code_of
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.skipif(
 NUM_SLOTS, SLOT_BYTES = 4, 4096
 
 
-def test_a_call_may_be_waited_for_when_the_window_was_given_back() -> None:
-    fd, shared = memory.create(native.core.window_bytes(2, NUM_SLOTS, SLOT_BYTES))
-    engine = native.core.WindowEngine()
-    window = native.core.Window(
+def test_a_call_may_be_waited_for_when_the_shared_memory_was_given_back() -> None:
+    fd, shared = memory.create(native.core.shm_bytes(2, NUM_SLOTS, SLOT_BYTES))
+    engine = native.core.ShmEngine()
+    channel = native.core.ShmChannel(
         memory=shared,
         rank=0,
         world=2,
@@ -38,7 +38,7 @@ def test_a_call_may_be_waited_for_when_the_window_was_given_back() -> None:
         engine=engine,
     )
     array = np.ones(10, np.float32)
-    call = window.start(
+    call = channel.start(
         NUMBERS[Operation.ALL_REDUCE],
         code_of(array.dtype),
         OPS[ReduceOp.SUM],
@@ -46,14 +46,14 @@ def test_a_call_may_be_waited_for_when_the_window_was_given_back() -> None:
         [10],
         array.ctypes.data,
         array.ctypes.data,
-        window.take_number(),
+        channel.take_number(),
         60.0,
         1,
     )
     # As when a context is closed while another thread is about to wait: its engine ends, the call
-    # does not (there is no rank 1), and nobody else has the window.
+    # does not (there is no rank 1), and nobody else has the channel.
     engine.close()
-    del window
+    del channel
     shared.close()
     os.close(fd)
     assert not call.wait(0.05)
