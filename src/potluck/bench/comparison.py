@@ -25,6 +25,7 @@ from potluck.bench.crew import Crew
 from potluck.bench.machine import core_to_core_s, load, machine
 from potluck.bench.peers import PEERS
 from potluck.bench.placement import BenchError, Here
+from potluck.bench.predicted import predicted_s
 from potluck.bench.sizes import show
 
 Report = Callable[[str, float], None]
@@ -80,7 +81,8 @@ def compare(
         names = [name for name in plan.peers if name not in left_out]
         with crews(names, world_size, left_out, placement) as started:
             for operation, nbytes in plan.cases:
-                measuring = _Row(plan, operation, world_size, nbytes, started, left_out)
+                case = operation, world_size, nbytes
+                measuring = _Row(plan, case, started, left_out, placement or Here())
                 row = measuring.run(partial(_report_part, report, len(rows), total))
                 rows.append(row)
                 on_row(row)
@@ -139,12 +141,14 @@ class _Row:
     def __init__(
         self,
         plan: Plan,
-        operation: str,
-        world_size: int,
-        nbytes: int,
+        case: tuple[str, int, int],
         crews: list[Crew],
         left_out: dict[str, str],
+        placement: Here,
     ) -> None:
+        """``case``: the operation, the number of workers, the bytes."""
+        operation, world_size, nbytes = case
+        self._placement = placement
         self._plan, self._crews, self._left_out = plan, crews, left_out
         self._what: dict[str, Any] = {"operation": operation, "nbytes": nbytes}
         self._operation, self._world_size, self._nbytes = operation, world_size, nbytes
@@ -204,6 +208,9 @@ class _Row:
             "samples_s": [],
             "cpu_s": 0.0,
             "call_medians_s": [],
+            "predicted_s": predicted_s(
+                crew.peer, self._operation, self._world_size, self._nbytes, self._placement
+            ),
         }
 
     def _calls_for(self, crew: Crew) -> int:

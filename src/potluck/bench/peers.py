@@ -20,7 +20,7 @@ from potluck.bench.libraries.base import Library
 from potluck.context.collectives import Collectives
 from potluck.settings import Settings, environment_name
 
-_NO_SHARED_MEMORY = {"POTLUCK_USE_SHARED_MEMORY": "0"}
+NO_SHARED_MEMORY = {"POTLUCK_USE_SHARED_MEMORY": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ PEERS = {
             "potluck-tls",
             "ours",
             "shared memory switched off: every byte through TLS 1.3",
-            environment=_NO_SHARED_MEMORY,
+            environment=NO_SHARED_MEMORY,
         ),
         Peer(
             "potluck-python",
@@ -62,7 +62,7 @@ PEERS = {
             "potluck-plain",
             "ours",
             "plain mode: TCP with checksums, not encrypted; for a cable between trusted machines",
-            environment=_NO_SHARED_MEMORY | {"POTLUCK_WIRE": "plain"},
+            environment=NO_SHARED_MEMORY | {"POTLUCK_WIRE": "plain"},
         ),
         *(
             Peer(
@@ -77,7 +77,7 @@ PEERS = {
             "potluck-bf16",
             "ours",
             "float32 sent as bfloat16, through TLS",
-            environment=_NO_SHARED_MEMORY,
+            environment=NO_SHARED_MEMORY,
             arguments={"codec": "bf16"},
             tolerance=0.1,
         ),
@@ -85,7 +85,7 @@ PEERS = {
             "potluck-int8",
             "ours",
             "float32 sent as int8 with a scale per block, through TLS",
-            environment=_NO_SHARED_MEMORY,
+            environment=NO_SHARED_MEMORY,
             arguments={"codec": "int8"},
             tolerance=0.5,
         ),

@@ -11,6 +11,7 @@ from potluck.bench.sizes import show, show_seconds
 EXPLANATION = """\
 Times are medians over rounds, of the slowest worker; "(2.0x)": that peer takes 2.0 times as long.
 bus: bus bandwidth as nccl-tests defines it. CPU: CPU seconds of all workers per GB of data.
+model: the time that the cost model gives the first peer, where that goes over links.
 best/1st: the fastest other library's time over the first column's; above 1, the first is faster.
 """
 
@@ -24,7 +25,7 @@ class Table:
 
     def head(self) -> str:
         """The titles of the columns."""
-        text = f"{'operation':<14}{'workers':>7}{'size':>9}{self._first:>15}"
+        text = f"{'operation':<14}{'workers':>7}{'size':>9}{self._first:>15}{'model':>11}"
         text += f"{'bus GB/s':>10}{'CPU s/GB':>10}"
         text += "".join(f"{name:>19}" for name in self._rest)
         if self._rivals:
@@ -38,7 +39,9 @@ class Table:
         mine = peers.get(self._first)
         if mine is None:
             return f"{text}{'-':>15}"
-        text += f"{_time(mine):>15}{mine['bus_bytes_per_s'] / 1e9:>10.3g}"
+        predicted = mine.get("predicted_s")
+        text += f"{_time(mine):>15}{'-' if predicted is None else show_seconds(predicted):>11}"
+        text += f"{mine['bus_bytes_per_s'] / 1e9:>10.3g}"
         text += f"{mine['cpu_s_per_gb']:>10.3g}"
         for name in self._rest:
             cell = peers.get(name)

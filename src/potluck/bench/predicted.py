@@ -1,0 +1,40 @@
+"""The time that potluck's cost model gives a call, to be shown beside the measured one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+from potluck import native
+from potluck.bench.peers import NO_SHARED_MEMORY, Peer
+from potluck.bench.placement import Here
+from potluck.collectives.choose import estimate, fastest
+from potluck.collectives.links import DEFAULT_LINKS
+from potluck.collectives.plan import Algorithm, Operation
+from potluck.collectives.registry import build_plan
+from potluck.engine.loop.native import is_available
+from potluck.types import ReduceOp
+
+
+def predicted_s(
+    peer: Peer, operation: str, world_size: int, nbytes: int, placement: Here
+) -> float | None:
+    """Seconds; None where the model says nothing.
+
+    It knows potluck's plans over links: no other library, no codec, no call through shared memory.
+    """
+    if peer.module != "ours" or "codec" in peer.arguments:
+        return None
+    is_native = peer.environment.get(native.VARIABLE) != "0" and is_available()
+    nodes = None
+    if not NO_SHARED_MEMORY.items() <= peer.environment.items():
+        firsts = (placement.local_rank(rank) == 0 for rank in range(world_size))
+        nodes = tuple(accumulate(map(int, firsts)))
+    kind = Operation(operation.replace("-", "_"))
+    algorithm = peer.arguments.get("algorithm") if kind is Operation.ALL_REDUCE else None
+    if algorithm is not None:
+        plan = build_plan(kind, Algorithm(algorithm), world_size, 0, nodes=nodes)
+        return estimate(plan, nbytes, replace(DEFAULT_LINKS, nodes=nodes))
+    if is_native and nodes is not None and len(set(nodes)) == 1:
+        return None
+    return fastest(kind, nbytes, world_size, ReduceOp.SUM, nodes=nodes)[1]
