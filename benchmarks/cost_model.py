@@ -41,8 +41,8 @@ from potluck.collectives.choose import choose, estimate
 from potluck.collectives.links import DEFAULT_LINKS, LinkModel, Wire
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import algorithms_for, build_plan
-from potluck.testing import hosts
 from potluck.types import ReduceOp
+from support import hosts
 
 OPERATIONS = tuple(operation for operation in Operation if operation is not Operation.BARRIER)
 WORLDS = (2, 4, 8)
@@ -115,7 +115,7 @@ def measured_as(operation: Operation, world_size: int) -> dict[Algorithm, Algori
     Small worlds have many. With one worker per host, hierarchical is another by a second name.
     """
     first: dict[Any, Algorithm] = {}
-    found = {}
+    found: dict[Algorithm, Algorithm] = {}
     for algorithm in algorithms_for(operation):
         if algorithm is not Algorithm.HIERARCHICAL:
             plans = [build_plan(operation, algorithm, world_size, r) for r in range(world_size)]
