@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -141,11 +142,12 @@ _lock = threading.Lock()
 
 
 def _finalize(mpi: Any) -> None:
-    """Leave MPI as this process ends: in order, or, where a group has failed, by MPI_Abort.
+    """Leave MPI as this process ends: by MPI_Finalize, or, if a group has failed, by MPI_Abort.
 
-    MPI_Finalize waits for every rank, for ever if one of them never gets there; whoever leaves
-    without it is waited for by mpirun. So a failed job is aborted, but not before the other
-    ranks have had the time to see the error and to say so.
+    MPI_Finalize waits for every rank, for ever if a rank never calls it, and mpirun waits for a
+    rank that ends without it. So a failed job is aborted, but not before the other ranks have had
+    the time to see the error and to report it. All ranks first agree which of the two it is: Open
+    MPI's mpirun hangs or crashes if a rank aborts while another is in MPI_Finalize.
     """
     if mpi.Is_finalized():
         return
@@ -153,12 +155,13 @@ def _finalize(mpi: Any) -> None:
     if error is not None:
         for state in _states:
             state.tell_if_first(error)
-    if not _unfinished and not any(state.is_broken for state in _states):
+    is_well = not _unfinished and not any(state.is_broken for state in _states)
+    for state in _states[-1:]:
+        is_well = state.agree(is_well)
+    if is_well:
         _lock.acquire()
         mpi.Finalize()
         return
-    for state in _states[-1:]:
-        state.part(time.monotonic() + _GRACE_S)
     for stream in (sys.stdout, sys.stderr):  # the interpreter would do so later; there is no later
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -248,15 +251,24 @@ class _State:
             text = f"rank {self.channel.rank} failed: {type(error).__name__}: {error}"
             self.tell(RemoteError(text[:_MAX_WORD]))
 
-    def part(self, deadline: float) -> None:
-        """Wait, without raising, until every rank has come here, or ``deadline``."""
+    def agree(self, is_well: bool) -> bool:
+        """Whether every rank ends well: False for all ranks if it is False for one.
+
+        A rank that ends well waits for the others as long as MPI_Finalize would. A rank that has
+        failed waits at most ``_GRACE_S``, and raises nothing.
+        """
+        deadline = time.monotonic() + (math.inf if is_well else _GRACE_S)
+        words = np.array([is_well], dtype=np.int32)
         with contextlib.suppress(GroupError):
-            everyone = self.begin(self.channel.Ibarrier)
+            everyone = self.begin(
+                lambda: self.channel.Iallreduce(self.mpi.IN_PLACE, words, op=self.mpi.MIN)
+            )
             while time.monotonic() < deadline:
                 with self._mpi_errors(), _lock:
                     if everyone.Test():
-                        return
+                        return bool(words[0])
                 time.sleep(_LONGEST_PAUSE_S)
+        return False
 
     def _hear(self) -> None:
         status = self.mpi.Status()
