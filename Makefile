@@ -4,6 +4,8 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON
+# One process more than two cores have: while a test waits for processes of its own, others run.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help
 help: ## Show this list
@@ -38,7 +40,13 @@ check: ## Lint, types and floors: ruff, mypy --strict, import-linter
 .PHONY: test
 test: check ## Everything in check, then all tests (ARGS="-k shared_memory" for some)
 	@tools/system-packages
-	@$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/pytest $(PARALLEL) $(ARGS)
+
+.PHONY: test-long
+test-long: ## The tests that take minutes or repeat another with other backends
+	@tools/environment dev
+	@tools/system-packages
+	@$(BIN)/pytest $(PARALLEL) --long -m long $(ARGS)
 
 .PHONY: bench
 bench: ## All claims about speed, against Gloo, Open MPI and MLX (ARGS="--save" keeps the result)

@@ -69,10 +69,19 @@ def figures(request: pytest.FixtureRequest) -> Figures:
     return Figures(name, request.config.getoption("--figures"))
 
 
+SLOWEST_FIRST = ("net", "process", "world", "conformance", "unit", "architecture")
+"""The folders of tests, by how long their files take: no long file is left for the end."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    order = {name: number for number, name in enumerate(SLOWEST_FIRST)}
+    items.sort(
+        key=lambda item: order.get(Path(os.path.relpath(item.path, here)).parts[0], len(order))
+    )
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):
-            item.add_marker(pytest.mark.skip(reason="takes minutes: make faults, or --long"))
+            item.add_marker(pytest.mark.skip(reason="takes long: make test-long, or --long"))
         if item.get_closest_marker("needs_root_netns"):
             from support import hosts
 

@@ -45,10 +45,17 @@ def run_on(machine: Machine, folder: Path, backend: str, *options: str) -> Comma
     return machine.run(*options, SCRIPT, backend, folder)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "potluck"])
-@pytest.mark.parametrize("how", ["agent killed", "cut off"])
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ("agent killed", "gloo"),
+        ("cut off", "potluck"),
+        pytest.param("agent killed", "potluck", marks=pytest.mark.long),
+        pytest.param("cut off", "gloo", marks=pytest.mark.long),
+    ],
+)
 def test_a_world_goes_on_without_a_machine_and_with_it_at_the_next_start(
-    tmp_path: Path, backend: str, how: str
+    tmp_path: Path, how: str, backend: str
 ) -> None:
     with cluster_of(3, tmp_path / "homes") as machines:
         form(*machines)
@@ -70,7 +77,7 @@ def test_a_world_goes_on_without_a_machine_and_with_it_at_the_next_start(
             assert machine.others() == [], "no worker of an older world is left"
 
 
-@pytest.mark.parametrize("how", ["agent killed", "cut off"])
+@pytest.mark.parametrize("how", ["cut off", pytest.param("agent killed", marks=pytest.mark.long)])
 def test_a_world_outlives_the_leaders_machine(tmp_path: Path, how: str) -> None:
     with cluster_of(3, tmp_path / "homes") as machines:
         form(*machines)

@@ -124,9 +124,16 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("kind", PODS)
-@pytest.mark.parametrize("script", ["context", "process-group"])
-def test_pods_of_kubernetes_take_their_numbers_as_ranks(kind: str, script: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        *(("context", kind) for kind in PODS),
+        ("process-group", "indexed-job"),
+        pytest.param("process-group", "stateful-set", marks=pytest.mark.long),
+        pytest.param("process-group", "pod-index", marks=pytest.mark.long),
+    ],
+)
+def test_pods_of_kubernetes_take_their_numbers_as_ranks(script: str, kind: str) -> None:
     arguments = [SAME] if script == "context" else ["-c", PROCESS_GROUP]
     cluster = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
     with contextlib.ExitStack() as stack:

@@ -21,13 +21,14 @@ SCRIPT = Path(__file__).parent / "scripts" / "many_groups.py"
     ],
     ids=["shared memory", "native links", "python links"],
 )
-def test_fifty_groups_one_after_the_other_leave_nothing_behind(
-    links: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize("rounds", [15, pytest.param(50, marks=pytest.mark.long)])
+def test_many_groups_one_after_the_other_leave_nothing_behind(
+    links: dict[str, str], rounds: int, tmp_path: Path
 ) -> None:
     variables = {"POTLUCK_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(SCRIPT), str(rank), str(tmp_path)],
+            [sys.executable, "-W", "ignore", str(SCRIPT), str(rank), str(tmp_path), str(rounds)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -17,7 +17,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 pytest.importorskip("torch")
 
 
-@pytest.mark.parametrize("init_method", ["env://", "potluck://"])
+@pytest.mark.parametrize(
+    "init_method", ["env://", pytest.param("potluck://", marks=pytest.mark.long)]
+)
 def test_a_killed_worker_costs_one_restart_and_no_step(tmp_path: Path, init_method: str) -> None:
     """The survivor hears of the loss at once: torchrun need not kill it after a time-out."""
     arguments = ["--max-restarts", "2", str(SCRIPT), str(tmp_path), init_method]

@@ -61,13 +61,22 @@ def test_every_example_runs_alone(tmp_path: Path) -> None:
     assert "steps 0 to 3 on 1 workers" in run.text
 
 
-@pytest.mark.parametrize("example", SHORT, ids=lambda example: Path(example[0]).stem)
-def test_potluck_run_starts_every_example(example: list[str], tmp_path: Path) -> None:
-    name, *options = example
-    command = ["--workers", "2", str(EXAMPLES / name), *options]
+@pytest.mark.parametrize(
+    "examples", [SHORT[:1], SHORT[1:2], SHORT[2:]], ids=["digits", "training_loop", "the others"]
+)
+def test_potluck_run_starts_every_example(examples: list[list[str]], tmp_path: Path) -> None:
+    """Each elastic example by itself: a worker that has left the cluster's group has finished."""
+    command = ["--workers", "2", *one_after_the_other(examples)]
     with run_command(*command, TMPDIR=str(tmp_path)) as run:
-        assert run.finish(100) == 0, run.text
-        run.wait_for(lambda line: line.startswith("[") and re.search(RESULT, line) is not None)
+        assert run.finish(200) == 0, run.text
+        said = {str(EXAMPLES / name): "" for name, *_ in examples}
+        for rank in range(2):
+            lines = "\n".join(line for line in run.lines if line.startswith(f"[{rank}]"))
+            parts = re.split(r"end of (\S+)", lines)
+            for text, name in zip(parts[:-1:2], parts[1::2], strict=True):
+                said[name] += text
+    for name, text in said.items():
+        assert re.search(RESULT, text), (name, run.text)
 
 
 @pytest.mark.timeout(240)

@@ -18,7 +18,13 @@ LINKS = {
 }
 
 
-@pytest.mark.parametrize("links", LINKS)
+@pytest.mark.parametrize(
+    "links",
+    [
+        pytest.param(links, marks=[pytest.mark.long] if links == "python links" else [])
+        for links in LINKS
+    ],
+)
 def test_tensors_can_be_resized_after_everything_that_torch_offers(
     links: str, tmp_path: Path
 ) -> None:

@@ -65,7 +65,12 @@ dist.destroy_process_group = context.close
 """,
 )
 
-WAYS = [("gloo", "env://"), ("potluck", "env://"), ("potluck", "potluck://"), ("gloo", "context")]
+WAYS = [
+    ("potluck", "env://"),
+    ("gloo", "context"),
+    pytest.param("gloo", "env://", marks=pytest.mark.long),
+    pytest.param("potluck", "potluck://", marks=pytest.mark.long),
+]
 
 
 @pytest.fixture

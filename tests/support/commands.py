@@ -14,7 +14,7 @@ from typing import IO
 
 from potluck.system import SIGKILL, need_posix
 
-START_S = 60.0
+START_S = 150.0
 
 
 def potluck_command() -> list[str]:

@@ -1,4 +1,7 @@
-"""One rank of two: makes the default group and ends it 50 times; nothing may be left over."""
+"""One rank of two: makes the default group and ends it again and again; nothing may be left over.
+
+many_groups.py RANK FOLDER ROUNDS
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,12 @@ import torch
 import torch.distributed as dist
 
 WARM_UP = 5
-ROUNDS = 50
 
 
 def main() -> None:
-    rank, folder = int(sys.argv[1]), sys.argv[2]
+    rank, folder, rounds = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     left: list[tuple[int, int]] = []
-    for number in range(WARM_UP + ROUNDS):
+    for number in range(WARM_UP + rounds):
         store = dist.FileStore(f"{folder}/{number}", 2)
         dist.init_process_group("potluck", store=store, rank=rank, world_size=2)
         part = dist.new_group([0, 1])

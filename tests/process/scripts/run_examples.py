@@ -1,7 +1,7 @@
 """Run example scripts one after the other in this process: ``run_examples.py A.py ARGS , B.py``.
 
-Under ``potluck run`` that is not possible for all: a worker whose first script has left its group
-has finished, for its agent.
+Under ``potluck run`` that is possible for scripts that make a process group of torch's: a worker
+that has closed its context has finished, for its agent.
 """
 
 import runpy
