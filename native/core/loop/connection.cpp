@@ -11,7 +11,6 @@ namespace potluck {
 
 namespace {
 
-constexpr size_t budget_bytes = 2 * 1024 * 1024;
 // Payloads up to this size are copied behind their header: one write, one TLS record.
 constexpr size_t merge_bytes = 8 * 1024;
 // Payloads from this size on travel through shared memory, where there is one.

@@ -21,6 +21,8 @@
 namespace potluck {
 
 constexpr size_t checksum_bytes = 4;
+// What one call of `read` or `write` moves at most, about.
+constexpr size_t budget_bytes = 2 * 1024 * 1024;
 
 using Bytes = std::shared_ptr<std::vector<uint8_t>>;
 

@@ -72,7 +72,7 @@ void Connections::move(const Connection::Route& route, const Connection::Source&
         Connection* connection = find(rank);
         // A full link says when it has room; until then each try would be a call in vain.
         if (connection != nullptr && (connection->has_room || !connection->is_blocked))
-            write(*connection, source);
+            write(*connection, source, route);
     }
 }
 
@@ -120,14 +120,18 @@ void Connections::read(Connection& connection, const Connection::Route& route) {
     }
 }
 
-void Connections::write(Connection& connection, const Connection::Source& source) {
+void Connections::write(Connection& connection, const Connection::Source& source,
+                        const Connection::Route& route) {
     const bool was_blocked = connection.is_blocked;
     connection.has_room = false;
     try {
         if (connection.write(source)) dirty.insert(connection.rank());
         if (was_blocked && !connection.is_blocked) dirty.merge(std::exchange(held, {}));
     } catch (const LinkError& error) {
-        ended(connection, error.what());
+        const int rank = connection.rank();
+        const std::string text = error.what();
+        read(connection, route);  // its last words may name another rank, which it has lost
+        if (find(rank) == &connection) ended(connection, text);
         return;
     }
     watch(connection);

@@ -85,7 +85,8 @@ public:
 
 private:
     void read(Connection& connection, const Connection::Route& route);
-    void write(Connection& connection, const Connection::Source& source);
+    void write(Connection& connection, const Connection::Source& source,
+               const Connection::Route& route);
     void ended(Connection& connection, const std::string& text);
 
     GroupState& state_;

@@ -100,6 +100,11 @@ struct Arrived {
 using SendingPtr = std::shared_ptr<Sending>;
 using ReceivingPtr = std::shared_ptr<Receiving>;
 
+// Whether the message has the size and dtype of the array that waits for it.
+inline bool fits(const Receiving& receive, const Arrived& arrived) {
+    return arrived.nbytes == receive.nbytes && arrived.frame.dtype == receive.dtype;
+}
+
 class Mailbox {
 public:
     std::map<uint64_t, SendingPtr> sending;

@@ -42,6 +42,8 @@ void Messages::send(SendingPtr sending) {
         outgoing.payload = sending->data;
         outgoing.sent = [this, sending] { end_send(sending); };
     } else {
+        // Announced even without credit: its receiver could not ask for it otherwise. The frame is
+        // small, and its bytes wait here until the receive gives them a place.
         flow.sent(0);
         outgoing.owned = std::make_shared<std::vector<uint8_t>>(encode_rts(sending->nbytes));
         outgoing.payload = outgoing.owned->data();
@@ -127,7 +129,7 @@ void Messages::arrive(Arrived arrived) {
 
 void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
     receiving->matched = arrived.source;
-    if (arrived.nbytes != receiving->nbytes || arrived.frame.dtype != receiving->dtype) {
+    if (!fits(*receiving, arrived)) {
         mailbox_.posted.push_back(receiving);
         state_.disagree(GroupFailure::Kind::misfit, arrived.source, *receiving, arrived.nbytes,
                         arrived.frame.dtype);
@@ -141,6 +143,7 @@ void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
             "it announced message #" + std::to_string(key.second) + " again before it had sent it");
         return;
     }
+    // Only now the credit returns: what waits here unasked for is what credit bounds.
     connections_.release(arrived.source, arrived.payload ? arrived.nbytes : 0);
     if (arrived.payload) {
         if (arrived.nbytes > 0) {

@@ -191,6 +191,8 @@ Sink Plans::route(Connection& connection, const Frame& frame) {
         connections_.hold(peer, frame.length);
         return keep(frame, &Plans::on_early, peer);
     }
+    // Credit returns at once for a call that has begun, also if its memory is not ready: the plan
+    // bounds what such a call can be sent, and its sender must not stop for it.
     connections_.consume(peer, frame.length);
     Segment segment;
     if (running->early.count(peer) || !due(*running, peer, frame, segment) ||
@@ -358,7 +360,7 @@ void Plans::query(const RunningPlan& running, const std::vector<int>& peers, boo
     }
 }
 
-// `running` is overdue: ask who holds it up, and end the group when that is known.
+// `running` is overdue: find the blocking rank, and end the group with its name.
 void Plans::diagnose(RunningPlan& running, double now) {
     const HangCheck& check = *hangs_.open(running.key).first;
     const bool is_first = !running.is_overdue;
@@ -372,6 +374,9 @@ void Plans::diagnose(RunningPlan& running, double now) {
     const int blocking_rank = check.blocking_rank(others, awaited, is_final);
     const bool has_all =
         std::all_of(others.begin(), others.end(), [&](int rank) { return check.has_report(rank); });
+    // The first time nobody has been asked yet: the deadline moves by the time for answers. After
+    // that the group ends with the first report of a rank that has not called, or as soon as no
+    // report is missing (all are in the call, and slow), or without the missing ones.
     if (blocking_rank < 0 && is_first) {
         running.set_deadline(now + answer_s);
         query(running, others, true);
@@ -387,7 +392,7 @@ void Plans::on_hang_query(Connection& connection, const Frame& frame) {
     const RunningPtr running = find(key);
     const auto posted = posted_.find(frame.channel);
     const bool has_called = posted != posted_.end() && frame.operation < posted->second;
-    if (frame.segment == 0) {
+    if (frame.segment == 0) {  // it only stalls: to compare, now or when this rank begins the call
         if (!has_called && (queries_.count(key) || queries_.size() < max_unread)) {
             queries_[key][peer] = frame.fingerprint;
         }
@@ -399,8 +404,10 @@ void Plans::on_hang_query(Connection& connection, const Frame& frame) {
     }
     const auto [check, is_new] = hangs_.open(key);
     report(peer, key, group_.rank, has_called);
+    // What is known already goes along: the peer may have no link to those ranks.
     for (const auto& [rank, called] : check->reports) report(peer, key, rank, called);
     check->askers.insert(peer);
+    // Passed on once an operation, or queries would circle among the ranks for ever.
     if (is_new && running != nullptr) {
         std::vector<int> others;
         for (int rank : running->spec.ranks) {
@@ -417,6 +424,8 @@ void Plans::on_hang_report(Connection& connection, const Frame& frame) {
     const int rank = static_cast<int>(frame.chunk);
     if (rank == group_.rank || check->has_report(rank)) return;
     const bool has_called = frame.segment != 0;
+    // The first report about a rank counts and is passed on, to whom it did not come from; so each
+    // report crosses a link once in each direction, and the exchange ends.
     check->reports.emplace_back(rank, has_called);
     for (int asker : check->askers) {
         if (asker != connection.rank()) report(asker, key, rank, has_called);

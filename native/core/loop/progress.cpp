@@ -13,7 +13,7 @@ namespace potluck {
 
 namespace {
 
-// How long an orderly close waits for every peer to have everything.
+// How long an orderly close waits for CLOSE_ACK: a stopped or dead peer must not hold it up.
 constexpr double close_s = 1.0;
 constexpr double idle_s = 5.0;
 // How long a failing group tries to tell its peers before it closes the links.
@@ -121,7 +121,7 @@ void ProgressLoop::adopt(Link link) {
         }
         const int rank = link.rank;
         connections_.adopt(link);
-        // It came while this rank was leaving: say so in order.
+        // The link was made while this rank was leaving.
         if (closing_ > 0) connections_.say(rank, Kind::close);
     });
     if (!is_posted) events_->push({Event::Kind::too_late, id});
@@ -267,6 +267,7 @@ void ProgressLoop::handle(Connection& connection, const Frame& frame, const uint
         case Kind::close:
             if (connection.has_closed) throw ProtocolError("a second CLOSE");
             connection.has_closed = true;
+            // Frames are read in order: all that the peer sent before its CLOSE has been read.
             connections_.say(connection.rank(), Kind::close_ack);
             break;
         case Kind::close_ack: connection.is_acknowledged = true; break;
@@ -276,8 +277,9 @@ void ProgressLoop::handle(Connection& connection, const Frame& frame, const uint
 
 // -- the end
 
-// Say goodbye. What is under way here is given up: who needs this rank for it is told, who does not
-// may go on.
+// Begin the close handshake: CLOSE to every peer, which answers CLOSE_ACK. Operations under way
+// here are given up. A peer whose operations need this rank raises PeerLost when the link ends; the
+// others go on without this rank.
 void ProgressLoop::begin_close() {
     if (closing_ > 0 || state_.is_over()) return;
     closing_ = now_s() + close_s;
@@ -290,6 +292,9 @@ bool ProgressLoop::should_end() {
     if (state_.is_over()) return true;
     if (closing_ == 0) return false;
     const auto& connections = connections_.all();
+    // CLOSE_ACK means that the peer has read all that was sent to it. Before that a link must not
+    // be closed: with bytes unread on either side the system resets the connection, and the peer
+    // would lose the last frames of operations that ended well here.
     const bool is_settled =
         std::all_of(connections.begin(), connections.end(), [](const auto& connection) {
             return !connection || (connection->is_acknowledged && !connection->is_writing());
@@ -335,9 +340,10 @@ void ProgressLoop::hear_what_to_say() {
 
 // Tell every linked peer why the group is over, within a bound.
 //
-// Until this returns user buffers are still ours, so frames half written stay what they were. Each
-// link is read until the peer's own ABORT or its end: closing it over unread bytes would reset the
-// connection, and the peer would lose the reason and blame this rank.
+// Until this returns the callers' arrays belong to the loop, so that a frame half written can be
+// completed with the bytes that it began with: a peer finds the ABORT only behind a whole frame.
+// Each link is read until the peer's own ABORT or its end: closing it over unread bytes would reset
+// the connection, and the peer would lose the reason and blame this rank.
 void ProgressLoop::send_abort() {
     if (!has_abort_) return;
     const auto body = std::make_shared<std::vector<uint8_t>>(abort_body_);

@@ -1,4 +1,4 @@
-"""How a rank leaves a group that failed: every peer learns why before its link is gone."""
+"""The end of a failed group: every peer learns why (ABORT) before its link is closed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _FLUSH_S = 0.2
 def send_abort(state: GroupState, connections: Connections, drain_wake: Callable[[], None]) -> None:
     """Tell every linked peer why the group is over, within a bound.
 
-    Until this returns user buffers are still ours, so frames half written stay what they were.
+    Until this returns the callers' arrays belong to the loop, so that a frame half written can be
+    completed with the bytes that it began with: a peer finds the ABORT only behind a whole frame.
     Each link is read until the peer's own ABORT or its end: closing it over unread bytes would
     reset the connection, and the peer would lose the reason and blame this rank.
     """
@@ -44,7 +45,7 @@ def send_abort(state: GroupState, connections: Connections, drain_wake: Callable
 
 
 def reject(state: GroupState, link: Link) -> None:
-    """A link came too late: say why, and let the peer read that before the link is gone."""
+    """A link was made after the group ended: say why, and let the peer read it before the end."""
     until = time.monotonic() + _FLUSH_S
     scratch = memoryview(bytearray(64 * 1024))
     with contextlib.suppress(PotluckError):

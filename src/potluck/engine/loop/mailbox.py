@@ -83,7 +83,7 @@ class Receiving:
         return self.work.call
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Arrived:
     """An unexpected message, one that came before its receive: its bytes, or only its RTS."""
 

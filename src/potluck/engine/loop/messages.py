@@ -66,6 +66,8 @@ class Messages:
             done = partial(self._end_send, sending)
             self._connections.tell(sending.peer, Outgoing(frame, sending.data, done))
         else:
+            # Announced even without credit: its receiver could not ask for it otherwise. The frame
+            # is small, and its bytes wait here until the receive gives them a place.
             flow.sent(0)
             body = frames.encode_rts(frames.Rts(len(sending.data)))
             frame = frame._replace(kind=Kind.RTS, length=len(body))
@@ -154,6 +156,7 @@ class Messages:
             again = ProtocolError(f"it announced message #{key[1]} again before it had sent it")
             self._connections.violated(arrived.source, again)
             return
+        # Only now the credit returns: what waits here unasked for is what credit bounds.
         self._connections.release(arrived.source, len(arrived.payload or b""))
         if arrived.payload is not None:
             receiving.data[:] = arrived.payload

@@ -201,6 +201,8 @@ class Plans:
                 self._on_late(connection, frame)
             self._connections.hold(connection.rank, frame.length)
             return self._connections.keep(connection, frame, self._on_early)
+        # Credit returns at once for a call that has begun, also if its memory is not ready: the
+        # plan bounds what such a call can be sent, and its sender must not stop for it.
         self._connections.consume(connection.rank, frame.length)
         if connection.rank in running.early:
             return self._connections.keep(connection, frame, self._on_waiting)
@@ -330,7 +332,7 @@ class Plans:
                 self._connections.tell(peer, Outgoing(frame, NOTHING))
 
     def _diagnose(self, running: RunningPlan, now: float) -> None:
-        """``running`` is overdue: ask who holds it up, and end the group when that is known."""
+        """``running`` is overdue: find the blocking rank, and end the group with its name."""
         check, _ = self._hangs.open((running.channel, running.sequence))
         is_first, running.is_overdue = not running.is_overdue, True
         others = [rank for rank in running.peers if rank != self._group.rank]
@@ -338,6 +340,9 @@ class Plans:
         blocking_rank = check.blocking_rank(
             others, awaited, final=now >= running.deadline and not is_first
         )
+        # The first time nobody has been asked yet: the deadline moves by the time for answers.
+        # After that the group ends with the first report of a rank that has not called, or as soon
+        # as no report is missing (all are in the call, and slow), or without the missing ones.
         if blocking_rank < 0 and is_first:
             running.deadline = now + ANSWER_S
             self._query(running, others, pass_on=True)
@@ -345,13 +350,13 @@ class Plans:
             self._state.fail(overdue(self._group, running, blocking_rank))
 
     def on_hang_query(self, connection: Connection, frame: Frame, _: memoryview) -> None:
-        """A peer tells which call it waits in (HANG_QUERY)."""
+        """A peer says which call it waits in, and may ask who else is in it (HANG_QUERY)."""
         if self._disagrees(connection.rank, frame):
             return
         key = (frame.channel, frame.operation)
         running = self._running.get(key)
         has_called = frame.operation < self._posted.get(frame.channel, 0)
-        if not frame.segment:
+        if not frame.segment:  # it only stalls: to compare, now or when this rank begins the call
             if not has_called and (key in self._queries or len(self._queries) < _MAX_UNREAD):
                 self._queries.setdefault(key, {})[connection.rank] = frame.fingerprint
             return
@@ -361,15 +366,17 @@ class Plans:
             )
         check, is_new = self._hangs.open(key)
         self._report(connection.rank, key, self._group.rank, has_called)
+        # What is known already goes along: the peer may have no link to those ranks.
         for rank, called in check.reports.items():
             self._report(connection.rank, key, rank, called)
         check.askers.add(connection.rank)
+        # Passed on once an operation, or queries would circle among the ranks for ever.
         if is_new and running is not None:
             others = set(running.peers) - {self._group.rank, connection.rank}
             self._query(running, others, pass_on=True)
 
     def on_hang_report(self, connection: Connection, frame: Frame, _: memoryview) -> None:
-        """A peer tells whether some rank has made a call (HANG_REPORT)."""
+        """A peer reports whether some rank has made a call (HANG_REPORT)."""
         key = (frame.channel, frame.operation)
         check = self._hangs.get(key)
         rank, has_called = frame.chunk, bool(frame.segment)
@@ -377,6 +384,8 @@ class Plans:
             return
         if rank == self._group.rank:
             return
+        # The first report about a rank counts and is passed on, to whom it did not come from; so
+        # each report crosses a link once in each direction, and the exchange ends.
         check.reports[rank] = has_called
         for asker in check.askers - {connection.rank}:
             self._report(asker, key, rank, has_called)

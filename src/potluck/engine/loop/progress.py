@@ -48,7 +48,7 @@ from potluck.wire.frames import Frame, Kind
 _log = logging.getLogger(__name__)
 
 _CLOSE_S = 1.0
-"""How long an orderly close waits for every peer to have everything."""
+"""How long an orderly close waits for CLOSE_ACK: a stopped or dead peer must not hold it up."""
 
 _IDLE_S = 5.0
 
@@ -268,7 +268,7 @@ class ProgressLoop:
     def _adopt(self, rank: int, link: Link) -> None:
         if self._state.error is None:
             self._connections.adopt(rank, link)
-            if self._closing is not None:  # it came while this rank was leaving: say so in order
+            if self._closing is not None:  # the link was made while this rank was leaving
                 self._connections.say(rank, Kind.CLOSE)
         elif threading.current_thread() is self._thread:
             self._late.append(link)  # those who wait for their operations come first
@@ -308,6 +308,7 @@ class ProgressLoop:
         if connection.has_closed:
             raise ProtocolError("a second CLOSE")
         connection.has_closed = True
+        # Frames are read in order, so all that the peer sent before its CLOSE has been read here.
         self._connections.say(connection.rank, Kind.CLOSE_ACK)
 
     def _on_close_ack(self, connection: Connection, _: Frame, __: memoryview) -> None:
@@ -316,8 +317,11 @@ class ProgressLoop:
     # -- the end
 
     def _begin_close(self) -> None:
-        """Say goodbye. What is under way here is given up: who needs this rank for it is told, who
-        does not may go on."""
+        """Begin the close handshake: CLOSE to every peer, which answers CLOSE_ACK.
+
+        Operations under way here are given up. A peer whose operations need this rank raises
+        PeerLost when the link ends; the others go on without this rank.
+        """
         if self._closing is not None or self._state.error is not None:
             return
         self._closing = time.monotonic() + _CLOSE_S
@@ -330,6 +334,9 @@ class ProgressLoop:
         if self._closing is None:
             return False
         connections = self._connections.by_rank.values()
+        # CLOSE_ACK means that the peer has read all that was sent to it. Before that a link must
+        # not be closed: with bytes unread on either side the system resets the connection, and the
+        # peer would lose the last frames of operations that ended well here.
         settled = all(
             connection.is_acknowledged and not connection.is_writing for connection in connections
         )

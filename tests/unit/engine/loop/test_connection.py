@@ -1,10 +1,11 @@
-"""A connection on a link that gives and takes as little as it likes."""
+"""A connection of either loop on a link that gives and takes as little as it likes."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,10 +78,10 @@ class FakeLink:
 
 
 def connection_on(
-    step: Callable[[], int], memory: FakeLinkMemory | None = None
+    twin: SimpleNamespace, step: Callable[[], int], memory: FakeLinkMemory | None = None
 ) -> tuple[Connection, FakeLink]:
     link = FakeLink(step, memory)
-    return Connection(1, link, LinkMeter()), link
+    return twin.Connection(1, link, LinkMeter()), link
 
 
 def data_frame(payload: bytes, kind: Kind = Kind.DATA, **fields: int) -> Frame:
@@ -120,9 +121,13 @@ PAYLOADS = [
 
 
 @pytest.mark.parametrize("stutter", [0, 1, 7])
-def test_frames_cross_a_link_that_takes_one_byte_at_a_time(stutter: int) -> None:
+def test_frames_cross_a_link_that_takes_one_byte_at_a_time(
+    twin: SimpleNamespace, stutter: int
+) -> None:
     calls = iter(range(10**9))
-    connection, link = connection_on(lambda: int(not stutter or next(calls) % (stutter + 1) == 0))
+    connection, link = connection_on(
+        twin, lambda: int(not stutter or next(calls) % (stutter + 1) == 0)
+    )
     sent: list[int] = []
     queue = deque(
         Outgoing(data_frame(each), memoryview(each), lambda number=number: sent.append(number))
@@ -145,8 +150,8 @@ def test_frames_cross_a_link_that_takes_one_byte_at_a_time(stutter: int) -> None
     assert arrived == PAYLOADS[:4]
 
 
-def test_random_steps_with_control_frames_in_between(seed: int) -> None:
-    connection, link = connection_on(steps_of(seed))
+def test_random_steps_with_control_frames_in_between(twin: SimpleNamespace, seed: int) -> None:
+    connection, link = connection_on(twin, steps_of(seed))
     queue = deque(Outgoing(data_frame(each), memoryview(each)) for each in PAYLOADS * 3)
     number = 0
     while queue or connection.is_writing:
@@ -162,13 +167,13 @@ def test_random_steps_with_control_frames_in_between(seed: int) -> None:
     assert credits == list(range(number)), "whole frames, in order, between whole frames"
 
 
-def test_memory_is_let_go_only_when_its_last_byte_has_left() -> None:
+def test_memory_is_let_go_only_when_its_last_byte_has_left(twin: SimpleNamespace) -> None:
     room = [0]
 
     def step() -> int:
         return room[0]
 
-    connection, link = connection_on(step)
+    connection, link = connection_on(twin, step)
     payload = bytearray(b"a" * 20_000)
     done: list[bool] = []
     queue = deque([Outgoing(data_frame(payload), memoryview(payload), lambda: done.append(True))])
@@ -189,22 +194,22 @@ def test_memory_is_let_go_only_when_its_last_byte_has_left() -> None:
     assert parse(link.wire) == [(data_frame(payload), bytes(payload))]
 
 
-def test_a_link_full_of_bytes_gives_others_their_turn() -> None:
-    connection, _ = connection_on(lambda: 1 << 20)
+def test_a_link_full_of_bytes_gives_others_their_turn(twin: SimpleNamespace) -> None:
+    connection, _ = connection_on(twin, lambda: 1 << 20)
     payload = bytes(1 << 20)
     endless = Outgoing(data_frame(payload), memoryview(payload))
     assert connection.write(lambda _: endless), "there is more"
-    assert 8 << 20 <= connection.meter.bytes_sent < 10 << 20
+    assert 0 <= connection.meter.bytes_sent - twin.BUDGET < 2 << 20
 
-    connection, link = connection_on(lambda: 1 << 20)
+    connection, link = connection_on(twin, lambda: 1 << 20)
     link.incoming = bytearray((frames.encode(data_frame(payload)) + payload) * 12)
     scratch = memoryview(bytearray(1 << 20))
     assert connection.read(lambda _, frame: Sink(scratch, lambda _: None))
-    assert 8 << 20 <= connection.meter.bytes_received < 10 << 20
+    assert 0 <= connection.meter.bytes_received - twin.BUDGET < 2 << 20
 
 
-def test_bytes_before_the_end_of_a_link_count() -> None:
-    connection, link = connection_on(lambda: 100)
+def test_bytes_before_the_end_of_a_link_count(twin: SimpleNamespace) -> None:
+    connection, link = connection_on(twin, lambda: 100)
     link.incoming = bytearray(frames.encode(data_frame(b"abc")) + b"abc")
     link.ended = True
     got: list[bytes] = []
@@ -220,15 +225,17 @@ def test_bytes_before_the_end_of_a_link_count() -> None:
 # ---------------------------------------------------------------- checksums
 
 
-def checked(step: Callable[[], int]) -> tuple[Connection, FakeLink]:
+def checked(twin: SimpleNamespace, step: Callable[[], int]) -> tuple[Connection, FakeLink]:
     link = FakeLink(step)
     link.needs_checksums = True
-    return Connection(1, link, LinkMeter()), link
+    return twin.Connection(1, link, LinkMeter()), link
 
 
-def listener(wire: bytes, step: Callable[[], int]) -> tuple[list[bytes], Callable[[], None]]:
+def listener(
+    twin: SimpleNamespace, wire: bytes, step: Callable[[], int]
+) -> tuple[list[bytes], Callable[[], None]]:
     """The payloads that a connection takes from ``wire``, and what makes it read all."""
-    connection, link = checked(step)
+    connection, link = checked(twin, step)
     link.incoming += wire
     arrived: list[bytes] = []
 
@@ -243,24 +250,28 @@ def listener(wire: bytes, step: Callable[[], int]) -> tuple[list[bytes], Callabl
     return arrived, listen
 
 
-def test_checked_frames_cross_a_link_that_takes_what_it_likes(seed: int) -> None:
-    connection, link = checked(steps_of(seed))
+def test_checked_frames_cross_a_link_that_takes_what_it_likes(
+    twin: SimpleNamespace, seed: int
+) -> None:
+    connection, link = checked(twin, steps_of(seed))
     queue = deque(Outgoing(data_frame(each), memoryview(each)) for each in PAYLOADS)
     while queue or connection.is_writing:
         connection.write(source_of(queue))
     whole = [as_bytes(data_frame(each), each, are_checked=True) for each in PAYLOADS]
     assert bytes(link.wire) == b"".join(whole)
-    arrived, listen = listener(bytes(link.wire), steps_of(seed + 1))
+    arrived, listen = listener(twin, bytes(link.wire), steps_of(seed + 1))
     listen()
     assert arrived == PAYLOADS
 
 
-def test_no_flipped_bit_goes_unseen_and_none_of_its_frame_is_delivered() -> None:
+def test_no_flipped_bit_goes_unseen_and_none_of_its_frame_is_delivered(
+    twin: SimpleNamespace,
+) -> None:
     first, second = (as_bytes(data_frame(each), each, are_checked=True) for each in (b"one", b"2"))
     for bit in range(8 * len(second)):
         changed = bytearray(second)
         changed[bit // 8] ^= 1 << bit % 8
-        arrived, listen = listener(first + changed, lambda: 1 << 20)
+        arrived, listen = listener(twin, first + changed, lambda: 1 << 20)
         with pytest.raises(ProtocolError, match="the checksum of a frame does not match"):
             listen()
         assert arrived == [b"one"], bit
@@ -271,9 +282,11 @@ def test_no_flipped_bit_goes_unseen_and_none_of_its_frame_is_delivered() -> None
 SLOT = 8192
 
 
-def test_slots_are_used_until_there_are_none_and_again_after_a_credit() -> None:
+def test_slots_are_used_until_there_are_none_and_again_after_a_credit(
+    twin: SimpleNamespace,
+) -> None:
     memory = FakeLinkMemory(2, SLOT)
-    connection, link = connection_on(lambda: 1 << 20, memory)
+    connection, link = connection_on(twin, lambda: 1 << 20, memory)
     payloads = [bytes([number]) * 5000 for number in range(3)]
     let_go: list[int] = []
     queue = deque(
@@ -303,8 +316,8 @@ def test_slots_are_used_until_there_are_none_and_again_after_a_credit() -> None:
     assert connection.meter.bytes_in_shared_memory == 15_000
 
 
-def test_messages_with_a_tag_keep_it() -> None:
-    connection, link = connection_on(lambda: 1 << 20, FakeLinkMemory(2, SLOT))
+def test_messages_with_a_tag_keep_it(twin: SimpleNamespace) -> None:
+    connection, link = connection_on(twin, lambda: 1 << 20, FakeLinkMemory(2, SLOT))
     payload = bytes(6000)
     frame = data_frame(payload, Kind.EAGER, tag=77)
     connection.control.append(Outgoing(frame, memoryview(payload)))
@@ -312,9 +325,9 @@ def test_messages_with_a_tag_keep_it() -> None:
     assert parse(link.wire) == [(frame, payload)]
 
 
-def test_a_payload_in_the_shared_memory_is_credited_once_it_is_used() -> None:
+def test_a_payload_in_the_shared_memory_is_credited_once_it_is_used(twin: SimpleNamespace) -> None:
     memory = FakeLinkMemory(2, SLOT)
-    connection, link = connection_on(lambda: 1 << 20, memory)
+    connection, link = connection_on(twin, lambda: 1 << 20, memory)
     memory.theirs[1][:5] = b"hello"
     for into_buffer in (True, False):
         got: list[bytes] = []
@@ -343,16 +356,16 @@ def test_a_payload_in_the_shared_memory_is_credited_once_it_is_used() -> None:
         Frame(Kind.DATA, 3, length=SLOT + 1, source=1, flags=IN_SHARED_MEMORY, tag=0),
     ],
 )
-def test_slots_that_a_peer_must_not_name(hostile: Frame) -> None:
-    connection, link = connection_on(lambda: 1 << 20, FakeLinkMemory(2, SLOT))
+def test_slots_that_a_peer_must_not_name(twin: SimpleNamespace, hostile: Frame) -> None:
+    connection, link = connection_on(twin, lambda: 1 << 20, FakeLinkMemory(2, SLOT))
     link.incoming += frames.encode(hostile)
     with pytest.raises(ProtocolError):
         connection.read(lambda *_: pytest.fail("must not be routed"))
 
 
-def test_a_slot_is_not_used_again_before_its_credit_has_left() -> None:
+def test_a_slot_is_not_used_again_before_its_credit_has_left(twin: SimpleNamespace) -> None:
     """Else a peer that reads no credits could make us pile them up."""
-    connection, link = connection_on(lambda: 1 << 20, FakeLinkMemory(1, SLOT))
+    connection, link = connection_on(twin, lambda: 1 << 20, FakeLinkMemory(1, SLOT))
     frame = Frame(Kind.DATA, 3, length=1, source=1, flags=IN_SHARED_MEMORY, tag=0)
     sink = Sink(None, lambda _: None)
     link.incoming += frames.encode(frame) * 2
@@ -360,8 +373,8 @@ def test_a_slot_is_not_used_again_before_its_credit_has_left() -> None:
         connection.read(lambda *_: sink)
 
 
-def test_memory_that_this_link_does_not_have() -> None:
-    connection, link = connection_on(lambda: 1 << 20)
+def test_memory_that_this_link_does_not_have(twin: SimpleNamespace) -> None:
+    connection, link = connection_on(twin, lambda: 1 << 20)
     frame = Frame(Kind.DATA, 3, length=1, source=1, flags=IN_SHARED_MEMORY, tag=0)
     link.incoming += frames.encode(frame)
     with pytest.raises(ProtocolError, match="does not have"):

@@ -1,0 +1,181 @@
+"""The state machines of both progress loops: a test that takes ``twin`` runs on each of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from potluck import native
+from potluck.engine.failures import hang_detection
+from potluck.engine.failures.group_state import GroupState
+from potluck.engine.loop import connection, connections, flow_control, mailbox
+from potluck.engine.loop.running import as_bytes
+from potluck.engine.work import Work
+from potluck.metrics import LinkMeter
+from potluck.transport.link import Link
+from potluck.types import Group, Member
+from potluck.wire.frames import Frame, Kind
+
+CHECKOUT = Path(__file__).parents[3]
+
+
+def _load_machines() -> ModuleType | None:
+    """``potluck._native_testing``, from beside the extension that is in use."""
+    if not native.available or native.core.__file__ is None:
+        return None
+    folder = Path(native.core.__file__).parent
+    found = sorted(folder.glob("_native_testing.*"))
+    if not found:
+        assert CHECKOUT not in folder.parents, "the native state machines are missing: make native"
+        return None
+    spec = importlib.util.spec_from_file_location("_native_testing", found[0])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_machines: Any = _load_machines()
+
+
+class _Control:
+    def __init__(self, core: Any) -> None:
+        self.append = core.push_control
+
+
+class _NativeConnection:
+    """The native connection, with the methods of the Python one."""
+
+    def __init__(self, rank: int, link: Link, _: object) -> None:
+        self._core = _machines.Connection(rank, link)
+        self.control = _Control(self._core)
+        self.meter = self._core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def write(self, source: Any) -> bool:
+        return bool(self._core.write(lambda: source(self)))
+
+    def read(self, route: Any) -> bool:
+        return bool(self._core.read(lambda frame: route(self, frame)))
+
+
+class _PythonConnections:
+    """The Python connections of a group, as `native/testing/connections.cpp` shows the native."""
+
+    def __init__(self, epoch: int, world_size: int, max_early_bytes: int) -> None:
+        members = tuple(Member(str(rank)) for rank in range(world_size))
+        self._state = GroupState(Group(epoch, 0, members))
+        self.wanted: list[int] = []
+        self.held: list[int] = []
+        connector: Any = SimpleNamespace(request=self.wanted.append)
+        self._all = connections.Connections(
+            self._state,
+            connector,
+            max_early_bytes=max_early_bytes,
+            meter=lambda _: LinkMeter(),
+            pending=lambda: (),
+            on_hold=self.held.append,
+            wake=lambda _: None,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._all, name)
+
+    def move(self, route: Any, source: Any) -> None:
+        def routed(link: connection.Connection, frame: Frame) -> connection.Sink:
+            if frame.kind is Kind.CLOSE:
+                link.has_closed = True
+            return connection.Sink(*route(link.rank, frame))
+
+        self._all.move(routed, lambda link: source(link.rank))
+
+    def pause(self, rank: int) -> None:
+        self._all.held.add(rank)
+
+    def can_read(self, rank: int) -> None:
+        self._all.ready.add(rank)
+
+    def can_write(self, rank: int) -> None:
+        self._all.dirty.add(rank)
+
+    def has_link(self, rank: int) -> bool:
+        return rank in self._all.by_rank
+
+    @property
+    def failure(self) -> tuple[int, str] | None:
+        error = self._state.error
+        return None if error is None else (error.rank, str(error.__cause__))
+
+
+def _python() -> SimpleNamespace:
+    def receiving(
+        source: int, channel: int, ranks: tuple[int, ...], tag: int, dtype: int, array: Any
+    ) -> mailbox.Receiving:
+        return mailbox.Receiving(
+            source, channel, ranks, tag, dtype, array, as_bytes(array), Work("recv"), 0.0
+        )
+
+    def sending(
+        peer: int, channel: int, tag: int, dtype: int, number: int, array: Any
+    ) -> mailbox.Sending:
+        return mailbox.sending(peer, channel, tag, dtype, number, array, Work("send"), 0.0)
+
+    def add_sending(box: mailbox.Mailbox, item: mailbox.Sending) -> None:
+        box.sending[item.number] = item
+
+    return SimpleNamespace(
+        FlowControl=flow_control.FlowControl,
+        FRAME_OVERHEAD=flow_control.FRAME_OVERHEAD,
+        HangCheck=hang_detection.HangCheck,
+        HangDetector=hang_detection.HangDetector,
+        Mailbox=mailbox.Mailbox,
+        Arrived=mailbox.Arrived,
+        fits=mailbox.fits,
+        receiving=receiving,
+        sending=sending,
+        add_sending=add_sending,
+        Connection=connection.Connection,
+        BUDGET=connection.BUDGET,
+        Connections=_PythonConnections,
+    )
+
+
+def _native() -> SimpleNamespace:
+    def receiving(
+        source: int, channel: int, ranks: tuple[int, ...], tag: int, dtype: int, array: Any
+    ) -> Any:
+        return _machines.Receiving(source, channel, ranks, tag, dtype, as_bytes(array))
+
+    def sending(peer: int, channel: int, tag: int, dtype: int, number: int, array: Any) -> Any:
+        return _machines.Sending(peer, channel, tag, dtype, number, as_bytes(array))
+
+    names = ("FlowControl", "FRAME_OVERHEAD", "HangCheck", "HangDetector", "Mailbox", "Arrived")
+    return SimpleNamespace(
+        **{name: getattr(_machines, name) for name in (*names, "fits", "BUDGET")},
+        receiving=receiving,
+        sending=sending,
+        add_sending=_machines.Mailbox.add_sending,
+        Connection=_NativeConnection,
+        Connections=_machines.Connections,
+    )
+
+
+@pytest.fixture(
+    params=[
+        "python",
+        pytest.param(
+            "native",
+            marks=pytest.mark.skipif(_machines is None, reason="no native state machines here"),
+        ),
+    ]
+)
+def twin(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """The state machines of one loop, under the names of the Python loop's."""
+    return _python() if request.param == "python" else _native()

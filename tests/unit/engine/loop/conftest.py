@@ -1,0 +1,213 @@
+"""Whole progress loops of rank 0, whose peers are played by the test: frames on real sockets."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from potluck import native
+from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
+from potluck.engine import call as engine_call
+from potluck.engine.loop import connection, mailbox
+from potluck.engine.loop.native import NativeLoop, is_available
+from potluck.engine.loop.progress import ProgressLoop
+from potluck.engine.loop.running import RunningPlan, as_bytes
+from potluck.engine.work import Work, deadline_after
+from potluck.metrics import LinkMeter
+from potluck.transport.link import Link
+from potluck.transport.plain import PlainLink
+from potluck.types import Group, Member, ReduceOp
+from potluck.wire import frames
+from potluck.wire.dtypes import code_of
+from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, Frame, Kind
+
+EPOCH = 1
+SEGMENT = 64 << 10
+PATIENCE_S = 60.0
+needs_native = pytest.mark.skipif(not is_available(), reason="no native loop")
+
+
+class _NativePlainLink(PlainLink):
+    """For a socket that no greeting has gone over."""
+
+    def __init__(self, sock: Any, *, peer: str, peer_node: str) -> None:
+        super().__init__(sock, peer=peer, peer_node=peer_node)
+        self._stream = native.core.PlainStream(sock.fileno())
+
+
+class Peer:
+    """The other end of one link: says and hears frames as bytes on a socket."""
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        self.rank = rank
+        self.sock = sock
+        sock.settimeout(PATIENCE_S)
+
+    def say(self, kind: Kind, payload: bytes = b"", **fields: int) -> None:
+        frame = Frame(kind, EPOCH, length=len(payload), source=self.rank)._replace(**fields)
+        self.sock.sendall(connection.as_bytes(frame, payload, are_checked=True))
+
+    def hear(self, kind: Kind) -> tuple[Frame, bytes]:
+        """The next frame, which must be of this kind."""
+        frame = frames.decode(self._read(FRAME_BYTES))
+        self._read(CHECKSUM_BYTES)
+        payload = self._read(frame.length)
+        if payload:
+            self._read(CHECKSUM_BYTES)
+        assert frame.kind is kind, f"{frame} came instead of {kind.name}"
+        assert (frame.epoch, frame.source) == (EPOCH, 0)
+        return frame, payload
+
+    def hears_end(self) -> bool:
+        return self.sock.recv(1) == b""
+
+    def _read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self.sock.recv(count - len(data))
+            assert part, "the link ended"
+            data += part
+        return data
+
+
+class _Peers:
+    """A Connector whose peers are the test."""
+
+    def __init__(self, kind: type[PlainLink], num_peers: int) -> None:
+        self._kind = kind
+        self._num_peers = num_peers
+        self.by_rank: dict[int, Peer] = {}
+
+    def start(self, deliver: Callable[[int, Link], None], fail: Any) -> None:
+        for rank in range(1, self._num_peers + 1):
+            mine, theirs = socket.socketpair()
+            self.by_rank[rank] = Peer(rank, theirs)
+            link: Any = mine
+            deliver(rank, self._kind(link, peer=f"rank {rank}", peer_node=""))
+
+    def request(self, rank: int) -> None:
+        raise AssertionError(f"rank {rank} has a link")
+
+    def close(self, error: BaseException) -> None:
+        pass  # the loop has ended: what it said last is still to be heard
+
+
+class Call:
+    """One collective of rank 0."""
+
+    def __init__(
+        self,
+        rank0: LoopOfRank0,
+        steps: tuple[tuple[Action, int], ...],
+        data: bytes,
+        sequence: int,
+        timeout_s: float,
+    ) -> None:
+        plan = Plan(
+            Operation.ALL_REDUCE,
+            Algorithm.RING,
+            len(rank0.members),
+            0,
+            1,
+            tuple(Step(action, rank, 0) for action, rank in steps),
+        )
+        self.data = np.frombuffer(bytearray(data), np.uint8)
+        self.work = Work("all_reduce")
+        self._timeout_s = timeout_s
+        self._sequence = sequence
+        self._ranks = rank0.members
+        self._plan = plan
+        self._call = engine_call.Call(
+            plan.operation, plan.algorithm, "uint8", self.data.shape, ReduceOp.SUM, 0, SEGMENT
+        )
+        self.fingerprint = self._call.fingerprint
+
+    def begin(self, loop: Any) -> None:
+        loop.start(
+            RunningPlan(
+                plan=self._plan,
+                call=self._call,
+                chunks={0: self.data},
+                channel=0,
+                sequence=self._sequence,
+                deadline=deadline_after(self._timeout_s),
+                work=self.work,
+                peers=self._ranks,
+                nbytes=self.data.nbytes,
+            )
+        )
+
+
+class LoopOfRank0:
+    """Rank 0's loop, ``ranks[r]`` at the other end of its link to rank r."""
+
+    def __init__(self, engine: str, num_peers: int, max_early_bytes: int) -> None:
+        is_native = engine == "native"
+        self._connector = _Peers(_NativePlainLink if is_native else PlainLink, num_peers)
+        members = tuple(Member(worker=str(rank)) for rank in range(num_peers + 1))
+        self.loop: Any = (NativeLoop if is_native else ProgressLoop)(
+            Group(epoch=EPOCH, rank=0, members=members),
+            self._connector,
+            segment_bytes=SEGMENT,
+            max_early_bytes=max_early_bytes,
+            on_operation=lambda *_: None,
+            meter=lambda name: LinkMeter(),
+        )
+        self.ranks = self._connector.by_rank
+        self.members = tuple(range(num_peers + 1))
+
+    def send(self, to: int, data: bytes, tag: int = 0) -> Work:
+        work = Work(f"send({len(data)} bytes)")
+        array = np.frombuffer(bytearray(data), np.uint8)
+        code = code_of(array.dtype)
+        self.loop.send(
+            mailbox.sending(to, 0, tag, code, 0, array, work, deadline_after(PATIENCE_S))
+        )
+        return work
+
+    def receive(self, source: int, nbytes: int, tag: int = 0) -> tuple[Work, np.ndarray]:
+        array = np.zeros(nbytes, np.uint8)
+        work = Work(f"recv({nbytes} bytes)")
+        data = as_bytes(array)
+        code, deadline = code_of(array.dtype), deadline_after(PATIENCE_S)
+        self.loop.receive(
+            mailbox.Receiving(source, 0, self.members, tag, code, array, data, work, deadline)
+        )
+        return work, array
+
+    def plan(
+        self, *steps: tuple[Action, int], data: bytes, sequence: int = 0, timeout_s: float = 60.0
+    ) -> Call:
+        """A collective whose ``steps`` are all on one chunk, ``data``; not begun."""
+        return Call(self, steps, data, sequence, timeout_s)
+
+    def call(self, *steps: tuple[Action, int], **described: Any) -> Call:
+        """The same, begun."""
+        return self.start(self.plan(*steps, **described))
+
+    def start(self, call: Call) -> Call:
+        call.begin(self.loop)
+        return call
+
+    def end(self) -> None:
+        for peer in self.ranks.values():
+            peer.sock.close()
+        self.loop.close()
+
+
+@pytest.fixture(params=["python", pytest.param("native", marks=needs_native)])
+def loop_of(request: pytest.FixtureRequest) -> Iterator[Callable[..., LoopOfRank0]]:
+    """Makes rank 0's loop with some peers; ended after the test."""
+    made: list[LoopOfRank0] = []
+
+    def make(num_peers: int = 1, max_early_bytes: int = 1 << 30) -> LoopOfRank0:
+        made.append(LoopOfRank0(request.param, num_peers, max_early_bytes))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
