@@ -161,8 +161,9 @@ char* Movement::slot(int of_rank, int index) const {
     return channel_->slot(of_rank, base_ + static_cast<std::uint32_t>(index));
 }
 
-// Where the sum of `owner`'s slice of a block lies. Of two ranks, over the other's part of it: the
-// owner takes those lines anyway, and there they are needed next.
+// Where the sum of `owner`'s slice of a block lies: in the owner's own slot. With two ranks in the
+// other rank's slot, over that rank's part of the slice: the owner has just read those lines, and
+// the other rank reads the sum next, so that the lines go back to their writer in one transfer.
 char* Movement::total_slot(int owner, int index) const {
     return slot(channel_->shape.world == 2 ? 1 - owner : owner, index);
 }
@@ -183,7 +184,11 @@ bool Movement::is_over_own_part() const {
            call_.result == call_.source + me * call_.count * call_.itemsize;
 }
 
-// Whether nobody but this rank reads what it takes from the others' slots.
+// Whether this rank is the only reader of what it takes from the other ranks' slots, so that it may
+// claim those cache lines (copy.hpp). With two ranks it always is. With more: in an all-reduce of
+// two steps each rank reads its own slice of the others' slots, and in an all-to-all or a scatter
+// its own part; but in an all-gather, a broadcast or a small all-reduce all ranks read the same
+// lines at the same time, and claims would pull the lines from one reader to the next.
 bool Movement::is_only_reader() const {
     switch (call_.kind) {
         case Kind::ALL_REDUCE:
@@ -216,7 +221,9 @@ void Movement::combine(int index, std::size_t offset, std::size_t length, const 
                        char* total, char* result) const {
     const int rank = channel_->rank, world = channel_->shape.world;
     const std::size_t size = call_.itemsize;
-    // One of two claims the other's part by writing there: the sum, or else a copy of it.
+    // With two ranks the claim is a store that is needed anyway, or costs no read of its own: the
+    // sum, or else a copy of it, goes over the other rank's part, so that this core has those lines
+    // Modified and the other rank, which uses them next, gets them in one transfer.
     char* const others = world == 2 ? slot(1 - rank, index) + offset : nullptr;
     if (result == nullptr && total != others) result = others;
     const bool is_claimed = world > 2 && is_only_reader();
@@ -227,6 +234,8 @@ void Movement::combine(int index, std::size_t offset, std::size_t length, const 
         const std::size_t some = std::min(bite, length - done), at = done * size;
         for (int other = 0; other < world; ++other) {
             char* theirs = slot(other, index) + offset + at;
+            // Before combining, and only a bite of it: the lines come once, as Modified, and are
+            // still in the first cache when the kernel reads them.
             if (is_claimed && other != rank) claim(theirs, some * size);
             sources[other] = other == rank && own != nullptr ? own + at : theirs;
         }
