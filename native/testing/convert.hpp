@@ -60,5 +60,6 @@ inline uint8_t* bytes_of(const Held& held) { return static_cast<uint8_t*>(held->
 // One line per file of this folder; called by testing.cpp.
 void connection(nb::module_& m);
 void connections(nb::module_& m);
+void running(nb::module_& m);
 
 }  // namespace potluck::testing

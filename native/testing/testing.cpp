@@ -9,6 +9,7 @@
 
 #include <cstring>
 
+#include "bind.hpp"
 #include "convert.hpp"
 #include "core/loop/flow_control.hpp"
 #include "core/loop/hang_detection.hpp"
@@ -164,4 +165,6 @@ NB_MODULE(_native_testing, m) {
     testing::mailbox(m);
     testing::connection(m);
     testing::connections(m);
+    potluck::bind::loop(m);  // compiled plans
+    testing::running(m);
 }

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from potluck import native
+from potluck.engine.arrays.layout import Buffers
 from potluck.engine.failures import hang_detection
 from potluck.engine.failures.group_state import GroupState
-from potluck.engine.loop import connection, connections, flow_control, mailbox
+from potluck.engine.loop import connection, connections, flow_control, mailbox, running
+from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.running import as_bytes
 from potluck.engine.work import Work
 from potluck.metrics import LinkMeter
@@ -114,6 +119,70 @@ class _PythonConnections:
         return None if error is None else (error.rank, str(error.__cause__))
 
 
+@dataclass(frozen=True)
+class _NativeSegment:
+    core: Any
+    chunk: int
+    number: int
+    data: np.ndarray
+
+
+class _NativePlan:
+    """The native plan under way, with the methods of the Python one."""
+
+    def __init__(self, compiled: CompiledPlan, buffers: Buffers, sequence: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "core", _machines)
+            plan = compiled.native
+        self._dtype = compiled.dtype
+        self._core = _machines.RunningPlan(plan, sequence, *buffers, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def __str__(self) -> str:
+        return str(self._core)
+
+    @property
+    def send_peers(self) -> tuple[int, ...]:
+        return tuple(self._core.send_peers)
+
+    @property
+    def receive_peers(self) -> tuple[int, ...]:
+        return tuple(self._core.receive_peers)
+
+    def next_send(self, peer: int) -> _NativeSegment | None:
+        return self._segment(self._core.next_send(peer))
+
+    def next_receive(self, peer: int) -> _NativeSegment | None:
+        return self._segment(self._core.next_receive(peer))
+
+    def issue(self, peer: int, segment: _NativeSegment) -> None:
+        self._core.issue(peer, segment.core)
+
+    def sent(self, segment: _NativeSegment) -> None:
+        self._core.sent(segment.core)
+
+    def is_ready(self, segment: _NativeSegment) -> bool:
+        return bool(self._core.is_ready(segment.core))
+
+    def combines(self, segment: _NativeSegment) -> bool:
+        return bool(self._core.combines(segment.core))
+
+    def received(self, peer: int, segment: _NativeSegment, payload: Any) -> None:
+        self._core.received(peer, segment.core, payload)
+
+    def needs(self, peer: int) -> bool:
+        return self._core.missing({peer}) == peer
+
+    def _segment(self, core: Any) -> _NativeSegment | None:
+        if core is None:
+            return None
+        memory = core.memory
+        data = np.frombuffer(memory, self._dtype) if len(memory) else np.empty(0, self._dtype)
+        return _NativeSegment(core, self._core.chunk_of(core), core.number, data)
+
+
 def _python() -> SimpleNamespace:
     def receiving(
         source: int, channel: int, ranks: tuple[int, ...], tag: int, dtype: int, array: Any
@@ -130,7 +199,16 @@ def _python() -> SimpleNamespace:
     def add_sending(box: mailbox.Mailbox, item: mailbox.Sending) -> None:
         box.sending[item.number] = item
 
+    def run(compiled: CompiledPlan, buffers: Buffers, sequence: int) -> running.RunningPlan:
+        work = Work("test")
+        return running.RunningPlan(compiled, buffers, sequence=sequence, deadline=0.0, work=work)
+
+    def keep_early(plan: running.RunningPlan, peer: int) -> None:
+        plan.early.setdefault(peer, deque()).append((Frame(Kind.DATA, 1), bytearray()))
+
     return SimpleNamespace(
+        run=run,
+        keep_early=keep_early,
         FlowControl=flow_control.FlowControl,
         FRAME_OVERHEAD=flow_control.FRAME_OVERHEAD,
         HangCheck=hang_detection.HangCheck,
@@ -162,6 +240,8 @@ def _native() -> SimpleNamespace:
         receiving=receiving,
         sending=sending,
         add_sending=_machines.Mailbox.add_sending,
+        run=_NativePlan,
+        keep_early=lambda plan, peer: plan.keep_early(peer),
         Connection=_NativeConnection,
         Connections=_machines.Connections,
     )

@@ -12,10 +12,12 @@ import pytest
 from potluck import native
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
 from potluck.engine import call as engine_call
+from potluck.engine.arrays.layout import Buffers, Layout
 from potluck.engine.loop import connection, mailbox
+from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.native import NativeLoop, is_available
 from potluck.engine.loop.progress import ProgressLoop
-from potluck.engine.loop.running import RunningPlan, as_bytes
+from potluck.engine.loop.running import as_bytes
 from potluck.engine.work import Work, deadline_after
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link
@@ -127,19 +129,14 @@ class Call:
         self.fingerprint = self._call.fingerprint
 
     def begin(self, loop: Any) -> None:
-        loop.start(
-            RunningPlan(
-                plan=self._plan,
-                call=self._call,
-                chunks={0: self.data},
-                channel=0,
-                sequence=self._sequence,
-                deadline=deadline_after(self._timeout_s),
-                work=self.work,
-                peers=self._ranks,
-                nbytes=self.data.nbytes,
-            )
+        layout = Layout()
+        layout.places[0] = layout.scratch(self.data.size)
+        compiled = CompiledPlan(
+            self._plan, self._call, layout, channel=0, peers=self._ranks, dtype=self.data.dtype
         )
+        buffers = Buffers(None, None, self.data)
+        deadline = deadline_after(self._timeout_s)
+        loop.start(compiled, buffers, self.work, self._sequence, deadline)
 
 
 class LoopOfRank0:
