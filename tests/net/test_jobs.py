@@ -152,7 +152,7 @@ def test_a_stopped_worker_is_named_by_its_own_node_and_comes_back(tmp_path: Path
                 run.when("of 2", since=since)
             finally:
                 os.kill(pid, signal.SIGCONT)
-            run.when("of 3", since=run.mark)
+            run.when(f"worker {worker} rejoined at step", since=since)
             (tmp_path / "stop").touch()
             assert run.finish() == 0, run.text
             assert check_sums(run).keys() == {each.name for each in machines}
