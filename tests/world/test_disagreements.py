@@ -24,19 +24,19 @@ CALLS: dict[str, tuple[Act, str]] = {
     "barrier": (lambda ctx: ctx.barrier(), r"barrier(?!\()"),
     "sum": (
         lambda ctx: ctx.all_reduce(np.ones(12, np.float32)),
-        r"all_reduce\(float32, (shape \(12,\)|12 elements), op sum, [a-z-]+\)",
+        r"all_reduce\(float32, (shape \(12,\)|12 elements), op sum, [a-z_-]+\)",
     ),
     "later": (
         lambda ctx: ctx.all_reduce(np.ones(12, np.float32), async_op=True).wait(),
-        r"all_reduce\(float32, (shape \(12,\)|12 elements), op sum, [a-z-]+\)",
+        r"all_reduce\(float32, (shape \(12,\)|12 elements), op sum, [a-z_-]+\)",
     ),
     "mean": (
         lambda ctx: ctx.all_reduce(np.ones(12, np.float32), "mean"),
-        r"all_reduce\(float32, (shape \(12,\)|12 elements), op mean, [a-z-]+\)",
+        r"all_reduce\(float32, (shape \(12,\)|12 elements), op mean, [a-z_-]+\)",
     ),
     "longer": (
         lambda ctx: ctx.all_reduce(np.ones(400_000, np.float32)),
-        r"all_reduce\(float32, (shape \(400000,\)|400000 elements), op sum, [a-z-]+\)",
+        r"all_reduce\(float32, (shape \(400000,\)|400000 elements), op sum, [a-z_-]+\)",
     ),
     "elsewhere": (
         lambda ctx: ctx.all_reduce(np.ones(12, np.float32), algorithm="ring"),
@@ -44,11 +44,11 @@ CALLS: dict[str, tuple[Act, str]] = {
     ),
     "gather": (
         lambda ctx: ctx.all_gather(np.ones((2, 3), np.int64)),
-        r"all_gather\(int64, (shape \(2, 3\)|6 elements), [a-z-]+\)",
+        r"all_gather\(int64, (shape \(2, 3\)|6 elements), [a-z_-]+\)",
     ),
     "broadcast": (
         lambda ctx: ctx.broadcast(np.ones(4)),
-        r"broadcast\(float64, (shape \(4,\), root 0|4 elements), [a-z-]+\)",
+        r"broadcast\(float64, (shape \(4,\), root 0|4 elements), [a-z_-]+\)",
     ),
 }
 PAIRS = [

@@ -337,14 +337,14 @@ def test_who_leaves_has_lost_nobody_and_aborts_nobodys_group() -> None:
         if ctx.rank == 0:
             loop._post(lambda: departed.wait(0.9))
         elif ctx.rank == 2:
-            drop = loop._ports.drop
+            drop = loop._connections.drop
 
-            def dropped(port: Any) -> None:
-                drop(port)
-                if port.rank == 3:
+            def dropped(connection: Any) -> None:
+                drop(connection)
+                if connection.rank == 3:
                     departed.set()
 
-            loop._ports.drop = dropped
+            loop._connections.drop = dropped
             given_up = ctx.recv(x(), 3, tag=9, async_op=True)
             loop._post(loop._begin_close)
             loop._post(begun.set)

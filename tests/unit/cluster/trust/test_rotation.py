@@ -152,7 +152,10 @@ class Node:
 
     async def open(self) -> None:
         me = peers.Introduction(1, self.home.name, 1, own_versions())
-        self.links = ControlLinks(self.credentials, lambda: me, self, on_broken=_fail)
+        self.links = ControlLinks(self.credentials, lambda: me, on_broken=_fail)
+        self.links.on(peers.PeerMessage, self.received)
+        self.links.on_linked.append(self.linked)
+        self.links.on_ended.append(self.ended)
         self.server = await aio.serve("127.0.0.1", 0, self.credentials, self.links.greeted)
 
     async def close(self) -> None:
@@ -163,14 +166,11 @@ class Node:
         self.num_linked.release()
         self.act(self.rotation.linked(node, namespace))
 
-    def received(self, node: str, incarnation: int, message: peers.PeerMessage) -> None:
+    def received(self, node: str, message: peers.PeerMessage) -> None:
         self.act(self.rotation.received(node, message, 0.0))
 
     def ended(self, node: str, incarnation: int, reason: str) -> None:
         self.act(self.rotation.lost(node))
-
-    def nobody_listens(self, node: str, incarnation: int) -> None:
-        return None
 
     def act(self, actions: list[Action]) -> None:
         for action in actions:
