@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
+import psutil
+
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.caller import HintCaller
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, WrongSecret
@@ -354,9 +356,23 @@ def _host_of(peer: tuple[Any, ...]) -> str:
     """The host of a socket's address, as it can be called: a link-local one (IPv6, fe80::) leads
     nowhere without its interface."""
     host = str(peer[0]).removeprefix("::ffff:")
-    if "%" in host or len(peer) < 4 or not peer[3]:
+    if "%" in host or len(peer) < 4:
         return host
-    return f"{host}%{socket.if_indextoname(peer[3])}"
+    if peer[3]:
+        return f"{host}%{socket.if_indextoname(peer[3])}"
+    # The own end of a connection may be link-local although the other end is not: while the global
+    # address of the interface is still being checked for duplicates. Such an end has no scope.
+    return next((each for each in _link_local_addresses() if each.partition("%")[0] == host), host)
+
+
+def _link_local_addresses() -> list[str]:
+    """This machine's link-local IPv6 addresses, each with its interface behind ``%``."""
+    return [
+        f"{each.address.partition('%')[0]}%{name}"
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family == socket.AF_INET6 and each.address.startswith("fe80:")
+    ]
 
 
 async def _receive(reader: asyncio.StreamReader) -> peers.PeerMessage:

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -442,3 +443,13 @@ def test_a_link_is_made_anew_by_order_and_nobody_is_without_one_in_the_end(
         await other.sees("received", one.id, 1, nodes.Probe("x"))
 
     run(story)
+
+
+def test_a_link_local_end_without_a_scope_gets_the_interface_that_has_the_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As seen where a link was made while the interface's global address was still tentative."""
+    address = SimpleNamespace(family=socket.AF_INET6, address="fe80::7%eth3")
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth3": [address]})
+    assert _host_of(("fe80::7", 7, 0, 0)) == "fe80::7%eth3"
+    assert _host_of(("fe80::8", 7, 0, 0)) == "fe80::8"
