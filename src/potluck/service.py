@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 OnBroken = Callable[[BaseException], None]
@@ -47,6 +47,32 @@ def start_task(
             on_broken(error)
 
     return asyncio.get_running_loop().create_task(guarded(), name=name)
+
+
+class Tasks:
+    """The tasks that one object has under way: an event loop alone would not keep them alive."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``work`` in the running loop."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def cancel(self) -> None:
+        """Cancel all that are under way."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def ended(self) -> None:
+        """Wait until all that are under way have ended; what they raise is dropped."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def __iter__(self) -> Iterator[asyncio.Task[None]]:
+        return iter(list(self._tasks))
 
 
 def why(error: BaseException) -> str:

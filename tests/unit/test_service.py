@@ -7,7 +7,7 @@ import queue
 
 import pytest
 
-from potluck.service import start_task, start_thread, why
+from potluck.service import Tasks, start_task, start_thread, why
 
 WAIT_S = 20.0
 
@@ -64,3 +64,26 @@ def test_a_task_that_breaks_is_told_of_and_a_cancelled_one_is_not(
 
     asyncio.run(story())
     assert [record.getMessage() for record in caplog.records] == ["the task hasty broke"]
+
+
+def test_tasks_are_kept_until_they_end_and_can_be_cancelled_together() -> None:
+    async def story() -> None:
+        tasks, ended = Tasks(), []
+
+        async def work(name: str, until: asyncio.Event) -> None:
+            try:
+                await until.wait()
+            finally:
+                ended.append(name)
+
+        goes = asyncio.Event()
+        first = tasks.start(work("first", goes))
+        tasks.start(work("second", asyncio.Event()))
+        goes.set()
+        await first
+        assert (ended, len([*tasks])) == (["first"], 1)
+        tasks.cancel()
+        await tasks.ended()
+        assert (ended, [*tasks]) == (["first", "second"], [])
+
+    asyncio.run(story())

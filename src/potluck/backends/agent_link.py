@@ -19,7 +19,7 @@ from typing import Any
 from potluck.backends.agent_waits import LOOK_EVERY_S
 from potluck.cluster.links.control import ControlLink
 from potluck.errors import ConfigurationError, LinkError, PotluckError
-from potluck.service import start_task, start_thread, why
+from potluck.service import Tasks, start_task, start_thread, why
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire import control
@@ -209,7 +209,7 @@ class AgentLink:
                 await self._link.flush(timeout_s)
             done.set()
 
-        self._call(lambda: self._spawn(flush()))
+        self._call(lambda: self._tasks.start(flush()))
         done.wait(timeout_s)
 
     def end(self) -> None:
@@ -218,7 +218,7 @@ class AgentLink:
         self._thread.join()
         _links.discard(self)
 
-    def _call(self, action: Callable[[], None]) -> None:
+    def _call(self, action: Callable[[], object]) -> None:
         with self._lock:
             if not self._is_over:
                 self._loop.call_soon_threadsafe(action)
@@ -240,7 +240,7 @@ class AgentLink:
             self._connected.set()
 
     async def _main(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._done = asyncio.Event()
         try:
             reader, writer, _ = await aio.connect(
@@ -290,11 +290,6 @@ class AgentLink:
     def _lost(self, error: PotluckError) -> None:
         self._on_lost(error)
         self._loop.call_later(_ORPHAN_S, _end_orphan)
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _begin_end(self) -> None:
         self._ending = True

@@ -11,10 +11,9 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Protocol
 
 from potluck.cluster.bundles.depot import BundleDepot
 from potluck.cluster.jobs.controller import JobController
@@ -26,6 +25,7 @@ from potluck.cluster.jobs.runtime import free_port
 from potluck.cluster.membership import events
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, PotluckError
+from potluck.service import Tasks
 from potluck.system import SIGHUP
 from potluck.wire import control, jobs, local
 from potluck.wire.nodes import View
@@ -70,9 +70,9 @@ class JobDispatcher:
         self._early = EarlyOrders()
         self._has_view = asyncio.Event()
         self._view_changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._submitting: dict[Client, asyncio.Task[None]] = {}
-        self._spawn(self._tell_status())
+        self._tasks.start(self._tell_status())
         host.links.on(jobs.JobMessage, self.received)
         host.links.on_linked.append(lambda node, introduction, namespace: self.linked(node))
         host.plane.listeners.append(self.act)
@@ -280,7 +280,7 @@ class JobDispatcher:
 
     def _lead(self, controller: JobController, view: View) -> None:
         self._controllers[controller.spec.job] = controller
-        self._spawn(self._see_to_its_end(controller))
+        self._tasks.start(self._see_to_its_end(controller))
         for node in view.nodes:
             controller.order(node)
 
@@ -414,12 +414,6 @@ class JobDispatcher:
     async def close(self) -> None:
         """End all workers here; no task stays."""
         self._stop_leading()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.cancel()
+        await self._tasks.ended()
         await self.runner.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

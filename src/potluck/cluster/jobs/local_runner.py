@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from potluck.cluster.bundles.depot import BundleDepot
 from potluck.cluster.jobs.chaos import parse_chaos
@@ -23,7 +22,7 @@ from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.local_workers import LocalWorkers, seat
 from potluck.cluster.jobs.worker_reports import WorkerReports
 from potluck.errors import ConfigurationError, LinkError, PotluckError
-from potluck.service import why
+from potluck.service import Tasks, why
 from potluck.system import SIGKILL
 from potluck.transport import aio
 from potluck.types import Member
@@ -69,7 +68,7 @@ class LocalRunner:
         self._host = host
         self._depot = depot
         self._must_wait = must_wait
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     # What the leader orders.
 
@@ -99,14 +98,14 @@ class LocalRunner:
         job = self.jobs.get(order.spec.job)
         if job is None:
             job = self.jobs[order.spec.job] = LocalJob(order.spec, order.places, order.world)
-            job.preparing = self._spawn(self._prepare(job))
+            job.preparing = self._tasks.start(self._prepare(job))
             return
         job.places, job.world = order.places, order.world
         if job.workers is not None:
             self._report(job)
         elif job.error:
             job.error = ""
-            job.preparing = self._spawn(self._prepare(job))
+            job.preparing = self._tasks.start(self._prepare(job))
 
     async def _prepare(self, job: LocalJob) -> None:
         """Have the folder here, then be ready to start workers."""
@@ -197,7 +196,7 @@ class LocalRunner:
 
     def _drop(self, job_id: str) -> None:
         job = self.jobs.pop(job_id)
-        self._spawn(self._put_away(job))
+        self._tasks.start(self._put_away(job))
 
     async def _put_away(self, job: LocalJob) -> None:
         if job.preparing is not None:  # the folder may be on its way, over a slow link
@@ -308,10 +307,4 @@ class LocalRunner:
     async def close(self) -> None:
         """End all workers here."""
         self.give_up()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        await self._tasks.ended()

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from potluck.cluster.jobs.process import WorkerProcess
 from potluck.cluster.jobs.pulse import Pulse
 from potluck.cluster.jobs.runtime import ProcessLauncher
 from potluck.cluster.links.control import ControlLink
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
+from potluck.service import Tasks
 from potluck.system import SIGKILL
 from potluck.transport import aio
 from potluck.wire import control, jobs
@@ -50,7 +50,7 @@ class LocalWorkers:
         self._alive: set[str] = set()
         self._links: dict[str, ControlLink[control.FromWorker, control.FromAgent]] = {}
         self._unlinked: dict[str, asyncio.Event] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._pulse = Pulse(
             lambda worker, reason: report(jobs.Stalled(worker, control.clip(reason))),
             self._say,
@@ -78,7 +78,7 @@ class LocalWorkers:
         }
 
         def on_exit(code: int) -> None:
-            self._spawn(self._exited(worker, code, attempt))
+            self._tasks.start(self._exited(worker, code, attempt))
 
         try:
             process = self._launcher.start(worker, attempt, variables, on_exit)
@@ -114,9 +114,8 @@ class LocalWorkers:
     async def put_away(self) -> None:
         """Whatever happened: no process, link or task stays. Nothing more is reported."""
         self._pulse.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.cancel()
+        await self._tasks.ended()
         for process in self._processes.values():
             process.signal(SIGKILL)
         for process in self._processes.values():
@@ -148,7 +147,7 @@ class LocalWorkers:
             ended.set()
             if self._links.get(worker) is link:
                 del self._links[worker]
-                self._spawn(self._hung_up(worker, self._processes.get(worker)))
+                self._tasks.start(self._hung_up(worker, self._processes.get(worker)))
 
     def _objection(self, hello: Hello) -> Refusal | None:
         if hello.worker in self._links:
@@ -200,8 +199,3 @@ class LocalWorkers:
     def _say(self, text: str) -> None:
         """Something to tell a person."""
         self._report(control.Said("", control.clip(text)))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from potluck.cluster.groups.roster import State
 from potluck.cluster.jobs.host import JobHost
+from potluck.service import Tasks
 from potluck.system import SIGCONT, SIGKILL, SIGPIPE, SIGSTOP
 from potluck.wire import control, jobs
 
@@ -34,7 +34,7 @@ class WorkerOrders:
         self._node_of = node_of
         self._state = state
         self._note = note
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def start(self, worker: str, attempt: int) -> None:
         """Start the process of ``worker``."""
@@ -76,11 +76,10 @@ class WorkerOrders:
 
     def close(self) -> None:
         """No task stays."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
     def _later(self, workers: tuple[str, ...], delay_s: float, number: int) -> None:
-        self._spawn(self._signal_later(workers, delay_s, number))
+        self._tasks.start(self._signal_later(workers, delay_s, number))
 
     async def _signal_later(self, workers: tuple[str, ...], delay_s: float, number: int) -> None:
         attempts = {name: self._state().worker(name).attempt for name in workers}
@@ -98,8 +97,3 @@ class WorkerOrders:
             node = self._node_of(worker)
             found[node] = (*found.get(node, ()), worker)
         return found
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

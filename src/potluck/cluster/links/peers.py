@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
@@ -25,7 +25,7 @@ import psutil
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.caller import HintCaller
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, WrongSecret
-from potluck.service import OnBroken, start_task
+from potluck.service import OnBroken, Tasks, start_task
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.transport.rate import RateLimitedLog
@@ -96,7 +96,7 @@ class ControlLinks:
         self._addresses: dict[str, str] = {}
         self._incarnations: dict[str, int] = {}
         self._calling: dict[str, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._complain = RateLimitedLog(_log)
         self._is_closed = False
         self._caller = start_task(self._calls.run, name="calling peers", on_broken=on_broken)
@@ -258,7 +258,7 @@ class ControlLinks:
             else:
                 self._book.failed(hint, _now())
         if link is not None:
-            self._spawn(self._serve(link))
+            self._tasks.start(self._serve(link))
 
     def _failed(self, hint: Hint, error: PotluckError | TimeoutError) -> None:
         where = f"{hint.host}:{hint.port} (found by {hint.source})"
@@ -345,11 +345,6 @@ class ControlLinks:
         if transport.get_write_buffer_size() > _MAX_UNSENT:
             link.end("it does not read what it is sent")
         return True
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _host_of(peer: tuple[Any, ...]) -> str:
