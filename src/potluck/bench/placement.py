@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import psutil
 
+from potluck.cluster.discovery.interfaces import interface_of
 from potluck.errors import ConfigurationError, PotluckError
 
 _MEET_S = 600.0
@@ -126,10 +126,7 @@ def interface_towards(host: str) -> str:
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing: the system only picks a route
         mine = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == mine for each in addresses):
-            return str(name)
-    return Here.interface
+    return interface_of(mine) or Here.interface
 
 
 @contextlib.contextmanager

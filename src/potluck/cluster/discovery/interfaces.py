@@ -20,6 +20,14 @@ class Interface:
     is_loopback: bool
 
 
+def interface_of(host: str) -> str:
+    """The name of the interface that has the address ``host`` (without a scope); empty if none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == host for each in addresses):
+            return str(name)
+    return ""
+
+
 def usable_interfaces(*, loopback: bool = False) -> tuple[Interface, ...]:
     """All interfaces that are up, carry multicast and have an address, by name.
 

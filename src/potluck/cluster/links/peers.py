@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
-import psutil
-
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.caller import HintCaller
+from potluck.cluster.discovery.interfaces import interface_of
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, WrongSecret
 from potluck.service import OnBroken, Tasks, start_task
 from potluck.transport import aio
@@ -357,17 +356,8 @@ def _host_of(peer: tuple[Any, ...]) -> str:
         return f"{host}%{socket.if_indextoname(peer[3])}"
     # The own end of a connection may be link-local although the other end is not: while the global
     # address of the interface is still being checked for duplicates. Such an end has no scope.
-    return next((each for each in _link_local_addresses() if each.partition("%")[0] == host), host)
-
-
-def _link_local_addresses() -> list[str]:
-    """This machine's link-local IPv6 addresses, each with its interface behind ``%``."""
-    return [
-        f"{each.address.partition('%')[0]}%{name}"
-        for name, addresses in psutil.net_if_addrs().items()
-        for each in addresses
-        if each.family == socket.AF_INET6 and each.address.startswith("fe80:")
-    ]
+    name = interface_of(host) if host.startswith("fe80:") else ""
+    return f"{host}%{name}" if name else host
 
 
 async def _receive(reader: asyncio.StreamReader) -> peers.PeerMessage:
