@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from potluck.system import SIGKILL, need_posix
 
@@ -38,30 +37,24 @@ class Command:
         self._changed = threading.Condition()
         self._lines: list[str] = []
         self._times: list[float] = []
-        self._num_open = 2
+        self._has_ended = False
         self.process = subprocess.Popen(
             list(arguments),
             cwd=cwd,
             env=os.environ | (env or {}),
             stdin=subprocess.PIPE if orders else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # one pipe keeps the order in which lines were written
             text=True,
             errors="replace",
             start_new_session=True,
         )
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self._threads = [
-            threading.Thread(target=self._read, args=(pipe,), name="command-output")
-            for pipe in (self.process.stdout, self.process.stderr)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._read, name="command-output")
+        self._thread.start()
 
     @property
     def lines(self) -> list[str]:
-        """All lines of stdout and stderr so far, in the order they came."""
+        """All lines of stdout and stderr so far, in the order in which they were written."""
         with self._changed:
             return list(self._lines)
 
@@ -102,7 +95,7 @@ class Command:
         found = self._look(unwanted, since, deadline)
         if found is not None:
             raise AssertionError(f"{found[1]!r} came in:\n{self.text}")
-        if not self._num_open:
+        if self._has_ended:
             raise AssertionError(f"it ended:\n{self.text}")
 
     def _find(
@@ -125,7 +118,7 @@ class Command:
                         return self._times[number], self._lines[number]
                 seen = max(seen, len(self._lines))
                 left = deadline - time.monotonic()
-                if not self._num_open or left <= 0:
+                if self._has_ended or left <= 0:
                     return None
                 self._changed.wait(left)
 
@@ -135,8 +128,7 @@ class Command:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s} s:\n{self.text}") from None
-        for thread in self._threads:
-            thread.join(timeout_s)
+        self._thread.join(timeout_s)
         return code
 
     def signal(self, number: int) -> None:
@@ -156,20 +148,20 @@ class Command:
             need_posix("testing commands")
             os.killpg(self.process.pid, SIGKILL)
             self.process.wait()
-        for thread in self._threads:
-            thread.join()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+        self._thread.join()
+        for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
 
-    def _read(self, pipe: IO[str]) -> None:
-        for line in pipe:
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
             with self._changed:
                 self._lines.append(line.rstrip("\n"))
                 self._times.append(time.monotonic())
                 self._changed.notify_all()
         with self._changed:
-            self._num_open -= 1
+            self._has_ended = True
             self._changed.notify_all()
 
 
