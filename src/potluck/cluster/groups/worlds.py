@@ -155,12 +155,13 @@ def settle(turn: Turn) -> None:
         _begin_next(turn)
         return
     members = [state.worker(name) for name in state.world.members]
+    entered = state.world.members if state.view is None else state.view.members
+    missing = tuple(name for name in state.world.members if name not in entered)
     if all(worker.finished for worker in members):
         turn.stop_workers("the members of the job have finished", 0, spared=Phase.FINISHED)
     elif state.view is None:
         _gather(turn, members)
-    elif state.view.members != state.world.members:
-        missing = tuple(name for name in state.world.members if name not in state.view.members)
+    elif missing:
         end(turn, f"worker {', '.join(missing)} is missing in the cluster's view", missing)
     elif any(worker.again for worker in members):
         _meet_again(turn, members)

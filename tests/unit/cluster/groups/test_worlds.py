@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -265,6 +266,21 @@ def test_a_script_that_ends_at_its_first_loss_is_not_elastic(is_told_first: str)
     assert story.state.failure is None
     assert story.state.world.restarts == 1
     story.meet()
+
+
+def test_a_script_that_turns_out_not_to_be_elastic_keeps_the_order_of_its_ranks() -> None:
+    """The ranks of an elastic job follow the ring of its nodes, not the names of its workers."""
+    story = Story(3)
+    story.state = replace(story.state, ring=("ada", "carl", "bob"))
+    for name, node in zip(story.names, ("ada", "bob", "carl"), strict=True):
+        story.tell(Ready(name, port=1, node=node))
+    announced = story.only(Announce)
+    assert [member.worker for member in announced.members] == ["0", "2", "1"]
+    story.tell(*(Installed(name, announced.epoch) for name in story.names))
+    story.tell(gave_up("0"))
+    assert not story.all(EndWorld), "the loss that explains the failure is not told yet"
+    story.tell(Exited("2", -SIGKILL))
+    assert "(restart 1 of 3)" in story.only(EndWorld).reason
 
 
 def test_a_context_s_script_that_loses_a_machine_starts_again_without_counting_it() -> None:
