@@ -46,7 +46,12 @@ def test_nothing_imports_upwards() -> None:
             "import potluck.cluster.home",
             "The folders of the",
         ),
-        ("cluster/groups/breach.py", "import time", "The control plane, commits"),
+        ("cluster/jobs/groups/breach.py", "import time", "The control plane, commits"),
+        (
+            "cluster/jobs/groups/breach.py",
+            "import potluck.cluster.jobs.controller",
+            "A job's groups are decided below",
+        ),
         ("engine/arrays/breach.py", "import potluck.engine.loop", "The folders of the data plane"),
         ("engine/breach.py", "import potluck.testing", "imports it"),
         ("testing/breach.py", "import support.hosts", "The package runs without"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from potluck.cluster.groups import membership
-from potluck.cluster.groups.events import Action, Announce, Event, Start
-from potluck.cluster.groups.roster import Phase, Policy
+from potluck.cluster.jobs.groups import membership
+from potluck.cluster.jobs.groups.events import Action, Announce, Event, Start
+from potluck.cluster.jobs.groups.roster import Phase, Policy
 
 A = TypeVar("A", bound=Action)
 

@@ -3,9 +3,9 @@
 ``init_process_group`` asks a store at MASTER_ADDR and MASTER_PORT, and would wait there for ranks
 that never come. So each worker first tells its agent that its script forms a fixed world, and waits
 for the view of all its ranks; the agent ends the world when a rank is lost
-(``cluster.groups.worlds``). The link to the agent, the *seat*, stays until the script ends. Where a
-script destroys its process group and makes another, the ranks meet there again: at the port of the
-last group a fast rank would find the last group's store, and wait in that.
+(``cluster.jobs.groups.worlds``). The link to the agent, the *seat*, stays until the script ends.
+Where a script destroys its process group and makes another, the ranks meet there again: at the port
+of the last group a fast rank would find the last group's store, and wait in that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a worker and its agent say to each other after the greeting, and how a CLI asks for status.
 
-What a worker says are also the events that ``cluster.groups.membership`` decides about, and travel
-unchanged to the node that leads the job. Each names its ``worker``; the agent ends the link of a
-worker that names another.
+A worker's messages are also the events that ``cluster.jobs.groups.membership`` decides about, and
+travel unchanged to the node that leads the job. Each names its ``worker``; the agent ends the link
+of a worker that names another.
 
 Each message is a tagged msgpack struct behind a little-endian u32 length of at most
 ``MAX_MESSAGE`` bytes, checked before anything is allocated. Texts and collections are bounded, so

@@ -2,9 +2,9 @@
 
 The node that leads the cluster leads its jobs. It *orders* a job on every node, which then has the
 script's folder and reports; it says what is to be done with each worker, and hears what becomes of
-each: an ``Event``, which ``cluster.groups.membership`` takes as it came. The node on which somebody
-called ``potluck run`` (the job's ``starter``) gets the output. All of it is bounded, and travels
-over the control links (``peers.py``).
+each: an ``Event``, which ``cluster.jobs.groups.membership`` takes as it came. The node on which
+``potluck run`` was called (the job's ``starter``) gets the output. All of it is bounded, and
+travels over the control links (``peers.py``).
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from dataclasses import replace
 
 import msgspec
 
-from potluck.cluster.groups import events, membership
-from potluck.cluster.groups.roster import Phase, State
 from potluck.cluster.jobs.chaos import parse_chaos
 from potluck.cluster.jobs.group_agreement import GroupAgreement
+from potluck.cluster.jobs.groups import events, membership
+from potluck.cluster.jobs.groups.roster import Phase, State
 from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.journal import Journal
 from potluck.cluster.jobs.membership_loop import MembershipLoop, policy_of, taken_over

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from potluck.cluster.groups.events import Agreed, Announce, NotAgreed
+from potluck.cluster.jobs.groups.events import Agreed, Announce, NotAgreed
 from potluck.cluster.jobs.placement import holders
 from potluck.cluster.membership.events import WantGroup
 from potluck.types import MeasuredPath

@@ -7,8 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from potluck.cluster.groups import events, membership
-from potluck.cluster.groups.roster import Policy, State, World
+from potluck.cluster.jobs.groups import events, membership
+from potluck.cluster.jobs.groups.roster import Policy, State, World
 from potluck.types import Member
 from potluck.wire import jobs
 from potluck.wire.nodes import JobGroup

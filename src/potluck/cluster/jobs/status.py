@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from potluck.cluster.groups.roster import EXPECTED, Phase, State, Worker
+from potluck.cluster.jobs.groups.roster import EXPECTED, Phase, State, Worker
 from potluck.cluster.jobs.journal import Journal
 from potluck.wire import control, jobs
 

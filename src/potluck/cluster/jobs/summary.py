@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from potluck.cluster.groups.roster import State, name_exit
+from potluck.cluster.jobs.groups.roster import State, name_exit
 from potluck.cluster.jobs.journal import Journal
 from potluck.wire.control import Fact, Samples
 from potluck.wire.jobs import MAX_SUMMARY

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from potluck.cluster.groups import membership
-from potluck.cluster.groups.events import (
+from potluck.cluster.jobs.groups import membership
+from potluck.cluster.jobs.groups.events import (
     Event,
     Exited,
     Failed,
@@ -16,7 +16,7 @@ from potluck.cluster.groups.events import (
     Interrupted,
     Ready,
 )
-from potluck.cluster.groups.roster import Policy, State
+from potluck.cluster.jobs.groups.roster import Policy, State
 from potluck.cluster.jobs.journal import Journal
 from potluck.cluster.jobs.summary import Summary, explain, summarize
 from potluck.types import Member

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.groups import membership
-from potluck.cluster.groups.events import Agreed, Announce, Away, EndGroup, NotAgreed, Placed, Start
-from potluck.cluster.groups.roster import Phase, Policy
+from potluck.cluster.jobs.groups import membership
+from potluck.cluster.jobs.groups.events import (
+    Agreed,
+    Announce,
+    Away,
+    EndGroup,
+    NotAgreed,
+    Placed,
+    Start,
+)
+from potluck.cluster.jobs.groups.roster import Phase, Policy
 from potluck.cluster.membership import events
 from potluck.cluster.membership.events import (
     GroupRefused,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from potluck.cluster.groups.events import Log, SendProbe
-from potluck.cluster.groups.roster import Inquiry, Phase, Report
-from potluck.cluster.groups.turn import Turn
+from potluck.cluster.jobs.groups.events import Log, SendProbe
+from potluck.cluster.jobs.groups.roster import Inquiry, Phase, Report
+from potluck.cluster.jobs.groups.turn import Turn
 from potluck.wire.control import Lost, ProbeReply
 
 

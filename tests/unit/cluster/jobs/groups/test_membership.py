@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.cluster.groups import membership
-from potluck.cluster.groups.events import (
+from potluck.cluster.jobs.groups import membership
+from potluck.cluster.jobs.groups.events import (
     Announce,
     EndGroup,
     Interrupted,
@@ -18,7 +18,7 @@ from potluck.cluster.groups.events import (
     StopWorkers,
     Tick,
 )
-from potluck.cluster.groups.roster import Phase, Policy, name_exit
+from potluck.cluster.jobs.groups.roster import Phase, Policy, name_exit
 from potluck.wire import jobs, peers
 from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
 from potluck.wire.format import PREFIX_BYTES

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.cluster.groups import membership
-from potluck.cluster.groups.events import (
+from potluck.cluster.jobs.groups import membership
+from potluck.cluster.jobs.groups.events import (
     Agreed,
     Announce,
     Away,
@@ -21,7 +21,7 @@ from potluck.cluster.groups.events import (
     StopWorkers,
     Tick,
 )
-from potluck.cluster.groups.roster import Phase, Policy, World
+from potluck.cluster.jobs.groups.roster import Phase, Policy, World
 from potluck.types import Member
 from potluck.wire.control import Failed, Finished, Installed, Ready
 from potluck.wire.jobs import Exited, Seen, Stalled

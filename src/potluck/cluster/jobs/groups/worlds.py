@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from potluck.cluster.groups.events import (
+from potluck.cluster.jobs.groups.events import (
     Agreed,
     Announce,
     Away,
@@ -33,8 +33,8 @@ from potluck.cluster.groups.events import (
     Log,
     Placed,
 )
-from potluck.cluster.groups.roster import Failure, LiveGroup, Phase, Worker, World, name_exit
-from potluck.cluster.groups.turn import Turn
+from potluck.cluster.jobs.groups.roster import Failure, LiveGroup, Phase, Worker, World, name_exit
+from potluck.cluster.jobs.groups.turn import Turn
 from potluck.types import Member
 from potluck.wire.control import Failed, Ready
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled

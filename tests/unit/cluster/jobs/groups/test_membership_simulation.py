@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from potluck.cluster.groups import membership
-from potluck.cluster.groups.events import (
+from potluck.cluster.jobs.groups import membership
+from potluck.cluster.jobs.groups.events import (
     Announce,
     EndGroup,
     Event,
@@ -21,7 +21,7 @@ from potluck.cluster.groups.events import (
     StopWorkers,
     Tick,
 )
-from potluck.cluster.groups.roster import Phase, Policy
+from potluck.cluster.jobs.groups.roster import Phase, Policy
 from potluck.wire.control import Finished, Installed, Lost, ProbeReply, Ready
 from potluck.wire.jobs import Exited
 

@@ -26,8 +26,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
-from potluck.cluster.groups import inquiry, worlds
-from potluck.cluster.groups.events import (
+from potluck.cluster.jobs.groups import inquiry, worlds
+from potluck.cluster.jobs.groups.events import (
     Action,
     Agreed,
     Announce,
@@ -41,7 +41,7 @@ from potluck.cluster.groups.events import (
     Start,
     Tick,
 )
-from potluck.cluster.groups.roster import (
+from potluck.cluster.jobs.groups.roster import (
     EXPECTED,
     Failure,
     LiveGroup,
@@ -52,7 +52,7 @@ from potluck.cluster.groups.roster import (
     World,
     name_exit,
 )
-from potluck.cluster.groups.turn import Turn
+from potluck.cluster.jobs.groups.turn import Turn
 from potluck.cluster.topology.graph import in_ring
 from potluck.types import Member
 from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready

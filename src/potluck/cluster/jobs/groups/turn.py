@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from potluck.cluster.groups.events import Action, EndGroup, Start, StopWorkers
-from potluck.cluster.groups.roster import Failure, Phase, State
+from potluck.cluster.jobs.groups.events import Action, EndGroup, Start, StopWorkers
+from potluck.cluster.jobs.groups.roster import Failure, Phase, State
 
 
 class Turn:
