@@ -188,7 +188,7 @@ def test_a_node_with_another_torch_is_named_and_nothing_is_run(tmp_path: Path) -
             assert run.finish() == 2
         mine = importlib.metadata.version("torch").partition("+")[0]
         assert f"bob ({bob.id}) has torch 1.2.3, this node {mine}" in run.text
-        assert not list((bob.home / "bundles" / "bundles").glob("*")), "no code was sent"
+        assert not list((bob.home / "code_store" / "packages").glob("*")), "no code was sent"
 
 
 @pytest.mark.long

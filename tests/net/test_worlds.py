@@ -138,7 +138,7 @@ def test_a_job_waits_for_as_many_machines_as_it_needs(tmp_path: Path) -> None:
 def kill_a_worker(machine: Machine) -> None:
     """SIGKILL its worker, which runs the script in the agent's copy of its folder."""
     for pid in machine.others():
-        if b"/bundles/" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"/code_store/" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
             return
     raise AssertionError(f"no worker runs on {machine}")

@@ -12,7 +12,7 @@ Each folder may import those below it; the last five know nothing of each other:
 - ``links``: connections to an agent, of its workers, other agents and commands
 - ``trust``: the cluster's secret, who this node is, whom it talks to
 - ``membership``: which nodes are in the cluster (pure)
-- ``bundles``: a script's folder on its way to the nodes
+- ``code_store``: a script's folder on its way to the nodes
 - ``discovery``: where other nodes may be
 - ``home``: what agents keep on disk
 - ``names.py``: what people call the nodes

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from potluck.cluster.bundles.depot import BundleDepot
+from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.discovery.advert import Presence, new_instance
 from potluck.cluster.discovery.finder import Finder
@@ -159,9 +159,9 @@ class NodeAgent:
             notes=lambda: self._notes,
         )
         # To whoever has a link: who is let in asks before all others know that it is in.
-        depot = BundleDepot(settings.home / "bundles", links.send)
-        links.on(peers.BundleMessage, depot.received)
-        links.on_ended.append(lambda node, incarnation, reason: depot.lost(node))
+        code_store = CodeStore(settings.home / "code_store", links.send)
+        links.on(peers.PackageMessage, code_store.received)
+        links.on_ended.append(lambda node, incarnation, reason: code_store.lost(node))
         host = JobHost(
             me=me,
             port=self.port,
@@ -175,7 +175,7 @@ class NodeAgent:
             log=JobLog(settings.home),
             note=self._note,
         )
-        self.jobs = dispatcher = JobDispatcher(host, depot)
+        self.jobs = dispatcher = JobDispatcher(host, code_store)
         self._callers = {
             CLIENT: commands.greeted,
             "control": dispatcher.runner.greeted,

@@ -31,9 +31,9 @@ Line = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 class JobSpec(msgspec.Struct, frozen=True):
     """What is to be run, and how.
 
-    ``script`` is a path below the folder that travels as ``bundle``; ``below`` is where in that
+    ``script`` is a path below the folder that travels as ``package``; ``below`` is where in that
     folder the command was given (empty: elsewhere), and ``directory`` where on the ``starter``.
-    A job without a ``bundle`` is local: ``script`` is a path of the starter, and runs only there.
+    A job without a ``package`` is local: ``script`` is a path of the starter, and runs only there.
     ``per_node`` workers run on each of at most ``max_nodes`` nodes (0: all). ``versions`` are the
     starter's. ``started`` is Unix time. ``restarts_worlds``, ``wait_s`` and ``min_workers`` as in
     ``roster.Policy``.
@@ -42,7 +42,7 @@ class JobSpec(msgspec.Struct, frozen=True):
     job: Job
     script: Text
     arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)]
-    bundle: Digest | None
+    package: Digest | None
     starter: Name
     versions: Versions
     below: Text = ""
@@ -62,7 +62,7 @@ class JobSpec(msgspec.Struct, frozen=True):
     @property
     def is_local(self) -> bool:
         """Whether all workers run on the starter, from the script's own folder."""
-        return self.bundle is None
+        return self.package is None
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -142,7 +142,7 @@ class JobEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """I lead this job. Fetch its bundle from me if you have it not, and answer with Reported; take
+    """I lead this job. Fetch its package from me if you have it not, and answer with Reported; take
     it over with these ``places`` and this ``world`` should I be lost."""
 
     spec: JobSpec

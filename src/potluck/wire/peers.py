@@ -66,25 +66,19 @@ class DropSecret(msgspec.Struct, frozen=True, tag=True):
     rotation: Name
 
 
-class BundleWanted(msgspec.Struct, frozen=True, tag=True):
-    """Send me the manifest of ``bundle``, from ``offset``."""
+class PartWanted(msgspec.Struct, frozen=True, tag=True):
+    """Send me a part, from ``offset``, of the file of ``package`` whose SHA-256 is ``file``; of its
+    manifest if ``file`` is empty."""
 
-    bundle: Digest
-    offset: Offset
-
-
-class FileWanted(msgspec.Struct, frozen=True, tag=True):
-    """Send me the file whose SHA-256 is ``file``, of ``bundle``, from ``offset``."""
-
-    bundle: Digest
-    file: Digest
+    package: Digest
+    file: Annotated[bytes, msgspec.Meta(max_length=32)]
     offset: Offset
 
 
 class Part(msgspec.Struct, frozen=True, tag=True):
     """Bytes of a manifest (``file`` empty) or a file, from ``offset``; ``size`` is the whole's."""
 
-    bundle: Digest
+    package: Digest
     file: Annotated[bytes, msgspec.Meta(max_length=32)]
     offset: Offset
     size: int
@@ -92,14 +86,14 @@ class Part(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotHere(msgspec.Struct, frozen=True, tag=True):
-    """I don't have this bundle or file."""
+    """I don't have this package or file."""
 
-    bundle: Digest
+    package: Digest
     file: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     reason: Text = ""
 
 
-BundleMessage = BundleWanted | FileWanted | Part | NotHere
+PackageMessage = PartWanted | Part | NotHere
 PeerMessage = (
     NodeMessage
     | Introduction
@@ -107,7 +101,7 @@ PeerMessage = (
     | SecretStored
     | UseSecret
     | DropSecret
-    | BundleMessage
+    | PackageMessage
     | JobMessage
     | Facts
     | Measured

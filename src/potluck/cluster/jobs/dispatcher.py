@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from potluck.cluster.bundles.depot import BundleDepot
+from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.jobs.controller import JobController
 from potluck.cluster.jobs.early import EarlyOrders
 from potluck.cluster.jobs.host import JobHost
@@ -61,10 +61,10 @@ class _Watched:
 class JobDispatcher:
     """Feed it what the agent hears: messages, views, pauses, requests."""
 
-    def __init__(self, host: JobHost, depot: BundleDepot) -> None:
-        self.runner = LocalRunner(host, depot, self._must_wait)
+    def __init__(self, host: JobHost, code_store: CodeStore) -> None:
+        self.runner = LocalRunner(host, code_store, self._must_wait)
         self._host = host
-        self._depot = depot
+        self._code_store = code_store
         self._controllers: dict[str, JobController] = {}
         self._watched: dict[str, _Watched] = {}
         self._early = EarlyOrders()
@@ -99,16 +99,16 @@ class JobDispatcher:
             )
         job = f"{PurePosixPath(request.script).stem[:64]}-{secrets.token_hex(4)}"
         await self._await_nodes(job, request, client)
-        bundle, below = None, ""
+        package, below = None, ""
         if request.folder:
-            bundle = await self._depot.take_in(Path(request.folder), request.script)
+            package = await self._code_store.take_in(Path(request.folder), request.script)
             with contextlib.suppress(ValueError):
                 below = Path(request.directory).relative_to(request.folder).as_posix()
         spec = jobs.JobSpec(
             job=job,
             script=request.script,
             arguments=request.arguments,
-            bundle=bundle,
+            package=package,
             starter=host.me,
             versions=own_versions(),
             below=below,

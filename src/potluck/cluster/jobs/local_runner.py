@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from potluck.cluster.bundles.depot import BundleDepot
+from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.jobs.chaos import parse_chaos
 from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.local_workers import LocalWorkers, seat
@@ -60,13 +60,13 @@ class LocalJob:
 
 
 class LocalRunner:
-    """All jobs here. ``depot`` has the bundles; while ``must_wait()``, a command of this machine
-    does not keep up with the output, and that of the workers here is not read."""
+    """All jobs of this node. While ``must_wait()``, a command of this machine does not keep up with
+    the output, and the output of the workers here is not read."""
 
-    def __init__(self, host: JobHost, depot: BundleDepot, must_wait: Callable[[], bool]) -> None:
+    def __init__(self, host: JobHost, code_store: CodeStore, must_wait: Callable[[], bool]) -> None:
         self.jobs: dict[str, LocalJob] = {}
         self._host = host
-        self._depot = depot
+        self._code_store = code_store
         self._must_wait = must_wait
         self._tasks = Tasks()
 
@@ -112,10 +112,10 @@ class LocalRunner:
         spec, job_id = job.spec, job.spec.job
         folder: Path | None = None
         try:
-            if spec.bundle is not None:
-                if not self._depot.has(spec.bundle):
-                    await self._bring(spec, spec.bundle)
-                folder = await asyncio.to_thread(self._depot.open, spec.bundle, job_id)
+            if spec.package is not None:
+                if not self._code_store.has(spec.package):
+                    await self._bring(spec, spec.package)
+                folder = await asyncio.to_thread(self._code_store.open, spec.package, job_id)
             elif spec.starter != self._host.me:
                 raise ConfigurationError("it is local to the node it was started on")
         except (PotluckError, OSError) as error:
@@ -136,9 +136,9 @@ class LocalRunner:
             job.workers = LocalWorkers(job_id, launcher, partial(self._happened, job))
         self._report(job)
 
-    async def _bring(self, spec: jobs.JobSpec, bundle: bytes) -> None:
-        """Get the bundle from the starter, or the leader. Either may still have to hear that this
-        node is in the view, or have the bundle itself: they are asked again for a while."""
+    async def _bring(self, spec: jobs.JobSpec, package: bytes) -> None:
+        """Get the package from the starter, or the leader. Either may still have to hear that this
+        node is in the view, or have the package itself: they are asked again for a while."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _BRING_S
         while True:
@@ -146,7 +146,7 @@ class LocalRunner:
             nodes = set() if view is None else {spec.starter, view.leader} - {self._host.me}
             for node in sorted(nodes, key=lambda node: node != spec.starter):
                 try:
-                    await self._depot.fetch(node, bundle)
+                    await self._code_store.fetch(node, package)
                     return
                 except LinkError:
                     if loop.time() > deadline:
@@ -205,7 +205,7 @@ class LocalRunner:
         if job.workers is not None:
             await job.workers.put_away()
         if not job.spec.is_local:
-            await asyncio.to_thread(self._depot.close, job.spec.job)
+            await asyncio.to_thread(self._code_store.close, job.spec.job)
 
     # What the cluster agreed on.
 

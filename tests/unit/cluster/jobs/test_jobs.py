@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from potluck.cluster.bundles.depot import KEPT_JOBS, BundleDepot
+from potluck.cluster.code_store.store import KEPT_JOBS, CodeStore
 from potluck.cluster.jobs.dispatcher import JobDispatcher
 from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.summary import Summary
@@ -102,8 +102,8 @@ class Machine:
         return self
 
 
-def spec(bundle: bytes, starter: str) -> jobs.JobSpec:
-    return jobs.JobSpec("job", "train.py", (), bundle, starter, own_versions())
+def spec(package: bytes, starter: str) -> jobs.JobSpec:
+    return jobs.JobSpec("job", "train.py", (), package, starter, own_versions())
 
 
 def view(*nodes: str, epoch: int = 3) -> View:
@@ -112,13 +112,13 @@ def view(*nodes: str, epoch: int = 3) -> View:
     )
 
 
-def play(tmp_path: Path, story: Callable[[Machine, JobDispatcher, BundleDepot], object]) -> Machine:
+def play(tmp_path: Path, story: Callable[[Machine, JobDispatcher, CodeStore], object]) -> Machine:
     async def run() -> Machine:
         machine = Machine()
-        depot = BundleDepot(tmp_path / "bundles", machine.send)
-        all_jobs = JobDispatcher(machine.host(), depot)
+        code_store = CodeStore(tmp_path / "code_store", machine.send)
+        all_jobs = JobDispatcher(machine.host(), code_store)
         try:
-            await story(machine, all_jobs, depot)  # type: ignore[misc]
+            await story(machine, all_jobs, code_store)  # type: ignore[misc]
         finally:
             await all_jobs.close()
         return machine
@@ -131,10 +131,10 @@ def install(machine: Machine, all_jobs: JobDispatcher, new: View) -> None:
     all_jobs.act(events.Install(new, ""))
 
 
-async def bundle_of(depot: BundleDepot, folder: Path) -> bytes:
+async def package_of(code_store: CodeStore, folder: Path) -> bytes:
     folder.mkdir()
     (folder / "train.py").write_text("print('hello')")
-    return await depot.take_in(folder, "train.py")
+    return await code_store.take_in(folder, "train.py")
 
 
 def reports(machine: Machine) -> list[str]:
@@ -144,10 +144,10 @@ def reports(machine: Machine) -> list[str]:
 def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
     tmp_path: Path,
 ) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
-        bundle = await bundle_of(depot, tmp_path / "code")
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
         places = (jobs.Place("0", ME, 0),)
-        all_jobs.received(LEADER, jobs.Order(spec(bundle, LEADER), places))
+        all_jobs.received(LEADER, jobs.Order(spec(package, LEADER), places))
         assert not all_jobs.runner.jobs
         install(machine, all_jobs, view(LEADER, ME))
         async with asyncio.timeout(20):
@@ -162,14 +162,14 @@ def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
 def test_a_node_that_breaks_over_an_order_reports_it_instead_of_leaving_the_leader_to_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def breaks(bundle: bytes, job: str) -> Path:
+    def breaks(package: bytes, job: str) -> Path:
         raise KeyError("no room")
 
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
-        bundle = await bundle_of(depot, tmp_path / "code")
-        monkeypatch.setattr(depot, "open", breaks)
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
+        monkeypatch.setattr(code_store, "open", breaks)
         install(machine, all_jobs, view(LEADER, ME))
-        all_jobs.received(LEADER, jobs.Order(spec(bundle, LEADER), (jobs.Place("0", ME, 0),)))
+        all_jobs.received(LEADER, jobs.Order(spec(package, LEADER), (jobs.Place("0", ME, 0),)))
         async with asyncio.timeout(20):
             while not reports(machine):
                 await asyncio.sleep(0)
@@ -181,10 +181,10 @@ def test_a_node_that_breaks_over_an_order_reports_it_instead_of_leaving_the_lead
 
 
 def test_a_banned_node_ends_its_workers(tmp_path: Path) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
-        bundle = await bundle_of(depot, tmp_path / "code")
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
         install(machine, all_jobs, view(LEADER, ME))
-        all_jobs.received(LEADER, jobs.Order(spec(bundle, LEADER), ()))
+        all_jobs.received(LEADER, jobs.Order(spec(package, LEADER), ()))
         all_jobs.act(events.Leave("a cut"))
         assert all_jobs.runner.jobs, "it may come back"
         machine.is_banned = True
@@ -195,10 +195,10 @@ def test_a_banned_node_ends_its_workers(tmp_path: Path) -> None:
 
 
 def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
-        bundle = await bundle_of(depot, tmp_path / "code")
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
         install(machine, all_jobs, view(LEADER, ME, EVE))
-        order = jobs.Order(spec(bundle, EVE), (jobs.Place("0", ME, 0),))
+        order = jobs.Order(spec(package, EVE), (jobs.Place("0", ME, 0),))
         all_jobs.received(EVE, order)
         all_jobs.received(EVE, jobs.StartWorker("job", "0", 0))
         install(machine, all_jobs, view(LEADER, ME, EVE, epoch=4))
@@ -209,11 +209,11 @@ def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
     assert machine.notes == [
         "eve (eve) does not lead the cluster, and ordered a job: nothing is run for it"
     ]
-    assert not [m for _, m in machine.sent if isinstance(m, peers.BundleWanted | jobs.Reported)]
+    assert not [m for _, m in machine.sent if isinstance(m, peers.PartWanted | jobs.Reported)]
 
 
 def test_nobody_outside_the_view_or_in_anothers_name_can_submit_a_job(tmp_path: Path) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         install(machine, all_jobs, view(ME, LEADER))
         machine.sent.clear()
         all_jobs.received(EVE, jobs.Submit(spec(bytes(32), EVE)))
@@ -228,10 +228,10 @@ def test_nobody_outside_the_view_or_in_anothers_name_can_submit_a_job(tmp_path: 
 
 
 def test_a_node_speaks_for_its_own_workers_only(tmp_path: Path) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
-        bundle = await bundle_of(depot, tmp_path / "code")
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
         install(machine, all_jobs, view(ME, LEADER, EVE))
-        all_jobs.received(LEADER, jobs.Submit(spec(bundle, LEADER)))
+        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
         for node in (ME, LEADER, EVE):
             all_jobs.received(node, jobs.Reported("job"))
         [status] = all_jobs.status()
@@ -258,10 +258,10 @@ def told(machine: Machine, node: str) -> list[control.FromAgent]:
 def test_a_wait_is_passed_on_to_all_nodes_and_a_stopped_worker_named_by_its_own(
     tmp_path: Path,
 ) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
-        bundle = await bundle_of(depot, tmp_path / "code")
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
         install(machine, all_jobs, view(ME, LEADER, EVE))
-        all_jobs.received(LEADER, jobs.Submit(spec(bundle, LEADER)))
+        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
         nodes = (ME, LEADER, EVE)
         for node in nodes:
             all_jobs.received(node, jobs.Reported("job"))
@@ -294,29 +294,29 @@ def test_a_wait_is_passed_on_to_all_nodes_and_a_stopped_worker_named_by_its_own(
 
 
 def test_what_jobs_leave_behind_is_bounded(tmp_path: Path) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
-        bundle = await bundle_of(depot, tmp_path / "code")
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
         for number in range(KEPT_JOBS + 3):
-            folder = depot.open(bundle, f"job-{number}")
+            folder = code_store.open(package, f"job-{number}")
             assert (folder / "train.py").read_text() == "print('hello')"
-            depot.close(f"job-{number}")
+            code_store.close(f"job-{number}")
 
     play(tmp_path, story)
-    assert len(list((tmp_path / "bundles" / "jobs").iterdir())) == KEPT_JOBS
+    assert len(list((tmp_path / "code_store" / "jobs").iterdir())) == KEPT_JOBS
 
 
 def test_a_jobs_folder_is_kept_by_its_own_age_not_by_its_scripts(tmp_path: Path) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
-        bundle = await bundle_of(depot, tmp_path / "code")
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
         for number in range(KEPT_JOBS):
-            depot.open(bundle, f"job-{number}")
-            depot.close(f"job-{number}")
-        os.utime(tmp_path / "bundles" / "bundles" / bundle.hex(), (1, 1))
-        depot.open(bundle, "last")
-        depot.close("last")
+            code_store.open(package, f"job-{number}")
+            code_store.close(f"job-{number}")
+        os.utime(tmp_path / "code_store" / "packages" / package.hex(), (1, 1))
+        code_store.open(package, "last")
+        code_store.close("last")
 
     play(tmp_path, story)
-    assert (tmp_path / "bundles" / "jobs" / "last").is_dir()
+    assert (tmp_path / "code_store" / "jobs" / "last").is_dir()
 
 
 def test_a_folder_that_was_not_copied_whole_is_copied_again(
@@ -326,23 +326,23 @@ def test_a_folder_that_was_not_copied_whole_is_copied_again(
         target.mkdir()
         raise OSError("the disk is full")
 
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
-        bundle = await bundle_of(depot, tmp_path / "code")
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "copytree", breaks)
             with pytest.raises(ConfigurationError, match=r"the disk is full\. Make room"):
-                depot.open(bundle, "job")
-        assert (depot.open(bundle, "job") / "train.py").is_file()
+                code_store.open(package, "job")
+        assert (code_store.open(package, "job") / "train.py").is_file()
 
     play(tmp_path, story)
 
 
 def test_an_agent_that_ends_does_not_wait_for_a_folder_on_its_way(tmp_path: Path) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         install(machine, all_jobs, view(LEADER, ME))
         all_jobs.received(LEADER, jobs.Order(spec(bytes(32), LEADER), ()))
         async with asyncio.timeout(20):
-            while not any(isinstance(m, peers.BundleWanted) for _, m in machine.sent):
+            while not any(isinstance(m, peers.PartWanted) for _, m in machine.sent):
                 await asyncio.sleep(0)
             await all_jobs.close()
 
@@ -352,10 +352,10 @@ def test_an_agent_that_ends_does_not_wait_for_a_folder_on_its_way(tmp_path: Path
 def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
     tmp_path: Path,
 ) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
-        bundle = await bundle_of(depot, tmp_path / "code")
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
         install(machine, all_jobs, view(ME, LEADER))
-        one = msgspec.structs.replace(spec(bundle, LEADER), max_nodes=1)
+        one = msgspec.structs.replace(spec(package, LEADER), max_nodes=1)
         all_jobs.received(LEADER, jobs.Submit(one))
         all_jobs.received(LEADER, jobs.Reported("job"))
         machine.unreachable.add(LEADER)
@@ -374,11 +374,11 @@ def test_a_starter_that_was_cut_off_at_the_end_of_its_job_hears_that_it_is_over(
 
 
 def test_who_leads_no_more_keeps_no_task_for_the_job(tmp_path: Path) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
-        bundle = await bundle_of(depot, tmp_path / "code")
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
         install(machine, all_jobs, view(ME, LEADER))
         before = len(asyncio.all_tasks())
-        all_jobs.received(LEADER, jobs.Submit(spec(bundle, LEADER)))
+        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
         assert len(asyncio.all_tasks()) == before + 1
         install(machine, all_jobs, view(LEADER, ME, epoch=4))
         async with asyncio.timeout(20):
@@ -400,7 +400,7 @@ class Terminal:
 
 
 def test_a_job_that_another_leader_took_over_is_not_submitted_again(tmp_path: Path) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         (tmp_path / "code").mkdir()
         (tmp_path / "code" / "train.py").write_text("print('hello')")
         install(machine, all_jobs, view(LEADER, EVE, ME))
@@ -426,7 +426,7 @@ def test_a_script_that_does_not_travel_is_refused_before_anybody_hears_of_the_jo
 ) -> None:
     """It would else be missing on every node but this one, where the workers fail."""
 
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         folder = tmp_path / "code"
         folder.mkdir()
         (tmp_path / "train.py").write_text("print('hello')")
@@ -462,7 +462,7 @@ def test_a_jobs_name_may_have_what_scripts_names_have() -> None:
 
 
 def test_a_node_that_floods_with_orders_it_may_not_give_is_cut_off(tmp_path: Path) -> None:
-    async def story(machine: Machine, all_jobs: JobDispatcher, depot: BundleDepot) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         install(machine, all_jobs, view(LEADER, ME, EVE))
         order = jobs.JobList(tuple(f"{number:0256d}" for number in range(jobs.MAX_JOBS)))
 

@@ -1,8 +1,8 @@
-"""A script's folder as a bundle: which files travel, under which hashes, and where they arrive.
+"""A code package: a script's folder as it travels. Which files, under which hashes, and where to.
 
-A bundle is a manifest (paths, sizes, SHA-256 of each file) and is named by the manifest's own
+A package is a manifest (paths, sizes, SHA-256 of each file) and is named by the manifest's own
 SHA-256. Files are stored by their hash, so what a node has already is not sent again, and an
-unpacked bundle is a folder of its own that no later one changes. What arrives is written only
+unpacked package is a folder of its own that no later one changes. What arrives is written only
 below the store: every path is judged before, names are made of plain parts, nothing is a link.
 """
 
@@ -117,17 +117,17 @@ def check_script(folder: Path, script: str, manifest: Manifest) -> None:
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
-    """The manifest's bytes, and the name of the bundle: their SHA-256."""
+    """The manifest's bytes, and the name of the package: their SHA-256."""
     data = msgspec.msgpack.encode(manifest)
     return data, hashlib.sha256(data).digest()
 
 
-def decode_manifest(data: bytes, bundle: bytes) -> Manifest:
-    """The manifest of ``bundle``; ProtocolError if it is another, or names a path that may not be.
+def decode_manifest(data: bytes, package: bytes) -> Manifest:
+    """The manifest of ``package``; ProtocolError if it is another, or names a path that may not be.
 
     Paths must be relative and made of plain names, all different also where case does not count.
     """
-    if hashlib.sha256(data).digest() != bundle:
+    if hashlib.sha256(data).digest() != package:
         raise ProtocolError("a manifest does not have the hash that it was asked for by")
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
@@ -145,7 +145,7 @@ def decode_manifest(data: bytes, bundle: bytes) -> Manifest:
         if any(str(parent) in seen for parent in PurePosixPath(path).parents):
             raise ProtocolError(f"a manifest has a file in the place of a folder of {path!r}")
     if manifest.num_bytes > MAX_BYTES:
-        raise ProtocolError(f"a bundle of {manifest.num_bytes} bytes; at most {MAX_BYTES} travel")
+        raise ProtocolError(f"a package of {manifest.num_bytes} bytes; at most {MAX_BYTES} travel")
     return manifest
 
 
@@ -171,13 +171,13 @@ def objection_to_path(path: str) -> str:
     return ""
 
 
-class BundleStore:
-    """Files by hash, and unpacked bundles, below ``root`` (mode 0700)."""
+class PackageFiles:
+    """Files by hash, and unpacked packages, below ``root`` (mode 0700)."""
 
     def __init__(self, root: Path) -> None:
         self._objects = root / "objects"
-        self._bundles = root / "bundles"
-        for folder in (root, self._objects, self._bundles):
+        self._packages = root / "packages"
+        for folder in (root, self._objects, self._packages):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def has(self, sha256: bytes) -> bool:
@@ -200,21 +200,21 @@ class BundleStore:
         if not path.is_file():
             _write_whole(path, data)
 
-    def unpack(self, manifest: Manifest, bundle: bytes) -> Path:
+    def unpack(self, manifest: Manifest, package: bytes) -> Path:
         """The folder that holds exactly the files of ``manifest``, made if it is not there.
 
         All files must be here (``missing`` is empty). The folder appears whole or not at all.
         """
-        target = self._bundles / bundle.hex()
+        target = self._packages / package.hex()
         if target.is_dir():
             return target
-        temporary = self._bundles / f".{bundle.hex()[:16]}.{secrets.token_hex(8)}"
+        temporary = self._packages / f".{package.hex()[:16]}.{secrets.token_hex(8)}"
         temporary.mkdir(mode=0o700)
         try:
             for file in manifest.files:
                 why = objection_to_path(file.path)
                 if why:
-                    raise ProtocolError(f"a bundle names {file.path!r}: {why}")
+                    raise ProtocolError(f"a package names {file.path!r}: {why}")
                 path = temporary / file.path
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 data = self._object(file.sha256).read_bytes()

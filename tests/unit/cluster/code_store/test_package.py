@@ -10,18 +10,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from potluck.cluster.bundles import bundle as bundles
-from potluck.cluster.bundles.bundle import (
-    BundleStore,
+from potluck.cluster.code_store import package as packages
+from potluck.cluster.code_store.package import (
     File,
     Manifest,
+    PackageFiles,
     check_script,
     decode_manifest,
     encode_manifest,
     objection_to_path,
     scan,
 )
-from potluck.cluster.bundles.transfer import BundleFetcher, BundleServer
+from potluck.cluster.code_store.transfer import PackageFetcher, PackageServer
 from potluck.cluster.topology.versions import differences, own_versions
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
 from potluck.wire import peers
@@ -64,7 +64,7 @@ def test_what_the_script_needs_travels_and_nothing_else(folder: Path) -> None:
     assert [file.path for file in manifest.files if file.executable] == ["run.sh"]
     data, name = encode_manifest(manifest)
     assert decode_manifest(data, name) == manifest
-    assert encode_manifest(scan(folder))[1] == name, "the same folder is the same bundle"
+    assert encode_manifest(scan(folder))[1] == name, "the same folder is the same package"
     (folder / "train.py").write_text("print('changed')")
     assert encode_manifest(scan(folder))[1] != name
 
@@ -97,10 +97,10 @@ def test_a_script_that_travels_is_none_to_refuse(folder: Path, script: str) -> N
 def test_a_folder_that_is_too_large_names_what_makes_it_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bundles, "MAX_BYTES", 20)
+    monkeypatch.setattr(packages, "MAX_BYTES", 20)
     with pytest.raises(ConfigurationError, match=r"The largest: .*train\.py"):
         scan(folder)
-    monkeypatch.setattr(bundles, "MAX_FILES", 3)
+    monkeypatch.setattr(packages, "MAX_FILES", 3)
     with pytest.raises(ConfigurationError, match="more than 3 files"):
         scan(folder)
 
@@ -116,12 +116,12 @@ def test_a_folder_that_is_too_large_names_what_makes_it_so(
 def test_no_path_leads_out_of_the_folder(path: str, tmp_path: Path) -> None:
     assert objection_to_path(path)
     if path and len(path) < 1024 and "\udc80" not in path:
-        content = bundles.hashlib.sha256(b"x").digest()
+        content = packages.hashlib.sha256(b"x").digest()
         manifest = Manifest((File(path, 1, content),))
         data, name = encode_manifest(manifest)
         with pytest.raises(ProtocolError):
             decode_manifest(data, name)
-        store = BundleStore(tmp_path / "store")
+        store = PackageFiles(tmp_path / "store")
         store.add(b"x", content)
         with pytest.raises(ProtocolError):
             store.unpack(manifest, name)
@@ -138,7 +138,7 @@ def test_plain_paths_may_travel(path: str) -> None:
     [
         (File("A.py", 1, bytes(32)), File("a.py", 1, bytes(32))),
         (File("a", 1, bytes(32)), File("a/b", 1, bytes(32))),
-        (File("a", bundles.MAX_BYTES, bytes(32)), File("b", 1, bytes(32))),
+        (File("a", packages.MAX_BYTES, bytes(32)), File("b", 1, bytes(32))),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(files: tuple[File, ...]) -> None:
@@ -150,7 +150,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(files: tuple[File, ...]) 
 def test_junk_is_no_manifest() -> None:
     for data in (b"", b"\xc1", b"\x81\xa5files\xa1x", msgspec.msgpack.encode({"files": [1]})):
         with pytest.raises(ProtocolError):
-            decode_manifest(data, bundles.hashlib.sha256(data).digest())
+            decode_manifest(data, packages.hashlib.sha256(data).digest())
     with pytest.raises(ProtocolError, match="hash"):
         decode_manifest(encode_manifest(Manifest(()))[0], bytes(32))
 
@@ -158,15 +158,15 @@ def test_junk_is_no_manifest() -> None:
 class Wire:
     """Two nodes and the messages between them; ``change`` plays a node that lies."""
 
-    def __init__(self, store: BundleStore) -> None:
+    def __init__(self, store: PackageFiles) -> None:
         self.sent: list[peers.PeerMessage] = []
         self.change: Callable[[peers.PeerMessage], peers.PeerMessage] = lambda message: message
-        self.server = BundleServer(self._to_bob)
-        self.fetcher = BundleFetcher(store, self._to_ada)
+        self.server = PackageServer(self._to_bob)
+        self.fetcher = PackageFetcher(store, self._to_ada)
 
     def _to_ada(self, node: str, message: peers.PeerMessage) -> bool:
         assert node == ADA
-        assert isinstance(message, peers.BundleWanted | peers.FileWanted)
+        assert isinstance(message, peers.PartWanted)
         asyncio.get_running_loop().call_soon(self.server.answer, BOB, message)
         return True
 
@@ -179,12 +179,12 @@ class Wire:
         return True
 
 
-def test_a_bundle_arrives_as_it_was_and_only_what_is_new_is_sent_again(
+def test_a_package_arrives_as_it_was_and_only_what_is_new_is_sent_again(
     folder: Path, tmp_path: Path
 ) -> None:
     async def story() -> None:
         (folder / "large.npy").write_bytes(os.urandom(700_000))
-        wire = Wire(BundleStore(tmp_path / "store"))
+        wire = Wire(PackageFiles(tmp_path / "store"))
         first = wire.server.offer(folder)
         target = await wire.fetcher.fetch(ADA, first)
         for file in scan(folder).files:
@@ -223,21 +223,21 @@ def test_a_node_that_lies_is_found_out(folder: Path, tmp_path: Path) -> None:
 
     async def story() -> None:
         for lie in (change_a_byte, only_files, endless, empty):
-            store = BundleStore(tmp_path / lie.__name__)
+            store = PackageFiles(tmp_path / lie.__name__)
             wire = Wire(store)
             wire.change = lie
             name = wire.server.offer(folder)
             with pytest.raises(ProtocolError):
                 await wire.fetcher.fetch(ADA, name)
-            assert not any((tmp_path / lie.__name__ / "bundles").iterdir())
+            assert not any((tmp_path / lie.__name__ / "packages").iterdir())
 
     asyncio.run(story())
 
 
 def test_what_is_not_there_changed_or_gone_is_said(folder: Path, tmp_path: Path) -> None:
     async def story() -> None:
-        wire = Wire(BundleStore(tmp_path / "store"))
-        with pytest.raises(LinkError, match="no such bundle"):
+        wire = Wire(PackageFiles(tmp_path / "store"))
+        with pytest.raises(LinkError, match="no such package"):
             await wire.fetcher.fetch(ADA, bytes(32))
         name = wire.server.offer(folder)
         (folder / "train.py").write_text("changed after it was scanned")
@@ -263,10 +263,10 @@ def test_a_node_that_takes_no_part_gets_no_code(folder: Path) -> None:
         sent.append(message)
         return True
 
-    server = BundleServer(send, allows=lambda node: node == BOB)
+    server = PackageServer(send, allows=lambda node: node == BOB)
     name = server.offer(folder)
-    server.answer(ADA, peers.BundleWanted(name, 0))
-    server.answer(BOB, peers.FileWanted(name, bytes(32), 0))
+    server.answer(ADA, peers.PartWanted(name, b"", 0))
+    server.answer(BOB, peers.PartWanted(name, bytes(32), 0))
     assert [type(message) for message in sent] == [peers.NotHere, peers.NotHere]
 
 

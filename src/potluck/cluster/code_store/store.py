@@ -1,8 +1,8 @@
-"""The bundles of this node: taken in from a folder here or brought over, served to others, copied
+"""The code packages of this node: made from a folder here or fetched, served to other nodes, copied
 into a folder for each job to work in. What is no longer needed is bounded.
 
-Below ``root``: ``objects`` and ``bundles`` (see ``bundle.py``), never changed once there; ``jobs``,
-one folder for each job, in which its workers may write.
+Below ``root``: ``objects`` and ``packages`` (see ``package.py``), never changed once there;
+``jobs``, one folder for each job, in which its workers may write.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from potluck.cluster.bundles.bundle import (
+from potluck.cluster.code_store.package import (
     IGNORE_FILE,
-    BundleStore,
+    PackageFiles,
     check_script,
     encode_manifest,
     read_part,
     scan,
 )
-from potluck.cluster.bundles.transfer import BundleFetcher, BundleServer, Send
+from potluck.cluster.code_store.transfer import PackageFetcher, PackageServer, Send
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.wire import peers
 
 KEPT_JOBS = 4
-KEPT_BUNDLES = 8
+KEPT_PACKAGES = 8
 KEPT_BYTES = 1 << 30
 
 
-class BundleDepot:
-    """``send`` as in ``BundleServer``; whoever has a link may have every bundle. Nothing is on disk
-    before the first one."""
+class CodeStore:
+    """``send`` as in ``PackageServer``; every linked node may have every package. Nothing is on
+    disk before the first package."""
 
     def __init__(self, root: Path, send: Send) -> None:
         self._root = root
-        self._server = BundleServer(send)
+        self._server = PackageServer(send)
         self._send = send
         self._here: dict[bytes, Path] = {}
         self._in_use: set[str] = set()
 
     @functools.cached_property
-    def _store(self) -> BundleStore:
-        return BundleStore(self._root)
+    def _store(self) -> PackageFiles:
+        return PackageFiles(self._root)
 
     @functools.cached_property
-    def _fetcher(self) -> BundleFetcher:
-        return BundleFetcher(self._store, self._send)
+    def _fetcher(self) -> PackageFetcher:
+        return PackageFetcher(self._store, self._send)
 
-    def received(self, node: str, message: peers.BundleMessage) -> None:
+    def received(self, node: str, message: peers.PackageMessage) -> None:
         """``node`` asks for a part, or sends one."""
-        if isinstance(message, peers.BundleWanted | peers.FileWanted):
+        if isinstance(message, peers.PartWanted):
             self._server.answer(node, message)
         else:
             self._fetcher.arrived(node, message)
@@ -63,12 +63,12 @@ class BundleDepot:
         """The link to ``node`` ended."""
         self._fetcher.lost(node)
 
-    def has(self, bundle: bytes) -> bool:
+    def has(self, package: bytes) -> bool:
         """Whether it is here, and served."""
-        return bundle in self._here
+        return package in self._here
 
     async def take_in(self, folder: Path, script: str) -> bytes:
-        """Make a bundle of ``folder`` and serve it; its name. Copies every file that is new.
+        """Make a package of ``folder`` and serve it; its name. Copies every file that is new.
 
         ConfigurationError as for ``scan``, if ``script`` (its path below ``folder``) does not
         travel, if a file can't be read or is being changed meanwhile, or if there is no room.
@@ -79,41 +79,41 @@ class BundleDepot:
         with self._saying_what_is_wrong(folder):
             manifest = scan(folder)
             check_script(folder, script, manifest)
-            _, bundle = encode_manifest(manifest)
+            _, package = encode_manifest(manifest)
             for file in self._store.missing(manifest):
                 data = bytearray()
                 while part := read_part(folder, file, len(data), peers.MAX_PART):
                     data += part
                 self._store.add(bytes(data), file.sha256)
-            self._serve(self._store.unpack(manifest, bundle), bundle)
-        return bundle
+            self._serve(self._store.unpack(manifest, package), package)
+        return package
 
-    async def fetch(self, node: str, bundle: bytes) -> None:
-        """Bring ``bundle`` over from ``node``, and serve it, too; see ``BundleFetcher.fetch``.
+    async def fetch(self, node: str, package: bytes) -> None:
+        """Bring ``package`` over from ``node``, and serve it, too; see ``PackageFetcher.fetch``.
 
         ConfigurationError if there is no room.
         """
         with self._saying_what_is_wrong():
-            folder = await self._fetcher.fetch(node, bundle)
-            await asyncio.to_thread(self._serve, folder, bundle)
+            folder = await self._fetcher.fetch(node, package)
+            await asyncio.to_thread(self._serve, folder, package)
 
-    def _serve(self, folder: Path, bundle: bytes) -> None:
-        if self._server.offer(folder) != bundle:
+    def _serve(self, folder: Path, package: bytes) -> None:
+        if self._server.offer(folder) != package:
             raise ProtocolError(f"{folder} was changed; remove it")
         os.utime(folder)  # the one used last is kept longest
-        self._here[bundle] = folder
+        self._here[package] = folder
 
-    def open(self, bundle: bytes, job: str) -> Path:
-        """The folder in which the workers of ``job`` run: a copy of ``bundle`` of their own.
+    def open(self, package: bytes, job: str) -> Path:
+        """The folder in which the workers of ``job`` run: a copy of ``package`` of their own.
 
         It appears whole or not at all: this process may be killed while it copies, and the job be
-        ordered again. ConfigurationError if the bundle is not here any more or there is no room.
+        ordered again. ConfigurationError if the package is not here any more or there is no room.
         """
         target = self._root / "jobs" / job
         self._in_use.add(job)
         if target.is_dir():
             return target
-        source = self._here.get(bundle)
+        source = self._here.get(package)
         if source is None:
             raise ConfigurationError("the script's folder was removed here; start the job again")
         temporary = target.with_name(f".{secrets.token_hex(8)}")
@@ -121,7 +121,7 @@ class BundleDepot:
             with self._saying_what_is_wrong():
                 target.parent.mkdir(mode=0o700, exist_ok=True)
                 shutil.copytree(source, temporary)
-                os.utime(temporary)  # the copy's age counts, not the bundle's
+                os.utime(temporary)  # the copy's age counts, not the package's
                 temporary.rename(target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -150,16 +150,16 @@ class BundleDepot:
 
     def close(self, job: str) -> None:
         """``job`` is over. Its folder, with what its workers wrote there, is kept until
-        ``KEPT_JOBS`` others have ended; so are ``KEPT_BUNDLES`` bundles, and ``KEPT_BYTES``."""
+        ``KEPT_JOBS`` others have ended; so are ``KEPT_PACKAGES`` packages, and ``KEPT_BYTES``."""
         self._in_use.discard(job)
         for path in _newest(self._root / "jobs")[KEPT_JOBS:]:
             if path.name not in self._in_use:
                 shutil.rmtree(path, ignore_errors=True)
-        for path in _newest(self._root / "bundles")[KEPT_BUNDLES:]:
-            bundle = bytes.fromhex(path.name) if len(path.name) == 64 else b""
+        for path in _newest(self._root / "packages")[KEPT_PACKAGES:]:
+            package = bytes.fromhex(path.name) if len(path.name) == 64 else b""
             if not self._in_use:
-                self._server.withdraw(bundle)
-                self._here.pop(bundle, None)
+                self._server.withdraw(package)
+                self._here.pop(package, None)
                 shutil.rmtree(path, ignore_errors=True)
         total = 0
         for path in _newest(self._root / "objects"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.bundles.depot import BundleDepot
+from potluck.cluster.code_store.store import CodeStore
 from potluck.errors import ConfigurationError
 
 
@@ -42,28 +42,28 @@ def everything(root: Path) -> set[Path]:
 def test_no_room_for_a_folder_is_said_with_what_to_do_and_leaves_nothing_half(
     tmp_path: Path, folder: Path
 ) -> None:
-    depot = BundleDepot(tmp_path / "store", lambda node, message: True)
+    store = CodeStore(tmp_path / "store", lambda node, message: True)
     with files_of_at_most(50_000), pytest.raises(ConfigurationError) as caught:
-        asyncio.run(depot.take_in(folder, "train.py"))
+        asyncio.run(store.take_in(folder, "train.py"))
     assert str(caught.value) == (
         f"the script's folder can't be kept in {tmp_path}/store: File too large. Make room there, "
         "or set POTLUCK_HOME to a directory on another disk"
     )
     assert all(path.stat().st_size < 50 for path in everything(tmp_path / "store"))
-    bundle = asyncio.run(depot.take_in(folder, "train.py"))
+    package = asyncio.run(store.take_in(folder, "train.py"))
     before = everything(tmp_path / "store")
     with (
         files_of_at_most(50_000),
         pytest.raises(ConfigurationError, match=r"too large\. Make room"),
     ):
-        depot.open(bundle, "job-1")
+        store.open(package, "job-1")
     assert everything(tmp_path / "store") == before
-    assert (depot.open(bundle, "job-1") / "data.bin").stat().st_size == 100_000
+    assert (store.open(package, "job-1") / "data.bin").stat().st_size == 100_000
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, folder: Path) -> None:
     """Root may read everything that is there, so here it is not there any more."""
-    depot = BundleDepot(tmp_path / "store", lambda node, message: True)
+    store = CodeStore(tmp_path / "store", lambda node, message: True)
     gone = folder / "lib"
     with pytest.raises(ConfigurationError, match=r"lib can't be read.*No such.*\.potluckignore"):
-        asyncio.run(depot.take_in(gone, "train.py"))
+        asyncio.run(store.take_in(gone, "train.py"))

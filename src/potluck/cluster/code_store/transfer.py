@@ -1,5 +1,5 @@
-"""Bundles over control links: one side serves parts of what it has, the other asks for what it
-lacks. Each part is at most 256 KiB, so heartbeats on the same link are never far behind.
+"""Code packages over control links: one node serves parts of what it has, another asks for parts.
+Each part is at most 256 KiB, so heartbeats on the same link are never far behind.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from potluck.cluster.bundles.bundle import (
+from potluck.cluster.code_store.package import (
     MAX_MANIFEST,
-    BundleStore,
     File,
+    PackageFiles,
     decode_manifest,
     encode_manifest,
     read_part,
@@ -26,8 +26,8 @@ Send = Callable[[str, peers.PeerMessage], bool]
 _STEP_S = 10.0
 
 
-class BundleServer:
-    """Serves bundles of folders on this machine to nodes that ask.
+class PackageServer:
+    """Serves packages of folders on this machine to nodes that ask.
 
     ``allows(node)`` is asked for each request; links are authenticated already, so it is about who
     takes part in a job.
@@ -39,50 +39,50 @@ class BundleServer:
         self._offered: dict[bytes, tuple[Path, dict[bytes, File], bytes]] = {}
 
     def offer(self, folder: Path) -> bytes:
-        """Scan ``folder`` and serve it from now on; the bundle's name. Reads every file."""
+        """Scan ``folder`` and serve it from now on; the package's name. Reads every file."""
         manifest = scan(folder)
-        data, bundle = encode_manifest(manifest)
+        data, package = encode_manifest(manifest)
         files = {file.sha256: file for file in manifest.files}
-        self._offered[bundle] = (folder, files, data)
-        return bundle
+        self._offered[package] = (folder, files, data)
+        return package
 
-    def withdraw(self, bundle: bytes) -> None:
+    def withdraw(self, package: bytes) -> None:
         """Serve it no more."""
-        self._offered.pop(bundle, None)
+        self._offered.pop(package, None)
 
-    def answer(self, node: str, wanted: peers.BundleWanted | peers.FileWanted) -> None:
+    def answer(self, node: str, wanted: peers.PartWanted) -> None:
         """``node`` asked for a part."""
-        file = wanted.file if isinstance(wanted, peers.FileWanted) else b""
+        package, file, offset = wanted.package, wanted.file, wanted.offset
         try:
-            size, data = self._part(node, wanted.bundle, file, wanted.offset)
+            size, data = self._part(node, package, file, offset)
         except (PotluckError, OSError) as error:
-            self._send(node, peers.NotHere(wanted.bundle, file, str(error)[:4096]))
+            self._send(node, peers.NotHere(package, file, str(error)[:4096]))
             return
-        self._send(node, peers.Part(wanted.bundle, file, wanted.offset, size, data))
+        self._send(node, peers.Part(package, file, offset, size, data))
 
-    def _part(self, node: str, bundle: bytes, sha256: bytes, offset: int) -> tuple[int, bytes]:
-        if not self._allows(node) or bundle not in self._offered:
-            raise ProtocolError("this node has no such bundle")
-        folder, files, data = self._offered[bundle]
+    def _part(self, node: str, package: bytes, sha256: bytes, offset: int) -> tuple[int, bytes]:
+        if not self._allows(node) or package not in self._offered:
+            raise ProtocolError("this node has no such package")
+        folder, files, data = self._offered[package]
         if not sha256:
             return len(data), data[offset : offset + peers.MAX_PART]
         if sha256 not in files:
-            raise ProtocolError("the bundle has no such file")
+            raise ProtocolError("the package has no such file")
         file = files[sha256]
         return file.size, read_part(folder, file, offset, peers.MAX_PART)
 
 
-class BundleFetcher:
-    """Gets bundles from other nodes into ``store``. ``arrived`` feeds it their answers."""
+class PackageFetcher:
+    """Gets packages from other nodes into ``store``. ``arrived`` feeds it their answers."""
 
-    def __init__(self, store: BundleStore, send: Send) -> None:
+    def __init__(self, store: PackageFiles, send: Send) -> None:
         self._store = store
         self._send = send
         self._waiting: dict[tuple[str, bytes, bytes], asyncio.Future[peers.Part]] = {}
 
     def arrived(self, node: str, message: peers.Part | peers.NotHere) -> None:
         """``node`` answered. What was not asked for is dropped."""
-        future = self._waiting.get((node, message.bundle, message.file))
+        future = self._waiting.get((node, message.package, message.file))
         if future is None or future.done():
             return
         if isinstance(message, peers.NotHere):
@@ -96,25 +96,25 @@ class BundleFetcher:
             if source == node and not future.done():
                 future.set_exception(LinkError(f"the link to node {node[:12]} ended"))
 
-    async def fetch(self, node: str, bundle: bytes) -> Path:
-        """The folder of ``bundle``, with what is missing here brought over from ``node``.
+    async def fetch(self, node: str, package: bytes) -> Path:
+        """The folder of ``package``, with what is missing here brought over from ``node``.
 
-        LinkError if it goes away, has no such bundle, or is silent for 10 s; ProtocolError if what
-        it sends is not what was asked for. Sends only files that no earlier bundle brought.
+        LinkError if it goes away, has no such package, or is silent for 10 s; ProtocolError if what
+        it sends is not what was asked for. Sends only files that no earlier package brought.
         """
-        data = await self._bytes(node, bundle, b"", MAX_MANIFEST)
-        manifest = decode_manifest(data, bundle)
+        data = await self._bytes(node, package, b"", MAX_MANIFEST)
+        manifest = decode_manifest(data, package)
         for file in self._store.missing(manifest):
-            content = await self._bytes(node, bundle, file.sha256, file.size, exact=True)
+            content = await self._bytes(node, package, file.sha256, file.size, exact=True)
             await asyncio.to_thread(self._store.add, content, file.sha256)
-        return await asyncio.to_thread(self._store.unpack, manifest, bundle)
+        return await asyncio.to_thread(self._store.unpack, manifest, package)
 
     async def _bytes(
-        self, node: str, bundle: bytes, sha256: bytes, limit: int, *, exact: bool = False
+        self, node: str, package: bytes, sha256: bytes, limit: int, *, exact: bool = False
     ) -> bytes:
         data = bytearray()
         while True:
-            part = await self._part(node, bundle, sha256, len(data))
+            part = await self._part(node, package, sha256, len(data))
             too_long = part.size > limit or (exact and part.size != limit)
             if part.offset != len(data) or too_long or len(data) + len(part.data) > part.size:
                 raise ProtocolError(f"node {node[:12]} sent another part than was asked for")
@@ -124,19 +124,14 @@ class BundleFetcher:
             if not part.data:
                 raise ProtocolError(f"node {node[:12]} sent an empty part")
 
-    async def _part(self, node: str, bundle: bytes, sha256: bytes, offset: int) -> peers.Part:
-        key = (node, bundle, sha256)
+    async def _part(self, node: str, package: bytes, sha256: bytes, offset: int) -> peers.Part:
+        key = (node, package, sha256)
         if key in self._waiting:
-            raise LinkError("the same bundle is being fetched from this node already")
+            raise LinkError("the same package is being fetched from this node already")
         future: asyncio.Future[peers.Part] = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
-        wanted = (
-            peers.FileWanted(bundle, sha256, offset)
-            if sha256
-            else peers.BundleWanted(bundle, offset)
-        )
         try:
-            if not self._send(node, wanted):
+            if not self._send(node, peers.PartWanted(package, sha256, offset)):
                 raise LinkError(f"there is no link to node {node[:12]}")
             async with asyncio.timeout(_STEP_S):
                 return await future
