@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,6 @@ from potluck.errors import Evicted, GroupError, LinkError, OperationTimeout, Ref
 from potluck.metrics import Metrics
 from potluck.transport.inproc import inproc_pair
 from potluck.transport.link import Link
-from potluck.transport.link_memory import LinkMemory
 from potluck.types import Group, Member
 from potluck.wire.messages import Refusal
 
@@ -34,8 +34,8 @@ class Hub:
         self._members: tuple[str, ...] = tuple(self._alive)
         self._connectors: dict[tuple[int, int], _Connector] = {}
         self._departed: dict[tuple[int, int], Refusal] = {}
-        self._dead: dict[str, threading.Event] = {}
-        self._links: dict[str, list[Link]] = {}
+        self._killed: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+        self._links: defaultdict[str, list[Link]] = defaultdict(list)
         self.segment_bytes = segment_bytes
 
     # -- faults and joins
@@ -44,7 +44,7 @@ class Hub:
         """``worker`` is gone: its links end, and the next group is without it."""
         with self._changed:
             self._alive.remove(worker)
-            self._dead.setdefault(worker, threading.Event()).set()
+            self._killed[worker].set()
             links = self._links.pop(worker, [])
             waiting = self._waiting_for(worker)
             own = [each for each in self._connectors.values() if each.group.me.worker == worker]
@@ -156,11 +156,10 @@ class Hub:
                 return
             caller.linked.add(rank)
             other.linked.add(group.rank)
-            ends = inproc_pair(name, other_name)
-            mine = _MortalLink(ends[0], self._dead.setdefault(name, threading.Event()))
-            theirs = _MortalLink(ends[1], self._dead.setdefault(other_name, threading.Event()))
-            self._links.setdefault(name, []).append(mine)
-            self._links.setdefault(other_name, []).append(theirs)
+            mine, theirs = inproc_pair(name, other_name)
+            for worker, end in ((name, mine), (other_name, theirs)):
+                end.killed = self._killed[worker]
+                self._links[worker].append(end)
         caller.deliver(rank, mine)
         other.deliver(group.rank, theirs)
 
@@ -178,46 +177,6 @@ class Hub:
 def _stale(group: Group) -> Refused:
     """What a member of ``group`` tells those who knock in an earlier epoch, as over TCP."""
     return Refused(f"worker {group.me.worker} is in epoch {group.epoch}", code="stale")
-
-
-class _MortalLink:
-    """A link of a worker that may be killed: from then on it says nothing on any of its links."""
-
-    memory: LinkMemory | None = None
-    needs_checksums = False
-
-    def __init__(self, link: Link, dead: threading.Event) -> None:
-        self._link = link
-        self._dead = dead
-
-    @property
-    def peer(self) -> str:
-        return self._link.peer
-
-    @property
-    def readable(self) -> bool:
-        return self._link.readable
-
-    def fileno(self) -> int:
-        return -1
-
-    def bind(self, wake: Callable[[], None]) -> None:
-        self._link.bind(wake)
-
-    def send(self, data: memoryview) -> int:
-        self._check()
-        return self._link.send(data)
-
-    def recv_into(self, buffer: memoryview) -> int:
-        self._check()
-        return self._link.recv_into(buffer)
-
-    def close(self) -> None:
-        self._link.close()
-
-    def _check(self) -> None:
-        if self._dead.is_set():
-            raise LinkError("this worker was killed")
 
 
 class _Connector:

@@ -20,6 +20,7 @@ import ssl
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -30,6 +31,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from potluck.errors import SecurityError
 from potluck.transport import native_tls
 from potluck.transport.native_tls import NativeContext
+
+T = TypeVar("T")
 
 PSK_BYTES = 32
 
@@ -155,8 +158,8 @@ def make_credential_set(
     return CredentialSet(
         namespace=namespace_of(psk),
         namespaces=frozenset(map(namespace_of, secrets)),
-        server_context=_context(ssl.PROTOCOL_TLS_SERVER, authorities, chain),
-        client_context=_context(ssl.PROTOCOL_TLS_CLIENT, authorities, chain),
+        server_context=_context(ssl.PROTOCOL_TLS_SERVER, trusted, chain),
+        client_context=_context(ssl.PROTOCOL_TLS_CLIENT, trusted, chain),
         native=functools.cache(
             lambda server_side: NativeContext(trusted, chain, server_side=server_side)
         ),
@@ -176,12 +179,7 @@ def node_id_of(key: Ed25519PublicKey) -> str:
 
 def node_id_of_certificate(der: bytes | None) -> str:
     """The identity in a peer's verified certificate (DER); SecurityError if it can't hold one."""
-    if not der:
-        raise SecurityError("the peer showed no certificate")
-    try:
-        key = x509.load_der_x509_certificate(der).public_key()
-    except ValueError as error:
-        raise SecurityError(f"the peer's certificate can't be read: {error}") from error
+    key = _read_certificate(der, lambda certificate: certificate.public_key())
     if not isinstance(key, Ed25519PublicKey):
         raise SecurityError("the peer's certificate does not hold an Ed25519 key")
     return node_id_of(key)
@@ -193,14 +191,19 @@ def namespace_of_certificate(der: bytes | None) -> str:
     While the secret is being changed this says which one the peer shows. SecurityError if the
     certificate can't be read.
     """
+    issuer = _read_certificate(der, lambda certificate: certificate.issuer)
+    names = issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(names[0].value).removeprefix(_CA_NAME) if names else ""
+
+
+def _read_certificate(der: bytes | None, read: Callable[[x509.Certificate], T]) -> T:
+    """What ``read`` takes from a peer's verified certificate (DER)."""
     if not der:
         raise SecurityError("the peer showed no certificate")
     try:
-        issuer = x509.load_der_x509_certificate(der).issuer
+        return read(x509.load_der_x509_certificate(der))
     except ValueError as error:
         raise SecurityError(f"the peer's certificate can't be read: {error}") from error
-    names = issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(names[0].value).removeprefix(_CA_NAME) if names else ""
 
 
 def _derive_ca_key(psk: bytes) -> Ed25519PrivateKey:
@@ -272,9 +275,7 @@ def _node_certificate(
     )
 
 
-def _context(
-    protocol: int, authorities: Sequence[x509.Certificate], chain: bytes
-) -> ssl.SSLContext:
+def _context(protocol: int, authorities: bytes, chain: bytes) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.maximum_version = ssl.TLSVersion.TLSv1_3
@@ -284,8 +285,7 @@ def _context(
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         # No resumption: every connection proves its key anew, and no ticket waits to be read.
         context.num_tickets = 0
-    pem = b"".join(each.public_bytes(serialization.Encoding.PEM) for each in authorities)
-    context.load_verify_locations(cadata=pem.decode())
+    context.load_verify_locations(cadata=authorities.decode())
     with _as_file(chain) as path:
         context.load_cert_chain(path)
     return context

@@ -16,6 +16,7 @@ import ssl
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -256,14 +257,7 @@ def _version_text(who: str, theirs: int, ours: int = PROTOCOL_VERSION) -> str:
 
 
 def tls_handshake(tls: TlsSocket) -> Steps[None]:
-    while True:
-        try:
-            tls.do_handshake()
-            return
-        except ssl.SSLWantReadError:
-            yield READ
-        except ssl.SSLWantWriteError:
-            yield WRITE
+    yield from _when_ready(tls.do_handshake)
 
 
 def read_greeting(tls: TlsSocket) -> Steps[Greeting]:
@@ -276,27 +270,27 @@ def read_greeting(tls: TlsSocket) -> Steps[Greeting]:
 def _read_exactly(tls: TlsSocket, count: int) -> Steps[bytes]:
     data = bytearray()
     while len(data) < count:
-        try:
-            some = tls.recv(count - len(data))
-            if not some:
-                raise ssl.SSLZeroReturnError
-            data += some
-        except ssl.SSLWantReadError:
-            yield READ
-        except ssl.SSLWantWriteError:
-            yield WRITE
+        some = yield from _when_ready(partial(tls.recv, count - len(data)))
+        if not some:
+            raise ssl.SSLZeroReturnError
+        data += some
     return bytes(data)
 
 
 def write_all(tls: TlsSocket, data: bytes) -> Steps[None]:
+    # All of it or SSLWantWriteError: OpenSSL does no partial writes here.
+    yield from _when_ready(lambda: tls.send(data))
+
+
+def _when_ready(call: Callable[[], T]) -> Steps[T]:
+    """The result of ``call``, repeated until TLS need wait for the socket no more."""
     while True:
         try:
-            tls.send(data)  # all of it or SSLWantWriteError: OpenSSL does no partial writes here
-            return
-        except ssl.SSLWantWriteError:
-            yield WRITE
+            return call()
         except ssl.SSLWantReadError:
             yield READ
+        except ssl.SSLWantWriteError:
+            yield WRITE
 
 
 def drive(

@@ -44,7 +44,7 @@ class _Pipe:
 
 
 class InprocLink:
-    """One end of a pair; see ``link.py``. Safe to close or sever from any thread."""
+    """One end of a pair; see ``link.py``. Safe to close from any thread."""
 
     memory: LinkMemory | None = None
     needs_checksums = False
@@ -57,6 +57,9 @@ class InprocLink:
         self._other: InprocLink = self
         self._wake: Callable[[], None] | None = None
         self._end: str = ""
+        self.killed = threading.Event()
+        """Set when the worker that holds this end is killed: no byte leaves or enters any more. The
+        ends of one worker share the event, so all of them end at one moment."""
 
     @property
     def peer(self) -> str:
@@ -108,16 +111,9 @@ class InprocLink:
             self._out.closed = True
         self._other._notify()
 
-    def sever(self) -> None:
-        """Cut the link for both ends at once; bytes on the way are lost. For tests of faults."""
-        with self._lock:
-            for end in (self, self._other):
-                end._end = end._end or f"link to {end._peer} was cut"
-                end._out.closed = True
-        self._notify()
-        self._other._notify()
-
     def _check(self) -> None:
+        if self.killed.is_set():
+            raise LinkError("this worker was killed")
         if self._end:
             raise LinkError(self._end)
 
