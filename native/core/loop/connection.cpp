@@ -11,15 +11,16 @@ namespace potluck {
 
 namespace {
 
-// Payloads up to this size are copied behind their header: one write, one TLS record.
+// Payloads up to this size are copied behind their header, so that both go out in one TLS record.
 constexpr size_t merge_bytes = 8 * 1024;
 // Payloads from this size on travel through shared memory, where there is one.
 constexpr size_t shared_memory_bytes = 4 * 1024;
-// A payload that is combined comes in parts of this size, which stay in the cache.
+// A payload that is combined is received into a buffer of this size and combined from there part by
+// part: the buffer stays in the cache, where a whole segment would not.
 constexpr size_t part_bytes = 64 * 1024;
 
-// A payload with a checksum is read from memory once: so much of it goes to the checksum and then,
-// still in the cache, to the kernel; and the same on the way in.
+// A payload with a checksum is read from memory once: a part of this size goes through the checksum
+// and then, still in the cache, to the kernel; and the same on the way in.
 constexpr size_t checked_bytes = 128 * 1024;
 
 void put32(uint8_t* at, uint32_t value) {
@@ -105,6 +106,8 @@ size_t Connection::start(Outgoing outgoing) {
     if (is_bulk && fits_shared_memory(nbytes) && !slots_.empty()) {
         const uint32_t slot = slots_.front();
         slots_.pop_front();
+        // The frame that follows over the socket orders these stores: the receiver looks into the
+        // slot only when it has read that frame. So the slots need no locks and no fences.
         std::memcpy(link_.memory.outgoing[slot], outgoing.payload, nbytes);
         add(counters_->bytes_sent, nbytes);
         add(counters_->bytes_in_shared_memory, nbytes);
@@ -112,7 +115,7 @@ size_t Connection::start(Outgoing outgoing) {
         frame.tag = static_cast<int32_t>(slot);
         encode_head(frame);
         pieces_[num_pieces_++] = {head_.data(), head_.size()};
-        if (outgoing.sent) outgoing.sent();
+        if (outgoing.sent) outgoing.sent();  // the payload is in the slot: its memory is free already
         return nbytes;
     }
     encode_head(frame);
@@ -256,6 +259,8 @@ void Connection::begin_in_shared_memory(const Frame& frame, const Route& route) 
         std::memcpy(sink.buffer, payload, frame.length);
     }
     sink.complete(sink.buffer ? sink.buffer : payload);
+    // The slot is the peer's again once SLOT_FREE has left, not before: a peer that names it
+    // earlier has not waited for that, and would overwrite what is being read.
     unreleased_.insert(slot);
     Outgoing free;
     free.frame.kind = Kind::slot_free;
@@ -300,7 +305,8 @@ bool Connection::read_checksum() {
     return true;
 }
 
-// There is no use in reading any more, but an accident is none of the peer's doing: it can be told.
+// Nothing more can be read from this link. But the bytes were changed on the way, not by the peer,
+// so the peer is still told why the group ends.
 void Connection::check(const uint8_t* theirs, uint32_t mine) {
     if (get32(theirs) == mine) return;
     is_garbled = true;

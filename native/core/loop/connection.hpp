@@ -31,14 +31,14 @@ struct Outgoing {
     Frame frame;
     const uint8_t* payload = nullptr;
     std::function<void()> sent;
-    Bytes owned;  // where `payload` lies, if it is nobody else's
+    Bytes owned;  // keeps `payload` alive where it lies in no array of a caller
 };
 
 // Takes a part of a payload: bytes `offset` to `offset + count` of it.
 using Consume = std::function<void(const uint8_t* part, size_t offset, size_t count)>;
 
-// Where a payload goes, and what to do once it is there. Without `buffer` and `consume` it is only
-// looked at by `complete`, in memory of the connection's.
+// Where a payload goes, and what to do once it is there. Without `buffer` and `consume` the payload
+// stays in the connection's own memory, and only `complete` looks at it.
 struct Sink {
     uint8_t* buffer = nullptr;
     Consume consume;  // instead of a buffer: takes the payload in parts, as it comes

@@ -28,7 +28,7 @@ class Connections {
 public:
     struct Hooks {
         std::function<const Item*()> current;    // the oldest operation under way, or nullptr
-        std::function<void()> check_departed;    // somebody left: who can't end without it?
+        std::function<void()> check_departed;    // a rank left: fail operations that need it
         std::function<void(int)> on_hold;        // a frame of that rank had to be kept
         std::function<void(int)> request;        // a link to that rank is wanted
         std::function<void(const Link&)> let_go; // the loop no longer uses that link

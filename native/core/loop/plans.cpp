@@ -10,7 +10,8 @@ namespace potluck {
 
 namespace {
 
-// How many answers may wait for a peer that asks for more, and how many of its questions here.
+// How many reports may wait to be read by a peer that queries more, and how many of the peers'
+// queries about calls that this rank has not made are kept.
 constexpr size_t max_unread = 1024;
 // How many ended calls of a channel are kept, to say what a late frame disagrees with.
 constexpr size_t num_remembered = 16;
@@ -28,6 +29,8 @@ void Plans::begin(RunningPtr running) {
     if (kept != early_.end()) {
         auto queues = std::move(kept->second);
         early_.erase(kept);
+        // Frames of this call that came before the call: compared now, applied by `advance` as the
+        // plan allows. Their credit returns, since a plan bounds what may still come for it.
         for (auto& [peer, queue] : queues) {
             const uint64_t theirs = queue.front()->frame.fingerprint;
             if (theirs != running->spec.fingerprint) {
@@ -72,7 +75,7 @@ std::vector<RunningPlan*> Plans::oldest() const {
     return first;
 }
 
-// The operation whose deadline comes next; first the one that is being looked into.
+// The operation whose deadline comes next; an overdue one that was queried comes first.
 RunningPlan* Plans::suspect() const {
     RunningPlan* next = nullptr;
     for (const RunningPtr& running : running_) {
@@ -183,6 +186,7 @@ void Plans::advance(const RunningPtr& running) {
 
 Sink Plans::route(Connection& connection, const Frame& frame) {
     const int peer = connection.rank();
+    // A peer that sends frames of a call has begun it, so frames of that call need no credit.
     connections_.flow(peer).has_begun(frame.channel, frame.operation);
     const RunningPtr running = find({frame.channel, frame.operation});
     if (running == nullptr) {
@@ -232,7 +236,7 @@ Sink Plans::keep(const Frame& frame, void (Plans::*then)(int, KeptPtr), int peer
     return sink;
 }
 
-// A frame is there whose operation had not begun when its header came.
+// A frame has been read whose operation had not begun when its header came.
 void Plans::on_early(int peer, KeptPtr kept) {
     const Key key(kept->frame.channel, kept->frame.operation);
     if (!by_key_.count(key)) {
@@ -243,7 +247,7 @@ void Plans::on_early(int peer, KeptPtr kept) {
     on_waiting(peer, std::move(kept));
 }
 
-// A frame is there for whose bytes the memory was not ready.
+// A frame has been read that cannot be applied yet: a step before its own is not done.
 void Plans::on_waiting(int peer, KeptPtr kept) {
     const RunningPtr running = find({kept->frame.channel, kept->frame.operation});
     if (running == nullptr) {
@@ -374,9 +378,10 @@ void Plans::diagnose(RunningPlan& running, double now) {
     const int blocking_rank = check.blocking_rank(others, awaited, is_final);
     const bool has_all =
         std::all_of(others.begin(), others.end(), [&](int rank) { return check.has_report(rank); });
-    // The first time nobody has been asked yet: the deadline moves by the time for answers. After
-    // that the group ends with the first report of a rank that has not called, or as soon as no
-    // report is missing (all are in the call, and slow), or without the missing ones.
+    // The first time no rank has been asked yet: ask, and move the deadline by the time for
+    // answers. From then on the group ends with the first report of a rank that has not made the
+    // call; or once every rank has reported that it has (all are in the call, and slow); or at the
+    // moved deadline, and then a silent rank is to blame.
     if (blocking_rank < 0 && is_first) {
         running.set_deadline(now + answer_s);
         query(running, others, true);
@@ -392,7 +397,9 @@ void Plans::on_hang_query(Connection& connection, const Frame& frame) {
     const RunningPtr running = find(key);
     const auto posted = posted_.find(frame.channel);
     const bool has_called = posted != posted_.end() && frame.operation < posted->second;
-    if (frame.segment == 0) {  // it only stalls: to compare, now or when this rank begins the call
+    // The peer's call only stalls. `disagrees` has compared it with this rank's call; if this rank
+    // has not made it yet, the fingerprint is kept for `begin`. No answer is sent.
+    if (frame.segment == 0) {
         if (!has_called && (queries_.count(key) || queries_.size() < max_unread)) {
             queries_[key][peer] = frame.fingerprint;
         }
@@ -404,10 +411,11 @@ void Plans::on_hang_query(Connection& connection, const Frame& frame) {
     }
     const auto [check, is_new] = hangs_.open(key);
     report(peer, key, group_.rank, has_called);
-    // What is known already goes along: the peer may have no link to those ranks.
+    // Reports of other ranks that have come already: the peer may have no link to those ranks.
     for (const auto& [rank, called] : check->reports) report(peer, key, rank, called);
     check->askers.insert(peer);
-    // Passed on once an operation, or queries would circle among the ranks for ever.
+    // A query is passed on once for each operation, or queries would circle among the ranks for
+    // ever.
     if (is_new && running != nullptr) {
         std::vector<int> others;
         for (int rank : running->spec.ranks) {
@@ -424,8 +432,8 @@ void Plans::on_hang_report(Connection& connection, const Frame& frame) {
     const int rank = static_cast<int>(frame.chunk);
     if (rank == group_.rank || check->has_report(rank)) return;
     const bool has_called = frame.segment != 0;
-    // The first report about a rank counts and is passed on, to whom it did not come from; so each
-    // report crosses a link once in each direction, and the exchange ends.
+    // The first report about a rank counts. It is passed on to all askers but the one that sent it,
+    // so each report crosses a link at most once in each direction, and the exchange ends.
     check->reports.emplace_back(rank, has_called);
     for (int asker : check->askers) {
         if (asker != connection.rank()) report(asker, key, rank, has_called);

@@ -18,7 +18,7 @@ constexpr double close_s = 1.0;
 constexpr double idle_s = 5.0;
 // How long a failing group tries to tell its peers before it closes the links.
 constexpr double flush_s = 0.2;
-// How long it waits for Python to find the words.
+// How long it waits for Python to make the error and its ABORT frame.
 constexpr double words_s = 5.0;
 
 std::vector<std::shared_ptr<Counters>> make_counters(int count) {
@@ -54,7 +54,7 @@ ProgressLoop::ProgressLoop(const ProgressSpec& spec)
       counters_(make_counters(spec.group.world_size)),
       connections_(
           state_, spec.group,
-          // With less than three segments a sender would wait for each report.
+          // With less than three segments of credit a sender would stop until each CREDIT comes.
           std::max(spec.max_early_bytes, 3 * (spec.segment_bytes + frame_overhead)), counters_,
           {[this] { return current(); }, [this] { check_departed(); },
            [this](int rank) { plans_.announce(rank); },
@@ -181,7 +181,7 @@ void ProgressLoop::turn() {
     }
     try {
         for (; !inbox.empty(); inbox.pop_front()) inbox.front()();
-    } catch (...) {  // end() finds what has not begun, and lets go who waits for it
+    } catch (...) {  // end() runs what is left, so that its callers get the error
         const std::lock_guard lock(mutex_);
         std::move(inbox.rbegin(), inbox.rend(), std::front_inserter(inbox_));
         throw;
@@ -193,7 +193,7 @@ void ProgressLoop::turn() {
     messages_.check_deadlines(now);
 }
 
-// How long there is nothing to do unless something comes.
+// Seconds until there is something to do, if nothing is read or posted before.
 double ProgressLoop::patience() const {
     if (!connections_.ready.empty() || !connections_.dirty.empty()) return 0;
     const double until =
@@ -211,7 +211,7 @@ const Item* ProgressLoop::current() const {
 }
 
 void ProgressLoop::check_departed() {
-    if (closing_ > 0) return;  // what is under way is given up: who leaves has lost nobody
+    if (closing_ > 0) return;  // this rank is leaving and gives all up: no peer is lost to it
     for (const auto& running : plans_.pending()) connections_.check_departed(*running);
     messages_.mailbox().each_pending([&](const Item* item) { connections_.check_departed(*item); });
 }

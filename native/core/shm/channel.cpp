@@ -6,9 +6,11 @@ namespace potluck::shm {
 
 namespace {
 
-// Nobody sleeps longer without looking: a waker may have been stopped before it could ring.
+// A sleeper looks again after this time: the rank that should wake it may have been stopped or
+// killed between its tick and the wake-up.
 constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
-// A look takes 10 to 50 ns; most waits end within few.
+// How often `has` is asked before the clock is read, and before a glance gives up. One look takes
+// 10 to 50 ns; most waits end within a few.
 constexpr int FEW_LOOKS = 8;
 constexpr int MORE_LOOKS = 24;
 
@@ -44,12 +46,15 @@ bool Channel::has_dissenter(int who, std::uint64_t fingerprint) {
 void Channel::arrive() {
     ++tick_;
     if (!shares_cores()) mine().core.store(current_core() + 1, std::memory_order_relaxed);
-    // Sequentially consistent, as is the sleeper's `want`: one of the two sees the other.
+    // No wake-up may be lost (Dekker's pattern). This rank stores its tick, then loads each `want`;
+    // a sleeper stores its `want`, then loads the ticks (prepare_sleep). All four are sequentially
+    // consistent, so at least one of the two sees what the other has stored.
     mine().tick.store(tick_, std::memory_order_seq_cst);
     for (int i = 1; i < shape.world; ++i) {
         const int other = (rank + i) % shape.world;
         std::uint64_t want = seat(other).want.load(std::memory_order_seq_cst);
-        // The first to see it met takes the wish down, so a sleeper is woken once.
+        // Several ranks may see the wish met. The one that clears it wakes the sleeper; the others
+        // save the system call.
         if (want != 0 && is_met(want) && seat(other).want.compare_exchange_strong(want, 0)) {
             ring(other);
         }
@@ -72,6 +77,8 @@ void Channel::ring(int of_rank) {
     wake_all(seat(of_rank).bell);
 }
 
+// `known_` and `known_all_` are the newest ticks that this rank has seen. Ticks only rise, so a
+// need that they meet is met for good, and costs no look at a line that another core is writing.
 bool Channel::has(const Need& need) {
     if (need.who != ALL) {
         const auto who = static_cast<std::size_t>(need.who);
@@ -100,12 +107,14 @@ Outcome Channel::verdict(const Need& need) {
         if (other == rank || (need.who != ALL && need.who != other)) continue;
         const Seat& their = seat(other);
         if (reached(their.tick.load(std::memory_order_acquire), need.tick)) continue;
+        // A rank that makes this very call over links will never tick for it here.
         const Elsewhere& entry = their.elsewhere[number % NUM_ELSEWHERE];
         if (entry.number.load(std::memory_order_acquire) == number + 1) {
             culprit = other;
             theirs = entry.fingerprint.load(std::memory_order_relaxed);
             return Outcome::DESYNC;
         }
+        // The tick is loaded again: a rank may complete its round and leave between the two loads.
         if (their.left.load(std::memory_order_acquire) != 0 &&
             !reached(their.tick.load(std::memory_order_acquire), need.tick)) {
             culprit = other;
@@ -135,8 +144,8 @@ bool Channel::prepare_sleep(const Need& need, Watch* watch) {
     return !has({need.who, need.tick + need.ahead}) && verdict(need) == Outcome::PENDING;
 }
 
-// Whether the first rank that is awaited was last seen on this very core: the system may take many
-// milliseconds to part the two.
+// Whether the first rank that is awaited was last seen on this very core. Then spinning keeps it
+// from running, and the system may take many milliseconds to move one of the two to another core.
 bool Channel::is_in_the_way(const Need& need) const {
     const int late = laggard(need), here = current_core() + 1;
     return late >= 0 && here > 0 && seat(late).core.load(std::memory_order_relaxed) == here;
@@ -172,8 +181,8 @@ Outcome Channel::wait(const Need& need, std::int64_t until_ns) {
     if (has(need)) return Outcome::DONE;
     if (spin_ns_ > 0 && spins_until(need)) return Outcome::DONE;
     if (is_stopped()) return Outcome::STOPPED;
-    // Whoever is awaited may need this core: where ranks share cores this is where they take turns,
-    // for a third of what sleeping and being woken costs.
+    // Yield before sleeping. Where ranks outnumber cores the awaited rank may be ready to run on
+    // this core, and a yield costs a third of a sleep with its wake-up. One turn for each rank.
     for (int turn = 0; turn < shape.world; ++turn) {
         yield();
         if (has(need)) return Outcome::DONE;

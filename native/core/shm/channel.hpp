@@ -21,8 +21,9 @@ enum class Outcome : int {
     LEFT = 5,      // `culprit` closed its context
 };
 
-// What a movement must see before it can go on: that `who` (a rank or ALL) has reached `tick`. Once
-// it sleeps it need not be woken before they are `ahead` ticks further: fewer, longer turns.
+// What a call waits for: that `who` (a rank or ALL) has reached `tick`. A rank that has gone to
+// sleep over it is woken only when `who` is `ahead` ticks further, so that ranks which share a core
+// change places less often.
 struct Need {
     int who = ALL;
     std::uint32_t tick = 0;
@@ -49,26 +50,28 @@ public:
     // Whether there are more ranks than cores.
     bool shares_cores() const { return spin_ns_ == 0; }
 
-    // A call begins: what this rank is in, for the others to compare. `index` counts the calls.
+    // A call begins: show its fingerprint to the other ranks.
     void publish(std::uint64_t fingerprint);
-    // Whether one of `who` is in another call than this rank published last: then `culprit` and
-    // `theirs` say who, in which. Only after their first tick in it.
+    // Whether one of `who` made another call than this rank published last; then `culprit` is that
+    // rank and `theirs` its fingerprint. Valid only once `who` have ticked in the call.
     bool has_dissenter(int who, std::uint64_t fingerprint);
 
-    // This rank has completed a round; wakes whoever waited for that.
+    // This rank has completed a round; wakes the ranks that sleep until then.
     void arrive();
 
     bool has(const Need& need);
     // Block until `need` is met (DONE) or can't be (then `culprit` tells who is to blame), or
     // until the moment `until_ns` (PENDING).
     Outcome wait(const Need& need, std::int64_t until_ns);
-    // The same, but for a microsecond or two at most, if it is worth it.
+    // The same, but for a microsecond or two at most, and not where ranks share cores: there the
+    // rank that is awaited may need this core to come.
     Outcome glance(const Need& need);
-    // For a thread that waits for several channels: what to sleep on, or that there is no need to.
+    // For a thread that waits for several channels: fills in what to sleep on; false if `need` is
+    // met, or can't be, so that there is no need to sleep.
     bool prepare_sleep(const Need& need, Watch* watch);
     void awake() { mine().want.store(0, std::memory_order_relaxed); }
 
-    // Why nobody should wait for `need` any more; PENDING if there is no reason.
+    // Why `need` can't be met any more; PENDING if it still can.
     Outcome verdict(const Need& need);
     // The rank that holds up `need`, -1 if none does.
     int laggard(const Need& need) const;

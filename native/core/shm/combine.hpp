@@ -17,8 +17,8 @@ struct Combination {
 bool has_combination(const Combination& what);
 
 // `target[i] = op(...op(sources[0][i], sources[1][i])..., sources[num - 1][i])`. `target` may be
-// `sources[0]`, or the other one of two; else it must not overlap the sources. `also`, if it is given,
-// becomes a copy of it; it may be any source, but not the target.
+// `sources[0]`, or either of two sources; else it must not overlap the sources. `also`, if given,
+// gets a copy of the target; it may be any source, but not the target.
 void combine_all(const Combination& what, void* target, const void* const* sources, int num,
                  std::size_t count, void* also);
 

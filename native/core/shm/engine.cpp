@@ -38,6 +38,8 @@ void Engine::run() {
     std::vector<Watch> watches;
     std::int64_t idle_since = 0;
     while (true) {
+        // Read before the queues: work that is announced from here on changes the doorbell, so that
+        // the thread does not sleep over it.
         const std::uint32_t seen = doorbell_.load(std::memory_order_seq_cst);
         {
             const std::lock_guard hold(lock_);
@@ -61,6 +63,8 @@ void Engine::run() {
             if (idle_since == 0) idle_since = now;
             relax();
         } else {
+            // The flag first, then the doorbell: `ring` changes the doorbell, then reads the flag.
+            // So either `ring` sees a sleeper and wakes it, or this load sees the ring.
             is_asleep_.store(true, std::memory_order_seq_cst);
             if (doorbell_.load(std::memory_order_seq_cst) == seen) {
                 sleep_on_any(watches.data(), static_cast<int>(watches.size()), until - now_ns());

@@ -10,12 +10,13 @@ namespace potluck::shm {
 
 namespace {
 
-// So much is claimed and combined at a time: what is read again right after is still in the first
-// cache.
+// How much is claimed and combined at a time: small enough that a claimed line is still in the L1
+// cache when the kernel reads it.
 constexpr std::size_t BITE = 16 * 1024;
 constexpr std::size_t LEAST_BITE = 2 * 1024;
-// A slot is written in one round and read in the next; with slices, which are results until then, in
-// the one after. A rank that is in round r of its calls has ended what it did in rounds before.
+// For how many rounds a slot is in use: it is written in one round and combined in the next, and in
+// a reduction by slices the sums in it are copied out in the round after that. So a slot written in
+// round `r` is free once every rank's tick is `r + 3`.
 constexpr std::uint32_t MOST_ROUNDS_IN_USE = 3;
 
 std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
@@ -49,7 +50,8 @@ Outcome Movement::step(Channel& channel) {
             }
             stage_ = 2;
         }
-        // Right before the tick, in whose line it lies: those who spin take that line away once.
+        // The fingerprint lies in the cache line of the tick, which all waiting ranks poll. Stored
+        // right before the tick, it costs no second transfer of that line.
         if (iteration_ == 0) channel.publish(call_.fingerprint);
         if (iteration_ + 1 < num_blocks_ + depth_) channel.arrive();
         stage_ = 0;
@@ -80,8 +82,8 @@ void Movement::begin(Channel& channel) {
             break;
     }
     most = most / unit * unit;
-    // What all_reduce writes it has just read, so that is still in the core's own caches, unless other
-    // ranks were on that core in between.
+    // Large results are stored past the caches. Not those of a reduction, unless ranks share cores:
+    // the core has just read what it overwrites, so the lines are in its caches anyway.
     const bool collects = call_.kind == Kind::ALL_GATHER || call_.kind == Kind::ALL_TO_ALL;
     const bool reduces = call_.kind == Kind::ALL_REDUCE || call_.kind == Kind::REDUCE;
     is_large_ = bytes * world * (collects ? world : 1) > cpu().last_cache / (reduces ? 1 : 4) &&
@@ -122,15 +124,19 @@ bool Movement::listens() const {
 Need Movement::free_slot() const {
     const auto index = static_cast<std::uint32_t>(iteration_);
     const auto slots = static_cast<std::uint32_t>(channel_->shape.num_slots);
-    // This rank's slot may be in use since the call before, which may have been of another kind; but
-    // who is in this call has ended that one.
+    // The slot was last written `slots` rounds ago, by the call before, which may have been of
+    // another kind: it is free MOST_ROUNDS_IN_USE rounds after that. Never wait for more than one
+    // tick of this call, though: a rank that has ticked once in it has ended the call before.
     if (index < slots) return {ALL, base_ + std::min(index + MOST_ROUNDS_IN_USE, slots + 1) - slots};
     if (call_.kind != Kind::BROADCAST) {
+        // Block `index - slots` of this call lies there. It is done with `depth_` iterations later,
+        // and an iteration ends with a tick.
         return {ALL, base_ + index - slots + static_cast<std::uint32_t>(depth_) + 1};
     }
     const auto common = static_cast<std::uint32_t>(num_common_slots());
-    // Others' slots, too, until all are in this call.
+    // Slots of other ranks: they are free once all ranks are in this call.
     if (index < common) return {ALL, base_ + 1};
+    // A full ring: sleep until half of it is free, not until one slot is.
     return {ALL, base_ + index - common + 2, common / 2 - 1};
 }
 
@@ -138,7 +144,9 @@ Need Movement::takes() const {
     const std::uint32_t round = base_ + static_cast<std::uint32_t>(iteration_);
     if (call_.kind == Kind::SCATTER) return {call_.root, round};
     if (call_.kind != Kind::BROADCAST) return {ALL, round};
-    // Both sides' `ahead` together are less than the slots: never do they wait for each other.
+    // A reader that sleeps is woken once half of the ring is full. The root sleeps until half of it
+    // is free. They can't both sleep: `ahead` of both together is less than the slots, so one of
+    // the two conditions always holds.
     const int ahead = std::min(num_common_slots() / 2 - 1, num_blocks_ - iteration_);
     return {call_.root, round, static_cast<std::uint32_t>(ahead)};
 }
@@ -168,7 +176,8 @@ char* Movement::total_slot(int owner, int index) const {
     return slot(channel_->shape.world == 2 ? 1 - owner : owner, index);
 }
 
-// Where block `index` of a broadcast lies: in the root's slots, then in those of the ranks after it.
+// Where block `index` of a broadcast lies: in the root's slots, then in those of the ranks after
+// it.
 char* Movement::common_slot(int index) const {
     return slot((call_.root + index / channel_->shape.num_slots) % channel_->shape.world, index);
 }
@@ -177,7 +186,8 @@ int Movement::num_common_slots() const {
     return channel_->shape.num_slots * channel_->shape.world;
 }
 
-// Combining from several sources would overwrite one of them before it is read.
+// Whether the result lies in this rank's own part of the source. Combining block by block would
+// then overwrite a source before it is read, so that part goes through the slot as well.
 bool Movement::is_over_own_part() const {
     const auto me = static_cast<std::size_t>(channel_->rank);
     return call_.kind == Kind::REDUCE_SCATTER &&
@@ -259,7 +269,7 @@ void Movement::give(int index) {
                 break;
             }
             for (int other = 0; other < world; ++other) {
-                if (other == rank) continue;  // combined from where it is
+                if (other == rank) continue;  // combined straight from the user's array
                 const Span part = slice(span, other);
                 copy_slice(mine + part.at * size, call_.source + (span.at + part.at) * size,
                            part.length);
@@ -270,7 +280,7 @@ void Movement::give(int index) {
         case Kind::SCATTER:
             for (int other = 0; other < world; ++other) {
                 const auto part = static_cast<std::size_t>(other);
-                if (other == rank && !is_over_own_part()) continue;  // taken from where it is
+                if (other == rank && !is_over_own_part()) continue;  // read from the user's array
                 copy_slice(mine + part * block_ * size,
                            call_.source + (part * call_.count + span.at) * size, span.length);
             }
@@ -281,7 +291,7 @@ void Movement::give(int index) {
             copy_slice(mine, call_.source + span.at * size, span.length);
             break;
     }
-    // A rank that only gives has its own part to bring home.
+    // The root of a scatter never reads from a slot, so it copies its own part here.
     if (call_.kind == Kind::SCATTER) {
         copy_slice(call_.result + span.at * size,
                    call_.source + (static_cast<std::size_t>(rank) * call_.count + span.at) * size,
@@ -302,8 +312,9 @@ void Movement::take(int index) {
         case Kind::REDUCE: {
             const char* const source = call_.source + span.at * size;
             if (depth_ == 1) {
-                // Where result and source are one, its own slot is what it must read: with more than
-                // two ranks the result is written before all sources are read.
+                // With more than two ranks the kernel writes the result before it has read all
+                // sources. In an in-place call that would overwrite this rank's source, so it reads
+                // its slot.
                 combine(index, 0, span.length, world == 2 ? source : nullptr, result, nullptr);
                 break;
             }

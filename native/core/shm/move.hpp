@@ -9,11 +9,14 @@
 //      and a third stage copies the others' slices of block i - 2 out]
 //     and counts one tick.
 //
-// So there is one synchronisation per block, not two or three. The root of a broadcast, whose slots
-// alone would be in use, goes on into all others': it may be far ahead, and ranks that share a core
-// take few, long turns. Contributions are always combined
-// in the order of the ranks, by whoever combines them: results are the same bits on every rank
-// and for both ways of reducing.
+// So there is one synchronisation per block, not two or three.
+//
+// Broadcast: only the root has data, so the slots of the other ranks would stay empty. The root
+// writes into the slots of all ranks in turn. It can then be many blocks ahead of its readers, and
+// ranks that share a core copy many blocks each time that they get the core, instead of one.
+//
+// Reductions: contributions are combined in the order of the ranks, whichever rank combines them.
+// So the result has the same bits on every rank, and for both ways of reducing.
 #pragma once
 
 #include <cstddef>
@@ -71,24 +74,26 @@ private:
     };
 
     void begin(Channel& channel);
-    bool gives() const;     // writes into its slot
-    Need free_slot() const;  // what must be before it writes block `iteration_`
-    Need takes() const;     // whom it must have heard of before it reads
-    bool listens() const;   // reads at all
+    bool gives() const;      // whether this rank writes into a slot
+    bool listens() const;    // whether this rank reads from slots
+    Need free_slot() const;  // what to wait for before the slot of block `iteration_` is written
+    Need takes() const;      // what to wait for before block `iteration_ - 1` is read
     Span block(int index) const;
     Span slice(Span block, int of_rank) const;
-    void give(int index);
-    void take(int index);
-    void bring_home(int index);
+    void give(int index);        // stage 1: copy in
+    void take(int index);        // stage 2: combine, or copy out
+    void bring_home(int index);  // stage 3: copy out what other ranks have combined
     bool is_over_own_part() const;
     bool is_only_reader() const;
-    // Elements from memory of this rank, into a slot; into the result, past the caches if that is
-    // large; from another's slot into the result, claimed if the slot has no other reader.
+    // `copy_slice`: from the user's array into a slot. `copy_own`: from the user's array into the
+    // result, past the caches if the result is large. `copy_out`: from another rank's slot into the
+    // result, claimed if the slot has no other reader.
     void copy_slice(char* to, const char* from, std::size_t length) const;
     void copy_own(char* to, const char* from, std::size_t length) const;
     void copy_out(char* to, char* from, std::size_t length, bool is_claimed) const;
-    // All ranks' elements at `offset` of their slots into `total`, and `result` if there is one;
-    // this rank's own ones from `own` if that is given. Of two ranks, the other's are written over.
+    // Combine all ranks' elements at `offset` of their slots into `total`, and copy the outcome to
+    // `result` if there is one. This rank's own elements come from `own` if that is given. With two
+    // ranks the other rank's elements are overwritten.
     void combine(int index, std::size_t offset, std::size_t length, const char* own, char* total,
                  char* result) const;
     char* slot(int of_rank, int index) const;

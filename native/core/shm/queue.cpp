@@ -54,6 +54,9 @@ void Ticket::end(Outcome how, Channel& channel) {
     }
 }
 
+// `done_` is OPEN, then AWAITED if a thread sleeps on it, then ENDED. The exchange tells whether
+// there is a sleeper, so that a call which nobody sleeps for costs no system call. `watched_` works
+// alike, for the notifier.
 void Ticket::publish(Notifier& notifier) {
     const bool has_failed = outcome != Outcome::DONE && outcome != Outcome::STOPPED;
     if (done_.exchange(ENDED, std::memory_order_seq_cst) == AWAITED) wake_all(done_);
@@ -102,7 +105,7 @@ bool Queue::reserve() {
                 return true;
             }
         }
-        relax();  // whoever ended the last call is just about to go
+        relax();  // no call is left: the thread that ended the last one is about to let the channel go
     }
     return false;
 }
@@ -255,7 +258,9 @@ void Queue::conclude(Ticket& ticket, Outcome outcome, std::int64_t now) {
         stats_[static_cast<std::size_t>(ticket.movement.call().kind)].add(now - ticket.began_ns,
                                                                           ticket.nbytes);
     } else {
-        channel.stop(true);  // half a call lies in shared memory: nothing after it can be right
+        // The slots hold half a call, and ranks differ in how far they are: no later call can be
+        // right.
+        channel.stop(true);
     }
 }
 

@@ -1,7 +1,9 @@
-// The calls of one channel, in order, and whoever moves them.
+// The queue of one channel's calls, and which thread moves them.
 //
 // One thread at a time drives a channel: the caller of a blocking call, a thread that waits for an
-// earlier call, or the engine thread. Whoever finds it taken waits for his call to end, or goes.
+// earlier call, or the engine thread. A caller that finds the channel driven by another thread
+// sleeps on its own ticket, since that thread moves the calls in order and comes to it; the engine
+// thread goes on to other channels.
 #pragma once
 
 #include <array>
@@ -20,7 +22,7 @@ namespace potluck::shm {
 
 class Engine;
 
-// Tells one thread which of the calls that somebody wants to hear of have ended.
+// The ids of calls that have ended and that Python wants to hear of, for one thread to take.
 class Notifier {
 public:
     void push(std::uint64_t id);
@@ -44,7 +46,8 @@ public:
           id(id),
           began_ns(now_ns()),
           deadline_ns(began_ns + timeout_ns) {}
-    // The same call, to go on with where `other` has come, that nobody knows of yet.
+    // The same call, as far as `other` has come. For a call that began on its caller's stack and is
+    // handed over to the engine thread; no thread may wait for `other` yet.
     Ticket(const Ticket& other)
         : movement(other.movement),
           nbytes(other.nbytes),
@@ -84,17 +87,17 @@ using Tickets = std::shared_ptr<Ticket>;
 
 class Queue {
 public:
-    // `engine` takes over what nobody waits for; `notifier` hears of submitted calls that fail and
-    // of those that are watched.
+    // `engine` drives the calls that no thread waits for; `notifier` hears of submitted calls that
+    // fail and of those that are watched.
     Queue(void* memory, const Shape& shape, int rank, std::int64_t spin_ns,
           std::shared_ptr<Engine> engine, std::shared_ptr<Notifier> notifier);
 
     Channel channel;
 
-    // A blocking call in three steps: `reserve` the channel, false if something is before it (then
-    // `submit` it); `run` the call in this thread until it has ended (which gives the channel back)
-    // or until `until_ns` (PENDING: run on, or `hand_over`). `dash` is `run` that waits for others no
-    // longer than a microsecond or two, for callers that hold a lock.
+    // A blocking call in three steps: `reserve` the channel; false if another call is before it
+    // (then `submit` this one). `run` the call in this thread until it has ended, which gives the
+    // channel back, or until `until_ns` (PENDING: run on, or `hand_over`). `dash` is a `run` that
+    // waits for other ranks a microsecond or two at most, for callers that hold a lock.
     bool reserve();
     Outcome dash(Ticket& ticket);
     Outcome run(Ticket& ticket, std::int64_t until_ns);
@@ -112,8 +115,8 @@ public:
     // The group is over, here or for all: everything that waits ends with STOPPED.
     void stop(bool for_all);
     bool has_work();
-    // The number of calls that have ended, if a call is under way; -1 if none is. Two equal answers:
-    // the same call. For any thread.
+    // The number of calls that have ended, if a call is under way; -1 if none is. Two equal
+    // answers: the same call. For any thread.
     std::int64_t ongoing();
     // This rank makes no more calls.
     void leave() { channel.leave(); }

@@ -9,7 +9,8 @@
 
 namespace potluck::shm {
 
-// Written by whoever drives the channel, read by anybody.
+// A counter with one writer, the thread that drives the channel, and any number of readers. So it
+// needs no read-modify-write instruction.
 class Counter {
 public:
     void add(std::uint64_t amount) {

@@ -1,8 +1,10 @@
-// One direction of a TLS 1.3 connection once its handshake is over: records sealed and opened, and
-// the keys that change now and then (RFC 8446, sections 5, 7.2 and 7.3). The cipher is OpenSSL's.
+// One direction of a TLS 1.3 connection after the handshake: it seals and opens records and changes
+// keys (RFC 8446, sections 5, 7.2 and 7.3). The cipher is OpenSSL's.
 //
-// OpenSSL's own record layer copies every byte twice more. Here a record is sealed from the user's
-// memory into what goes to the kernel, and opened from what came into where the bytes belong.
+// Why not SSL_read and SSL_write: OpenSSL's own record layer copies every byte twice more, and asks
+// the kernel once for each record of 16 KiB. Here a record is sealed from the user's memory into
+// the buffer that goes to the kernel, and opened from the buffer that the kernel filled into the
+// memory where the bytes belong.
 #pragma once
 
 #ifdef POTLUCK_OPENSSL
@@ -30,7 +32,8 @@ constexpr size_t max_record_bytes = record_bytes + 256;
 // What is in a record.
 enum class Content : uint8_t { change = 20, alert = 21, handshake = 22, data = 23 };
 
-// The two ends did not agree on a record: `alert` is what TLS tells the peer, what() OpenSSL's name.
+// The two ends did not agree on a record: `alert` is what TLS tells the peer, what() OpenSSL's
+// name.
 struct RecordError : std::runtime_error {
     RecordError(uint8_t alert, const std::string& reason)
         : std::runtime_error(reason), alert(alert) {}

@@ -1,5 +1,9 @@
-// The half of TlsStream that the loop uses: whole records in and out of two buffers, each of which
-// the kernel fills or empties in one call.
+// The half of TlsStream that the loop uses after the handshake: records in and out of two buffers.
+//
+// Batching. A record holds 16 KiB at most. Sealed records collect in `out_` until eight full ones
+// are there, or until the loop has no more to send on this link (`flush`), and leave in one system
+// call. One recv() likewise takes up to eight records into `in_`, from where they are opened one by
+// one.
 #ifdef POTLUCK_OPENSSL
 
 #include <openssl/crypto.h>
@@ -18,14 +22,16 @@ namespace potluck {
 
 namespace {
 
-// A message that says: the next record has the next key.
+// The handshake message that announces: the next record is sealed with the next key.
 constexpr uint8_t key_update[] = {SSL3_MT_KEY_UPDATE, 0, 0, 1, SSL_KEY_UPDATE_NOT_REQUESTED};
 constexpr size_t key_update_bytes = sizeof key_update + record_overhead;
-// What one call asks the kernel for, and offers it: full records, and a key update.
+// The size of both buffers: eight full records. The rest leaves room for a key update, which must
+// go out before the data that made it due.
 constexpr size_t buffer_bytes = 8 * (record_bytes + record_overhead) + key_update_bytes;
-// Messages of the handshake's kind that may come later are short.
+// The longest handshake message that is taken after the handshake: a session ticket.
 constexpr size_t max_handshake = 16 * 1024;
-// More records without bytes than this, one after the other, only keep the loop busy.
+// How many records without data may follow each other: a peer that sends more only keeps the loop
+// busy.
 constexpr int max_idle = 32;
 
 constexpr uint8_t unexpected_message = 10;
@@ -46,6 +52,9 @@ std::string in_capitals(std::string text) {
 
 }  // namespace
 
+// From here on OpenSSL's record layer must not touch the connection again: both would count
+// records. Whatever it has decrypted already (the peer may have sent behind its greeting) is read
+// out first; part of a record left in its buffers can't be taken over, and ends the link.
 void TlsStream::take_over(std::string peer) {
     peer_ = std::move(peer);
     plain_.resize(max_record_bytes);
@@ -110,7 +119,7 @@ size_t TlsStream::send(const uint8_t* data, size_t count) {
         const size_t size = std::min(count - total, record_bytes);
         if (out_end_ + size + record_overhead + key_update_bytes > out_.size()) {
             flush();
-            if (out_end_ > 0) break;  // all of it must leave first: nothing is ever moved up
+            if (out_end_ > 0) break;  // the kernel is full; a buffer is reused only when it is empty
         }
         if (is_asked_for_key_ || sealing_->num_records() >= context_->records_per_key()) {
             seal(Content::handshake, key_update, sizeof key_update);
@@ -131,10 +140,12 @@ void TlsStream::flush() {
 
 // -- in
 
-// Let the kernel add to what has come; false if it has no more now.
+// Read from the kernel behind what is in `in_`; false if it has no more now.
 bool TlsStream::fill() {
+    // The last recv() got less than it asked for, so the kernel's buffer was empty: asking again at
+    // once would cost a system call that says EAGAIN.
     if (std::exchange(is_drained_, false)) return false;
-    if (in_at_ > 0) {  // part of a record at most
+    if (in_at_ > 0) {  // what is left is less than one record, so moving it is cheap
         std::memmove(in_.data(), in_.data() + in_at_, in_end_ - in_at_);
         in_end_ -= in_at_;
         in_at_ = 0;
@@ -155,9 +166,9 @@ bool TlsStream::fill() {
     }
 }
 
-// Open the next record, into `buffer` if it is sure to fit there, else into `plain_`. False if it
-// has not come yet. Nobody may use what is in `buffer` before this returns: only then is it known
-// to be the peer's.
+// Open the next record, into `buffer` if it is sure to fit there, else into `plain_`. False if the
+// record has not come yet. The cipher writes plaintext before it has checked the record's tag, so
+// `buffer` must not be read before this returns: only then are the bytes known to be the peer's.
 bool TlsStream::open(uint8_t* buffer, size_t room, size_t& taken) {
     taken = 0;
     const auto has = [this](size_t count) { return in_end_ - in_at_ >= count; };
@@ -198,7 +209,9 @@ void TlsStream::on_alert(const uint8_t* data, size_t count) {
     end(TlsStatus::refused, "receiving");
 }
 
-// After the handshake there are keys to change; session tickets are of no use here.
+// Handshake messages after the handshake (RFC 8446, 4.6): a KeyUpdate changes the key; a session
+// ticket is ignored, because every link makes a full handshake. A message may be spread over
+// several records.
 void TlsStream::on_handshake(const uint8_t* data, size_t count) {
     handshake_.insert(handshake_.end(), data, data + count);
     constexpr size_t head = 4;
@@ -212,12 +225,13 @@ void TlsStream::on_handshake(const uint8_t* data, size_t count) {
         handshake_.erase(handshake_.begin(),
                          handshake_.begin() + static_cast<std::ptrdiff_t>(head + length));
         if (type == SSL3_MT_NEWSESSION_TICKET) continue;
-        // What follows a new key begins with a new record.
+        // A KeyUpdate must end its record (RFC 8446, 5.1): bytes behind it would belong to two
+        // keys.
         if (type != SSL3_MT_KEY_UPDATE || length != 1 || first > 1 || !handshake_.empty()) {
             throw RecordError(unexpected_message, "UNEXPECTED_MESSAGE");
         }
         opening_->update();
-        is_asked_for_key_ |= first == SSL_KEY_UPDATE_REQUESTED;  // see to it before more data
+        is_asked_for_key_ |= first == SSL_KEY_UPDATE_REQUESTED;  // `send` answers before its next data
     }
 }
 
@@ -244,7 +258,8 @@ size_t TlsStream::recv(uint8_t* buffer, size_t count) {
         reason_ = error.what();
         end_ = "link to " + peer_ + " broke while receiving: " + reason_;
     } catch (const LinkError&) {
-        // Told now, or after the bytes that came before.
+        // `end_` says why. The bytes that came before the end are returned first, the error by the
+        // next call.
     }
     if (total == 0 && !end_.empty()) throw LinkError(end_);
     return total;
@@ -252,7 +267,7 @@ size_t TlsStream::recv(uint8_t* buffer, size_t count) {
 
 bool TlsStream::is_readable() const {
     if (!end_.empty() || plain_at_ < plain_end_) return true;
-    // A whole record; of half a one the descriptor shows the rest.
+    // Whether a whole record waits here. Of half a record the descriptor will show the rest.
     const uint8_t* head = in_.data() + in_at_;
     const size_t has = in_end_ - in_at_;
     return has >= record_head_bytes &&

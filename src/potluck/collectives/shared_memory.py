@@ -1,15 +1,16 @@
 """How a call goes through shared memory: the numbers that its ranks must agree on.
 
-On a node nothing over links comes near memory that all its ranks share. What is left to choose is
-between its two ways of reducing. With ``w`` ranks and ``n`` bytes, every rank
+Ranks of one node use their shared memory for every call that can go through it: no plan over links
+is as fast. The choice that is left is between two ways of reducing. With ``w`` ranks and ``n``
+bytes, every rank
 
 - *at once*: copies ``n`` in, waits once, and combines ``w * n``;
 - *in slices*: copies ``n (w - 1) / w`` in, waits, combines ``n`` (its slice of all ranks), keeps
   ``n / w`` of it, waits again, and copies ``n (w - 1) / w`` out.
 
-So slices cost one more wait and save ``n (w - 1) (w - 1) / w`` bytes of work. Source: Thakur,
-Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005, who
-weigh latency against bandwidth in the same way.
+So slices cost one more wait and save ``n (w - 1) (w - 1) / w`` bytes of work. The same trade of
+latency for bandwidth is in Thakur, Rabenseifner and Gropp, "Optimization of collective
+communication operations in MPICH", 2005.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NUM_SLOTS = 4
-"""Blocks that rotate: one is written, one combined, one copied out, and one is ahead."""
+"""Slots of each rank, used in rotation. The pipeline has three stages (copy in, combine, copy out),
+each at another block; the fourth slot lets a fast rank copy in the next block meanwhile."""
 
 _CREDIBLE = 10.0
 """A measured cost may differ from the model's by this factor."""
@@ -31,17 +33,17 @@ class Costs:
     """Seconds that the parts of a call take on one node."""
 
     wait_s: float
-    """To learn that another rank has come, while each has a core of its own."""
+    """To see that another rank has arrived, when each rank has a core of its own."""
     turn_s: float
-    """The same when they share a core, and the one that waits yields it."""
+    """The same when both ranks share a core, and the waiting rank yields it."""
     wake_s: float
-    """The same when the one that waits sleeps."""
+    """The same when the waiting rank sleeps."""
     byte_s: float
     """To read one byte that another core has written, and combine or copy it."""
 
 
 MODEL = Costs(wait_s=0.1e-6, turn_s=1.5e-6, wake_s=5e-6, byte_s=1 / 40e9)
-"""What is taken where nothing could be measured."""
+"""The costs that are assumed where they could not be measured."""
 
 
 def credible(measured: Costs) -> Costs:
@@ -62,7 +64,7 @@ def credible(measured: Costs) -> Costs:
 
 
 def small_bytes(world_size: int, cores: int, costs: Costs = MODEL) -> int:
-    """Up to so many bytes every rank combines everything: the point where both ways cost the same.
+    """The size in bytes at which both ways cost the same. Up to it every rank combines everything.
 
     ``cores`` is how many processors the ranks share.
     """
@@ -76,8 +78,8 @@ def small_bytes(world_size: int, cores: int, costs: Costs = MODEL) -> int:
 def spin_s(world_size: int, cores: int, costs: Costs = MODEL) -> float:
     """How long a waiting rank keeps its core before it yields, and then sleeps.
 
-    What sleeping and being woken costs, several times over; with more ranks than cores the core is
-    what the others wait for.
+    Several times what a sleep with its wake-up costs. 0 with more ranks than cores: the other ranks
+    need the core that this rank would spin on.
     """
     if world_size > cores:
         return 0.0

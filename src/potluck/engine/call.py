@@ -31,7 +31,9 @@ class Call:
     ranks: tuple[int, ...] = ()
     codec: str = ""
     on_behalf_of: str = ""
-    """The engine's own call, before one of the user's: that is what errors name. Not counted."""
+    """Empty for a call of the user's. A call that the engine makes by itself before one of those
+    (to set up shared memory) has the text of the user's call here: errors name that one, and
+    metrics do not count the engine's."""
 
     def __str__(self) -> str:
         return self._text

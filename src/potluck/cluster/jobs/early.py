@@ -1,7 +1,9 @@
-"""What nodes ordered before they were known to lead: their view may be on its way to the disk here.
+"""Early orders: job orders from a node that this node does not know as the leader yet.
 
-Kept as it came, in its order, until the next view. A node that orders more than it may before that
-is cut off: whoever leads says all that counts again over a new link.
+The view that makes the sender the leader may still be on its way to this node's disk. So its orders
+are kept, encoded and in the order they came, until the next view is installed; then the leader's
+are carried out and all others are dropped. The bytes kept for one node are bounded. A node that
+sends more is cut off; if it is the new leader, it repeats all orders over its next link.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from potluck.wire.format import PREFIX_BYTES
 
 OF_ONE_NODE = 4 << 20
 OF_ALL_NODES = 16 << 20
-"""Bytes that are kept at most. A leader needs a few KiB for each job of its cluster."""
+"""The most bytes that are kept. A leader sends a few KiB for each job of its cluster."""
 
 _EACH = 128
-"""What a message costs beyond its bytes."""
+"""Bytes of memory that a kept message takes beside its encoding, about."""
 
 
 class EarlyOrders:

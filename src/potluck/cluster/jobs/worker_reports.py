@@ -1,7 +1,8 @@
-"""What one node has reported of a job's workers, to be reported again to another leader. Pure.
+"""Reports of one node about a job's workers, kept so that a new leader can be told again. Pure.
 
-A leader may be lost with what it was told. So each node repeats, for the newest process of each of
-its workers: how it ended; else that it finished, asks for a group, or is in one.
+A leader that is lost takes with it what it was told. So each node repeats to the next leader, for
+the newest process of each worker: its exit code if it has exited; else that the worker has
+finished, asks for a group, or is a member of one.
 """
 
 from __future__ import annotations

@@ -219,6 +219,8 @@ class Agreement:
         storage = self._storage
         mine = view.member(self.me)
         resigned = self.resigned.get(view.history, -1)
+        # Of this incarnation, and of a membership that a recovery report has not given up. Views
+        # come late and doubled: epochs only rise.
         is_in = (
             mine is not None
             and mine.incarnation == self.incarnation
@@ -229,6 +231,7 @@ class Agreement:
             if is_in and self.wants == view.history:
                 self.install(view, now, told=True)
                 return
+            # The others still count on a membership that this node has given up: tell them so.
             if mine is not None and mine.joined <= resigned:
                 report = wire.RecoveryReport(view.history, resigned, storage.history(view.history))
                 self._outbox.send(node, report)
@@ -240,6 +243,7 @@ class Agreement:
                 return
             self.leave(now, f"{describe(view)} is without this node: {view.reason}")
             self.wants = view.history
+        # Kept although this node is not in it: a node that comes back can be told of it.
         known = storage.history(view.history)
         if known is not None and known.view.epoch < view.epoch:
             storage.save(storage.with_history(HistoryRecord(view)))
@@ -277,7 +281,7 @@ class Agreement:
             return
         member = view.member(node)
         if member is None or member.joined > report.epoch or incarnation < member.incarnation:
-            return
+            return  # a report of an earlier membership says nothing about this one
         found = report.found
         if found is not None and found.view.epoch > view.epoch:
             self.learn(found.view, now, node)

@@ -240,7 +240,8 @@ class MembershipProtocol:
             and incarnation > before.incarnation
             and self.detector.has_lease(node, now)
         ):
-            # It ended while it could not have left me out.
+            # The incarnation before this one ended while its lease was good: it had accepted no
+            # view without me, so its end hides no decision.
             self._agreement.subtract(node, before.incarnation)
         mine = self.view
         same_view = mine is not None and beat.history == mine.history and beat.epoch <= mine.epoch
@@ -257,10 +258,14 @@ class MembershipProtocol:
         paxos = self._agreement.paxos
         if view is None or paxos is None or member is None or beat.history == view.history:
             return
+        # A member of my view uses another history, or none. What it had accepted here may be
+        # needed: ask for its recovery report. Not if that would tell nothing new: its end hides no
+        # decision and there is no proposal to recover, or the report has come.
         if member in self._agreement.subtracted and (
             paxos.acceptor.accepted is None or node in paxos.proposer.reports
         ):
             return
+        # A new member that has not installed the view yet: Decided is on its way.
         is_coming = beat.wants == view.history and beat.installed < view.epoch
         if incarnation != member.incarnation or not is_coming:
             self._outbox.send(node, wire.RecoveryRequest(view.history, view.epoch))
@@ -326,17 +331,22 @@ class MembershipProtocol:
         if paxos.proposer.round is not None:
             if paxos.proposer.round.asked <= set(kept):
                 return
+            # All that were asked must accept, and one of them is out: this round can't succeed.
             paxos.proposer.round = None
+        # Only the most senior of the kept members proposes, so that proposers seldom meet.
         if not kept or kept[0] != self.me or reachability.undecided or self.paused:
             return
         others_are_up = all(self.detector.status(node) is Status.UP for node in kept[1:])
         if now < self._agreement.backoff.retry_at or not others_are_up:
             return
+        # A member that may hold a lease from me counts on being in the next view: leave it out only
+        # when the lease has run out, or its agent has certainly ended.
         out = [member for member in view.members if member.node not in kept]
         if any(s.node not in reachability.ended and self._holds_lease(s, now) for s in out):
             return
         draft = self._pending.draft(self.me, view, reachability, self.detector, self.banned)
         if draft is not None:
+            # Slow links need longer rounds: each failure adds one more, up to four.
             attempts = 1 + min(self._agreement.backoff.num_failures, 3)
             self._agreement.propose(
                 kept,
@@ -365,8 +375,8 @@ class MembershipProtocol:
     def _withhold_leases(
         self, view: View, paxos: PaxosInstance, reachability: Reachability
     ) -> None:
-        """Grant no leases to those who are to be left out though I hear them, and to those whom I
-        accepted to leave out."""
+        """Grant no leases to members that are to be left out although they are heard, nor to those
+        that a view which this node accepted leaves out."""
         out = set(self.banned & set(view.nodes))
         if reachability.majority:
             out |= reachability.out.keys()

@@ -22,7 +22,7 @@ from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_SHARED_MEMORY, F
 
 BUDGET = 8 * 1024 * 1024
 _MERGE_BYTES = 8 * 1024
-"""Payloads up to this size are copied behind their header: one write, one TLS record."""
+"""Payloads up to this size are copied behind their header, so that both take one write."""
 
 _SHARED_MEMORY_BYTES = 4 * 1024
 """Payloads from this size on travel through link memory, where there is any."""
@@ -39,7 +39,7 @@ class Outgoing(NamedTuple):
 class Sink(NamedTuple):
     """Where a payload goes, and what to do once it is there.
 
-    ``buffer`` None means: the consumer copies from whatever memory the payload already lies in.
+    ``buffer`` None means: ``complete`` reads the payload where it already lies.
     """
 
     buffer: memoryview | None
@@ -139,13 +139,15 @@ class Connection:
             and self._slots
         ):
             slot = self._slots.popleft()
+            # The frame that follows over the socket orders these stores: the receiver looks into
+            # the slot only when it has read that frame. So the slots need no locks.
             _copy(memory.outgoing(slot)[:nbytes], payload)
             self.meter.bytes_sent += nbytes
             self.meter.bytes_in_shared_memory += nbytes
             frame = frame._replace(flags=frame.flags | IN_SHARED_MEMORY, tag=slot)
             self._writing.append(memoryview(_header(frame, are_checked=self._are_checked)))
             if sent is not None:
-                sent()
+                sent()  # the payload is in the slot: its memory is free already
             return nbytes
         if nbytes <= _MERGE_BYTES:
             self._writing.append(
@@ -213,8 +215,8 @@ class Connection:
     def _check(self, data: memoryview, checksum: memoryview) -> None:
         if crc32c(data) == int.from_bytes(checksum, "little"):
             return
-        # There is no use in reading any more, but an accident is none of the peer's doing: it can
-        # be told.
+        # Nothing more can be read from this link. But the bytes were changed on the way, not by the
+        # peer, so the peer is still told why the group ends.
         self.is_garbled = True
         raise ProtocolError("bytes were changed on the way: the checksum of a frame does not match")
 
@@ -239,6 +241,8 @@ class Connection:
                 _copy(sink.buffer, payload)
                 payload = sink.buffer
             sink.complete(payload)
+            # The slot is the peer's again once SLOT_FREE has left, not before: a peer that names it
+            # earlier has not waited for that, and would overwrite what is being read.
             self._unreleased.add(slot)
             free = Frame(Kind.SLOT_FREE, frame.epoch, tag=slot)
             self.control.append(

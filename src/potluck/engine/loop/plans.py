@@ -26,7 +26,8 @@ from potluck.wire.dtypes import code_of
 from potluck.wire.frames import IN_SHARED_MEMORY, Frame, Kind
 
 _MAX_UNREAD = 1024
-"""How many answers may wait for a peer that asks for more, and how many of its questions here."""
+"""How many reports may wait to be read by a peer that queries more, and how many of the peers'
+queries about calls that this rank has not made are kept."""
 
 _NUM_REMEMBERED = 16
 """How many ended calls of a channel are kept, to say what a late frame disagrees with."""
@@ -59,6 +60,8 @@ class Plans:
         self._running[key] = running
         self._posted[running.channel] = running.sequence + 1
         self._connections.need((*running.send_peers, *running.receive_peers))
+        # Frames of this call that came before the call: compared now, applied by _advance as the
+        # plan allows. Their credit returns, since a plan bounds what may still come for it.
         for peer, queue in self._early.pop(key, {}).items():
             theirs = queue[0][0].fingerprint
             if theirs != running.call.fingerprint:
@@ -105,7 +108,7 @@ class Plans:
         return list(first.values())
 
     def _suspect(self) -> RunningPlan | None:
-        """The operation whose deadline comes next; first the one that is being looked into."""
+        """The operation whose deadline comes next; an overdue one that was queried comes first."""
         return min(
             self._running.values(),
             key=lambda running: (not running.is_overdue, running.deadline),
@@ -194,6 +197,7 @@ class Plans:
 
     def route(self, connection: Connection, frame: Frame) -> Sink:
         """Where the payload of a DATA frame goes."""
+        # A peer that sends frames of a call has begun it, so frames of that call need no credit.
         self._connections.flow(connection.rank).has_begun(frame.channel, frame.operation)
         running = self._running.get((frame.channel, frame.operation))
         if running is None:
@@ -224,7 +228,7 @@ class Plans:
         return Sink(buffer, complete)
 
     def _on_early(self, connection: Connection, frame: Frame, payload: bytearray) -> None:
-        """A frame is there whose operation had not begun when its header came."""
+        """A frame has been read whose operation had not begun when its header came."""
         key = (frame.channel, frame.operation)
         if key not in self._running:
             self._early.setdefault(key, {}).setdefault(connection.rank, deque()).append(
@@ -235,7 +239,7 @@ class Plans:
         self._on_waiting(connection, frame, payload)
 
     def _on_waiting(self, connection: Connection, frame: Frame, payload: bytearray) -> None:
-        """A frame is there for whose bytes the memory was not ready."""
+        """A frame has been read that cannot be applied yet: a step before its own is not done."""
         running = self._running.get((frame.channel, frame.operation))
         if running is None:
             self._on_late(connection, frame)
@@ -340,9 +344,10 @@ class Plans:
         blocking_rank = check.blocking_rank(
             others, awaited, final=now >= running.deadline and not is_first
         )
-        # The first time nobody has been asked yet: the deadline moves by the time for answers.
-        # After that the group ends with the first report of a rank that has not called, or as soon
-        # as no report is missing (all are in the call, and slow), or without the missing ones.
+        # The first time no rank has been asked yet: ask, and move the deadline by the time for
+        # answers. From then on the group ends with the first report of a rank that has not made the
+        # call; or once every rank has reported that it has (all are in the call, and slow); or at
+        # the moved deadline, and then a silent rank is to blame.
         if blocking_rank < 0 and is_first:
             running.deadline = now + ANSWER_S
             self._query(running, others, pass_on=True)
@@ -356,7 +361,9 @@ class Plans:
         key = (frame.channel, frame.operation)
         running = self._running.get(key)
         has_called = frame.operation < self._posted.get(frame.channel, 0)
-        if not frame.segment:  # it only stalls: to compare, now or when this rank begins the call
+        # The peer's call only stalls. _disagrees has compared it with this rank's call; if this
+        # rank has not made it yet, the fingerprint is kept for begin(). No answer is sent.
+        if not frame.segment:
             if not has_called and (key in self._queries or len(self._queries) < _MAX_UNREAD):
                 self._queries.setdefault(key, {})[connection.rank] = frame.fingerprint
             return
@@ -366,11 +373,11 @@ class Plans:
             )
         check, is_new = self._hangs.open(key)
         self._report(connection.rank, key, self._group.rank, has_called)
-        # What is known already goes along: the peer may have no link to those ranks.
+        # Reports of other ranks that have come already: the peer may have no link to those ranks.
         for rank, called in check.reports.items():
             self._report(connection.rank, key, rank, called)
         check.askers.add(connection.rank)
-        # Passed on once an operation, or queries would circle among the ranks for ever.
+        # A query is passed on once for each operation, or queries would circle for ever.
         if is_new and running is not None:
             others = set(running.peers) - {self._group.rank, connection.rank}
             self._query(running, others, pass_on=True)
@@ -384,8 +391,8 @@ class Plans:
             return
         if rank == self._group.rank:
             return
-        # The first report about a rank counts and is passed on, to whom it did not come from; so
-        # each report crosses a link once in each direction, and the exchange ends.
+        # The first report about a rank counts. It is passed on to all askers but the one that sent
+        # it, so each report crosses a link at most once in each direction, and the exchange ends.
         check.reports[rank] = has_called
         for asker in check.askers - {connection.rank}:
             self._report(asker, key, rank, has_called)

@@ -76,7 +76,7 @@ class ProgressLoop:
         self._connections = Connections(
             self._state,
             connector,
-            # With less than three segments a sender would wait for each report.
+            # With less than three segments of credit a sender would stop until each CREDIT comes.
             max_early_bytes=max(max_early_bytes, 3 * (segment_bytes + FRAME_OVERHEAD)),
             meter=meter,
             pending=self._wanted,
@@ -218,9 +218,9 @@ class ProgressLoop:
         while self._woken:
             connections.ready.add(self._woken.popleft())
         while self._inbox:
-            self._inbox[
-                0
-            ]()  # if it breaks this loop, _end still finds it, and whoever waits for it
+            # Removed only when it has run: if it breaks this loop, _end runs what is left, so that
+            # the caller that waits for it gets the error.
+            self._inbox[0]()
             self._inbox.popleft()
         connections.move(self._route, self._next_outgoing)
         now = time.monotonic()
@@ -229,7 +229,7 @@ class ProgressLoop:
             self._messages.check_deadlines(now)
 
     def _patience(self) -> float:
-        """How long there is nothing to do unless something comes."""
+        """Seconds until there is something to do, if nothing is read or posted before."""
         if self._connections.ready or self._connections.dirty or self._inbox or self._woken:
             return 0.0
         if self._closing is not None:
@@ -245,7 +245,8 @@ class ProgressLoop:
         with contextlib.suppress(BlockingIOError):
             while self._wake_reader.recv(4096):
                 pass
-        # Only now: whoever posted before this line is served in this turn, later ones wake again.
+        # The inbox is looked at after this line. A thread that posts before it finds the loop awake
+        # and is served in this turn; a thread that posts after it wakes the loop again.
         self._is_awake = False
 
     def _pending(self) -> Iterable[RunningPlan | Sending | Receiving]:
@@ -253,7 +254,8 @@ class ProgressLoop:
         yield from self._messages.pending()
 
     def _wanted(self) -> Iterable[RunningPlan | Sending | Receiving]:
-        """What is under way and not given up: who leaves has lost nobody."""
+        """What is under way and not given up. A rank that is leaving gives all up, so no peer that
+        ends now is lost to it."""
         return self._pending() if self._closing is None else ()
 
     def _begin(self, work: Work, begin: Callable[[], None]) -> None:
@@ -271,7 +273,7 @@ class ProgressLoop:
             if self._closing is not None:  # the link was made while this rank was leaving
                 self._connections.say(rank, Kind.CLOSE)
         elif threading.current_thread() is self._thread:
-            self._late.append(link)  # those who wait for their operations come first
+            self._late.append(link)  # rejected at the very end: waiting callers come first
         else:
             reject(self._state, link)
 
