@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from potluck.service import start_thread
+from potluck.background import start_thread
 
 FIRST_S = 3.0
 EVERY_S = 10.0

@@ -29,7 +29,7 @@ FORBIDDEN_CALLS = {
 FORBIDDEN_ENDINGS = ("_object", "_object_list")
 
 MAY_START_THREADS = {
-    "src/potluck/service.py": "the one way: whoever starts a thread says what follows if it breaks",
+    "src/potluck/background.py": "the one way: each start says what follows if the thread breaks",
     "src/potluck/checkpoint/writer.py": "raises at the next call what its thread raised",
 }
 
@@ -91,7 +91,7 @@ def threads(tree: ast.AST) -> Iterator[str]:
     """Threads that may end by an exception without anybody being told."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and dotted(node.func).endswith("Thread"):
-            yield f"line {node.lineno}: calls {dotted(node.func)}; see potluck.service"
+            yield f"line {node.lineno}: calls {dotted(node.func)}; see potluck.background"
 
 
 def named(path: Path) -> str:

@@ -1,7 +1,7 @@
 """A model check of the consensus: every order of events of three nodes, within stated bounds.
 
-Explicit-state search as by TLC or SPIN. The nodes are the real ``Agreement`` objects (Paxos, stable
-storage, recovery); the model has what lies around them:
+Explicit-state search as by TLC or SPIN. The nodes are the real ``ViewAgreement`` objects (Paxos,
+stable storage, recovery); the model has what lies around them:
 
 - the network is the set of all messages ever sent, and any of them may arrive at any time: so
   messages are lost (never arrive), doubled (arrive again) and reordered;
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from potluck.cluster.membership.agreement import Agreement
+from potluck.cluster.membership.agreement import ViewAgreement
 from potluck.cluster.membership.election import has_majority
 from potluck.cluster.membership.events import Install, Save, Send
 from potluck.cluster.membership.outbox import Outbox
@@ -102,7 +102,7 @@ class Local:
         return frozenset() if self.memory is None else self.memory[1]
 
 
-def freeze(node: Agreement) -> tuple[Any, ...]:
+def freeze(node: ViewAgreement) -> tuple[Any, ...]:
     """All that ``node`` has in memory, as values."""
     known = (
         node.view,
@@ -126,14 +126,14 @@ def freeze(node: Agreement) -> tuple[Any, ...]:
     return (*known, votes, (its.highest, tuple(sorted(its.reports.items())), round_))
 
 
-def thaw(local: Local) -> tuple[Agreement, StableStorage, Outbox]:
+def thaw(local: Local) -> tuple[ViewAgreement, StableStorage, Outbox]:
     """The real objects of ``local``, which is up."""
     outbox = Outbox()
     storage = StableStorage(local.record, outbox)
     for _, then in local.writes:
         storage._num_saves += 1
         storage._waiting[storage._num_saves] = then
-    node = Agreement(local.node, local.incarnation, storage, outbox, 0.0, holds_lease=no_lease)
+    node = ViewAgreement(local.node, local.incarnation, storage, outbox, 0.0, holds_lease=no_lease)
     assert local.memory is not None
     view, subtracted, resigned, node.wants, votes, proposing = local.memory
     node.view, node.subtracted, node.resigned = view, set(subtracted), dict(resigned)
@@ -153,7 +153,7 @@ def thaw(local: Local) -> tuple[Agreement, StableStorage, Outbox]:
 def start(node: str, incarnation: int, record: StableRecord, view: View | None = None) -> Local:
     """A node that has just started; in ``view``, if there is one."""
     outbox = Outbox()
-    agreement_ = Agreement(
+    agreement_ = ViewAgreement(
         node, incarnation, StableStorage(record, outbox), outbox, 0.0, holds_lease=no_lease
     )
     if view is None:
@@ -266,7 +266,7 @@ class Model:
     def _deliver(self, local: Local, message: Message) -> Step:
         sender, incarnation, _, content = message
 
-        def hear(node: Agreement) -> None:
+        def hear(node: ViewAgreement) -> None:
             match content:
                 case wire.Decided(view):
                     node.learn(view, 0.0, sender)
@@ -279,7 +279,7 @@ class Model:
 
         return self._run(local, hear)
 
-    def _run(self, local: Local, act: Callable[[Agreement], None], writes: int = 0) -> Step:
+    def _run(self, local: Local, act: Callable[[ViewAgreement], None], writes: int = 0) -> Step:
         """Have the real node ``act``; ``writes`` records reach its disk first."""
         node, storage, outbox = thaw(local)
         before = local.view

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from potluck.cluster.jobs.groups import membership
 from potluck.cluster.jobs.groups.events import Action, Announce, Event, Start
-from potluck.cluster.jobs.groups.roster import Phase, Policy
+from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
 
 A = TypeVar("A", bound=Action)
 
@@ -14,10 +14,10 @@ A = TypeVar("A", bound=Action)
 class Story:
     """A job whose events are told one by one; ``did`` holds the actions of the last call."""
 
-    def __init__(self, num_workers: int, policy: Policy | None = None) -> None:
+    def __init__(self, num_workers: int, policy: JobPolicy | None = None) -> None:
         self.now = 0.0
         self.names = [str(index) for index in range(num_workers)]
-        self.state, self.did = membership.begin(self.names, policy or Policy())
+        self.state, self.did = membership.begin(self.names, policy or JobPolicy())
 
     def tell(self, *events: Event, at: float | None = None) -> tuple[Action, ...]:
         """The actions that follow from ``events``, at the time ``at`` (by default: no later)."""

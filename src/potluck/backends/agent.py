@@ -59,7 +59,7 @@ class AgentBackend:
         check_free()
         self._local_rank = int(os.environ.get("LOCAL_RANK") or 0)
         self._changed = threading.Condition()
-        self._view: control.View | None = None
+        self._view: control.GroupView | None = None
         self._is_held = False
         self._overs: deque[control.GroupOver] = deque(maxlen=64)
         self._stopped: PotluckError | None = None
@@ -201,7 +201,7 @@ class AgentBackend:
             if was_held:
                 deadline = time.monotonic() + timeout_s
 
-    def _usable(self, after_epoch: int) -> control.View | None:
+    def _usable(self, after_epoch: int) -> control.GroupView | None:
         view = self._view
         if view is None or view.epoch <= after_epoch:
             return None
@@ -246,7 +246,7 @@ class AgentBackend:
         with self._changed:
             self._changed.notify_all()
             match message:
-                case control.View(job=job, epoch=epoch, members=members):
+                case control.GroupView(job=job, epoch=epoch, members=members):
                     if job != self.job or self.worker not in {each.worker for each in members}:
                         raise ProtocolError(f"a view of epoch {epoch} that does not concern me")
                     self._is_held = False

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from potluck.backends.agent_waits import LOOK_EVERY_S
+from potluck.background import Tasks, start_task, start_thread, why
 from potluck.cluster.links.control import ControlLink
 from potluck.errors import ConfigurationError, LinkError, PotluckError
-from potluck.service import Tasks, start_task, start_thread, why
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire import control
@@ -93,7 +93,7 @@ def agent_address() -> tuple[str, int]:
     return host, int(port)
 
 
-class Progress:
+class UnsentFacts:
     """Facts on their way to the agent: only the newest of each is sent."""
 
     def __init__(self, worker: str) -> None:
@@ -117,11 +117,11 @@ class Progress:
     def epoch(self) -> int:
         return self._epoch
 
-    def take(self) -> control.Progress:
+    def take(self) -> control.WorkerProgress:
         with self._lock:
             facts, self._facts = self._facts, {}
             known = self._known
-            return control.Progress(
+            return control.WorkerProgress(
                 worker=self._worker,
                 epoch=self._epoch,
                 step=int(known.get("step", -1)),
@@ -155,7 +155,7 @@ class AgentLink:
         ended the link when nobody here had ended it.
         """
         self.worker = hello.worker
-        self.progress = Progress(hello.worker)
+        self.progress = UnsentFacts(hello.worker)
         self.owner = os.getpid()
         self.me = _me()
         _links.add(self)

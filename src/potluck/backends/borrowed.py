@@ -21,13 +21,13 @@ import numpy as np
 from potluck.backends.base import Communicator
 from potluck.backends.lane import BoundedWork, Lane
 from potluck.backends.library import ANY_SOURCE, FlatCall, Library, Waiter, exchange
+from potluck.background import start_thread
 from potluck.engine.arrays.layout import Array
 from potluck.engine.arrays.reduction import check, conclude
 from potluck.engine.request import NOTHING, Request
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, PotluckError
 from potluck.metrics import Metrics
-from potluck.service import start_thread
 from potluck.types import Group, ReduceOp
 
 _CLOSE_S = 1.0

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from potluck.backends.discovery_rules import ExistingGroups
+from potluck.background import why
 from potluck.errors import LinkError, OperationTimeout, Refused
-from potluck.service import why
 from potluck.waiting import Reminder
 from potluck.wire.gathering import MAX_PARTICIPANTS
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from potluck.backends.discovery_peers import FORMED, Acquaintances, Peer
+from potluck.background import start_thread
 from potluck.cluster.discovery.advert import INSTANCE_BYTES, Hint, Presence
 from potluck.cluster.discovery.caller import HintCaller
 from potluck.cluster.discovery.finder import Finder
 from potluck.errors import LinkError, PotluckError, Refused, WrongSecret
-from potluck.service import start_thread
 from potluck.transport import aio
 from potluck.transport.blocking import send_all
 from potluck.transport.credentials import Credentials

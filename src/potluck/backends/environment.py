@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 from potluck.backends.base import StaticBackend
-from potluck.backends.launchers import read_seat
+from potluck.backends.launchers import read_launched_rank
 from potluck.backends.places import placed
 from potluck.backends.rendezvous import Rendezvous
 from potluck.backends.store_rendezvous import meet
@@ -47,12 +47,12 @@ class EnvironmentBackend(StaticBackend):
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._settings = settings or load_settings()
-        self._seat = seat = read_seat(environment)
-        self._rank, self._world_size = seat.rank, seat.world_size
-        is_host = seat.rank == 0 and not seat.uses_agent_store
+        self._launched = launched = read_launched_rank(environment)
+        self._rank, self._world_size = launched.rank, launched.world_size
+        is_host = launched.rank == 0 and not launched.uses_agent_store
         if is_host:
-            with taking_master_port(seat.port):
-                self._base = TcpBase("", seat.port, self._settings)
+            with taking_master_port(launched.port):
+                self._base = TcpBase("", launched.port, self._settings)
         else:
             self._base = TcpBase("", 0, self._settings)
         self.switchboard = self._base.switchboard
@@ -63,7 +63,7 @@ class EnvironmentBackend(StaticBackend):
                 "a group made from environment variables has no next group; start the script with "
                 "`potluck run` to survive the loss of a worker"
             ) from cause
-        if self._seat.uses_agent_store:
+        if self._launched.uses_agent_store:
             return self._base.open(self._meet(timeout_s))
         deadline = time.monotonic() + timeout_s
         members = self._host(deadline) if self._rank == 0 else self._call(deadline)
@@ -74,11 +74,11 @@ class EnvironmentBackend(StaticBackend):
         from potluck.backends.torchdist.store import open_store
 
         return meet(
-            open_store(self._seat, timeout_s),
+            open_store(self._launched, timeout_s),
             self._rank,
             self._world_size,
             base=self._base,
-            local_rank=self._seat.local_rank,
+            local_rank=self._launched.local_rank,
             timeout_s=timeout_s,
         )
 
@@ -103,7 +103,7 @@ class EnvironmentBackend(StaticBackend):
         self, rendezvous: Rendezvous[None], deadline: float
     ) -> tuple[list[TcpLink], tuple[Member, ...]]:
         """The links of all other ranks, once all have called, and the members in rank order."""
-        where = f"{self._seat.host}:{self._seat.port}"
+        where = f"{self._launched.host}:{self._launched.port}"
         here = rendezvous.arrivals
 
         def missing() -> str:
@@ -122,9 +122,9 @@ class EnvironmentBackend(StaticBackend):
         me = Member(
             "0",
             node=self._base.credentials.node_id,
-            host=self._seat.host,
+            host=self._launched.host,
             port=self._base.port,
-            local_rank=self._seat.local_rank,
+            local_rank=self._launched.local_rank,
         )
         return [each.link for each in others], (me, *(each.member for each in others))
 
@@ -139,14 +139,14 @@ class EnvironmentBackend(StaticBackend):
             worker=str(self._rank),
             port=self._base.port,
             world_size=self._world_size,
-            local_rank=self._seat.local_rank,
+            local_rank=self._launched.local_rank,
         )
-        where = f"rank 0 at MASTER_ADDR:MASTER_PORT {self._seat.host}:{self._seat.port}"
+        where = f"rank 0 at MASTER_ADDR:MASTER_PORT {self._launched.host}:{self._launched.port}"
         try:
             with self._reminding(f"{where}, which it can't reach; is it started?", deadline):
                 link, _ = connect(
-                    self._seat.host,
-                    self._seat.port,
+                    self._launched.host,
+                    self._launched.port,
                     hello,
                     self._base.credentials,
                     deadline=deadline,
@@ -177,7 +177,7 @@ class EnvironmentBackend(StaticBackend):
 
     def _reminding(self, what: str, deadline: float) -> AbstractContextManager[None]:
         """Say what this rank waits for while the body blocks; one rank of each machine does."""
-        text = "" if self._seat.local_rank else f"rank {self._rank} waits for {what}"
+        text = "" if self._launched.local_rank else f"rank {self._rank} waits for {what}"
         return reminding(Reminder(lambda: text, deadline))
 
 

@@ -3,7 +3,7 @@
 ``init_process_group`` asks a store at MASTER_ADDR and MASTER_PORT, and would wait there for ranks
 that never come. So each worker first tells its agent that its script forms a fixed world, and waits
 for the view of all its ranks; the agent ends the world when a rank is lost
-(``cluster.jobs.groups.worlds``). The link to the agent, the *seat*, stays until the script ends.
+(``cluster.jobs.groups.worlds``). The link to the agent stays until the script ends.
 Where a script destroys its process group and makes another, the ranks meet there again: at the port
 of the last group a fast rank would find the last group's store, and wait in that.
 """
@@ -34,9 +34,9 @@ def is_our_world(environment: Mapping[str, str], rank: int, world_size: int) -> 
     agent started it for, and no context of potluck's own has its link to the agent."""
     if not environment.get("POTLUCK_AGENT"):
         return False
-    if environment.get("POTLUCK_SEAT") != f"{rank}/{world_size}":
+    if environment.get("POTLUCK_WORLD_RANK") != f"{rank}/{world_size}":
         return False
-    return _own_seat() is not None or not (is_linked() or has_left())
+    return _own_link() is not None or not (is_linked() or has_left())
 
 
 def join_world(timeout_s: float) -> tuple[str, int]:
@@ -50,8 +50,8 @@ def join_world(timeout_s: float) -> tuple[str, int]:
     with socket.socket() as held:
         if is_first:
             held.bind(("", 0))  # and holds the port until rank 0 makes its store there
-        seat = _own_seat() or _Seat()
-        view = seat.meet(held.getsockname()[1] if is_first else 0, timeout_s)
+        link = _own_link() or _WorldLink()
+        view = link.meet(held.getsockname()[1] if is_first else 0, timeout_s)
     return view.members[0].host, view.members[0].port
 
 
@@ -62,29 +62,29 @@ def hosts_of_world(rank: int, world_size: int) -> tuple[str, ...]:
     A rank that publishes its own address can't do this: a link-local IPv6 address means something
     only together with an interface of the machine that calls it.
     """
-    seat = _own_seat()
-    view = None if seat is None else seat.view
-    if view is None or os.environ.get("POTLUCK_SEAT") != f"{rank}/{world_size}":
+    link = _own_link()
+    view = None if link is None else link.view
+    if view is None or os.environ.get("POTLUCK_WORLD_RANK") != f"{rank}/{world_size}":
         return ()
     return tuple(member.host for member in view.members)
 
 
-def leave_seat() -> None:
+def leave_world() -> None:
     """Give the link to the agent back, for a backend that has one of its own; if there is one."""
-    seat = _own_seat()
-    if seat is not None:
-        seat.end()
+    link = _own_link()
+    if link is not None:
+        link.end()
 
 
-_seats: list[_Seat] = []
-"""The seat of this process, and of the process that forked it."""
+_links: list[_WorldLink] = []
+"""The link of this process, and of the process that forked it."""
 
 
-def _own_seat() -> _Seat | None:
-    return next((seat for seat in _seats if seat.owner == os.getpid()), None)
+def _own_link() -> _WorldLink | None:
+    return next((link for link in _links if link.owner == os.getpid()), None)
 
 
-class _Seat:
+class _WorldLink:
     """The link to the agent, and what the agent said."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class _Seat:
         job = os.environ.get("POTLUCK_JOB", "")
         self._changed = threading.Condition()
         self._after = 0
-        self._view: control.View | None = None
+        self._view: control.GroupView | None = None
         self._error: PotluckError | None = None
         self._waits = LongWaits()
         credentials = load_credentials(load_settings())
@@ -111,15 +111,15 @@ class _Seat:
             describe=lambda: f"rank {os.environ.get('RANK', '')}, worker {self._worker}",
             follows=may_follow_from_a_loss,
         )
-        _seats.append(self)
+        _links.append(self)
         atexit.register(self.end)
 
     @property
-    def view(self) -> control.View | None:
+    def view(self) -> control.GroupView | None:
         """What the agent said of the ranks when they met last."""
         return self._view
 
-    def meet(self, port: int, timeout_s: float) -> control.View:
+    def meet(self, port: int, timeout_s: float) -> control.GroupView:
         """The next view of all ranks; ``port`` is this rank's, for the store."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -158,7 +158,7 @@ class _Seat:
         with self._changed:
             self._changed.notify_all()
             match message:
-                case control.View(epoch=epoch) if epoch > self._after:
+                case control.GroupView(epoch=epoch) if epoch > self._after:
                     self._view = message
                 case control.Stop(reason):
                     self._error = RemoteError(f"the job ends: {reason}")
@@ -176,7 +176,7 @@ class _Seat:
 
     def end(self) -> None:
         """Tell the agent that this worker has finished, and end the link."""
-        if self in _seats:
-            _seats.remove(self)
+        if self in _links:
+            _links.remove(self)
             atexit.unregister(self.end)
             self._last_words.end(is_finished=self._error is None)

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from potluck.background import OnBroken, start_thread
 from potluck.engine.work import Work
 from potluck.errors import OperationTimeout, PotluckError
-from potluck.service import OnBroken, start_thread
 
 _GRACE_S = 0.5
 """How long after an operation's deadline the library may still say itself what was wrong."""

@@ -1,8 +1,8 @@
-"""A process's place in its world, from the variables of torchrun, mpirun, Slurm or Kubernetes.
+"""A process's rank in its world, from the variables of torchrun, mpirun, Slurm or Kubernetes.
 
-Pure: variables in, a seat out. ``RANK`` and ``WORLD_SIZE`` win, because a user may have set them
-on purpose under another launcher. The numbers of Kubernetes' pods come last: mpirun and srun, where
-they run, run inside pods.
+Pure: variables in, a ``LaunchedRank`` out. ``RANK`` and ``WORLD_SIZE`` win, because a user may have
+set them on purpose under another launcher. The numbers of Kubernetes' pods come last: mpirun and
+srun, where they run, run inside pods.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Variables = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """This process's place in a world of fixed size, and where rank 0 can be met.
+class LaunchedRank:
+    """This process's rank in a world of fixed size, and where rank 0 can be met.
 
     ``uses_agent_store``: torchrun itself listens at ``host:port``, with a store for its workers;
     ``attempt`` counts its restarts.
@@ -51,8 +51,8 @@ class Seat:
     attempt: int = 0
 
 
-def detect(variables: Variables) -> Seat | None:
-    """The seat that the first of the known launchers gave; None if there was none.
+def detect(variables: Variables) -> LaunchedRank | None:
+    """The rank that the first of the known launchers gave; None if there was none.
 
     ConfigurationError names the variable that can't be used, and what to do.
     """
@@ -62,21 +62,21 @@ def detect(variables: Variables) -> Seat | None:
     return None
 
 
-def read_seat(variables: Variables) -> Seat:
-    """The seat; ConfigurationError, with the variable that is missing, if there is none."""
-    seat = detect(variables)
-    if seat is None:
+def read_launched_rank(variables: Variables) -> LaunchedRank:
+    """The same; ConfigurationError, with the variable that is missing, if there is none."""
+    launched = detect(variables)
+    if launched is None:
         missing = "WORLD_SIZE" if rank_variable(variables) else "RANK"
         raise ConfigurationError(
             f"{missing} is not set; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe a group "
             "(`potluck run`, torchrun, mpirun and srun set these or their like; in a pod of "
             f"Kubernetes {' or '.join(POD_NUMBERS)} may stand for RANK)"
         )
-    return seat
+    return launched
 
 
 def is_half_described(variables: Variables) -> bool:
-    """Whether the variables speak of other processes, but not enough of them are set for a seat.
+    """Whether the variables speak of other processes, but not enough of them are set for a rank.
 
     Such a process must not train alone without a word. ``RANK`` or a pod's number without
     ``MASTER_ADDR`` speaks of nobody: the pods of an Indexed Job may be independent of each other.
@@ -110,12 +110,12 @@ def number(
 # -- the launchers
 
 
-def _plain(variables: Variables) -> Seat:
+def _plain(variables: Variables) -> LaunchedRank:
     """torchrun, ``potluck run``, Kubernetes operators, a StatefulSet's pods, or a person."""
     is_torchrun = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if _POD_NAME.fullmatch(variables["RANK"]):
         return _pod(variables)
-    return _seat(
+    return _launched(
         variables,
         "torchrun" if is_torchrun else "environment",
         *("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -126,7 +126,7 @@ def _plain(variables: Variables) -> Seat:
     )
 
 
-def _open_mpi(variables: Variables) -> Seat:
+def _open_mpi(variables: Variables) -> LaunchedRank:
     job = variables.get("OMPI_MCA_ess_base_jobid") or variables.get("PMIX_NAMESPACE", "")
     return _under_mpirun(
         variables,
@@ -137,7 +137,7 @@ def _open_mpi(variables: Variables) -> Seat:
     )
 
 
-def _mpich(variables: Variables) -> Seat:
+def _mpich(variables: Variables) -> LaunchedRank:
     return _under_mpirun(
         variables,
         *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -147,13 +147,13 @@ def _mpich(variables: Variables) -> Seat:
     )
 
 
-def _slurm(variables: Variables) -> Seat:
+def _slurm(variables: Variables) -> LaunchedRank:
     size = "SLURM_STEP_NUM_TASKS" if variables.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST", "")
     job = ".".join(
         variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID")
     )
-    return _seat(
+    return _launched(
         variables,
         "slurm",
         *("SLURM_PROCID", size, "SLURM_LOCALID"),
@@ -162,7 +162,7 @@ def _slurm(variables: Variables) -> Seat:
     )
 
 
-def _pod(variables: Variables) -> Seat:
+def _pod(variables: Variables) -> LaunchedRank:
     """A pod of a StatefulSet, an Indexed Job or a JobSet. No other pod can be met at this one's
     loopback address, so here MASTER_ADDR has no default."""
     source = rank_variable(variables)
@@ -173,7 +173,7 @@ def _pod(variables: Variables) -> Seat:
             "MASTER_ADDR is not set; each pod has an address of its own, so set it to that of pod "
             f"0 ({source}={variables[source]!r}, with a headless service: {first}.SERVICE)"
         )
-    return _seat(
+    return _launched(
         variables,
         "kubernetes",
         *(source, "WORLD_SIZE", "LOCAL_RANK"),
@@ -191,7 +191,7 @@ def _under_mpirun(
     local_size: str,
     job: str,
     how: str,
-) -> Seat:
+) -> LaunchedRank:
     host = variables.get("MASTER_ADDR", "")
     if not host:
         if variables.get(local_size) != variables.get(size):
@@ -202,10 +202,10 @@ def _under_mpirun(
             )
         host = LOOPBACK
     port = _port(variables, job)
-    return _seat(variables, "mpirun", rank, size, local_rank, host=host, port=port)
+    return _launched(variables, "mpirun", rank, size, local_rank, host=host, port=port)
 
 
-def _seat(
+def _launched(
     variables: Variables,
     launcher: str,
     rank_name: str,
@@ -216,7 +216,7 @@ def _seat(
     port: int,
     uses_agent_store: bool = False,
     attempt: int = 0,
-) -> Seat:
+) -> LaunchedRank:
     rank = _rank(variables, rank_name)
     world_size = number(variables, size_name, 1, MAX_WORLD)
     if rank >= world_size:
@@ -224,7 +224,7 @@ def _seat(
             f"{rank_name}={variables[rank_name]} is not below {size_name}={world_size}; ranks "
             "begin at 0"
         )
-    return Seat(
+    return LaunchedRank(
         launcher=launcher,
         rank=rank,
         world_size=world_size,
@@ -277,7 +277,7 @@ def _is_slurm_step(variables: Variables) -> bool:
     return bool(in_step and variables.get("SLURM_PROCID"))
 
 
-_LAUNCHERS: tuple[tuple[Callable[[Variables], bool], Callable[[Variables], Seat]], ...] = (
+_LAUNCHERS: tuple[tuple[Callable[[Variables], bool], Callable[[Variables], LaunchedRank]], ...] = (
     (_has("RANK", "WORLD_SIZE"), _plain),
     (_has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
     (_has("PMI_RANK", "PMI_SIZE"), _mpich),

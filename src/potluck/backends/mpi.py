@@ -83,11 +83,12 @@ class MpiBackend(StaticBackend):
         self._settings = settings or load_settings()
         self._mpi = _load()
         world = self._mpi.COMM_WORLD
-        seat = detect(environment)
-        if seat is not None and seat.world_size != world.size:
+        launched = detect(environment)
+        if launched is not None and launched.world_size != world.size:
             raise ConfigurationError(
-                f"MPI sees a world of {world.size}, but {seat.launcher} started {seat.world_size} "
-                "ranks; start the script with the mpirun of the MPI library that mpi4py uses "
+                f"MPI sees a world of {world.size}, but {launched.launcher} started "
+                f"{launched.world_size} ranks; start the script with the mpirun of the MPI library "
+                "that mpi4py uses "
                 f"({self._mpi.Get_library_version().splitlines()[0].split(',')[0]})"
             )
 

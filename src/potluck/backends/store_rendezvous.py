@@ -38,7 +38,7 @@ _FIRST_NAP_S = 0.001
 _LAST_NAP_S = 0.05
 
 
-class Entry(msgspec.Struct, frozen=True):
+class RankEntry(msgspec.Struct, frozen=True):
     """What one rank writes into the store."""
 
     host: str
@@ -93,7 +93,7 @@ def _meet(
     if is_fresh and attempt > 1:
         raise ConfigurationError(f"RANK={rank} is taken: two processes were started with it")
     prefix = f"potluck/{attempt}"
-    entry = Entry(
+    entry = RankEntry(
         host=own_address(store),
         port=base.port if base else 0,
         node=base.credentials.node_id if base else socket.gethostname(),
@@ -159,13 +159,15 @@ def _absent(store: Any, keys: Sequence[str]) -> list[int]:
     return [rank for rank, key in enumerate(keys) if not store.check([key])]
 
 
-def _missing(store: Any, keys: Sequence[str], rank: int, mine: Entry) -> str:
+def _missing(store: Any, keys: Sequence[str], rank: int, mine: RankEntry) -> str:
     """What the lowest rank on each machine says while others are missing."""
     missing = _absent(store, keys)
     present = [other for other in range(len(keys)) if other not in missing]
     if store_server(store) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         missing = [other for other in missing if other]  # rank 0 serves the store, so it is there
-    entries = {other: msgspec.json.decode(store.get(keys[other]), type=Entry) for other in present}
+    entries = {
+        other: msgspec.json.decode(store.get(keys[other]), type=RankEntry) for other in present
+    }
     here = [other for other, entry in entries.items() if entry.machine == mine.machine]
     if not missing or rank != min(here):
         return ""
@@ -176,8 +178,8 @@ def _missing(store: Any, keys: Sequence[str], rank: int, mine: Entry) -> str:
     )
 
 
-def _read(store: Any, keys: Sequence[str], rank: int, mine: Entry) -> Entry:
-    entry = msgspec.json.decode(store.get(keys[rank]), type=Entry)
+def _read(store: Any, keys: Sequence[str], rank: int, mine: RankEntry) -> RankEntry:
+    entry = msgspec.json.decode(store.get(keys[rank]), type=RankEntry)
     if entry.world_size != mine.world_size:
         raise ConfigurationError(
             f"rank {rank} was started with a world size of {entry.world_size}, this rank with "
@@ -201,5 +203,5 @@ def _stay(store: Any, prefix: str, rank: int, world_size: int, is_fresh: bool) -
             store.wait(others, timedelta(seconds=_STAY_S))
 
 
-def _host(entry: Entry, mine: Entry, has_server: bool) -> str:
+def _host(entry: RankEntry, mine: RankEntry, has_server: bool) -> str:
     return LOOPBACK if not has_server and entry.machine == mine.machine else entry.host

@@ -49,14 +49,14 @@ def continue_(
 def _ask(request: Request) -> None:
     from potluck.cluster.links.local import ask_agent
     from potluck.settings import load_settings
-    from potluck.wire.local import Outcome
+    from potluck.wire.local import CommandResult
 
     try:
         answer = asyncio.run(ask_agent(load_settings(), request, timeout_s=_ANSWER_S))
     except PotluckError as error:
         typer.echo(f"potluck: {error}", err=True)
         raise typer.Exit(2) from None
-    assert isinstance(answer, Outcome)
+    assert isinstance(answer, CommandResult)
     typer.echo(f"potluck: {answer.text}", err=not answer.ok)
     if not answer.ok:
         raise typer.Exit(1)

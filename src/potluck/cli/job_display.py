@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from potluck.service import start_thread
+from potluck.background import start_thread
 from potluck.system import SIGPIPE
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from potluck.background import why
 from potluck.errors import PotluckError
-from potluck.service import why
 
 if TYPE_CHECKING:
     from potluck.settings import Settings

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from potluck.background import OnBroken, start_task
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.home.private_state import PrivateState
 from potluck.cluster.links.peers import ControlLinks
@@ -19,7 +20,6 @@ from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import is_node_id
 from potluck.cluster.trust.store import TrustStore
 from potluck.errors import PotluckError, ProtocolError
-from potluck.service import OnBroken, start_task
 from potluck.wire.nodes import Bans, NodeMessage, View
 from potluck.wire.peers import Introduction
 
@@ -115,7 +115,7 @@ class ControlPlane:
         self.handle(events.Received(node, said.incarnation, message))
 
     def _unreachable(self, node: str, incarnation: int) -> None:
-        self.handle(events.Refused(node, incarnation))
+        self.handle(events.ConnectionRefused(node, incarnation))
 
     def _tick(self) -> None:
         self.handle(events.Tick())

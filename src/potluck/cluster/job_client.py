@@ -105,7 +105,7 @@ class JobClient:
                 )
             case jobs.JobEnded(_, _, summary):
                 self.summary.set_result(msgspec.json.decode(summary, type=Summary))
-            case local.Outcome(_, text):
+            case local.CommandResult(_, text):
                 self.summary.set_exception(ConfigurationError(text))
             case _:
                 pass

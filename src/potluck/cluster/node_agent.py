@@ -105,7 +105,7 @@ class NodeAgent:
                 await finder.start(presence, self.links.heard)
             self.plane.start()
             if self._is_private:
-                self.plane.handle(events.Found())
+                self.plane.handle(events.FoundHistory())
             self.ready.set()
             await self._crash
         finally:
@@ -222,7 +222,7 @@ class NodeAgent:
 
     async def _continue_alone(self, request: local.ContinueRequest, client: Client) -> None:
         self.plane.handle(events.ContinueAlone())
-        client.send(local.Outcome(True, "this node goes on alone, if it was paused"))
+        client.send(local.CommandResult(True, "this node goes on alone, if it was paused"))
 
     def _fail(self, error: BaseException) -> None:
         """End: the others go on without this node, which is better than one that looks alive."""

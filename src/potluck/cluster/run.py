@@ -24,7 +24,7 @@ MAX_WORKERS = 256
 @dataclass(frozen=True, slots=True)
 class Options:
     """What to run, and how. ``num_workers`` are those of one node, ``max_nodes`` 0 means all, and
-    ``min_nodes`` are to be there within ``wait_s``. The rest as in ``roster.Policy``."""
+    ``min_nodes`` are to be there within ``wait_s``. The rest as in ``roster.JobPolicy``."""
 
     script: Path
     arguments: tuple[str, ...] = ()

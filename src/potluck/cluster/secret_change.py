@@ -7,11 +7,11 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from potluck.background import OnBroken
 from potluck.cluster.links.local import Client, Commands
 from potluck.cluster.links.peers import ControlLinks
 from potluck.cluster.trust import keyring
 from potluck.cluster.trust.rotation import Action, Drop, Rotation, Say, Store, Tell, Use
-from potluck.service import OnBroken
 from potluck.wire import local, peers
 
 _MESSAGES = peers.NewSecret | peers.SecretStored | peers.UseSecret | peers.DropSecret
@@ -35,7 +35,7 @@ class SecretChange:
         self._rotation = Rotation(fixed)
         self._on_note = on_note
         self._on_broken = on_broken
-        self._outcome: asyncio.Future[local.Outcome] | None = None
+        self._outcome: asyncio.Future[local.CommandResult] | None = None
         self._timer: asyncio.TimerHandle | None = None
         links.on(_MESSAGES, self._received)
         links.on_linked.append(self._linked)
@@ -52,7 +52,7 @@ class SecretChange:
 
     async def _ordered(self, request: local.RotateRequest, client: Client) -> None:
         if self._outcome is not None and not self._outcome.done():
-            client.send(local.Outcome(False, "the secret is being changed already"))
+            client.send(local.CommandResult(False, "the secret is being changed already"))
             return
         self._outcome = asyncio.get_running_loop().create_future()
         psk, name = secrets.token_bytes(32), secrets.token_hex(8)
@@ -95,7 +95,7 @@ class SecretChange:
             case Say(text, ok):
                 self._on_note(text)
                 if ok is not None and self._outcome is not None and not self._outcome.done():
-                    self._outcome.set_result(local.Outcome(ok, text))
+                    self._outcome.set_result(local.CommandResult(ok, text))
 
 
 def _now() -> float:

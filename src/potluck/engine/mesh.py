@@ -12,10 +12,10 @@ import threading
 import time
 from functools import partial
 
+from potluck.background import start_thread, why
 from potluck.engine.connector import Deliver, Fail
 from potluck.engine.failures.group_errors import refusal_of
 from potluck.errors import LinkError, Refused
-from potluck.service import start_thread, why
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission, Admit, Listener

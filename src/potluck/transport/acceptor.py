@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from potluck.background import why
 from potluck.errors import ConfigurationError, PotluckError
-from potluck.service import why
 from potluck.transport.failures import translated
 from potluck.transport.rate import RateLimitedLog
 from potluck.transport.tcp import tune

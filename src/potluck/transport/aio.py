@@ -11,8 +11,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from potluck.background import OnBroken, start_task
 from potluck.errors import LinkError, ProtocolError
-from potluck.service import OnBroken, start_task
 from potluck.transport.acceptor import LIMITS, Acceptor, Caller, Limits, listening_socket
 from potluck.transport.credentials import (
     Credentials,

@@ -21,8 +21,8 @@ from typing import TypeVar
 
 import msgspec
 
+from potluck.background import OnBroken, start_thread, why
 from potluck.errors import LinkError, PotluckError
-from potluck.service import OnBroken, start_thread, why
 from potluck.transport.acceptor import LIMITS, Acceptor, Caller, Limits, listening_socket, ready
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import WRITE, Steps, drive, objection, receive_hello, write_all

@@ -82,7 +82,7 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     step: int = -1
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class WorkerProgress(msgspec.Struct, frozen=True, tag=True):
     """What the training loop last said about itself. ``step`` is the number of committed steps,
     -1 while there is nothing to say about it; ``epoch`` that of the group in which the last of
     them was committed; ``committed_samples`` of ``total_samples`` are the samples of these steps
@@ -148,7 +148,7 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
 # From an agent to a worker.
 
 
-class View(msgspec.Struct, frozen=True, tag=True):
+class GroupView(msgspec.Struct, frozen=True, tag=True):
     """The members of ``epoch`` in rank order; the first is the leader.
 
     ``chaos_steps`` are the steps before which this worker has to ask with ChaosDue. ``paths`` are
@@ -253,9 +253,18 @@ class StatusReply(msgspec.Struct, frozen=True):
 
 
 FromWorker = (
-    Ready | Installed | Lost | Progress | Said | Failed | Finished | ChaosDue | ProbeReply | Waiting
+    Ready
+    | Installed
+    | Lost
+    | WorkerProgress
+    | Said
+    | Failed
+    | Finished
+    | ChaosDue
+    | ProbeReply
+    | Waiting
 )
-FromAgent = View | GroupOver | Probe | ChaosDone | Hold | Stop
+FromAgent = GroupView | GroupOver | Probe | ChaosDone | Hold | Stop
 
 TO_AGENT: MessageFormat[FromWorker] = MessageFormat(
     FromWorker, limit=MAX_MESSAGE, name="a message to an agent"

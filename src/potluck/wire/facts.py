@@ -81,13 +81,13 @@ class Echo(msgspec.Struct, frozen=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """A piece of a train of bytes; after the ``last`` one, answer with Arrived."""
+    """A piece of a train of bytes; after the ``last`` one, answer with TrainArrived."""
 
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_LOAD)]
     last: bool = False
 
 
-class Arrived(msgspec.Struct, frozen=True, tag=True):
+class TrainArrived(msgspec.Struct, frozen=True, tag=True):
     """A train of ``nbytes`` arrived, its second half in ``seconds``."""
 
     nbytes: int
@@ -101,7 +101,7 @@ class SendTrain(msgspec.Struct, frozen=True, tag=True):
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_TRAIN)]
 
 
-Measuring = Echo | Load | Arrived | SendTrain
+Measuring = Echo | Load | TrainArrived | SendTrain
 
 MEASURING: MessageFormat[Measuring] = MessageFormat(
     Measuring, limit=MAX_LOAD + 256, name="a measuring message"

@@ -36,7 +36,7 @@ class JobSpec(msgspec.Struct, frozen=True):
     A job without a ``package`` is local: ``script`` is a path of the starter, and runs only there.
     ``per_node`` workers run on each of at most ``max_nodes`` nodes (0: all). ``versions`` are the
     starter's. ``started`` is Unix time. ``restarts_worlds``, ``wait_s`` and ``min_workers`` as in
-    ``roster.Policy``.
+    ``roster.JobPolicy``.
     """
 
     job: Job
@@ -65,7 +65,7 @@ class JobSpec(msgspec.Struct, frozen=True):
         return self.package is None
 
 
-class Place(msgspec.Struct, frozen=True):
+class WorkerPlace(msgspec.Struct, frozen=True):
     """``worker`` runs on ``node``, as its ``local_rank``-th of this job."""
 
     worker: Name
@@ -73,7 +73,7 @@ class Place(msgspec.Struct, frozen=True):
     local_rank: int
 
 
-class World(msgspec.Struct, frozen=True):
+class WorldSpec(msgspec.Struct, frozen=True):
     """What workers are started for: ``members`` in rank order, ``number`` how often the world was
     started again, ``restarts`` those times that count. ``is_fixed``: see ``groups.worlds``."""
 
@@ -84,7 +84,7 @@ class World(msgspec.Struct, frozen=True):
     master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
 
 
-Places = Annotated[tuple[Place, ...], msgspec.Meta(max_length=MAX_PLACES)]
+Places = Annotated[tuple[WorkerPlace, ...], msgspec.Meta(max_length=MAX_PLACES)]
 
 
 # From the starter to the leader.
@@ -147,7 +147,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 
     spec: JobSpec
     places: Places
-    world: World = World()
+    world: WorldSpec = WorldSpec()
 
 
 class JobList(msgspec.Struct, frozen=True, tag=True):

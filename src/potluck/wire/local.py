@@ -31,16 +31,16 @@ class NodesRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class RotateRequest(msgspec.Struct, frozen=True, tag=True):
-    """Change the cluster's secret; answer with Outcome once it is done or given up."""
+    """Change the cluster's secret; answer with CommandResult once it is done or given up."""
 
 
 class ContinueRequest(msgspec.Struct, frozen=True, tag=True):
-    """This paused node is to go on without the others; answer with Outcome."""
+    """This paused node is to go on without the others; answer with CommandResult."""
 
 
 class RunRequest(msgspec.Struct, frozen=True, tag=True):
-    """Run ``script``, a path below ``folder``, on the cluster. Answered with Outcome if it can't
-    be; else with JobNote, Shown and JobStatus as things happen, and JobEnded at the end.
+    """Run ``script``, a path below ``folder``, on the cluster. Answered with CommandResult if it
+    can't be; else with JobNote, Shown and JobStatus as things happen, and JobEnded at the end.
 
     An empty ``folder`` makes it a local job (``JobSpec.is_local``). ``directory`` is where the
     command was given; the cluster must have ``min_nodes`` within
@@ -115,7 +115,7 @@ class NodesReply(msgspec.Struct, frozen=True, tag=True):
     stragglers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
 
 
-class Outcome(msgspec.Struct, frozen=True, tag=True):
+class CommandResult(msgspec.Struct, frozen=True, tag=True):
     """How an order ended, in words."""
 
     ok: bool
@@ -126,7 +126,7 @@ JobReply = JobNote | Shown | JobStatus | JobEnded
 Request = (
     NodesRequest | RotateRequest | ContinueRequest | RunRequest | InterruptRequest | JobsRequest
 )
-Reply = NodesReply | Outcome | JobsReply | JobReply
+Reply = NodesReply | CommandResult | JobsReply | JobReply
 
 REQUEST: MessageFormat[Request] = MessageFormat(
     Request, limit=MAX_MESSAGE, name="a request to this machine's agent"

@@ -155,7 +155,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 # Is it there? Asked through another node.
 
 
-class Probe(msgspec.Struct, frozen=True, tag=True):
+class IndirectProbe(msgspec.Struct, frozen=True, tag=True):
     """Please see whether you can reach ``target``."""
 
     target: Name
@@ -252,7 +252,7 @@ class Bans(msgspec.Struct, frozen=True, tag=True):
 
 NodeMessage = (
     Heartbeat
-    | Probe
+    | IndirectProbe
     | Ping
     | Pong
     | Reached

@@ -75,7 +75,7 @@ class PartWanted(msgspec.Struct, frozen=True, tag=True):
     offset: Offset
 
 
-class Part(msgspec.Struct, frozen=True, tag=True):
+class PackagePart(msgspec.Struct, frozen=True, tag=True):
     """Bytes of a manifest (``file`` empty) or a file, from ``offset``; ``size`` is the whole's."""
 
     package: Digest
@@ -93,7 +93,7 @@ class NotHere(msgspec.Struct, frozen=True, tag=True):
     reason: Text = ""
 
 
-PackageMessage = PartWanted | Part | NotHere
+PackageMessage = PartWanted | PackagePart | NotHere
 PeerMessage = (
     NodeMessage
     | Introduction

@@ -112,7 +112,7 @@ class Host:
     def _refuse(self, other: Host, incarnation: int) -> None:
         def tell() -> None:
             if self.network.joined(self.name, other.name):
-                other.handle(events.Refused(self.name, incarnation))
+                other.handle(events.ConnectionRefused(self.name, incarnation))
             elif self.node is None:
                 self.queue.after(0.5, tell)  # the next attempt to connect
 

@@ -164,13 +164,15 @@ class Call:
         return result
 
 
-def view(epoch: int, *workers: str, port: int = 1, chaos: tuple[int, ...] = ()) -> control.View:
+def view(
+    epoch: int, *workers: str, port: int = 1, chaos: tuple[int, ...] = ()
+) -> control.GroupView:
     members = tuple(Member(name, host="127.0.0.1", port=port) for name in workers)
-    return control.View("job", epoch, members, chaos)
+    return control.GroupView("job", epoch, members, chaos)
 
 
 def formed(
-    agent: ScriptedAgent, backend: AgentBackend, first: control.View, after: int = 0
+    agent: ScriptedAgent, backend: AgentBackend, first: control.GroupView, after: int = 0
 ) -> Communicator:
     call = Call(backend.form, after, None, WAIT_S)
     agent.hear(control.Ready)
@@ -434,7 +436,7 @@ def test_progress_is_sent_as_plain_values(agent: ScriptedAgent, backend: AgentBa
             "total_samples": 6400.0,
         }
     )
-    told = agent.hear(control.Progress)
+    told = agent.hear(control.WorkerProgress)
     assert (told.committed_samples, told.total_samples) == (640, 6400)
     assert (told.epoch, told.step, told.loss, told.device) == (1, 3, 0.5, "cpu")
     assert told.facts == {"accuracy": 0.97, "num": str(2**70), "names": "['a']"}
@@ -448,15 +450,15 @@ def test_what_is_said_in_a_new_group_before_its_first_commit_is_of_the_group_bef
 ) -> None:
     first = formed(agent, backend, view(1, "1"))
     backend.report({"step": 3, "committed_samples": "all", "total_samples": -1})
-    told = agent.hear(control.Progress)
+    told = agent.hear(control.WorkerProgress)
     assert (told.epoch, told.step, told.committed_samples, told.total_samples) == (1, 3, 0, 0)
     agent.say(control.GroupOver(1, "2", True, "killed"))
     second = formed(agent, backend, view(2, "1"), after=1)
     backend.report({"phase": "warm-up"})
-    told = agent.hear(control.Progress)
+    told = agent.hear(control.WorkerProgress)
     assert (told.epoch, told.step, told.facts) == (1, 3, {"phase": "warm-up"})
     backend.report({"step": 4})
-    told = agent.hear(control.Progress)
+    told = agent.hear(control.WorkerProgress)
     assert (told.epoch, told.step) == (2, 4)
     for communicator in (first, second):
         communicator.close()
@@ -471,7 +473,7 @@ def test_many_reports_are_few_messages_and_the_last_one_arrives(
     communicator.close()
     backend.close()
     heard = []
-    while isinstance(message := agent.heard.get(timeout=WAIT_S), control.Progress):
+    while isinstance(message := agent.heard.get(timeout=WAIT_S), control.WorkerProgress):
         heard.append(message)
     assert isinstance(message, control.Finished)
     assert heard[-1].step == 999
@@ -488,7 +490,7 @@ def test_closing_says_finished_last_and_leaves_nothing(agent: ScriptedAgent) -> 
     assert sys.excepthook != before
     backend.close()
     backend.close()
-    agent.hear(control.Progress)
+    agent.hear(control.WorkerProgress)
     agent.hear(control.Finished)
     agent.hear_the_end()
     assert sys.excepthook is before
@@ -530,7 +532,7 @@ def test_an_interrupt_is_no_failure(
 ) -> None:
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     backend.close()
-    agent.hear(control.Progress)
+    agent.hear(control.WorkerProgress)
     agent.hear(control.Finished)
     capsys.readouterr()
 

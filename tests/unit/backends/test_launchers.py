@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from potluck.backends.launchers import Seat, detect, is_half_described, read_seat
+from potluck.backends.launchers import LaunchedRank, detect, is_half_described, read_launched_rank
 from potluck.errors import ConfigurationError
 
 TORCHRUN = {
@@ -53,39 +53,56 @@ POD = {
 STATEFUL_SET = POD | {"RANK": "ml-workers-3"}
 INDEXED_JOB = POD | {"HOSTNAME": "train-3", "JOB_COMPLETION_INDEX": "3"}
 POD_INDEX = POD | {"POD_INDEX": "3"}
-IN_POD = Seat("kubernetes", 3, 4, 0, "ml-workers-0.ml-workers", 4000)
+IN_POD = LaunchedRank("kubernetes", 3, 4, 0, "ml-workers-0.ml-workers", 4000)
 
 
 @pytest.mark.parametrize(
-    ("variables", "seat"),
+    ("variables", "launched"),
     [
         ({}, None),
         ({"RANK": "0"}, None),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Seat("environment", 0, 1, 0, "127.0.0.1", 29500)),
-        (TORCHRUN, Seat("torchrun", 3, 4, 1, "10.0.0.7", 4000, True, 2)),
-        (MPIRUN, Seat("mpirun", 1, 4, 1, "127.0.0.1", 4000)),
-        (MPIRUN | {"MASTER_ADDR": "10.0.0.7"}, Seat("mpirun", 1, 4, 1, "10.0.0.7", 4000)),
-        (MPICH, Seat("mpirun", 1, 2, 1, "127.0.0.1", 4000)),
-        (SRUN, Seat("slurm", 5, 8, 1, "gpu-01", 4000)),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "6"}, Seat("slurm", 5, 6, 1, "gpu-01", 4000)),
-        (SRUN | {"SLURM_STEP_NODELIST": "one"}, Seat("slurm", 5, 8, 1, "one", 4000)),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            LaunchedRank("environment", 0, 1, 0, "127.0.0.1", 29500),
+        ),
+        (TORCHRUN, LaunchedRank("torchrun", 3, 4, 1, "10.0.0.7", 4000, True, 2)),
+        (MPIRUN, LaunchedRank("mpirun", 1, 4, 1, "127.0.0.1", 4000)),
+        (MPIRUN | {"MASTER_ADDR": "10.0.0.7"}, LaunchedRank("mpirun", 1, 4, 1, "10.0.0.7", 4000)),
+        (MPICH, LaunchedRank("mpirun", 1, 2, 1, "127.0.0.1", 4000)),
+        (SRUN, LaunchedRank("slurm", 5, 8, 1, "gpu-01", 4000)),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "6"}, LaunchedRank("slurm", 5, 6, 1, "gpu-01", 4000)),
+        (SRUN | {"SLURM_STEP_NODELIST": "one"}, LaunchedRank("slurm", 5, 8, 1, "one", 4000)),
         (SRUN | {"SLURM_STEP_ID": ""}, None),  # in the batch script itself: alone
-        (MPIRUN | TORCHRUN, Seat("torchrun", 3, 4, 1, "10.0.0.7", 4000, True, 2)),
-        (SRUN | MPIRUN, Seat("mpirun", 1, 4, 1, "127.0.0.1", 4000)),  # mpirun in a Slurm job
+        (MPIRUN | TORCHRUN, LaunchedRank("torchrun", 3, 4, 1, "10.0.0.7", 4000, True, 2)),
+        (
+            SRUN | MPIRUN,
+            LaunchedRank("mpirun", 1, 4, 1, "127.0.0.1", 4000),
+        ),  # mpirun in a Slurm job
         (STATEFUL_SET, IN_POD),
-        (STATEFUL_SET | {"RANK": "a.b-2-0"}, Seat("kubernetes", 0, 4, 0, IN_POD.host, 4000)),
+        (
+            STATEFUL_SET | {"RANK": "a.b-2-0"},
+            LaunchedRank("kubernetes", 0, 4, 0, IN_POD.host, 4000),
+        ),
         (INDEXED_JOB, IN_POD),
         (POD_INDEX, IN_POD),
-        (INDEXED_JOB | {"RANK": "1"}, Seat("environment", 1, 4, 0, IN_POD.host, 4000)),
+        (INDEXED_JOB | {"RANK": "1"}, LaunchedRank("environment", 1, 4, 0, IN_POD.host, 4000)),
         (INDEXED_JOB | {"POD_INDEX": "1"}, IN_POD),
-        (INDEXED_JOB | TORCHRUN, Seat("torchrun", 3, 4, 1, "10.0.0.7", 4000, True, 2)),
-        (INDEXED_JOB | MPIRUN, Seat("mpirun", 1, 4, 1, IN_POD.host, 4000)),  # mpirun in a pod
-        ({"RANK": "ml-0", "WORLD_SIZE": "1"}, Seat("kubernetes", 0, 1, 0, "127.0.0.1", 29500)),
+        (INDEXED_JOB | TORCHRUN, LaunchedRank("torchrun", 3, 4, 1, "10.0.0.7", 4000, True, 2)),
+        (
+            INDEXED_JOB | MPIRUN,
+            LaunchedRank("mpirun", 1, 4, 1, IN_POD.host, 4000),
+        ),  # mpirun in a pod
+        (
+            {"RANK": "ml-0", "WORLD_SIZE": "1"},
+            LaunchedRank("kubernetes", 0, 1, 0, "127.0.0.1", 29500),
+        ),
         ({"JOB_COMPLETION_INDEX": "3"}, None),  # independent tasks
     ],
 )
-def test_a_launchers_variables_give_a_seat(variables: dict[str, str], seat: Seat | None) -> None:
-    assert detect(variables) == seat
+def test_a_launchers_variables_give_a_rank(
+    variables: dict[str, str], launched: LaunchedRank | None
+) -> None:
+    assert detect(variables) == launched
 
 
 @pytest.mark.parametrize(
@@ -145,9 +162,9 @@ def test_a_variable_that_means_nothing_is_named(variables: dict[str, str], text:
 def test_two_jobs_on_one_machine_meet_at_two_ports_and_all_ranks_of_one_at_the_same() -> None:
     def port(job: str, rank: int) -> int:
         variables = MPIRUN | {"MASTER_PORT": "", "OMPI_MCA_ess_base_jobid": job}
-        seat = detect(variables | {"OMPI_COMM_WORLD_RANK": str(rank)})
-        assert seat is not None
-        return seat.port
+        launched = detect(variables | {"OMPI_COMM_WORLD_RANK": str(rank)})
+        assert launched is not None
+        return launched.port
 
     assert port("1", 0) == port("1", 3)
     assert port("1", 0) != port("2", 0)
@@ -156,10 +173,10 @@ def test_two_jobs_on_one_machine_meet_at_two_ports_and_all_ranks_of_one_at_the_s
 
 def test_without_a_launcher_the_variables_to_set_are_named() -> None:
     with pytest.raises(ConfigurationError, match="RANK is not set; RANK, WORLD_SIZE, MASTER_ADDR"):
-        read_seat({})
+        read_launched_rank({})
     for name in ("RANK", "JOB_COMPLETION_INDEX", "POD_INDEX"):
         with pytest.raises(ConfigurationError, match="WORLD_SIZE is not set"):
-            read_seat({name: "1"})
+            read_launched_rank({name: "1"})
 
 
 @pytest.mark.parametrize(
@@ -183,4 +200,4 @@ def test_half_of_a_description_is_no_reason_to_train_alone(
     assert is_half_described(variables) is is_half
     if is_half:
         with pytest.raises(ConfigurationError, match=r"(RANK|WORLD_SIZE) is not set"):
-            read_seat(variables)
+            read_launched_rank(variables)

@@ -207,7 +207,7 @@ def test_the_secret_is_changed_on_all_nodes_while_they_stay_together(tmp_path: P
         epochs = [node.agent.report.status().epoch for node in nodes]
         settings = Settings(home=nodes[1].home)
         answer = await ask_agent(settings, local.RotateRequest(), timeout_s=WAIT_S)
-        assert answer == local.Outcome(True, "3 nodes have the new secret")
+        assert answer == local.CommandResult(True, "3 nodes have the new secret")
         for node in nodes:
             await node.has(lambda agent: agent.credentials.namespace != namespace_of(OLD))
         assert len({node.agent.credentials.namespace for node in nodes}) == 1

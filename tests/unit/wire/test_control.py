@@ -15,7 +15,7 @@ FROM_WORKER = [
     control.Ready("0", after_epoch=3, port=5, pid=7, host="h", local_rank=1, cause="c"),
     control.Installed("0", 4),
     control.Lost("0", 4, 2, True, "cause", 60),
-    control.Progress(
+    control.WorkerProgress(
         "0", 4, 60, 0.5, 812.0, "cpu", {"accuracy": 0.97, "n": 3, "ok": True, "text": "x"}
     ),
     control.Said("0", "hello"),
@@ -25,7 +25,7 @@ FROM_WORKER = [
     control.ProbeReply("0", 1, True),
 ]
 FROM_AGENT = [
-    control.View("job", 4, (Member("0", "n", "h", 1, 0), Member("1")), (60, 80)),
+    control.GroupView("job", 4, (Member("0", "n", "h", 1, 0), Member("1")), (60, 80)),
     control.GroupOver(4, "2", True, "killed"),
     control.Probe(9),
     control.ChaosDone(60),
@@ -73,7 +73,7 @@ def test_foreign_bytes_are_no_message(body: bytes) -> None:
 def test_texts_and_collections_are_bounded() -> None:
     for message in (
         control.Said("0", "x" * (control.MAX_TEXT + 1)),
-        control.Progress("0", facts={str(n): n for n in range(control.MAX_FACTS + 1)}),
+        control.WorkerProgress("0", facts={str(n): n for n in range(control.MAX_FACTS + 1)}),
     ):
         with pytest.raises(ProtocolError):
             control.TO_AGENT.decode(msgspec.msgpack.encode(message))

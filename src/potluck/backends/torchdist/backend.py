@@ -12,7 +12,7 @@ from potluck.backends.agent import FIRST_VIEW_S
 from potluck.backends.base import Communicator, StaticBackend
 from potluck.backends.borrowed import LibraryCommunicator
 from potluck.backends.fixed import is_our_world, join_world
-from potluck.backends.launchers import read_seat
+from potluck.backends.launchers import read_launched_rank
 from potluck.backends.library import Library
 from potluck.backends.store_rendezvous import meet
 from potluck.backends.torchdist.store import Word, open_store
@@ -35,7 +35,7 @@ class _TorchBackend(StaticBackend, ABC):
         require("torch", "torch")
         self._settings = settings or load_settings()
         self._environment = environment
-        self._seat = read_seat(environment)
+        self._launched = read_launched_rank(environment)
         self._store: Any = None
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
@@ -44,22 +44,22 @@ class _TorchBackend(StaticBackend, ABC):
                 f"a group of {self.name} has no next group; start the script with `potluck run` "
                 "and backend='auto' to survive the loss of a worker"
             ) from cause
-        seat = self._seat
-        if is_our_world(self._environment, seat.rank, seat.world_size):
+        launched = self._launched
+        if is_our_world(self._environment, launched.rank, launched.world_size):
             # The agent names the missing ranks, and starts all of them again after a loss.
             host, port = join_world(max(timeout_s, FIRST_VIEW_S))
-            self._seat = seat = replace(seat, host=host, port=port)
-        self._store = open_store(seat, timeout_s)
+            self._launched = launched = replace(launched, host=host, port=port)
+        self._store = open_store(launched, timeout_s)
         group = meet(
             self._store,
-            seat.rank,
-            seat.world_size,
+            launched.rank,
+            launched.world_size,
             base=None,
-            local_rank=seat.local_rank,
+            local_rank=launched.local_rank,
             timeout_s=timeout_s,
-            is_fresh=not seat.uses_agent_store,
+            is_fresh=not launched.uses_agent_store,
         )
-        word = Word(seat, self._store, group.job, timeout_s)
+        word = Word(launched, self._store, group.job, timeout_s)
         try:
             library = self._make(f"potluck/{group.job}", word, timeout_s)
         except BaseException:
@@ -84,10 +84,10 @@ class GlooBackend(_TorchBackend):
     name = "gloo"
 
     def _make(self, prefix: str, word: Word, timeout_s: float) -> Library:
-        seat = self._seat
+        launched = self._launched
         from potluck.backends.torchdist.gloo import Gloo
 
-        return Gloo(self._store, prefix, seat.rank, seat.world_size, word, timeout_s)
+        return Gloo(self._store, prefix, launched.rank, launched.world_size, word, timeout_s)
 
 
 class NcclBackend(_TorchBackend):
@@ -113,15 +113,17 @@ class NcclBackend(_TorchBackend):
             )
         super().__init__(settings=settings, environment=environment)
         count = torch.cuda.device_count()
-        if self._seat.local_rank >= count:
+        if self._launched.local_rank >= count:
             raise ConfigurationError(
-                f"local rank {self._seat.local_rank} has no GPU of its own: this machine has "
+                f"local rank {self._launched.local_rank} has no GPU of its own: this machine has "
                 f"{count}; start at most {count} workers on it, or use backend='gloo'"
             )
 
     def _make(self, prefix: str, word: Word, timeout_s: float) -> Library:
-        seat = self._seat
-        device = f"cuda:{seat.local_rank}"
+        launched = self._launched
+        device = f"cuda:{launched.local_rank}"
         from potluck.backends.torchdist.nccl import Nccl
 
-        return Nccl(self._store, prefix, seat.rank, seat.world_size, word, timeout_s, device)
+        return Nccl(
+            self._store, prefix, launched.rank, launched.world_size, word, timeout_s, device
+        )

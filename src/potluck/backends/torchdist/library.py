@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from potluck.backends.library import ANY_SOURCE, Collective, FlatCall, Library, Waiter
-from potluck.backends.torchdist.store import Said, Word
+from potluck.backends.torchdist.store import StoreMessage, Word
 from potluck.collectives.plan import Operation
 from potluck.engine.arrays.layout import Array
 from potluck.errors import Desync, GroupError, OperationTimeout, PeerLost, PotluckError
@@ -176,7 +176,7 @@ class TorchLibrary(ABC):
         self._word.listen(on_error)
 
     def tell(self, error: PotluckError) -> None:
-        self._word.tell(Said("error", self._word.rank, str(error)))
+        self._word.tell(StoreMessage("error", self._word.rank, str(error)))
 
     def close(self, is_orderly: bool) -> None:
         self._group = None
@@ -222,7 +222,7 @@ class TorchLibrary(ABC):
         if rank < 0:
             return PeerLost(f"{self.name} says: {text}")
         text = f"lost rank {rank}; {self.name} says: {text}"
-        self._word.tell(Said("lost", rank, text))
+        self._word.tell(StoreMessage("lost", rank, text))
         return PeerLost(text, rank=rank, certain=True)
 
 

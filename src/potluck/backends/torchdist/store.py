@@ -12,36 +12,39 @@ from typing import Any
 
 import msgspec
 
-from potluck.backends.launchers import Seat
+from potluck.backends.launchers import LaunchedRank
 from potluck.backends.tcp import taking_master_port
+from potluck.background import start_thread, why
 from potluck.errors import GroupError, LinkError, PeerLost, PotluckError, RemoteError
 from potluck.optional import require
-from potluck.service import start_thread, why
 from potluck.transport.acceptor import listening_socket
 from potluck.waiting import Reminder, reminding
 
 _ROLL_CALL_S = 0.4
 
 
-def open_store(seat: Seat, timeout_s: float, *, is_client: bool = False) -> Any:
-    """torch's TCPStore at the seat's address; rank 0 hosts it, unless torchrun does.
+def open_store(launched: LaunchedRank, timeout_s: float, *, is_client: bool = False) -> Any:
+    """torch's TCPStore at the world's address; rank 0 hosts it, unless torchrun does.
 
     ConfigurationError if the port is taken, LinkError if nobody listens there.
     """
     dist: Any = require("torch.distributed", "torch")
 
-    is_host = seat.rank == 0 and not seat.uses_agent_store and not is_client
+    is_host = launched.rank == 0 and not launched.uses_agent_store and not is_client
     options: dict[str, Any] = {}
     if is_host:  # a port that is taken is our error then, and torch has opened nothing
-        with taking_master_port(seat.port):
-            options["master_listen_fd"] = listening_socket("", seat.port).detach()
-    unreached = f"rank {seat.rank} can't reach rank 0 at {seat.host}:{seat.port}; is it started?"
-    reminder = Reminder(lambda: "" if seat.local_rank else unreached, time.monotonic() + timeout_s)
+        with taking_master_port(launched.port):
+            options["master_listen_fd"] = listening_socket("", launched.port).detach()
+    address = f"{launched.host}:{launched.port}"
+    unreached = f"rank {launched.rank} can't reach rank 0 at {address}; is it started?"
+    reminder = Reminder(
+        lambda: "" if launched.local_rank else unreached, time.monotonic() + timeout_s
+    )
     try:
         with reminding(reminder):
             store = dist.TCPStore(
-                seat.host,
-                seat.port,
+                launched.host,
+                launched.port,
                 is_master=is_host,
                 timeout=timedelta(seconds=timeout_s),
                 wait_for_workers=False,
@@ -49,13 +52,13 @@ def open_store(seat: Seat, timeout_s: float, *, is_client: bool = False) -> Any:
             )
     except RuntimeError as error:
         raise LinkError(
-            f"rank 0 at MASTER_ADDR:MASTER_PORT {seat.host}:{seat.port} could not be reached; is "
-            f"it started, and the port right? ({error})"
+            f"rank 0 at MASTER_ADDR:MASTER_PORT {address} could not be reached; is it started, and "
+            f"the port right? ({error})"
         ) from error
-    return dist.PrefixStore(f"potluck/{seat.attempt}", store)
+    return dist.PrefixStore(f"potluck/{launched.attempt}", store)
 
 
-class Said(msgspec.Struct):
+class StoreMessage(msgspec.Struct):
     """What one rank tells another through the store.
 
     ``kind`` is ``error`` (this rank's own code failed), ``lost`` (``rank`` is gone), ``roll`` (say
@@ -73,9 +76,9 @@ class Word:
     A store that is gone says nothing; then the links tell who is lost.
     """
 
-    def __init__(self, seat: Seat, store: Any, job: str, timeout_s: float) -> None:
-        self.rank = seat.rank
-        self._seat = seat
+    def __init__(self, launched: LaunchedRank, store: Any, job: str, timeout_s: float) -> None:
+        self.rank = launched.rank
+        self._launched = launched
         self._store = store
         self._prefix = f"{job}/word"
         self._timeout_s = timeout_s
@@ -85,14 +88,14 @@ class Word:
     def listen(self, on_error: Callable[[PotluckError], None]) -> None:
         """Begin to listen; ``on_error`` is called with what ends the group."""
         # Waiting keeps a connection busy, so this one is not the store's that others use.
-        ear = open_store(self._seat, self._timeout_s, is_client=True)
-        mine = f"{self._prefix}/{self._seat.rank}"
+        ear = open_store(self._launched, self._timeout_s, is_client=True)
+        mine = f"{self._prefix}/{self._launched.rank}"
 
         def run() -> None:
             for number in itertools.count(1):
                 try:
                     ear.wait([f"{mine}/{number}"], timedelta(days=365))
-                    said = msgspec.json.decode(ear.get(f"{mine}/{number}"), type=Said)
+                    said = msgspec.json.decode(ear.get(f"{mine}/{number}"), type=StoreMessage)
                     if said.kind == "roll":
                         ear.set(f"{mine}/here", "1")
                 except RuntimeError:
@@ -111,21 +114,21 @@ class Word:
 
         self._thread = start_thread(run, name="potluck-word", on_broken=broken)
 
-    def tell(self, said: Said) -> None:
+    def tell(self, said: StoreMessage) -> None:
         """Tell all other ranks, as far as the store is there."""
         with contextlib.suppress(RuntimeError):
-            for rank in range(self._seat.world_size):
-                if rank != self._seat.rank:
+            for rank in range(self._launched.world_size):
+                if rank != self._launched.rank:
                     self._say(rank, said)
 
     def find_lost(self) -> int:
         """Ask all ranks whether they are there; the first that does not answer, -1 if all do."""
-        others = [rank for rank in range(self._seat.world_size) if rank != self._seat.rank]
+        others = [rank for rank in range(self._launched.world_size) if rank != self._launched.rank]
         keys = {rank: f"{self._prefix}/{rank}/here" for rank in others}
         deadline = time.monotonic() + _ROLL_CALL_S
         try:
             for rank in others:
-                self._say(rank, Said("roll"))
+                self._say(rank, StoreMessage("roll"))
             for rank, key in keys.items():
                 left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
                 with contextlib.suppress(RuntimeError):
@@ -134,7 +137,7 @@ class Word:
                 if not self._store.check([key]):
                     return rank
         except RuntimeError:  # the store is gone, and with it its host
-            return -1 if self._seat.uses_agent_store else 0
+            return -1 if self._launched.uses_agent_store else 0
         return -1
 
     def close(self) -> None:
@@ -144,10 +147,10 @@ class Word:
         self._is_closed = True
         if self._thread is not None:
             with contextlib.suppress(RuntimeError):
-                self._say(self._seat.rank, Said("end"))
+                self._say(self._launched.rank, StoreMessage("end"))
             self._thread.join(1.0)
         self._store = None
 
-    def _say(self, rank: int, said: Said) -> None:
+    def _say(self, rank: int, said: StoreMessage) -> None:
         number = self._store.add(f"{self._prefix}/{rank}/count", 1)
         self._store.set(f"{self._prefix}/{rank}/{number}", msgspec.json.encode(said).decode())

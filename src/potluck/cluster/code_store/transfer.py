@@ -58,7 +58,7 @@ class PackageServer:
         except (PotluckError, OSError) as error:
             self._send(node, peers.NotHere(package, file, str(error)[:4096]))
             return
-        self._send(node, peers.Part(package, file, offset, size, data))
+        self._send(node, peers.PackagePart(package, file, offset, size, data))
 
     def _part(self, node: str, package: bytes, sha256: bytes, offset: int) -> tuple[int, bytes]:
         if not self._allows(node) or package not in self._offered:
@@ -78,9 +78,9 @@ class PackageFetcher:
     def __init__(self, store: PackageFiles, send: Send) -> None:
         self._store = store
         self._send = send
-        self._waiting: dict[tuple[str, bytes, bytes], asyncio.Future[peers.Part]] = {}
+        self._waiting: dict[tuple[str, bytes, bytes], asyncio.Future[peers.PackagePart]] = {}
 
-    def arrived(self, node: str, message: peers.Part | peers.NotHere) -> None:
+    def arrived(self, node: str, message: peers.PackagePart | peers.NotHere) -> None:
         """``node`` answered. What was not asked for is dropped."""
         future = self._waiting.get((node, message.package, message.file))
         if future is None or future.done():
@@ -124,11 +124,13 @@ class PackageFetcher:
             if not part.data:
                 raise ProtocolError(f"node {node[:12]} sent an empty part")
 
-    async def _part(self, node: str, package: bytes, sha256: bytes, offset: int) -> peers.Part:
+    async def _part(
+        self, node: str, package: bytes, sha256: bytes, offset: int
+    ) -> peers.PackagePart:
         key = (node, package, sha256)
         if key in self._waiting:
             raise LinkError("the same package is being fetched from this node already")
-        future: asyncio.Future[peers.Part] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[peers.PackagePart] = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
         try:
             if not self._send(node, peers.PartWanted(package, sha256, offset)):

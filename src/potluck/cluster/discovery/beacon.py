@@ -18,6 +18,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 
+from potluck.background import why
 from potluck.cluster.discovery.advert import (
     BEACON_BYTES,
     Advert,
@@ -28,7 +29,6 @@ from potluck.cluster.discovery.advert import (
 )
 from potluck.cluster.discovery.finder import OnHint
 from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
-from potluck.service import why
 from potluck.transport.rate import RateLimitedLog
 
 GROUP4 = "239.255.52.15"

@@ -27,7 +27,7 @@ _FAULT = re.compile(
 )
 
 
-class Kind(StrEnum):
+class FaultKind(StrEnum):
     KILL = "kill"
     """SIGKILL"""
     STOP = "stop"
@@ -38,7 +38,7 @@ class Kind(StrEnum):
 class Fault:
     """One order. ``rank`` None means all workers."""
 
-    kind: Kind
+    kind: FaultKind
     rank: int | None
     step: int
     seconds: float = 0.0
@@ -46,7 +46,7 @@ class Fault:
     def __str__(self) -> str:
         who = "all" if self.rank is None else f"rank {self.rank}"
         text = f"{self.kind} {who} at step {self.step}"
-        return text if self.kind is Kind.KILL else f"{text} for {self.seconds:g} s"
+        return text if self.kind is FaultKind.KILL else f"{text} for {self.seconds:g} s"
 
 
 @dataclass(slots=True)
@@ -73,9 +73,9 @@ def parse_chaos(text: str) -> ChaosPlan:
         match = _FAULT.fullmatch(part)
         if match is None:
             raise ConfigurationError(f"--chaos: {part!r} can't be understood; {_examples()}")
-        kind = Kind(match["kind"].lower())
-        if (kind is Kind.STOP) != (match["seconds"] is not None):
-            needs = "needs 'for N s'" if kind is Kind.STOP else "takes no 'for'"
+        kind = FaultKind(match["kind"].lower())
+        if (kind is FaultKind.STOP) != (match["seconds"] is not None):
+            needs = "needs 'for N s'" if kind is FaultKind.STOP else "takes no 'for'"
             raise ConfigurationError(f"--chaos: {part!r}: {kind} {needs}; {_examples()}")
         rank = None if match["rank"] is None else int(match["rank"])
         faults.append(Fault(kind, rank, int(match["step"]), float(match["seconds"] or 0)))

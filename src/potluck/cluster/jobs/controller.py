@@ -56,14 +56,14 @@ class JobController:
         *,
         is_new: bool,
         before: JobGroup | None = None,
-        world: jobs.World | None = None,
+        world: jobs.WorldSpec | None = None,
     ) -> None:
         """A new job, of which nothing runs; or one that another leader had begun, whose group was
         ``before`` in the view before this one, and whose workers were started for ``world``."""
         names = tuple(each.worker for each in places)
         self.spec = spec
         self.places = places
-        self.world = world or jobs.World(members=names, master_port=spec.master_port)
+        self.world = world or jobs.WorldSpec(members=names, master_port=spec.master_port)
         self.has_begun = not is_new
         self.num_interrupts = 0
         self._host = host
@@ -313,7 +313,7 @@ class JobController:
                 self._look_at_members(epoch)
             case control.ChaosDue(name, epoch, step):
                 self._chaos_due(name, epoch, step)
-            case control.Progress():
+            case control.WorkerProgress():
                 for note in self._journal.progress(event, now):
                     self._output.note(note.text)
             case control.Ready(name, pid=pid):
@@ -410,13 +410,13 @@ class JobController:
                 case events.Kill(workers, reason):
                     self.note(reason)
                     self._orders.signal(workers, SIGKILL)
-                case events.StopWorkers(workers, number, reason):
+                case events.EndWorkers(workers, number, reason):
                     self.note(f"stopping worker {', '.join(workers)}: {_first_line(reason)}")
                     if number:
                         self._orders.interrupt(workers, number)
                     else:
                         self._orders.stop(workers, reason)
-                case events.Log(reason):
+                case events.Note(reason):
                     self.note(reason)
 
     def _announce(self, action: events.Announce) -> None:
@@ -432,7 +432,7 @@ class JobController:
         if action.number != self.world.number:
             port = free_port("")  # no store of the world before listens there
         restarts = self.state.world.restarts
-        self.world = jobs.World(action.number, action.members, restarts, action.is_fixed, port)
+        self.world = jobs.WorldSpec(action.number, action.members, restarts, action.is_fixed, port)
         for node in sorted(self._nodes):
             self.order(node)
 

@@ -13,8 +13,8 @@ import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
+from potluck.background import Tasks
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.jobs.controller import JobController
 from potluck.cluster.jobs.early import EarlyOrders
@@ -22,10 +22,10 @@ from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.jobs.placement import place
 from potluck.cluster.jobs.runtime import free_port
+from potluck.cluster.links.local import Client
 from potluck.cluster.membership import events
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, PotluckError
-from potluck.service import Tasks
 from potluck.system import SIGHUP
 from potluck.wire import control, jobs, local
 from potluck.wire.nodes import View
@@ -34,17 +34,6 @@ _log = logging.getLogger(__name__)
 
 _STATUS_S = 0.5
 _VIEW_S = 15.0
-
-
-class Client(Protocol):
-    """A command of this machine that waits for its job."""
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the output of the workers here has to wait for it."""
-
-    def send(self, message: local.Reply) -> None:
-        """Tell it, without blocking."""
 
 
 @dataclass(slots=True, eq=False)
@@ -166,9 +155,9 @@ class JobDispatcher:
         try:
             await self.submit(request, client)
         except (PotluckError, OSError) as error:
-            client.send(local.Outcome(False, str(error)[:4000]))
+            client.send(local.CommandResult(False, str(error)[:4000]))
         except asyncio.CancelledError:
-            client.send(local.Outcome(False, "interrupted before it began"))
+            client.send(local.CommandResult(False, "interrupted before it began"))
             raise
         finally:
             del self._submitting[client]
@@ -241,7 +230,7 @@ class JobDispatcher:
             gone = [job for job, each in self._watched.items() if each.is_taken]
             for job in set(gone) - set(message.jobs):
                 text = "it ended while this node was away; the leader's log says how"
-                self._watched.pop(job).client.send(local.Outcome(False, text))
+                self._watched.pop(job).client.send(local.CommandResult(False, text))
 
     def _shown(self, message: jobs.ToStarter) -> None:
         watched = self._watched.get(message.job)
@@ -251,7 +240,7 @@ class JobDispatcher:
             watched.is_taken = not message.error
             if message.error:
                 del self._watched[message.job]
-                watched.client.send(local.Outcome(False, message.error))
+                watched.client.send(local.CommandResult(False, message.error))
             return
         watched.client.send(message)
         if isinstance(message, jobs.JobEnded):

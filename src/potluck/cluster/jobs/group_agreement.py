@@ -43,7 +43,7 @@ class GroupAgreement:
         if isinstance(event, control.Installed):
             # All begin with the same: who is in the first group holds what there is.
             return event.epoch == self.group.epoch == self.group.origin
-        if isinstance(event, control.Progress):
+        if isinstance(event, control.WorkerProgress):
             return event.step >= 0 and event.epoch >= joined
         return False
 

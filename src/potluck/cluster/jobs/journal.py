@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from potluck.cluster.jobs.course import Course
-from potluck.wire.control import Fact, Progress
+from potluck.wire.control import Fact, WorkerProgress
 
 MAX_NOTES = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class JournalNote:
     """One line for people. ``at`` is seconds since the job began."""
 
     at: float
@@ -61,7 +61,7 @@ class Journal:
 
     def __init__(self, workers: Sequence[str], now: float) -> None:
         self.began = now
-        self.notes: list[Note] = []
+        self.notes: list[JournalNote] = []
         self.recoveries: list[Recovery] = []
         self.workers = {name: WorkerFacts() for name in workers}
         self.epoch = 0
@@ -80,7 +80,7 @@ class Journal:
         return self.workers.setdefault(worker, WorkerFacts())
 
     def note(self, text: str, now: float) -> None:
-        self.notes.append(Note(now - self.began, text))
+        self.notes.append(JournalNote(now - self.began, text))
         del self.notes[:-MAX_NOTES]
 
     @property
@@ -150,14 +150,14 @@ class Journal:
         self.note(text, now)
         return text
 
-    def progress(self, told: Progress, now: float) -> list[Note]:
+    def progress(self, told: WorkerProgress, now: float) -> list[JournalNote]:
         """A worker committed ``told.step``, or said something else about itself; the notes that
         follow."""
         known = len(self.notes)
         self._take(told, now)
         return self.notes[known:]
 
-    def _take(self, told: Progress, now: float) -> None:
+    def _take(self, told: WorkerProgress, now: float) -> None:
         worker = told.worker
         facts = self.facts_of(worker)
         known = (facts.training, facts.epoch, facts.step)
@@ -179,7 +179,7 @@ class Journal:
             del self._rejoining[worker]
             self.note(f"worker {worker} rejoined at step {told.step - 1}", now)
 
-    def _conclude_recovery(self, told: Progress, now: float) -> None:
+    def _conclude_recovery(self, told: WorkerProgress, now: float) -> None:
         recovery = self.open_recovery
         if recovery is None or not recovery.epoch or told.epoch < recovery.epoch:
             return

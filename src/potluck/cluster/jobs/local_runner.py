@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from potluck.background import Tasks, why
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.jobs.chaos import parse_chaos
 from potluck.cluster.jobs.host import JobHost
-from potluck.cluster.jobs.local_workers import LocalWorkers, seat
+from potluck.cluster.jobs.local_workers import LocalWorkers, world_variables
 from potluck.cluster.jobs.worker_reports import WorkerReports
 from potluck.errors import ConfigurationError, LinkError, PotluckError
-from potluck.service import Tasks, why
 from potluck.system import SIGKILL
 from potluck.transport import aio
 from potluck.types import Member
@@ -45,7 +45,7 @@ class LocalJob:
 
     spec: jobs.JobSpec
     places: jobs.Places
-    world: jobs.World
+    world: jobs.WorldSpec
     reports: WorkerReports = field(default_factory=WorkerReports)
     workers: LocalWorkers | None = None
     preparing: asyncio.Task[None] | None = None
@@ -163,10 +163,10 @@ class LocalRunner:
 
     def _variables(self, job: LocalJob, worker: str) -> dict[str, str]:
         """Where ``worker`` is in its world. One that came later has the place after all others."""
-        node_of = {seat.worker: seat.node for seat in job.places}
+        node_of = {place.worker: place.node for place in job.places}
         members = job.world.members
         if worker not in members:
-            members = tuple(seat.worker for seat in job.places)
+            members = tuple(place.worker for place in job.places)
         beside = [each for each in members if node_of[each] == node_of[worker]]
         nodes = {"POTLUCK_NODES": ",".join(self._host.names.label(node_of[m]) for m in members)}
         return {
@@ -178,7 +178,7 @@ class LocalRunner:
             "LOCAL_WORLD_SIZE": str(len(beside)),
             "MASTER_ADDR": self._address(node_of[members[0]]),
             "MASTER_PORT": str(job.world.master_port),
-            **seat(members.index(worker), len(members), job.world.number),
+            **world_variables(members.index(worker), len(members), job.world.number),
         }
 
     def _report(self, job: LocalJob) -> None:
@@ -231,7 +231,7 @@ class LocalRunner:
             members = tuple(self._seen_from_here(member) for member in group.members)
             for rank, name in enumerate(names):
                 steps = chaos.steps_of(rank)
-                told = control.View(job_id, group.epoch, members, steps, group.paths)
+                told = control.GroupView(job_id, group.epoch, members, steps, group.paths)
                 if job.reports.world_of(name) == group.world:
                     job.workers.tell((name,), told)
 

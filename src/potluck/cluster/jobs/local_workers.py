@@ -11,12 +11,12 @@ import contextlib
 import signal
 from collections.abc import Callable, Sequence
 
+from potluck.background import Tasks
 from potluck.cluster.jobs.process import WorkerProcess
 from potluck.cluster.jobs.pulse import Pulse
 from potluck.cluster.jobs.runtime import ProcessLauncher
 from potluck.cluster.links.control import ControlLink
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
-from potluck.service import Tasks
 from potluck.system import SIGKILL
 from potluck.transport import aio
 from potluck.wire import control, jobs
@@ -25,13 +25,13 @@ from potluck.wire.messages import Hello, Refusal, Welcome
 _LAST_MESSAGES_S = 1.0
 
 
-def seat(rank: int, world_size: int, number: int) -> dict[str, str]:
-    """The variables of a worker's place in world ``number``. POTLUCK_SEAT is the one that scripts
-    don't change: by it the worker knows that a world which torch forms is this one."""
+def world_variables(rank: int, world_size: int, number: int) -> dict[str, str]:
+    """The variables of a worker's place in world ``number``. Scripts don't change
+    POTLUCK_WORLD_RANK: by it the worker knows that a world which torch forms is this one."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "POTLUCK_SEAT": f"{rank}/{world_size}",
+        "POTLUCK_WORLD_RANK": f"{rank}/{world_size}",
         "TORCHELASTIC_RESTART_COUNT": str(number),
     }
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from potluck.cluster.jobs.groups import events, membership
-from potluck.cluster.jobs.groups.roster import Policy, State, World
+from potluck.cluster.jobs.groups.roster import JobPolicy, State, WorldState
 from potluck.types import Member
 from potluck.wire import jobs
 from potluck.wire.nodes import JobGroup
@@ -19,9 +19,9 @@ time on the way."""
 _CAUSE_S_LOCAL = 1.0
 
 
-def policy_of(spec: jobs.JobSpec) -> Policy:
+def policy_of(spec: jobs.JobSpec) -> JobPolicy:
     """What the operator chose for the job of ``spec``."""
-    return Policy(
+    return JobPolicy(
         max_restarts=spec.max_restarts,
         restarts_worlds=spec.restarts_worlds,
         wait_s=spec.wait_s,
@@ -31,14 +31,18 @@ def policy_of(spec: jobs.JobSpec) -> Policy:
 
 
 def taken_over(
-    names: tuple[str, ...], policy: Policy, epoch: int, group: JobGroup | None, world: jobs.World
+    names: tuple[str, ...],
+    policy: JobPolicy,
+    epoch: int,
+    group: JobGroup | None,
+    world: jobs.WorldSpec,
 ) -> State:
     """A job that another leader began: its ``group`` in the view of ``epoch``, and the ``world``
     that its workers were started for."""
     members = tuple[Member, ...]()
     if group is not None and group.world == world.number:
         epoch, members = group.epoch, group.members
-    begun = World(world.members, world.number, world.restarts, world.is_fixed)
+    begun = WorldState(world.members, world.number, world.restarts, world.is_fixed)
     return membership.take_over(names, policy, epoch, members, begun)
 
 

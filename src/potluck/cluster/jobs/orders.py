@@ -6,9 +6,9 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 
+from potluck.background import Tasks
 from potluck.cluster.jobs.groups.roster import State
 from potluck.cluster.jobs.host import JobHost
-from potluck.service import Tasks
 from potluck.system import SIGCONT, SIGKILL, SIGPIPE, SIGSTOP
 from potluck.wire import control, jobs
 

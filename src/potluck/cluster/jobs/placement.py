@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from potluck.types import Member
-from potluck.wire.jobs import JobSpec, Place
+from potluck.wire.jobs import JobSpec, WorkerPlace
 from potluck.wire.nodes import JobGroup
 
 
-def place(spec: JobSpec, nodes: Sequence[str], taken: Sequence[Place]) -> tuple[Place, ...]:
+def place(
+    spec: JobSpec, nodes: Sequence[str], taken: Sequence[WorkerPlace]
+) -> tuple[WorkerPlace, ...]:
     """The places to be added for ``nodes`` (in order of seniority) that have none yet.
 
     The starter comes first, then the most senior, up to ``spec.max_nodes`` in all. Workers are
@@ -22,7 +24,7 @@ def place(spec: JobSpec, nodes: Sequence[str], taken: Sequence[Place]) -> tuple[
         new = new[: max(0, spec.max_nodes - len(used))]
     added = [(node, local_rank) for node in new for local_rank in range(spec.per_node)]
     return tuple(
-        Place(str(number), node, local_rank)
+        WorkerPlace(str(number), node, local_rank)
         for number, (node, local_rank) in enumerate(added, len(taken))
     )
 

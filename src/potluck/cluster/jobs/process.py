@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from potluck.background import start_thread
 from potluck.cluster.jobs.output import PipeReader
 from potluck.errors import ConfigurationError
-from potluck.service import start_thread
 from potluck.system import SIGKILL, need_posix, wait_for_exit
 
 _SHIM = Path(__file__).with_name("shim.py")

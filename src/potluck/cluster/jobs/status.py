@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from potluck.cluster.jobs.groups.roster import EXPECTED, Phase, State, Worker
+from potluck.cluster.jobs.groups.roster import EXPECTED, Phase, State, WorkerState
 from potluck.cluster.jobs.journal import Journal
 from potluck.wire import control, jobs
 
@@ -69,7 +69,7 @@ def missing_workers(state: State, *, pids: Mapping[str, int], called: Callable[[
     return f"ready: {len(ready)} of {len(ready) + len(missing)} workers; still waiting for {found}"
 
 
-def _whereabouts(worker: Worker, pid: int, node: str, call: str) -> str:
+def _whereabouts(worker: WorkerState, pid: int, node: str, call: str) -> str:
     where = f" on {node}" if node else ""
     if worker.phase is Phase.WAITING:
         return f"worker {worker.name}{where} (it ended, and is started again)"

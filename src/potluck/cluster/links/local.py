@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 from potluck.cluster.home.node_state import AgentRecord, find_agent
 from potluck.cluster.trust.credentials import load_credentials
@@ -24,9 +24,20 @@ _log = logging.getLogger(__name__)
 _MAX_UNSENT = 8 << 20
 
 
-class Client:
-    """A command of this machine, as the agent sees it. What it does not read in time is
-    left out, but for how the job ended: the workers never wait for it."""
+class Client(Protocol):
+    """A command of this machine, as the agent sees it."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the output of the workers here has to wait for it."""
+
+    def send(self, message: local.Reply) -> None:
+        """Tell it, without blocking."""
+
+
+class _Connected:
+    """A command with a connection. What it does not read in time is left out, but for how the job
+    ended: the workers never wait for it."""
 
     is_behind = False
 
@@ -40,7 +51,7 @@ class Client:
 
     def send(self, message: local.Reply) -> None:
         """Tell it, without blocking."""
-        is_end = isinstance(message, local.Outcome | JobEnded)
+        is_end = isinstance(message, local.CommandResult | JobEnded)
         if not self._writer.transport.is_closing() and (is_end or self.unsent < _MAX_UNSENT):
             self._writer.write(local.REPLY.encode(message))
 
@@ -67,7 +78,7 @@ class Commands:
     ) -> None:
         """A command calls: answer what it asks until it leaves."""
         await aio.write_greeting(writer, Welcome())
-        client = Client(writer)
+        client = _Connected(writer)
         tasks: set[asyncio.Task[None]] = set()
 
         def answered(task: asyncio.Task[None]) -> None:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
+from potluck.background import OnBroken, Tasks, start_task
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.caller import HintCaller
 from potluck.cluster.discovery.interfaces import interface_of
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, WrongSecret
-from potluck.service import OnBroken, Tasks, start_task
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.transport.rate import RateLimitedLog

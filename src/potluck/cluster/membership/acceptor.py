@@ -8,7 +8,7 @@ from __future__ import annotations
 from potluck.wire.nodes import Ballot, Promise, Proposal, Rejected, View
 
 
-class Acceptor:
+class PaxosAcceptor:
     """A member's answers to the proposers of the successor of ``view``.
 
     ``promised`` is the newest ballot that it answered: older ones are refused. It needs no disk,

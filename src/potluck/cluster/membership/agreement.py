@@ -24,7 +24,7 @@ HoldsLease = Callable[[ViewMember, float], bool]
 """Whether a member may hold a lease from this node at a time: a word that it is not left out."""
 
 
-class Agreement:
+class ViewAgreement:
     """The view of ``me`` in this ``incarnation`` of its agent.
 
     ``subtracted`` are members whose end is certain and hides no decision. ``wants`` is the history

@@ -31,7 +31,7 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ConnectionRefused:
     """The host of ``node`` refused a connection: this ``incarnation`` of its agent has ended."""
 
     node: str
@@ -85,17 +85,26 @@ class ContinueAlone:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundHistory:
     """Found a history now, without listening for others first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; see ``MembershipProtocol.next_wakeup``."""
+    """Time has passed; see ``next_wakeup`` of the decider."""
 
 
 Event = (
-    Linked | Received | Refused | Saved | WantGroup | JobOver | Ban | ContinueAlone | Found | Tick
+    Linked
+    | Received
+    | ConnectionRefused
+    | Saved
+    | WantGroup
+    | JobOver
+    | Ban
+    | ContinueAlone
+    | FoundHistory
+    | Tick
 )
 
 

@@ -72,7 +72,7 @@ Finding = Changed | ProbeIndirectly
 
 
 @dataclass(slots=True)
-class Peer:
+class PeerHealth:
     """One other node, in its present incarnation. ``latency_s`` is one way; it and ``deviation_s``
     are exponential means, and so are ``gap_s`` and ``gap_deviation_s``, of the time
     between heartbeats."""
@@ -112,7 +112,7 @@ class FailureDetector:
 
     def __init__(self, timing: Timing) -> None:
         self.timing = timing
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, PeerHealth] = {}
         self.number = 0
         self._sent: dict[int, float] = {}
         self._excused_until = -1e9
@@ -140,7 +140,7 @@ class FailureDetector:
         """There is a connection to this incarnation of ``node``: send it heartbeats from now on."""
         peer = self.peers.get(node)
         if peer is None or incarnation > peer.incarnation:
-            self.peers[node] = Peer(node, incarnation)
+            self.peers[node] = PeerHealth(node, incarnation)
 
     # What is sent.
 
@@ -179,7 +179,7 @@ class FailureDetector:
         """
         peer = self.peers.get(node)
         if peer is None or incarnation > peer.incarnation:
-            peer = self.peers[node] = Peer(node, incarnation)
+            peer = self.peers[node] = PeerHealth(node, incarnation)
         if (
             incarnation < peer.incarnation
             or beat.number <= peer.number
@@ -232,17 +232,17 @@ class FailureDetector:
                 findings += self._after_asking(peer, now)
         return findings
 
-    def _suspect(self, peer: Peer, now: float, patience: float) -> list[Finding]:
+    def _suspect(self, peer: PeerHealth, now: float, patience: float) -> list[Finding]:
         direction = "heard" if peer.heard_at <= peer.confirmed_at else "hearing me"
         reason = f"{peer.node} is not {direction} for {patience:.1f} s"
         return [*self._set_status(peer, Status.SUSPECT, reason), *self._ask(peer, now, reason)]
 
-    def _ask(self, peer: Peer, now: float, reason: str) -> list[Finding]:
+    def _ask(self, peer: PeerHealth, now: float, reason: str) -> list[Finding]:
         peer.asked_at, peer.reached = now, False
         via = self.up()[: self.timing.num_probes]
         return [ProbeIndirectly(peer.node, via, reason)] if via else []
 
-    def _after_asking(self, peer: Peer, now: float) -> list[Finding]:
+    def _after_asking(self, peer: PeerHealth, now: float) -> list[Finding]:
         waited = now - peer.asked_at
         if peer.status is Status.CUT and peer.reached:
             again = waited >= self.timing.min_suspicion_s
@@ -251,18 +251,18 @@ class FailureDetector:
             return []
         return self._set_status(peer, Status.SILENT, f"{peer.node} is silent, to others as well")
 
-    def _set_status(self, peer: Peer, status: Status, reason: str) -> list[Finding]:
+    def _set_status(self, peer: PeerHealth, status: Status, reason: str) -> list[Finding]:
         peer.status = status
         return [Changed(peer.node, status, reason)]
 
-    def _patience(self, peer: Peer) -> float:
+    def _patience(self, peer: PeerHealth) -> float:
         """How long a link may not work before it is suspected, from how it behaved so far."""
         timing = self.timing
         extra = max(0.0, peer.gap_s - timing.beat_s) + 4 * peer.gap_deviation_s
         wanted = timing.min_suspicion_s + extra + 2 * peer.latency_s + 4 * peer.deviation_s
         return min(wanted, timing.max_suspicion_s)
 
-    def _measure(self, peer: Peer, latency_s: float) -> None:
+    def _measure(self, peer: PeerHealth, latency_s: float) -> None:
         if not peer.latency_s:
             peer.latency_s, peer.deviation_s = latency_s, latency_s / 2
             return
@@ -270,7 +270,7 @@ class FailureDetector:
         peer.latency_s += _GAIN * error
         peer.deviation_s += _DEVIATION_GAIN * (abs(error) - peer.deviation_s)
 
-    def _measure_gap(self, peer: Peer, gap_s: float) -> None:
+    def _measure_gap(self, peer: PeerHealth, gap_s: float) -> None:
         if not peer.gap_s:
             peer.gap_s = gap_s
             return

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from potluck.cluster.membership.failure_detector import Peer, Status
+from potluck.cluster.membership.failure_detector import PeerHealth, Status
 from potluck.wire.nodes import View
 
 
@@ -38,9 +38,9 @@ def own_cluster(view: View) -> ObservedCluster:
     )
 
 
-def observe(peers: Iterable[Peer]) -> list[ObservedCluster]:
+def observe(peers: Iterable[PeerHealth]) -> list[ObservedCluster]:
     """The histories that peers with a working link use and that can decide."""
-    newest: dict[str, list[Peer]] = {}
+    newest: dict[str, list[PeerHealth]] = {}
     for peer in peers:
         beat = peer.last
         if peer.status is not Status.UP or beat is None or not beat.history or beat.paused:
@@ -69,7 +69,7 @@ def history_to_join(observed: Iterable[ObservedCluster]) -> str:
     return "" if best is None else best.history
 
 
-def may_found(me: str, peers: Iterable[Peer], observed: Iterable[ObservedCluster]) -> bool:
+def may_found(me: str, peers: Iterable[PeerHealth], observed: Iterable[ObservedCluster]) -> bool:
     """Whether it is on me to found a history: nobody here has one, and of those who have a link
     with me and want none either I have the least name."""
     if any(True for _ in observed):
@@ -79,7 +79,7 @@ def may_found(me: str, peers: Iterable[Peer], observed: Iterable[ObservedCluster
 
 
 def cluster_to_join(
-    view: View, paused: bool, peers: dict[str, Peer], observed: Iterable[ObservedCluster]
+    view: View, paused: bool, peers: dict[str, PeerHealth], observed: Iterable[ObservedCluster]
 ) -> ObservedCluster | None:
     """The history that mine should join as a whole, None if it stays. All of mine that are here
     must have a link with all of the other."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from potluck.cluster.membership.acceptor import Acceptor
+from potluck.cluster.membership.acceptor import PaxosAcceptor
 from potluck.cluster.membership.events import Send
 from potluck.cluster.membership.proposer import NO_EFFECTS, Build, Effects, Proposer
 from potluck.cluster.membership.recovery import quorum
@@ -30,7 +30,7 @@ class PaxosInstance:
     def __init__(self, me: str, view: View) -> None:
         self.me = me
         self.view = view
-        self.acceptor = Acceptor(view)
+        self.acceptor = PaxosAcceptor(view)
         self.proposer = Proposer(me, view)
 
     def propose(

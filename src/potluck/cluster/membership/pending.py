@@ -15,7 +15,7 @@ from potluck.wire.nodes import View
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class ViewDraft:
     """The successor of ``view`` that this node would propose. Its epoch must be above ``floor``,
     the highest that a newcomer ever used."""
 
@@ -79,7 +79,7 @@ class PendingChanges:
         reachability: Reachability,
         detector: FailureDetector,
         banned: Collection[str],
-    ) -> Draft | None:
+    ) -> ViewDraft | None:
         """What ``me`` would propose to follow ``view``, None if nothing changes. Newcomers come in
         only while all members can reach each other. Groups that can't be had are refused."""
         joining: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class PendingChanges:
         reasons += [f"job {job} is over" for job in sorted(over)]
         peers = detector.peers
         floors = [beat.installed for node in joining if (beat := peers[node].last) is not None]
-        return Draft(
+        return ViewDraft(
             view,
             tuple(member.node for member in reachability.kept),
             tuple((node, peers[node].incarnation) for node in joining),

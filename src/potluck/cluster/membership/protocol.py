@@ -15,21 +15,21 @@ from typing import assert_never
 import msgspec
 
 from potluck.cluster.membership import merge
-from potluck.cluster.membership.agreement import Agreement
+from potluck.cluster.membership.agreement import ViewAgreement
 from potluck.cluster.membership.election import explain_minority
 from potluck.cluster.membership.events import (
     Action,
     Ban,
+    ConnectionRefused,
     ContinueAlone,
     Event,
-    Found,
+    FoundHistory,
     GroupRefused,
     JobOver,
     Linked,
     Note,
     Pause,
     Received,
-    Refused,
     Resume,
     Saved,
     Tick,
@@ -73,7 +73,7 @@ class MembershipProtocol:
         self.paused = ""
         self._outbox = Outbox()
         self._storage = StableStorage(record, self._outbox)
-        self._agreement = Agreement(
+        self._agreement = ViewAgreement(
             me,
             incarnation,
             self._storage,
@@ -124,7 +124,7 @@ class MembershipProtocol:
                 self._received(node, incarnation, message, now)
             case Linked(node, incarnation):
                 self.detector.meet(node, incarnation)
-            case Refused(node, incarnation):
+            case ConnectionRefused(node, incarnation):
                 self._findings(self.detector.refused(node, incarnation, now), now)
             case Saved(number):
                 self._agreement.written(number, now)
@@ -138,7 +138,7 @@ class MembershipProtocol:
                 self._learn_bans((node,), now)
             case ContinueAlone():
                 self._continue_alone(now)
-            case Found():
+            case FoundHistory():
                 if self.view is None:
                     self._found(now, "ordered")
             case _:
@@ -206,7 +206,7 @@ class MembershipProtocol:
         match message:
             case wire.Heartbeat():
                 self._heard(node, incarnation, message, now)
-            case wire.Probe(target):
+            case wire.IndirectProbe(target):
                 self._outbox.send(target, wire.Ping(node))
             case wire.Ping(origin):
                 self._outbox.send(node, wire.Pong(origin))
@@ -403,7 +403,7 @@ class MembershipProtocol:
             match finding:
                 case ProbeIndirectly(target, via, _):
                     for node in via:
-                        self._outbox.send(node, wire.Probe(target))
+                        self._outbox.send(node, wire.IndirectProbe(target))
                 case Changed(node, status, reason):
                     self._outbox.act(Note(reason))
                     peer = self.detector.peers[node]

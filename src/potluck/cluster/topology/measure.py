@@ -20,7 +20,7 @@ from potluck.errors import LinkError, ProtocolError
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire import facts
-from potluck.wire.facts import MAX_LOAD, MAX_TRAIN, Arrived, Echo, Load, SendTrain
+from potluck.wire.facts import MAX_LOAD, MAX_TRAIN, Echo, Load, SendTrain, TrainArrived
 from potluck.wire.messages import Hello
 
 KIND = "measure"
@@ -40,7 +40,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PathReading:
     """One path as measured from here. ``local`` is my address on it; bandwidths are bytes per
     second, 0 where only the latency was wanted."""
 
@@ -65,7 +65,7 @@ async def measure(
     *,
     may_go_on: Callable[[], bool],
     wants_bandwidth: Callable[[str], bool] = lambda local: True,
-) -> Reading:
+) -> PathReading:
     """Measure the path to ``node`` by this address.
 
     ``wants_bandwidth`` is asked with the local address. LinkError or another PotluckError if nobody
@@ -84,10 +84,10 @@ async def measure(
             local = writer.get_extra_info("sockname")[0].removeprefix("::ffff:")
             latency_s = await _latency(talk)
             if not wants_bandwidth(local):
-                return Reading(host, local, latency_s)
+                return PathReading(host, local, latency_s)
             outward = await _bandwidth(talk.push)
             inward = await _bandwidth(talk.pull)
-            return Reading(host, local, latency_s, outward, inward)
+            return PathReading(host, local, latency_s, outward, inward)
     finally:
         await aio.end(writer)
 
@@ -111,7 +111,7 @@ async def serve(
                     raise ProtocolError(f"{type(message).__name__} answers nothing")
 
 
-def next_train(nbytes: int, arrived: Arrived) -> int:
+def next_train(nbytes: int, arrived: TrainArrived) -> int:
     """How long the next train is to be, after one of ``nbytes``; 0: this one could be timed."""
     if arrived.seconds >= _ENOUGH_S or nbytes >= MAX_TRAIN or arrived.nbytes < nbytes:
         return 0
@@ -130,7 +130,7 @@ async def _latency(talk: _Talk) -> float:
     return least
 
 
-async def _bandwidth(train: Callable[[int], Awaitable[Arrived]]) -> float:
+async def _bandwidth(train: Callable[[int], Awaitable[TrainArrived]]) -> float:
     """Bytes per second of trains like this."""
     nbytes = _FIRST_TRAIN
     arrived = await train(nbytes)
@@ -168,15 +168,15 @@ class _Talk:
         except (asyncio.IncompleteReadError, OSError) as error:
             raise LinkError("the other side ended the measurement") from error
 
-    async def push(self, nbytes: int) -> Arrived:
+    async def push(self, nbytes: int) -> TrainArrived:
         """Send a train; what became of it."""
         await self.load(nbytes)
         answer = await self.receive()
-        if not isinstance(answer, Arrived):
+        if not isinstance(answer, TrainArrived):
             raise ProtocolError(f"a train was answered with {type(answer).__name__}")
         return answer
 
-    async def pull(self, nbytes: int) -> Arrived:
+    async def pull(self, nbytes: int) -> TrainArrived:
         """Have a train sent; what became of it."""
         self.send(SendTrain(nbytes))
         first = await self.receive()
@@ -198,7 +198,7 @@ class _Talk:
             if is_last:
                 return
 
-    async def arrives(self, first: Load) -> Arrived:
+    async def arrives(self, first: Load) -> TrainArrived:
         """Take a train in, and time its second half."""
         loop = asyncio.get_running_loop()
         total = len(first.data)
@@ -213,4 +213,4 @@ class _Talk:
                 raise ProtocolError("a train that does not end")
             times.append((loop.time(), total))
         middle, before = next(each for each in times if each[1] * 2 >= total)
-        return Arrived(total, total - before, loop.time() - middle)
+        return TrainArrived(total, total - before, loop.time() - middle)

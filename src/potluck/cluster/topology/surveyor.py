@@ -16,7 +16,7 @@ from potluck.cluster.links.peers import ControlLinks
 from potluck.cluster.membership.failure_detector import FailureDetector, Status
 from potluck.cluster.topology.graph import Topology
 from potluck.cluster.topology.hardware import own_facts
-from potluck.cluster.topology.measure import Reading, Stopped, measure, serve
+from potluck.cluster.topology.measure import PathReading, Stopped, measure, serve
 from potluck.cluster.topology.survey import Survey, is_news, shares_interfaces
 from potluck.errors import PotluckError
 from potluck.transport import aio
@@ -206,7 +206,7 @@ class Surveyor:
         self.survey.measured(node, best.outward, best.inward, now)
         self._links.send(node, Measured(from_you=best.inward, to_you=best.outward))
 
-    async def _read(self, node: str) -> list[Reading]:
+    async def _read(self, node: str) -> list[PathReading]:
         theirs = self.facts(node) or NodeFacts(node)
         seen: set[tuple[str, str]] = set()
         readings = []

@@ -13,11 +13,11 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from potluck.background import start_task, why
 from potluck.cluster.discovery.advert import Hint, Presence, new_instance
 from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.trust.pairing import Code, Exchange, Sealing
 from potluck.errors import LinkError, PotluckError, ProtocolError, WrongCode
-from potluck.service import start_task, why
 from potluck.transport.acceptor import LIMITS, Acceptor, Caller, listening_socket
 from potluck.transport.aio import end
 from potluck.wire import pairing as wire

@@ -33,7 +33,7 @@ _LOCK_FILE = ".trust.lock"
 _WHAT = "the list of trusted nodes"
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of one node. ``since`` is Unix time: when it was first met, or banned."""
 
     node: str
@@ -45,7 +45,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
 class _File(msgspec.Struct, frozen=True):
     version: int
-    nodes: tuple[Node, ...]
+    nodes: tuple[KnownNode, ...]
 
 
 class TrustStore:
@@ -58,9 +58,9 @@ class TrustStore:
         self.path = home / TRUST_FILE
         self._lock = threading.Lock()
         self._stamp: tuple[int, int, int] | None = None
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, KnownNode] = {}
 
-    def nodes(self) -> tuple[Node, ...]:
+    def nodes(self) -> tuple[KnownNode, ...]:
         """All nodes on the list, as the file is now. Costs one stat if it has not changed."""
         with self._lock:
             self._refresh()
@@ -119,7 +119,7 @@ class TrustStore:
         if known is not None and (known.banned or known.name == name or not name):
             return
         with self._changing() as nodes:
-            known = nodes.get(node) or Node(node=node, since=time.time())
+            known = nodes.get(node) or KnownNode(node=node, since=time.time())
             if not known.banned:
                 nodes[node] = msgspec.structs.replace(known, name=name[:256] or known.name)
 
@@ -127,14 +127,14 @@ class TrustStore:
         """Refuse ``node`` from now on; False if it was banned already."""
         _check(node)
         with self._changing() as nodes:
-            known = nodes.get(node) or Node(node=node)
+            known = nodes.get(node) or KnownNode(node=node)
             nodes[node] = msgspec.structs.replace(
                 known, banned=True, since=time.time(), reason=reason[:256]
             )
             return not known.banned
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[dict[str, Node]]:
+    def _changing(self) -> Iterator[dict[str, KnownNode]]:
         """The nodes, to be changed; written when the block ends well. One process at a time."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ class TrustStore:
         self._stamp = stamp
 
 
-def _forget_oldest(nodes: dict[str, Node]) -> None:
+def _forget_oldest(nodes: dict[str, KnownNode]) -> None:
     """Keep the file bounded; what is banned is never forgotten."""
     spare = sorted((n for n in nodes.values() if not n.banned), key=lambda each: each.since)
     for node in spare[: max(0, len(nodes) - MAX_NODES)]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from potluck import native
+from potluck.background import start_thread, why
 from potluck.engine.arrays.layout import Array, Buffers
 from potluck.engine.connector import Connector
 from potluck.engine.failures.group_errors import (
@@ -39,7 +40,6 @@ from potluck.engine.loop.plans import OnOperation
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, LinkError, PotluckError, ProtocolError
 from potluck.metrics import LinkMeter
-from potluck.service import start_thread, why
 from potluck.transport.link import Link
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group

@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 import numpy as np
 
+from potluck.background import start_thread, why
 from potluck.engine.arrays.layout import Array, Buffers
 from potluck.engine.connector import Connector
 from potluck.engine.failures.group_errors import broke, error_of
@@ -39,7 +40,6 @@ from potluck.engine.loop.running import RunningPlan
 from potluck.engine.work import Work
 from potluck.errors import GroupError, PotluckError, ProtocolError
 from potluck.metrics import LinkMeter
-from potluck.service import start_thread, why
 from potluck.transport.link import Link
 from potluck.types import Group
 from potluck.wire import frames

@@ -19,13 +19,13 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from potluck import native
+from potluck.background import start_thread, why
 from potluck.collectives.plan import Algorithm
 from potluck.engine.failures.group_errors import broke, desync, overdue, peer_lost
 from potluck.engine.fingerprint import OPERATIONS
 from potluck.engine.work import Work, again
 from potluck.errors import GroupClosed, GroupError, LinkError, PeerLost, PotluckError
 from potluck.metrics import Metrics, SharedMemoryCounts
-from potluck.service import start_thread, why
 from potluck.types import Group, ReduceOp
 
 _log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Loop(Protocol):
     def when_over(self, callback: Callable[[], None]) -> None: ...
 
 
-class Stalled:
+class StalledCall:
     """A call through shared memory that can't end: the peer that it waits for."""
 
     def __init__(self, call: str, peer: int) -> None:
@@ -210,7 +210,7 @@ class GroupMemory:
 
     def _verdict(self, outcome: int, blame: Blame, call: str) -> GroupError:
         peer = blame.peer
-        item = Stalled(call, peer)
+        item = StalledCall(call, peer)
         if outcome == Outcome.DESYNC:
             return desync(self._group, peer, call, blame.fingerprint)
         if outcome == Outcome.LEFT:

@@ -20,9 +20,9 @@ import msgspec
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from potluck.background import start_thread, why
 from potluck.engine.mesh import Switchboard
 from potluck.errors import LinkError, PotluckError, ProtocolError
-from potluck.service import start_thread, why
 from potluck.torch.process_group.store_waits import StoreWaits
 from potluck.transport.blocking import recv_exactly, send_all
 from potluck.transport.handshake import connect

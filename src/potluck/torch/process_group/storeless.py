@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 from potluck.backends.agent import AgentBackend
 from potluck.backends.discovery import AutoDiscoveryBackend
 from potluck.backends.environment import EnvironmentBackend
-from potluck.backends.fixed import leave_seat
+from potluck.backends.fixed import leave_world
 from potluck.backends.launchers import detect, rank_variable
 from potluck.backends.local import LocalBackend
 from potluck.errors import ConfigurationError
@@ -96,7 +96,7 @@ def choose(url: str) -> Backend:
     """What forms the world that ``url`` and the environment describe; the caller closes it."""
     settings = load_settings()
     if os.environ.get("POTLUCK_AGENT"):
-        leave_seat()  # of an init_process_group by another method before this one
+        leave_world()  # of an init_process_group by another method before this one
         return AgentBackend(settings=settings, elastic=False)
     parts = urlsplit(url)
     rank, world_size = _given(url, "rank"), _given(url, "world_size")

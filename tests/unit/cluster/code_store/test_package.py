@@ -173,7 +173,7 @@ class Wire:
     def _to_bob(self, node: str, message: peers.PeerMessage) -> bool:
         data = peers.MESSAGE.encode(self.change(message))
         answer = peers.MESSAGE.decode(data[4:])
-        assert isinstance(answer, peers.Part | peers.NotHere)
+        assert isinstance(answer, peers.PackagePart | peers.NotHere)
         self.sent.append(answer)
         self.fetcher.arrived(ADA, answer)
         return True
@@ -192,7 +192,10 @@ def test_a_package_arrives_as_it_was_and_only_what_is_new_is_sent_again(
         assert os.access(target / "run.sh", os.X_OK)
         assert not os.access(target / "train.py", os.X_OK) or os.geteuid() == 0
         assert len(list(target.rglob("*"))) == 8
-        assert max(len(p.data) for p in wire.sent if isinstance(p, peers.Part)) == peers.MAX_PART
+        assert (
+            max(len(p.data) for p in wire.sent if isinstance(p, peers.PackagePart))
+            == peers.MAX_PART
+        )
         wire.sent.clear()
         (folder / "train.py").write_text("print('changed')")
         second = wire.server.offer(folder)
@@ -206,13 +209,13 @@ def test_a_package_arrives_as_it_was_and_only_what_is_new_is_sent_again(
 
 def test_a_node_that_lies_is_found_out(folder: Path, tmp_path: Path) -> None:
     def change_a_byte(message: peers.PeerMessage) -> peers.PeerMessage:
-        if isinstance(message, peers.Part) and message.data:
+        if isinstance(message, peers.PackagePart) and message.data:
             flipped = bytes([message.data[0] ^ 1]) + message.data[1:]
             return msgspec.structs.replace(message, data=flipped)
         return message
 
     def only_files(message: peers.PeerMessage) -> peers.PeerMessage:
-        is_file = isinstance(message, peers.Part) and message.file
+        is_file = isinstance(message, peers.PackagePart) and message.file
         return change_a_byte(message) if is_file else message
 
     def endless(message: peers.PeerMessage) -> peers.PeerMessage:

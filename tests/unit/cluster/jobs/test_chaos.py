@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.jobs.chaos import EXAMPLES, Fault, Kind, check_ranks, parse_chaos
+from potluck.cluster.jobs.chaos import EXAMPLES, Fault, FaultKind, check_ranks, parse_chaos
 from potluck.errors import ConfigurationError
 
 
@@ -13,14 +13,14 @@ from potluck.errors import ConfigurationError
     [
         ("", []),
         (" ; ", []),
-        ("kill rank 2 at step 60", [Fault(Kind.KILL, 2, 60)]),
-        ("stop rank 1 at step 20 for 5 s", [Fault(Kind.STOP, 1, 20, 5.0)]),
-        ("stop rank 1 at step 20 for 0.25s", [Fault(Kind.STOP, 1, 20, 0.25)]),
-        ("KILL  Rank 0 at step 0", [Fault(Kind.KILL, 0, 0)]),
-        ("kill all at step 80", [Fault(Kind.KILL, None, 80)]),
+        ("kill rank 2 at step 60", [Fault(FaultKind.KILL, 2, 60)]),
+        ("stop rank 1 at step 20 for 5 s", [Fault(FaultKind.STOP, 1, 20, 5.0)]),
+        ("stop rank 1 at step 20 for 0.25s", [Fault(FaultKind.STOP, 1, 20, 0.25)]),
+        ("KILL  Rank 0 at step 0", [Fault(FaultKind.KILL, 0, 0)]),
+        ("kill all at step 80", [Fault(FaultKind.KILL, None, 80)]),
         (
             "kill rank 2 at step 60; stop rank 1 at step 20 for 5 seconds;",
-            [Fault(Kind.KILL, 2, 60), Fault(Kind.STOP, 1, 20, 5.0)],
+            [Fault(FaultKind.KILL, 2, 60), Fault(FaultKind.STOP, 1, 20, 5.0)],
         ),
     ],
 )

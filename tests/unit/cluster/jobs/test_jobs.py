@@ -146,7 +146,7 @@ def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
 ) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         package = await package_of(code_store, tmp_path / "code")
-        places = (jobs.Place("0", ME, 0),)
+        places = (jobs.WorkerPlace("0", ME, 0),)
         all_jobs.received(LEADER, jobs.Order(spec(package, LEADER), places))
         assert not all_jobs.runner.jobs
         install(machine, all_jobs, view(LEADER, ME))
@@ -169,7 +169,9 @@ def test_a_node_that_breaks_over_an_order_reports_it_instead_of_leaving_the_lead
         package = await package_of(code_store, tmp_path / "code")
         monkeypatch.setattr(code_store, "open", breaks)
         install(machine, all_jobs, view(LEADER, ME))
-        all_jobs.received(LEADER, jobs.Order(spec(package, LEADER), (jobs.Place("0", ME, 0),)))
+        all_jobs.received(
+            LEADER, jobs.Order(spec(package, LEADER), (jobs.WorkerPlace("0", ME, 0),))
+        )
         async with asyncio.timeout(20):
             while not reports(machine):
                 await asyncio.sleep(0)
@@ -198,7 +200,7 @@ def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
     async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
         package = await package_of(code_store, tmp_path / "code")
         install(machine, all_jobs, view(LEADER, ME, EVE))
-        order = jobs.Order(spec(package, EVE), (jobs.Place("0", ME, 0),))
+        order = jobs.Order(spec(package, EVE), (jobs.WorkerPlace("0", ME, 0),))
         all_jobs.received(EVE, order)
         all_jobs.received(EVE, jobs.StartWorker("job", "0", 0))
         install(machine, all_jobs, view(LEADER, ME, EVE, epoch=4))
@@ -415,7 +417,7 @@ def test_a_job_that_another_leader_took_over_is_not_submitted_again(tmp_path: Pa
         assert not [m for _, m in machine.sent if isinstance(m, jobs.Submit)]
         all_jobs.received(EVE, jobs.JobList(()))
         last = terminal.heard[-1]
-        assert isinstance(last, local.Outcome)
+        assert isinstance(last, local.CommandResult)
         assert "ended while this node was away" in last.text
 
     play(tmp_path, story)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from potluck.cluster.jobs.journal import MAX_NOTES, Journal
-from potluck.wire.control import Progress
+from potluck.wire.control import WorkerProgress
 
 
 def training() -> Journal:
@@ -16,8 +16,8 @@ def training() -> Journal:
     return journal
 
 
-def step(worker: str, number: int, *, epoch: int, **more: object) -> Progress:
-    return Progress(worker, epoch=epoch, step=number, loss=0.5, **more)
+def step(worker: str, number: int, *, epoch: int, **more: object) -> WorkerProgress:
+    return WorkerProgress(worker, epoch=epoch, step=number, loss=0.5, **more)
 
 
 def texts(journal: Journal) -> list[str]:
@@ -126,7 +126,7 @@ def test_notes_are_bounded() -> None:
     assert journal.notes[-1].text == str(MAX_NOTES + 9)
 
 
-def samples(worker: str, number: int, *, epoch: int = 1) -> Progress:
+def samples(worker: str, number: int, *, epoch: int = 1) -> WorkerProgress:
     """A worker has committed step ``number``, of 10 samples as all of 100 steps."""
     return step(worker, number, epoch=epoch, committed_samples=10 * number, total_samples=1000)
 
@@ -150,7 +150,7 @@ def test_a_lost_worker_and_one_that_comes_back_take_nothing_back() -> None:
     journal.announced(2, ("0", "1"), ())
     journal.progress(samples("1", 62, epoch=2), 11.0)
     journal.progress(samples("0", 61), 11.1)
-    journal.progress(Progress("2"), 11.2)
+    journal.progress(WorkerProgress("2"), 11.2)
     assert (journal.step, journal.course.committed) == (62, 620)
     journal.announced(3, ("0", "1", "2"), ("2",))
     journal.progress(samples("2", 63, epoch=3), 12.0)

@@ -6,7 +6,7 @@ import pytest
 
 from potluck.cluster.jobs.placement import holders, place
 from potluck.types import Member
-from potluck.wire.jobs import JobSpec, Place
+from potluck.wire.jobs import JobSpec, WorkerPlace
 from potluck.wire.names import Versions
 from potluck.wire.nodes import JobGroup
 
@@ -40,7 +40,7 @@ def test_the_starter_has_the_first_workers_then_the_most_senior() -> None:
     ],
 )
 def test_newcomers_get_the_next_numbers(max_nodes: int, nodes: str, taken: str, added: str) -> None:
-    before = tuple(Place(str(number), node, 0) for number, node in enumerate(taken))
+    before = tuple(WorkerPlace(str(number), node, 0) for number, node in enumerate(taken))
     after = place(spec(max_nodes=max_nodes), tuple(nodes), before)
     assert [each.node for each in after] == list(added)
     assert [each.worker for each in after] == [str(len(taken) + n) for n in range(len(added))]

@@ -16,15 +16,15 @@ from potluck.cluster.jobs.groups.events import (
     Interrupted,
     Ready,
 )
-from potluck.cluster.jobs.groups.roster import Policy, State
+from potluck.cluster.jobs.groups.roster import JobPolicy, State
 from potluck.cluster.jobs.journal import Journal
 from potluck.cluster.jobs.summary import Summary, explain, summarize
 from potluck.types import Member
-from potluck.wire.control import Fact, Progress
+from potluck.wire.control import Fact, WorkerProgress
 
 
 def ended(num_workers: int, *events: Event) -> State:
-    state, _ = membership.begin([str(index) for index in range(num_workers)], Policy())
+    state, _ = membership.begin([str(index) for index in range(num_workers)], JobPolicy())
     ready = [Ready(str(index), Member(str(index), port=1)) for index in range(num_workers)]
     for event in (*ready, *events):
         state, _ = membership.handle(state, event, 0.0)
@@ -50,7 +50,7 @@ def summary_of(
 ) -> Summary:
     journal = Journal([worker.name for worker in state.workers], 100.0)
     for name, told in (facts or {}).items():
-        journal.progress(Progress(name, epoch=1, step=50, facts=told), 101.0)
+        journal.progress(WorkerProgress(name, epoch=1, step=50, facts=told), 101.0)
     return summarize(
         job="job",
         script="train.py",

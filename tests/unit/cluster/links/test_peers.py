@@ -310,7 +310,7 @@ def test_a_peer_that_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatc
         )
         writer.write(peers.MESSAGE.encode(peers.Introduction(1, "eve", 1, own_versions())))
         await ada.sees("linked", eve.node_id)
-        part = peers.Part(bytes(32), b"", 0, 1 << 30, bytes(peers.MAX_PART))
+        part = peers.PackagePart(bytes(32), b"", 0, 1 << 30, bytes(peers.MAX_PART))
         for _ in range(400):
             if not ada.links.send(eve.node_id, part):
                 break
@@ -396,15 +396,17 @@ def test_a_peer_of_another_protocol_version_is_refused_in_clear_words() -> None:
 
 
 def test_messages_are_bounded_both_ways() -> None:
-    part = peers.Part(bytes(32), b"", 0, 1, bytes(peers.MAX_PART))
+    part = peers.PackagePart(bytes(32), b"", 0, 1, bytes(peers.MAX_PART))
     data = peers.MESSAGE.encode(part)
     assert peers.MESSAGE.length(data[:4]) == len(data) - 4
     assert peers.MESSAGE.decode(data[4:]) == part
     with pytest.raises(ProtocolError, match="at most"):
-        peers.MESSAGE.encode(peers.Part(bytes(32), b"", 0, 1, bytes(2 * peers.MAX_MESSAGE)))
+        peers.MESSAGE.encode(peers.PackagePart(bytes(32), b"", 0, 1, bytes(2 * peers.MAX_MESSAGE)))
     with pytest.raises(ProtocolError, match="not a message"):
         peers.MESSAGE.decode(b"\x81\xa4type\xa5Virus")
-    oversized = msgspec.msgpack.encode(peers.Part(bytes(32), b"", 0, 1, bytes(peers.MAX_PART + 1)))
+    oversized = msgspec.msgpack.encode(
+        peers.PackagePart(bytes(32), b"", 0, 1, bytes(peers.MAX_PART + 1))
+    )
     with pytest.raises(ProtocolError, match="not a message"):
         peers.MESSAGE.decode(oversized)
     secret = peers.NewSecret("r", b"k" * 32)
@@ -439,8 +441,8 @@ def test_a_link_is_made_anew_by_order_and_nobody_is_without_one_in_the_end(
         assert one.links.local(other.id).startswith("127.")
         assert other.links.nodes == (one.id,)
         one.links.move(other.id, "127.0.0.1", 9)  # nobody there: all stays as it is
-        assert one.links.send(other.id, nodes.Probe("x"))
-        await other.sees("received", one.id, 1, nodes.Probe("x"))
+        assert one.links.send(other.id, nodes.IndirectProbe("x"))
+        await other.sees("received", one.id, 1, nodes.IndirectProbe("x"))
 
     run(story)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from potluck.cluster.membership import election, proposer, recovery
-from potluck.cluster.membership.acceptor import Acceptor
+from potluck.cluster.membership.acceptor import PaxosAcceptor
 from potluck.cluster.membership.proposer import Round
 from potluck.cluster.membership.recovery import Evidence
 from potluck.wire import nodes as wire
@@ -110,12 +110,12 @@ def violation(first: Callable[..., Model] = three, **bounds: Any) -> str:
 def test_without_the_promise_two_views_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     """An acceptor that accepts older ballots than it promised."""
 
-    def accept(self: Acceptor, proposal: wire.Proposal) -> bool:
+    def accept(self: PaxosAcceptor, proposal: wire.Proposal) -> bool:
         self.accepted, self.promised_to = proposal, frozenset()
         return True
 
-    monkeypatch.setattr(Acceptor, "refusal", lambda self, proposal, objection: None)
-    monkeypatch.setattr(Acceptor, "accept", accept)
+    monkeypatch.setattr(PaxosAcceptor, "refusal", lambda self, proposal, objection: None)
+    monkeypatch.setattr(PaxosAcceptor, "accept", accept)
     assert "two views follow" in violation(num_crashes=0)
 
 

@@ -14,7 +14,7 @@ from potluck.cluster.jobs.groups.events import (
     Placed,
     Start,
 )
-from potluck.cluster.jobs.groups.roster import Phase, Policy
+from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
 from potluck.cluster.membership import events
 from potluck.cluster.membership.events import (
     GroupRefused,
@@ -99,16 +99,16 @@ def test_a_node_alone_founds_a_cluster_of_itself_after_a_second() -> None:
 
 def test_or_at_once_when_ordered() -> None:
     story = Story()
-    story.tell(events.Found())
+    story.tell(events.FoundHistory())
     assert [each.epoch for each in story.installed()] == [1]
 
 
 def test_on_one_node_a_group_is_agreed_on_in_the_same_turn() -> None:
     """The job of one machine: what ``membership`` announces counts at once, epoch for epoch."""
     story = Story()
-    story.tell(events.Found())
+    story.tell(events.FoundHistory())
     assert story.node.view is not None
-    state, _ = membership.begin(["0", "1"], Policy(), story.node.view.epoch)
+    state, _ = membership.begin(["0", "1"], JobPolicy(), story.node.view.epoch)
     for name in ("0", "1"):
         state, actions = membership.handle(state, Ready(name, port=1, node="a"), 0.0)
     (announce,) = (action for action in actions if isinstance(action, Announce))
@@ -123,7 +123,7 @@ def test_on_one_node_a_group_is_agreed_on_in_the_same_turn() -> None:
 def test_nothing_is_used_before_it_is_on_disk() -> None:
     story = Story()
     story.slow_disk = True
-    (save,) = (action for action in story.tell(events.Found()) if isinstance(action, Save))
+    (save,) = (action for action in story.tell(events.FoundHistory()) if isinstance(action, Save))
     assert story.installed() == []
     assert save.record.installed == 1
     story.tell(Saved(save.number))
@@ -132,14 +132,14 @@ def test_nothing_is_used_before_it_is_on_disk() -> None:
 
 def test_after_a_restart_epochs_go_on_where_they_were() -> None:
     story = Story(StableRecord(installed=41), incarnation=2)
-    story.tell(events.Found())
+    story.tell(events.FoundHistory())
     assert story.node.view is not None
     assert story.node.view.epoch == 42
 
 
 def test_a_job_that_is_over_leaves_the_view() -> None:
     story = Story()
-    story.tell(events.Found())
+    story.tell(events.FoundHistory())
     story.tell(WantGroup("job", (Member("0", "a"),), (), "begins"))
     story.tell(events.JobOver("job"))
     assert story.node.view is not None
@@ -176,7 +176,7 @@ def test_a_group_goes_on_without_the_workers_of_a_lost_node() -> None:
 
 def test_a_first_group_does_not_go_on_without_one_that_is_known_to_hold_its_state() -> None:
     story = Story()
-    story.tell(events.Found())
+    story.tell(events.FoundHistory())
     members = (Member("a0", "a"), Member("a1", "a"))
     story.tell(WantGroup("job", members, (), "begins"))
     assert story.node.view is not None
@@ -358,7 +358,7 @@ class Job:
     """Workers 0, 1 and 2, all members of epoch 1."""
 
     def __init__(self) -> None:
-        self.state, _ = membership.begin("012", Policy())
+        self.state, _ = membership.begin("012", JobPolicy())
         self.now = 0.0
         for name in "012":
             self.tell(Ready(name, Member(name, f"node{name}", port=1)))
@@ -408,7 +408,7 @@ def test_a_group_that_is_not_agreed_on_is_announced_again_after_a_moment() -> No
 
 def test_the_next_leader_takes_the_job_over_in_the_same_order() -> None:
     members = tuple(Member(name, f"node{name}", port=1) for name in ("2", "0"))
-    state = membership.take_over("012", Policy(), 6, members)
+    state = membership.take_over("012", JobPolicy(), 6, members)
     assert [worker.name for worker in state.having(Phase.MEMBER)] == ["2", "0"]
     assert state.worker("1").phase is Phase.AWAY
     for event in (Installed("2", 6), Installed("0", 6)):
@@ -421,7 +421,7 @@ def test_the_next_leader_takes_the_job_over_in_the_same_order() -> None:
 
 def test_a_group_that_does_not_work_is_renewed_with_the_same_members() -> None:
     story = Story()
-    story.tell(events.Found())
+    story.tell(events.FoundHistory())
     members = (Member("a0", "a"), Member("a1", "a"))
     story.tell(WantGroup("job", members, (), "begins"))
     assert story.node.view is not None
@@ -463,7 +463,7 @@ def test_a_job_that_ends_waits_for_no_node_that_is_away() -> None:
 
 
 def test_nor_does_one_that_never_used_potluck() -> None:
-    state, _ = membership.begin("01", Policy())
+    state, _ = membership.begin("01", JobPolicy())
     for event in (Exited("0", 0), Away(("1",), "node1 left")):
         state, _ = membership.handle(state, event, 0.0)
     assert state.over

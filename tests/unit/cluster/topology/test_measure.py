@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from potluck.cluster.topology.measure import Reading, Stopped, measure, next_train, serve
+from potluck.cluster.topology.measure import PathReading, Stopped, measure, next_train, serve
 from potluck.errors import LinkError, Refused
 from potluck.transport import aio
-from potluck.wire.facts import MAX_TRAIN, Arrived
+from potluck.wire.facts import MAX_TRAIN, TrainArrived
 from potluck.wire.messages import Hello, Refusal, Welcome
 from support.links import new_credentials
 
@@ -40,7 +40,7 @@ async def answering(
 
 
 def test_a_path_is_measured_both_ways() -> None:
-    async def story() -> Reading:
+    async def story() -> PathReading:
         async with asyncio.timeout(WAIT_S), answering() as (port, node):
             return await measure("127.0.0.1", port, node, new_credentials(), may_go_on=lambda: True)
 
@@ -53,7 +53,7 @@ def test_a_path_is_measured_both_ways() -> None:
 
 
 def test_only_the_latency_where_no_more_is_wanted() -> None:
-    async def story() -> Reading:
+    async def story() -> PathReading:
         async with asyncio.timeout(WAIT_S), answering() as (port, node):
             return await measure(
                 "127.0.0.1",
@@ -104,8 +104,10 @@ def test_it_stops_in_the_middle_when_a_job_begins_at_either_end() -> None:
 
 
 def test_trains_grow_until_one_can_be_timed() -> None:
-    assert next_train(1000, Arrived(1000, 500, 0.001)) == 4000
-    assert next_train(1000, Arrived(1000, 500, 0.05)) == 0
-    assert next_train(1000, Arrived(800, 400, 0.001)) == 0, "it was cut short: the link is slow"
-    assert next_train(MAX_TRAIN, Arrived(MAX_TRAIN, MAX_TRAIN // 2, 0.001)) == 0
-    assert next_train(MAX_TRAIN // 2, Arrived(MAX_TRAIN // 2, 1, 0.001)) == MAX_TRAIN
+    assert next_train(1000, TrainArrived(1000, 500, 0.001)) == 4000
+    assert next_train(1000, TrainArrived(1000, 500, 0.05)) == 0
+    assert next_train(1000, TrainArrived(800, 400, 0.001)) == 0, (
+        "it was cut short: the link is slow"
+    )
+    assert next_train(MAX_TRAIN, TrainArrived(MAX_TRAIN, MAX_TRAIN // 2, 0.001)) == 0
+    assert next_train(MAX_TRAIN // 2, TrainArrived(MAX_TRAIN // 2, 1, 0.001)) == MAX_TRAIN

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from potluck.cluster.membership.events import Note as Note
+from potluck.cluster.membership.events import Tick as Tick
 from potluck.types import Member
 from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled
@@ -58,11 +60,6 @@ class Placed:
     did not outlive that."""
 
     worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed; see ``State.next_wakeup``."""
 
 
 Event = (
@@ -160,7 +157,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class StopWorkers:
+class EndWorkers:
     """Ask ``workers`` to end, and end them when they have not after a grace period.
     ``signal`` is sent to them at once unless it is 0."""
 
@@ -169,11 +166,4 @@ class StopWorkers:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
-    """Something to tell a person."""
-
-    reason: str
-
-
-Action = Announce | EndGroup | SendProbe | Start | BeginWorld | EndWorld | Kill | StopWorkers | Log
+Action = Announce | EndGroup | SendProbe | Start | BeginWorld | EndWorld | Kill | EndWorkers | Note

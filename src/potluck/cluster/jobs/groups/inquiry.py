@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from potluck.cluster.jobs.groups.events import Log, SendProbe
-from potluck.cluster.jobs.groups.roster import Inquiry, Phase, Report
+from potluck.cluster.jobs.groups.events import Note, SendProbe
+from potluck.cluster.jobs.groups.roster import Inquiry, LossReport, Phase
 from potluck.cluster.jobs.groups.turn import Turn
 from potluck.wire.control import Lost, ProbeReply
 
@@ -26,7 +26,7 @@ def lost(turn: Turn, event: Lost) -> None:
         turn.end_groups({event.epoch}, f"worker {blamed} has left")
         return
     inquiry = turn.state.inquiry or _open(turn, event)
-    report = Report(worker.name, event.epoch, blamed, event.certain)
+    report = LossReport(worker.name, event.epoch, blamed, event.certain)
     turn.change(
         inquiry=replace(
             inquiry,
@@ -74,7 +74,7 @@ def judge(turn: Turn) -> None:
     if waiting and turn.now >= inquiry.deadline:
         if turn.now > inquiry.deadline + policy.late_s:
             turn.change(inquiry=replace(inquiry, deadline=turn.now + policy.probe_timeout_s))
-            turn.actions.append(Log("this agent was late itself: it waits for probes longer"))
+            turn.actions.append(Note("this agent was late itself: it waits for probes longer"))
             return
         turn.change(inquiry=None)
         for name in sorted(waiting):

@@ -35,8 +35,8 @@ from potluck.cluster.jobs.groups.events import (
     Event,
     Interrupted,
     Kill,
-    Log,
     NotAgreed,
+    Note,
     Placed,
     Start,
     Tick,
@@ -44,12 +44,12 @@ from potluck.cluster.jobs.groups.events import (
 from potluck.cluster.jobs.groups.roster import (
     EXPECTED,
     Failure,
+    JobPolicy,
     LiveGroup,
     Phase,
-    Policy,
     State,
-    Worker,
-    World,
+    WorkerState,
+    WorldState,
     name_exit,
 )
 from potluck.cluster.jobs.groups.turn import Turn
@@ -59,36 +59,38 @@ from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, 
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled
 
 
-def begin(names: Iterable[str], policy: Policy, epoch: int = 0) -> tuple[State, tuple[Action, ...]]:
+def begin(
+    names: Iterable[str], policy: JobPolicy, epoch: int = 0
+) -> tuple[State, tuple[Action, ...]]:
     """A new job of workers ``names``; ``epoch`` is the highest one ever used for it."""
-    workers = tuple(Worker(name) for name in names)
-    world = World(tuple(worker.name for worker in workers))
+    workers = tuple(WorkerState(name) for name in names)
+    world = WorldState(tuple(worker.name for worker in workers))
     state = State(policy, workers, epoch=epoch, world=world)
     return state, tuple(Start(worker.name, 0, "the job begins") for worker in state.workers)
 
 
 def take_over(
     names: Iterable[str],
-    policy: Policy,
+    policy: JobPolicy,
     epoch: int,
     members: Iterable[Member],
-    world: World | None = None,
+    world: WorldState | None = None,
 ) -> State:
     """A job whose leader is gone, as the next one finds it: the group of ``epoch`` in the nodes'
     view, in rank order, and the ``world`` that the workers were started for. All else its agents
     tell again: who is ready, installed, or has ended."""
     group = tuple(members)
     names = tuple(names)
-    world = world or World(names)
+    world = world or WorldState(names)
     known = {member.worker: member for member in group}
     joined = {member.worker: rank - len(group) for rank, member in enumerate(group)}
 
-    def worker(name: str) -> Worker:
+    def worker(name: str) -> WorkerState:
         if name in known:
-            return Worker(name, Phase.MEMBER, known[name], joined=joined[name])
+            return WorkerState(name, Phase.MEMBER, known[name], joined=joined[name])
         if not world.is_fixed:
-            return Worker(name, Phase.AWAY)
-        return Worker(name, Phase.STARTING if name in world.members else Phase.SPARE)
+            return WorkerState(name, Phase.AWAY)
+        return WorkerState(name, Phase.STARTING if name in world.members else Phase.SPARE)
 
     live = LiveGroup(epoch, tuple(member.worker for member in group))
     workers = tuple(worker(name) for name in names)
@@ -172,17 +174,17 @@ class _Turn(Turn):
             asked = Lost(worker.name, event.after_epoch, certain=True, cause="asked for a view")
             inquiry.lost(self, asked)
 
-    def finished(self, worker: Worker) -> None:
+    def finished(self, worker: WorkerState) -> None:
         if worker.alive and worker.phase is not Phase.STOPPING:
             self.update(worker.name, phase=Phase.FINISHED, finished=worker.joined > 0)
 
-    def disconnected(self, worker: Worker) -> None:
+    def disconnected(self, worker: WorkerState) -> None:
         if worker.phase in (Phase.READY, Phase.MEMBER, Phase.EVICTED):
             reason = f"worker {worker.name} closed its control link without finishing"
             self.remove({worker.name}, Phase.EVICTED, certain=False, reason=reason)
             self.actions.append(Kill((worker.name,), reason))
 
-    def exited(self, worker: Worker, code: int) -> None:
+    def exited(self, worker: WorkerState, code: int) -> None:
         if not worker.alive:
             return
         reason = f"worker {worker.name} {name_exit(code)}"
@@ -203,9 +205,9 @@ class _Turn(Turn):
             return
         self.update(worker.name, phase=phase)
         if code != 0 and worker.phase is not Phase.STOPPING:
-            self.actions.append(Log(reason))
+            self.actions.append(Note(reason))
 
-    def judge_exit_of_stopped(self, worker: Worker, code: int, reason: str) -> None:
+    def judge_exit_of_stopped(self, worker: WorkerState, code: int, reason: str) -> None:
         """An exit that was asked for says nothing new, unless it is the cause of the failure."""
         failure = self.state.failure
         if failure is None or code <= 0:
@@ -215,7 +217,7 @@ class _Turn(Turn):
         elif failure.secondary and not worker.failed:
             self.change(failure=Failure(worker.name, reason, code=code))
 
-    def after_signal(self, worker: Worker, code: int, reason: str) -> tuple[Phase, str]:
+    def after_signal(self, worker: WorkerState, code: int, reason: str) -> tuple[Phase, str]:
         """Whether a killed worker comes back, and the words for it."""
         policy = self.state.policy
         failure = Failure(worker.name, reason, code=128 - code)
@@ -273,7 +275,7 @@ class _Turn(Turn):
         if newest is not None and newest.epoch == event.announced:
             again = self.now + self.state.policy.agree_again_s
             self.change(broken=event.reason, not_before=again)
-            self.actions.append(Log(f"epoch {event.announced} is void: {event.reason}"))
+            self.actions.append(Note(f"epoch {event.announced} is void: {event.reason}"))
 
     def away(self, names: Iterable[str], reason: str) -> None:
         """Nothing is heard of these till their nodes are back. A job that ends waits for none."""
@@ -291,7 +293,7 @@ class _Turn(Turn):
         if state.num_finished or state.stopping:
             return
         if all(worker.name != name for worker in state.workers):
-            self.change(workers=(*state.workers, Worker(name, attempt=-1)))
+            self.change(workers=(*state.workers, WorkerState(name, attempt=-1)))
             self.start(name, "its node came in")
         elif state.worker(name).phase in (Phase.AWAY, Phase.GONE):
             self.start(name, "its node is back")
@@ -343,7 +345,7 @@ class _Turn(Turn):
                     f"beginning with {len(ready)} workers: worker {late} is not ready after "
                     f"{state.policy.wait_s:g} s and comes in later"
                 )
-                self.actions.append(Log(reason))
+                self.actions.append(Note(reason))
                 self.announce(ready, ready, reason)
         elif state.broken:
             if not state.not_before:
@@ -353,7 +355,7 @@ class _Turn(Turn):
             self.announce((*members, *ready), ready, f"worker {names} comes in")
 
     def announce(
-        self, workers: tuple[Worker, ...], joining: tuple[Worker, ...], reason: str
+        self, workers: tuple[WorkerState, ...], joining: tuple[WorkerState, ...], reason: str
     ) -> None:
         epoch = self.state.epoch + 1
         for worker in joining:

@@ -42,7 +42,7 @@ EXPECTED = frozenset({Phase.STARTING, Phase.WAITING})
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class JobPolicy:
     """What the operator chose. Times are seconds.
 
     A worker that dies is started again at once. One that dies before it has entered a group again
@@ -74,7 +74,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerState:
     """One place in the job.
 
     ``joined`` is the epoch of the first view of its present membership (0: none yet),
@@ -116,7 +116,7 @@ class LiveGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LossReport:
     """``worker`` says that its group ``epoch`` does not work, and blames ``blamed`` if anyone."""
 
     worker: str
@@ -136,7 +136,7 @@ class Inquiry:
     probe: int
     deadline: float
     waiting: frozenset[str]
-    reports: tuple[Report, ...]
+    reports: tuple[LossReport, ...]
     blocked: frozenset[str] = frozenset()
     closing_at: float | None = None
 
@@ -153,7 +153,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class WorldState:
     """The world that workers are started for; see ``worlds``.
 
     ``members`` have their index as RANK. ``number`` counts how often the world was started again,
@@ -185,8 +185,8 @@ class State:
     none. ``world`` is what the workers were started for.
     """
 
-    policy: Policy
-    workers: tuple[Worker, ...]
+    policy: JobPolicy
+    workers: tuple[WorkerState, ...]
     epoch: int = 0
     groups: tuple[LiveGroup, ...] = ()
     inquiry: Inquiry | None = None
@@ -199,20 +199,20 @@ class State:
     casualty: Failure | None = None
     ring: tuple[str, ...] = ()
     ready_since: float | None = None
-    world: World = World()
+    world: WorldState = WorldState()
 
-    def worker(self, name: str) -> Worker:
+    def worker(self, name: str) -> WorkerState:
         for worker in self.workers:
             if worker.name == name:
                 return worker
         raise KeyError(name)
 
-    def having(self, *phases: Phase) -> tuple[Worker, ...]:
+    def having(self, *phases: Phase) -> tuple[WorkerState, ...]:
         """The workers in one of ``phases``, the most senior first."""
         found = (worker for worker in self.workers if worker.phase in phases)
         return tuple(sorted(found, key=lambda worker: worker.seniority))
 
-    def with_worker(self, changed: Worker) -> State:
+    def with_worker(self, changed: WorkerState) -> State:
         return replace(
             self,
             workers=tuple(

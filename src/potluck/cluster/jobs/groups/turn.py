@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from potluck.cluster.jobs.groups.events import Action, EndGroup, Start, StopWorkers
+from potluck.cluster.jobs.groups.events import Action, EndGroup, EndWorkers, Start
 from potluck.cluster.jobs.groups.roster import Failure, Phase, State
 
 
@@ -90,4 +90,4 @@ class Turn:
                 self.update(worker.name, phase=Phase.STOPPING)
                 stopped.append(worker.name)
         if stopped:
-            self.actions.append(StopWorkers(tuple(stopped), number, reason))
+            self.actions.append(EndWorkers(tuple(stopped), number, reason))

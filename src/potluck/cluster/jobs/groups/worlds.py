@@ -30,10 +30,17 @@ from potluck.cluster.jobs.groups.events import (
     EndWorld,
     Event,
     Kill,
-    Log,
+    Note,
     Placed,
 )
-from potluck.cluster.jobs.groups.roster import Failure, LiveGroup, Phase, Worker, World, name_exit
+from potluck.cluster.jobs.groups.roster import (
+    Failure,
+    LiveGroup,
+    Phase,
+    WorkerState,
+    WorldState,
+    name_exit,
+)
 from potluck.cluster.jobs.groups.turn import Turn
 from potluck.types import Member
 from potluck.wire.control import Failed, Ready
@@ -186,7 +193,7 @@ def _given_up(turn: Turn, event: Failed) -> None:
         end(turn, f"worker {names} is lost", (), failure if is_counted else None)
 
 
-def _exited(turn: Turn, worker: Worker, code: int) -> bool:
+def _exited(turn: Turn, worker: WorkerState, code: int) -> bool:
     reason = f"worker {worker.name} {name_exit(code)}"
     match worker.phase:
         case Phase.STOPPING | Phase.AWAY:  # of a world that is over, however it ended
@@ -231,7 +238,7 @@ def _away(turn: Turn, names: Iterable[str], reason: str) -> None:
 def _placed(turn: Turn, name: str) -> None:
     state = turn.state
     if all(worker.name != name for worker in state.workers):
-        turn.change(workers=(*state.workers, Worker(name, Phase.SPARE, attempt=-1)))
+        turn.change(workers=(*state.workers, WorkerState(name, Phase.SPARE, attempt=-1)))
     elif state.worker(name).phase in (Phase.AWAY, Phase.GONE) and not state.worker(name).finished:
         turn.update(name, phase=Phase.SPARE)
     else:
@@ -239,7 +246,7 @@ def _placed(turn: Turn, name: str) -> None:
     _say_that_it_waits(turn, name)
 
 
-def _again(turn: Turn, worker: Worker, member: Member, after_epoch: int) -> None:
+def _again(turn: Turn, worker: WorkerState, member: Member, after_epoch: int) -> None:
     """A script that ended its process group forms one again. What is told twice changes nothing."""
     if worker.phase is Phase.FINISHED or after_epoch >= turn.state.epoch:
         turn.update(worker.name, phase=Phase.MEMBER, member=member, finished=False, again=True)
@@ -247,7 +254,7 @@ def _again(turn: Turn, worker: Worker, member: Member, after_epoch: int) -> None
 
 def _say_that_it_waits(turn: Turn, name: str) -> None:
     if not turn.state.world.broken:
-        turn.actions.append(Log(f"worker {name} can run, and waits until the world starts again"))
+        turn.actions.append(Note(f"worker {name} can run, and waits until the world starts again"))
 
 
 def _shrunk(turn: Turn, epoch: int, members: tuple[str, ...], reason: str) -> None:
@@ -297,7 +304,7 @@ def _begin_next(turn: Turn) -> None:
     if len(names) < max(policy.min_workers, 1):
         _await_machines(turn, len(names))
         return
-    begun = World(tuple(names), world.number + 1, world.restarts, is_fixed=True)
+    begun = WorldState(tuple(names), world.number + 1, world.restarts, is_fixed=True)
     turn.change(world=begun)
     turn.actions.append(BeginWorld(begun.number, begun.members, True, "the world starts again"))
     for name in names:
@@ -315,12 +322,14 @@ def _await_machines(turn: Turn, num_here: int) -> None:
         turn.fail(turn.state.casualty or Failure("", f"{world.broken}; {needed}"))
     elif world.give_up_at is None:
         turn.change(world=replace(world, give_up_at=turn.now + policy.wait_s))
-        turn.actions.append(Log(f"{needed}: waiting {policy.wait_s:g} s for machines to come back"))
+        turn.actions.append(
+            Note(f"{needed}: waiting {policy.wait_s:g} s for machines to come back")
+        )
     elif turn.now >= world.give_up_at:
         turn.fail(Failure("", f"{world.broken}; {needed}, and no machine came in time"))
 
 
-def _gather(turn: Turn, members: list[Worker]) -> None:
+def _gather(turn: Turn, members: list[WorkerState]) -> None:
     """Announce the world's group when all are there; end the world if that can't be any more."""
     state = turn.state
     out = tuple(w.name for w in members if w.phase in (Phase.AWAY, Phase.SPARE, Phase.GONE))
@@ -346,7 +355,7 @@ def _gather(turn: Turn, members: list[Worker]) -> None:
         end(turn, f"{times} while it started, for {state.policy.wait_s:g} s", names)
 
 
-def _has_left(turn: Turn, worker: Worker) -> bool:
+def _has_left(turn: Turn, worker: WorkerState) -> bool:
     """Whether ``worker`` ended by itself, with code 0, before its ranks had met."""
     is_killed = turn.state.casualty is not None and (
         worker.restarts >= turn.state.policy.max_restarts
@@ -354,7 +363,7 @@ def _has_left(turn: Turn, worker: Worker) -> bool:
     return worker.phase is Phase.GONE and not worker.finished and not is_killed
 
 
-def _meet_again(turn: Turn, members: list[Worker]) -> None:
+def _meet_again(turn: Turn, members: list[WorkerState]) -> None:
     """Announce the next group of the same world once all members have left the last."""
     gone = [worker for worker in members if worker.phase is Phase.GONE]
     if gone:
@@ -365,7 +374,9 @@ def _meet_again(turn: Turn, members: list[Worker]) -> None:
         _announce(turn, members, "all workers are ready once more")
 
 
-def _announce(turn: Turn, members: list[Worker], reason: str = "all workers are ready") -> None:
+def _announce(
+    turn: Turn, members: list[WorkerState], reason: str = "all workers are ready"
+) -> None:
     epoch = turn.state.epoch + 1
     for worker in members:
         turn.update(worker.name, phase=Phase.MEMBER, joined=epoch, installed=0, again=False)

@@ -10,15 +10,15 @@ from potluck.cluster.jobs.groups import membership
 from potluck.cluster.jobs.groups.events import (
     Announce,
     EndGroup,
+    EndWorkers,
     Interrupted,
     Kill,
-    Log,
+    Note,
     SendProbe,
     Start,
-    StopWorkers,
     Tick,
 )
-from potluck.cluster.jobs.groups.roster import Phase, Policy, name_exit
+from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, name_exit
 from potluck.wire import jobs, peers
 from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
 from potluck.wire.format import PREFIX_BYTES
@@ -48,7 +48,7 @@ def ready(name: str, after_epoch: int = 0, port: int = 0) -> Ready:
     return Ready(name, after_epoch, port or 5000 + int(name), node="node", host="127.0.0.1")
 
 
-def training(num_workers: int, policy: Policy | None = None) -> Story:
+def training(num_workers: int, policy: JobPolicy | None = None) -> Story:
     """A story that begins with all workers in the first view."""
     story = Story(num_workers, policy)
     story.tell(*(ready(str(index)) for index in range(num_workers)))
@@ -94,7 +94,7 @@ def test_ranks_follow_the_ring_of_nodes_and_the_most_senior_stays_the_first() ->
 
 
 def test_the_epoch_goes_on_from_the_highest_one_ever_used() -> None:
-    state, _ = membership.begin(["0"], Policy(), epoch=41)
+    state, _ = membership.begin(["0"], JobPolicy(), epoch=41)
     _, actions = membership.handle(state, ready("0"), 0.0)
     assert [action.epoch for action in actions if isinstance(action, Announce)] == [42]
 
@@ -203,7 +203,7 @@ def test_a_newcomer_that_dies_on_its_way_in_disturbs_no_working_group() -> None:
 
 
 def test_a_worker_that_dies_in_its_group_is_started_again_at_once_each_time() -> None:
-    story = training(2, Policy(max_restarts=3, backoff_s=1.0))
+    story = training(2, JobPolicy(max_restarts=3, backoff_s=1.0))
     for attempt in (1, 2, 3):
         story.tell(Exited("1", -SIGKILL))
         assert story.only(Start).attempt == attempt
@@ -213,7 +213,7 @@ def test_a_worker_that_dies_in_its_group_is_started_again_at_once_each_time() ->
 
 
 def test_restarts_that_lead_nowhere_wait_longer_each_time_and_end() -> None:
-    story = training(2, Policy(max_restarts=4, backoff_s=1.0))
+    story = training(2, JobPolicy(max_restarts=4, backoff_s=1.0))
     for attempt, delay in enumerate((0.0, 0.0, 1.0, 2.0), start=1):
         died_at = story.now
         story.tell(Exited("1", -SIGSEGV))
@@ -227,7 +227,7 @@ def test_restarts_that_lead_nowhere_wait_longer_each_time_and_end() -> None:
     story.tell(Exited("1", -SIGSEGV))
     assert not story.all(Start)
     assert story.phase("1") is Phase.GONE
-    assert "not started again after 4 restarts" in story.only(Log).reason
+    assert "not started again after 4 restarts" in story.only(Note).reason
     assert story.view[1] == "0"
     story.tell(Finished("0"), Exited("0", 0))
     assert story.state.over
@@ -246,16 +246,16 @@ def test_when_all_are_killed_all_are_started_and_waited_for_again() -> None:
 
 
 def test_when_nobody_is_left_the_job_fails_with_the_signal() -> None:
-    story = training(1, Policy(max_restarts=0))
+    story = training(1, JobPolicy(max_restarts=0))
     story.tell(Exited("0", -SIGKILL))
     assert story.state.over
     assert story.state.exit_code == 128 + SIGKILL
 
 
 def test_with_fewer_than_min_workers_the_job_fails() -> None:
-    story = training(3, Policy(max_restarts=0, min_workers=3))
+    story = training(3, JobPolicy(max_restarts=0, min_workers=3))
     story.tell(Exited("1", -SIGKILL))
-    stopped = story.only(StopWorkers)
+    stopped = story.only(EndWorkers)
     assert stopped.workers == ("0", "2")
     assert not story.all(Announce)
     story.tell(Exited("0", -15), Exited("2", -15))
@@ -283,7 +283,7 @@ def test_a_member_that_hangs_up_is_put_out_and_killed() -> None:
 
 
 def test_a_stopped_worker_is_found_by_probing_and_comes_back() -> None:
-    story = training(4, Policy(probe_timeout_s=1.0))
+    story = training(4, JobPolicy(probe_timeout_s=1.0))
     story.tell(Lost("2", 1, rank=1, cause="rank 1 was silent for 5 s"), at=100.0)
     probe = story.only(SendProbe)
     assert probe.to == ("0", "1", "3")
@@ -344,7 +344,7 @@ def test_an_evicted_worker_that_reports_a_loss_is_a_newcomer() -> None:
 
 
 def test_in_a_ring_everybody_blames_a_neighbour_and_only_the_culprit_is_evicted() -> None:
-    story = training(4, Policy(grace_s=0.3))
+    story = training(4, JobPolicy(grace_s=0.3))
     # 2 hangs in its own code but its control thread answers; 3 waits for 2, 0 for 3, 1 for 0.
     story.tell(Lost("3", 1, rank=2), Lost("0", 1, rank=3), at=5.0)
     story.tell(Lost("1", 1, rank=0), ProbeReply("2", 1), at=5.1)
@@ -450,7 +450,7 @@ def test_when_the_agent_was_late_itself_nobody_is_evicted_for_it() -> None:
     story = training(2)
     story.tell(Lost("0", 1, rank=1), at=1.0)
     story.tell(Tick(), at=31.0)
-    assert "late itself" in story.only(Log).reason
+    assert "late itself" in story.only(Note).reason
     assert story.state.next_wakeup() == 32.0
     story.tell(ProbeReply("1", 1), at=31.1)
     story.tell(Tick(), at=31.1 + 0.3)
@@ -499,8 +499,8 @@ def test_a_rank_that_does_not_exist_is_nobody() -> None:
 def test_code_that_raises_fails_the_job_with_its_exit_code() -> None:
     story = training(3)
     story.tell(Failed("1", "ValueError: bad batch"))
-    stopped = story.only(StopWorkers)
-    assert stopped == StopWorkers(("0", "1", "2"), 0, "ValueError: bad batch")
+    stopped = story.only(EndWorkers)
+    assert stopped == EndWorkers(("0", "1", "2"), 0, "ValueError: bad batch")
     story.tell(Exited("0", 1), Exited("1", 7), Exited("2", -15))
     assert story.state.over
     assert story.state.exit_code == 7
@@ -511,7 +511,7 @@ def test_code_that_raises_fails_the_job_with_its_exit_code() -> None:
 def test_the_first_failure_counts() -> None:
     story = training(2)
     story.tell(Exited("1", 3))
-    assert "exited with code 3" in story.only(StopWorkers).reason
+    assert "exited with code 3" in story.only(EndWorkers).reason
     story.tell(Failed("0", "RemoteError"), Exited("0", 4))
     assert story.state.exit_code == 3
 
@@ -566,7 +566,7 @@ def test_a_newcomer_still_starting_when_the_others_finish_is_stopped() -> None:
     story.tell(Finished("0"))
     assert story.tell(ready("2")) == (), "it would come in for nothing"
     story.tell(Finished("1"))
-    assert story.only(StopWorkers).workers == ("2",)
+    assert story.only(EndWorkers).workers == ("2",)
     story.tell(Exited("2", -15), Exited("0", 0), Exited("1", 0))
     assert story.state.over
     assert story.state.exit_code == 0
@@ -577,7 +577,7 @@ def test_what_a_newcomer_raises_when_it_is_stopped_at_the_end_fails_nothing() ->
     story.tell(Exited("2", -SIGKILL))
     story.enter()
     story.tell(Finished("0"), ready("2"), Finished("1"))
-    assert story.only(StopWorkers).workers == ("2",)
+    assert story.only(EndWorkers).workers == ("2",)
     story.tell(Failed("2", "RemoteError: the job ends", secondary=True), Exited("2", 1))
     story.tell(Exited("0", 0), Exited("1", 0))
     assert story.state.over
@@ -585,7 +585,7 @@ def test_what_a_newcomer_raises_when_it_is_stopped_at_the_end_fails_nothing() ->
 
 
 def test_a_restart_that_waits_when_the_others_finish_is_dropped() -> None:
-    story = training(2, Policy(backoff_s=10.0))
+    story = training(2, JobPolicy(backoff_s=10.0))
     story.tell(Exited("1", -SIGKILL), ready("1"), Exited("1", -SIGKILL), Exited("1", -SIGKILL))
     assert story.phase("1") is Phase.WAITING
     story.tell(Finished("0"), Exited("0", 0))
@@ -611,8 +611,8 @@ def test_a_worker_killed_at_its_very_end_is_a_failure() -> None:
 def test_an_interrupt_is_passed_on_and_a_second_one_kills() -> None:
     story = training(2)
     story.tell(Finished("0"), Interrupted(SIGINT))
-    assert story.only(StopWorkers).workers == ("0", "1")
-    assert story.only(StopWorkers).signal == SIGINT
+    assert story.only(EndWorkers).workers == ("0", "1")
+    assert story.only(EndWorkers).signal == SIGINT
     story.tell(Interrupted(SIGINT))
     assert story.only(Kill).workers == ("0", "1")
     story.tell(Exited("0", -SIGKILL), Exited("1", 1))
@@ -621,7 +621,7 @@ def test_an_interrupt_is_passed_on_and_a_second_one_kills() -> None:
 
 
 def test_news_from_the_dead_is_ignored() -> None:
-    story = training(2, Policy(max_restarts=0))
+    story = training(2, JobPolicy(max_restarts=0))
     story.tell(Exited("1", -SIGKILL))
     before = story.state
     late = (

@@ -13,15 +13,15 @@ from potluck.cluster.jobs.groups import membership
 from potluck.cluster.jobs.groups.events import (
     Announce,
     EndGroup,
+    EndWorkers,
     Event,
     Kill,
-    Log,
+    Note,
     SendProbe,
     Start,
-    StopWorkers,
     Tick,
 )
-from potluck.cluster.jobs.groups.roster import Phase, Policy
+from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
 from potluck.wire.control import Finished, Installed, Lost, ProbeReply, Ready
 from potluck.wire.jobs import Exited
 
@@ -97,7 +97,7 @@ class World:
         self.starts: dict[str, int] = {}
         self.links: dict[int, float] = {}
         names = [str(index) for index in range(self.random.randint(1, 6))]
-        self.policy = Policy(max_restarts=self.random.randint(0, 4), backoff_s=0.5)
+        self.policy = JobPolicy(max_restarts=self.random.randint(0, 4), backoff_s=0.5)
         self.state, actions = membership.begin(names, self.policy)
         self.act(actions)
 
@@ -152,10 +152,10 @@ class World:
                 case Kill(names):
                     for name in names:
                         self.kill(name)
-                case StopWorkers(names):
+                case EndWorkers(names):
                     for name in names:
                         self.exit(name, -15)
-                case Log():
+                case Note():
                     pass
 
     def check_view(self, action: Announce) -> None:

@@ -13,15 +13,15 @@ from potluck.cluster.jobs.groups.events import (
     Announce,
     Away,
     BeginWorld,
+    EndWorkers,
     EndWorld,
     Event,
     Kill,
     Placed,
     Start,
-    StopWorkers,
     Tick,
 )
-from potluck.cluster.jobs.groups.roster import Phase, Policy, World
+from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, WorldState
 from potluck.types import Member
 from potluck.wire.control import Failed, Finished, Installed, Ready
 from potluck.wire.jobs import Exited, Seen, Stalled
@@ -55,7 +55,7 @@ def ready(name: str) -> Ready:
     return Ready(name, port=1, node="node", is_fixed=True)
 
 
-def training(num_workers: int, policy: Policy | None = None) -> Story:
+def training(num_workers: int, policy: JobPolicy | None = None) -> Story:
     story = Story(num_workers, policy)
     story.meet()
     return story
@@ -117,7 +117,7 @@ def test_a_script_that_raises_fails_the_job_also_if_the_others_words_come_first(
     story = training(2)
     story.tell(Failed("0", "connection closed by peer", secondary=True))
     story.tell(Failed("1", "ValueError: no such file"))
-    assert story.only(StopWorkers).reason == "ValueError: no such file"
+    assert story.only(EndWorkers).reason == "ValueError: no such file"
     story.tell(Exited("1", 1), Exited("0", 1))
     assert story.state.over
     assert story.state.exit_code == 1
@@ -129,7 +129,7 @@ def test_an_exit_without_a_word_fails_the_job_if_no_loss_explains_it() -> None:
     story.tell(Finished("0"), Exited("0", 3))
     assert not story.did
     story.tell(Tick(), at=story.state.next_wakeup())
-    assert story.only(StopWorkers).workers == ("1",)
+    assert story.only(EndWorkers).workers == ("1",)
     story.tell(Exited("1", -SIGTERM))
     assert story.state.over
     assert story.state.exit_code == 3
@@ -152,20 +152,20 @@ def test_a_member_that_stands_still_is_ended_with_the_world() -> None:
 
 
 def test_deaths_are_limited_and_the_job_then_fails_with_the_signal() -> None:
-    story = training(2, Policy(max_restarts=1))
+    story = training(2, JobPolicy(max_restarts=1))
     story.tell(Exited("0", -SIGKILL))
     story.stopped()
     story.meet()
     story.tell(Exited("1", -SIGKILL))
-    assert "not started again after 1 restarts" in story.only(StopWorkers).reason
+    assert "not started again after 1 restarts" in story.only(EndWorkers).reason
     story.tell(Exited("0", -SIGTERM))
     assert (story.state.over, story.state.exit_code) == (True, 128 + SIGKILL)
 
 
 def test_on_loss_fail() -> None:
-    story = training(2, Policy(restarts_worlds=False))
+    story = training(2, JobPolicy(restarts_worlds=False))
     story.tell(Exited("0", -SIGKILL))
-    assert story.only(StopWorkers).workers == ("1",)
+    assert story.only(EndWorkers).workers == ("1",)
     assert story.state.failure is not None
     assert story.state.failure.code == 128 + SIGKILL
 
@@ -186,7 +186,7 @@ def test_a_machine_that_comes_back_waits_for_the_next_start() -> None:
 
 
 def test_a_world_waits_for_machines_if_too_few_workers_are_left() -> None:
-    story = training(2, Policy(min_workers=2, wait_s=30))
+    story = training(2, JobPolicy(min_workers=2, wait_s=30))
     story.tell(Away(("1",), "bob is silent"))
     story.stopped()
     assert not story.started
@@ -195,7 +195,7 @@ def test_a_world_waits_for_machines_if_too_few_workers_are_left() -> None:
 
 
 def test_it_does_not_wait_for_them_for_ever() -> None:
-    story = training(2, Policy(min_workers=2, wait_s=30))
+    story = training(2, JobPolicy(min_workers=2, wait_s=30))
     story.tell(Away(("1",), "bob is silent"))
     story.stopped()
     story.tell(Tick(), at=story.state.next_wakeup())
@@ -204,7 +204,7 @@ def test_it_does_not_wait_for_them_for_ever() -> None:
 
 
 def test_workers_that_keep_dying_are_left_out_of_the_first_world_after_the_wait() -> None:
-    story = Story(3, Policy(max_restarts=100, wait_s=60))
+    story = Story(3, JobPolicy(max_restarts=100, wait_s=60))
     story.tell(ready("0"), ready("1"))
     for second in range(3, 60, 3):
         story.tell(Exited("2", -SIGKILL), Tick(), at=float(second))
@@ -226,7 +226,7 @@ def test_a_slow_worker_is_waited_for() -> None:
 
 
 def test_an_elastic_job_begins_with_those_that_are_ready_and_takes_the_others_in() -> None:
-    story = Story(4, Policy(max_restarts=100))
+    story = Story(4, JobPolicy(max_restarts=100))
     elastic = [Ready(name, port=1) for name in story.names]
     story.tell(*elastic[:3])
     story.tell(Exited("3", -SIGKILL), at=30.0)
@@ -237,7 +237,7 @@ def test_an_elastic_job_begins_with_those_that_are_ready_and_takes_the_others_in
     assert story.only(Announce).joined == ("3",)
 
 
-def context(num_workers: int, policy: Policy | None = None) -> Story:
+def context(num_workers: int, policy: JobPolicy | None = None) -> Story:
     """A job whose workers have contexts, so that it may be elastic."""
     story = Story(num_workers, policy)
     story.tell(*(Ready(name, port=1, node="node") for name in story.names))
@@ -295,7 +295,7 @@ def test_a_context_s_script_fails_if_others_have_finished_or_its_loss_is_to_fail
     story = context(2)
     story.tell(Finished("1"), Exited("1", 0), gave_up("0"), Exited("0", 1))
     assert (story.state.over, story.state.exit_code) == (True, 1)
-    story = context(2, Policy(restarts_worlds=False))
+    story = context(2, JobPolicy(restarts_worlds=False))
     story.tell(Exited("1", -SIGKILL), gave_up("0"))
     assert "by --on-loss fail" in story.state.failure.text
 
@@ -310,9 +310,9 @@ def test_what_a_node_repeats_of_an_earlier_process_changes_nothing() -> None:
 
 
 def test_another_leader_goes_on_with_the_world_if_all_of_it_is_there() -> None:
-    world = World(("0", "1"), 4, 2, is_fixed=True)
+    world = WorldState(("0", "1"), 4, 2, is_fixed=True)
     members = [Member(name, "node", port=1) for name in "01"]
-    state = membership.take_over("01", Policy(), 9, members, world)
+    state = membership.take_over("01", JobPolicy(), 9, members, world)
     story = Story(2)
     story.state = state
     story.tell(Tick(), Seen("0", 7, 4, True), Seen("1", 7, 4, True))
@@ -324,8 +324,8 @@ def test_another_leader_goes_on_with_the_world_if_all_of_it_is_there() -> None:
 
 
 def test_another_leader_ends_a_world_that_lost_members_with_the_leader() -> None:
-    world = World(("0", "1"), 4, 2, is_fixed=True)
-    state = membership.take_over("01", Policy(), 9, [Member("1", "node", port=1)], world)
+    world = WorldState(("0", "1"), 4, 2, is_fixed=True)
+    state = membership.take_over("01", JobPolicy(), 9, [Member("1", "node", port=1)], world)
     story = Story(2)
     story.state = state
     story.tell(Away(("0",), "ada has ended"))
@@ -346,7 +346,7 @@ def test_random_losses_never_leave_two_worlds_and_always_train_again(seed: int) 
     """Deaths, lost machines and returns in any order: at most one process of each worker, all of
     one world, and in the end all workers that have a machine train together."""
     chance = random.Random(seed)
-    story = Story(chance.randint(1, 5), Policy(max_restarts=10_000))
+    story = Story(chance.randint(1, 5), JobPolicy(max_restarts=10_000))
     alive = dict.fromkeys(story.names, 0)  # the world of each running process
     is_ready: set[str] = set()
     away: set[str] = set()
@@ -421,7 +421,7 @@ def test_an_old_process_on_a_machine_that_was_away_ends_without_harm(code: int) 
     story.stopped()
     story.meet()
     story.tell(Exited("2", code, 0), Tick())
-    assert not story.all(StopWorkers), "its links failed when it was cut off"
+    assert not story.all(EndWorkers), "its links failed when it was cut off"
     assert not story.started
     assert story.phase("2") is Phase.SPARE
 
@@ -430,7 +430,7 @@ def test_a_worker_that_ends_before_the_ranks_met_fails_the_job() -> None:
     story = Story(3)
     story.tell(Exited("0", 0), ready("1"))
     reason = "worker 0 ended before it called init_process_group: no rank may"
-    assert story.only(StopWorkers).reason == reason
+    assert story.only(EndWorkers).reason == reason
     story.tell(Exited("1", -SIGTERM), Exited("2", -SIGTERM))
     assert (story.state.over, story.state.exit_code) == (True, 1)
 
@@ -461,7 +461,7 @@ def test_a_world_meets_again_after_its_group_was_destroyed() -> None:
 def test_a_world_does_not_wait_for_a_member_that_has_ended() -> None:
     story = training(2)
     story.tell(Finished("0"), Exited("0", 0), Finished("1"), ready("1"))
-    assert "worker 0 has ended" in story.only(StopWorkers).reason
+    assert "worker 0 has ended" in story.only(EndWorkers).reason
 
 
 def test_a_world_that_meets_again_is_ended_by_a_loss() -> None:

@@ -7,7 +7,7 @@ import queue
 
 import pytest
 
-from potluck.service import Tasks, start_task, start_thread, why
+from potluck.background import Tasks, start_task, start_thread, why
 
 WAIT_S = 20.0
 
