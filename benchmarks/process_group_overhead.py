@@ -3,9 +3,9 @@
     python benchmarks/process_group_overhead.py
 
 Times two pairs of calls of the same collective. Begun and waited for later: the engine's own call
-and the process group's method. Waited for at once, through shared memory: the engine's ``quick``
-call and ``torch.distributed.all_reduce``. In a world of one nothing waits for a peer (and there is
-no ``quick``: its row is the engine's call again), so the differences are the Python layers' own
+and the process group's method. Waited for at once, through shared memory: the engine's fast
+path and ``torch.distributed.all_reduce``. In a world of one nothing waits for a peer (and there is
+no fast path: its row is the engine's call again), so the differences are the Python layers' own
 time; in a world of two they are paired differences of alternating rounds, with whatever else the
 machine does in them. Reach: the layer costs at most 30 us in each pair, in a world of one and of
 two. Exits with 1 if it does not.
@@ -49,7 +49,7 @@ def measure(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     engine, tensor = group.communicator, torch.zeros(NUM_BYTES // 4)
     array = tensor.numpy()
     dist.all_reduce(tensor)  # the ranks set up their shared memory
-    quick = engine.quick_flat
+    fast = engine.fast_path
 
     def posted() -> object:
         request = Request(Operation.ALL_REDUCE, array, array, ReduceOp.SUM, timeout_s=60)
@@ -58,7 +58,9 @@ def measure(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     ways: tuple[Callable[[], object], ...] = (
         posted,
         lambda: group.allreduce([tensor]).wait(),
-        posted if quick is None else lambda: quick(0, tensor, tensor, "sum", 0, 60.0),
+        posted
+        if fast is None
+        else lambda: fast(Operation.ALL_REDUCE, tensor, tensor, "sum", 0, 60.0, True),
         lambda: dist.all_reduce(tensor),
     )
     calls = 2000 if world_size == 1 else 150

@@ -2,7 +2,7 @@
 //
 // Only arrays that calls through shared memory can read and write where they are: C-contiguous, in
 // host memory, of a dtype of ours, and neither subclasses nor lazy views. For all others the caller
-// takes the long way, which copies them or says what is wrong.
+// takes the slow path, which copies them or says what is wrong.
 #pragma once
 
 #include <nanobind/nanobind.h>

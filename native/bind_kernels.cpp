@@ -7,6 +7,7 @@
 
 #include "bind.hpp"
 #include "bind_buffer.hpp"
+#include "bind_reduction.hpp"
 #include "core/kernels/checksum.hpp"
 #include "core/kernels/codec.hpp"
 #include "core/kernels/kernels.hpp"
@@ -23,11 +24,6 @@ Dtype dtype_of(int code) {
     return static_cast<Dtype>(code);
 }
 
-Op op_of(int code) {
-    if (code < 0 || code >= num_ops) throw nb::value_error("no such operation");
-    return static_cast<Op>(code);
-}
-
 Codec codec_of(int code) {
     if (code < 1 || code > 3) throw nb::value_error("no such codec");
     return static_cast<Codec>(code);
@@ -37,9 +33,9 @@ void require(bool holds, const char* what) {
     if (!holds) throw nb::value_error(what);
 }
 
-void combine_buffers(int dtype_code, int op_code, nb::handle target, nb::handle source) {
+void combine_buffers(int dtype_code, nb::handle op_name, nb::handle target, nb::handle source) {
     const Dtype dtype = dtype_of(dtype_code);
-    const Op op = op_of(op_code);
+    const Op op = reduction_named(op_name).op;
     require(has_combine(dtype, op), "this operation has no meaning for this element type");
     const Buffer to(target, true), from(source, false);
     require(to.size() == from.size(), "the buffers must be of one size");
@@ -48,9 +44,9 @@ void combine_buffers(int dtype_code, int op_code, nb::handle target, nb::handle 
     });
 }
 
-void combine_many_buffers(int dtype_code, int op_code, nb::handle target, nb::sequence sources) {
+void combine_many_buffers(int dtype_code, nb::handle op_name, nb::handle target, nb::sequence sources) {
     const Dtype dtype = dtype_of(dtype_code);
-    const Op op = op_of(op_code);
+    const Op op = reduction_named(op_name).op;
     require(has_combine(dtype, op), "this operation has no meaning for this element type");
     const Buffer to(target, true);
     std::vector<Buffer> held;

@@ -13,6 +13,7 @@
 
 #include "bind.hpp"
 #include "bind_buffer.hpp"
+#include "bind_reduction.hpp"
 #include "bind_unlocked.hpp"
 
 #ifdef POTLUCK_OPENSSL
@@ -66,16 +67,17 @@ using Steps = std::vector<std::tuple<int, int, uint32_t>>;
 using Chunks = std::vector<std::tuple<uint32_t, uint8_t, uint64_t, uint64_t, int64_t>>;
 
 std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, uint32_t channel,
-                                      int dtype, int op, uint64_t segment_bytes,
+                                      int dtype, nb::handle op, uint64_t segment_bytes,
                                       std::vector<int> ranks, const Chunks& chunks,
-                                      const Steps& steps, uint64_t num_unfinished, bool is_mean,
+                                      const Steps& steps, uint64_t num_unfinished,
                                       bool is_computed_by_all, int codec, int own) {
     PlanSpec spec;
     spec.call = std::move(call);
     spec.fingerprint = fingerprint;
     spec.channel = channel;
     spec.dtype = static_cast<Dtype>(dtype);
-    spec.op = static_cast<Op>(op);
+    spec.op = reduction_named(op).op;
+    spec.is_mean = reduction_named(op).is_mean;
     spec.segment_bytes = segment_bytes;
     spec.ranks = std::move(ranks);
     for (const auto& [number, buffer, start, elements, residual] : chunks) {
@@ -91,7 +93,6 @@ std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, ui
             {static_cast<Action>(action), spec.ranks[static_cast<size_t>(peer)], chunk});
     }
     spec.num_unfinished = num_unfinished;
-    spec.is_mean = is_mean;
     spec.is_computed_by_all = is_computed_by_all;
     spec.is_coded = codec != 0;
     spec.codec = static_cast<Codec>(codec);
@@ -298,7 +299,7 @@ void loop(nb::module_& m) {
     nb::class_<CompiledPlan>(m, "CompiledPlan")
         .def(nb::new_(&compile), nb::arg("call"), nb::arg("fingerprint"), nb::arg("channel"),
              nb::arg("dtype"), nb::arg("op"), nb::arg("segment_bytes"), nb::arg("ranks"),
-             nb::arg("chunks"), nb::arg("steps"), nb::arg("num_unfinished"), nb::arg("is_mean"),
+             nb::arg("chunks"), nb::arg("steps"), nb::arg("num_unfinished"),
              nb::arg("is_computed_by_all"), nb::arg("codec"), nb::arg("own"));
 
     nb::class_<ProgressLoop>(m, "ProgressLoop")

@@ -1,11 +1,13 @@
 // The shared-memory engine for Python: src/potluck/engine/shm/group.py is its only user.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -13,6 +15,7 @@
 #include "bind.hpp"
 #include "bind_array.hpp"
 #include "bind_buffer.hpp"
+#include "bind_reduction.hpp"
 #include "bind_unlocked.hpp"
 #include "core/shm/costs.hpp"
 #include "core/shm/engine.hpp"
@@ -38,7 +41,6 @@ using shm::Queue;
 using shm::Shape;
 using shm::Ticket;
 
-constexpr int NOT_QUICK = -1;
 // The bits of a fingerprint that are a hash; as many count elements.
 constexpr std::uint64_t HASH = (1 << 24) - 1;
 constexpr std::int64_t LONGEST_NS = 1'000'000'000'000'000;
@@ -52,21 +54,8 @@ std::int64_t in_ns(double seconds) {
     return static_cast<std::int64_t>(std::max(0.0, ns));
 }
 
-// The operation's number, its place in potluck.types.ReduceOp; -1 if there is none of that name.
-int op_of(nb::handle name) {
-    static constexpr const char* names[] = {"sum", "mean", "min", "max", "product",
-                                            "band", "bor", "bxor"};
-    if (!PyUnicode_Check(name.ptr())) return -1;
-    for (int i = 0; i < 8; ++i) {
-        if (PyUnicode_CompareWithASCIIString(name.ptr(), names[i]) == 0) return i;
-    }
-    return -1;
-}
-
 shm::Combination combination_of(int dtype, int op) {
-    constexpr Op ops[] = {Op::sum, Op::sum, Op::min, Op::max, Op::product,
-                          Op::band, Op::bor, Op::bxor};
-    return {static_cast<Dtype>(dtype), ops[op], op == 1};
+    return {static_cast<Dtype>(dtype), reductions[op].op, reductions[op].is_mean};
 }
 
 bool combines(Kind kind) {
@@ -117,9 +106,40 @@ private:
 
 // -- the classes
 
+// What keeps a call from ending well: the outcome, the rank at fault (-1: none in particular),
+// whether that rank has begun the call too, and after DESYNC the fingerprint of its call.
+using Failure = std::tuple<const char*, int, bool, std::uint64_t>;
+
+std::optional<Failure> failure_of(const Ticket& ticket) {
+    static constexpr const char* names[] = {"done", "pending", "stopped", "timeout", "desync", "left"};
+    if (ticket.outcome == Outcome::DONE) return std::nullopt;
+    return Failure{names[static_cast<int>(ticket.outcome)], ticket.faulty_rank, ticket.has_begun,
+                   ticket.theirs};
+}
+
+// `operations` and `reductions` are Python's, in the order in which fingerprints count them.
 struct PyEngine {
     std::shared_ptr<Engine> engine = std::make_shared<Engine>();
     std::shared_ptr<Notifier> notifier = std::make_shared<Notifier>();
+    std::vector<nb::object> operations;
+
+    PyEngine(const nb::sequence& given_operations, const nb::sequence& given_reductions) {
+        int number = 0;
+        for (nb::handle each : given_reductions) {
+            if (reduction_of(each) != number++) throw nb::value_error("reductions in another order");
+        }
+        for (nb::handle each : given_operations) {
+            const std::size_t kind = operations.size();
+            if (kind >= shm::NUM_KINDS || !PyUnicode_Check(each.ptr()) ||
+                PyUnicode_CompareWithASCIIString(each.ptr(), shm::KIND_NAMES[kind]) != 0) {
+                throw nb::value_error("operations in another order");
+            }
+            operations.push_back(nb::borrow(each));
+        }
+        if (number != num_reductions || operations.size() != shm::NUM_KINDS) {
+            throw nb::value_error("some reductions or operations are missing");
+        }
+    }
 
     ~PyEngine() { close(); }
 
@@ -142,10 +162,7 @@ public:
         : memory_(std::move(memory)), queue_(std::move(queue)), ticket_(std::move(ticket)) {}
 
     bool done() const { return ticket_->is_done(); }
-    int outcome() const { return static_cast<int>(ticket_->outcome); }
-    int culprit() const { return ticket_->culprit; }
-    bool has_begun() const { return ticket_->has_begun; }
-    std::uint64_t theirs() const { return ticket_->theirs; }
+    std::optional<Failure> failure() const { return failure_of(*ticket_); }
     bool watch() { return ticket_->watch(); }
 
     bool wait(double seconds) {
@@ -172,9 +189,10 @@ class PyChannel {
 public:
     PyChannel(nb::handle memory, int rank, int world, int num_slots, std::size_t slot_bytes,
              std::size_t small_bytes, double spin_s, std::uint64_t salt, std::uint64_t number,
-             const PyEngine& engine)
-        : memory_(std::make_shared<Mapping>(memory)),
-          engine_(engine.engine), salt_(salt), number_(number) {
+             const PyEngine& engine, nb::object error_of)
+        : operations_(engine.operations), error_of_(std::move(error_of)),
+          memory_(std::make_shared<Mapping>(memory)), engine_(engine.engine), salt_(salt),
+          number_(number) {
         const Shape shape{world, num_slots, slot_bytes, std::min(small_bytes, slot_bytes)};
         if (world < 2 || world > shm::MAX_WORLD || rank < 0 || rank >= world ||
             num_slots < 4 || slot_bytes < 4096 || slot_bytes % shm::LINE != 0 ||
@@ -193,23 +211,30 @@ public:
 
     std::uint64_t take_number() { return number_++; }
 
-    // Run a call here and now: its outcome, or NOT_QUICK if that can't be, and nothing was done.
-    // `source` and `result` are arrays as bind_array.hpp says, or None where a rank has none.
-    int quick(int kind, nb::handle source, nb::handle result, nb::handle op, int root,
-              double timeout_s) {
-        return quick_as(kind, source, result, op, root, timeout_s, false);
-    }
-    // The same for callers whose long way takes every array as one of one dimension.
-    int quick_flat(int kind, nb::handle source, nb::handle result, nb::handle op, int root,
-                   double timeout_s) {
-        return quick_as(kind, source, result, op, root, timeout_s, true);
+    // Run a blocking call here and now. False: this can't be, and nothing was done. Raises what
+    // `error_of` makes of a failure. `source` and `result` are arrays as bind_array.hpp says, or None
+    // where a rank has none; `is_flat`: both count as arrays of one dimension.
+    bool fast_path(nb::handle operation, nb::handle source, nb::handle result, nb::handle op,
+                   int root, double timeout_s, bool is_flat) {
+        std::optional<Failure> failure;
+        if (!run_now(operation, source, result, op, root, timeout_s, is_flat, failure)) return false;
+        if (failure) {
+            const nb::object error = error_of_(operation, source, result, op, root, *failure);
+            PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+            throw nb::python_error();
+        }
+        return true;
     }
 
     // Begin a call whose number was taken. Its memory must stay until it is done.
-    PyCall start(int kind_number, int dtype, int op, int root,
+    PyCall start(nb::handle operation, int dtype, nb::handle op_name, int root,
                  const std::vector<std::int64_t>& dims, std::uintptr_t source, std::uintptr_t result,
                  std::uint64_t number, double timeout_s, std::uint64_t id) {
-        const auto kind = static_cast<Kind>(kind_number);
+        const int place = place_of(operation);
+        if (place == shm::NUM_KINDS) throw nb::value_error("no such operation");
+        const auto kind = static_cast<Kind>(place);
+        const int op = combines(kind) ? reduction_of(op_name) : 0;
+        if (op < 0) throw nb::value_error("no such reduction");
         Call call = call_of(kind, dtype, op, root, dims.data(), static_cast<int>(dims.size()));
         call.source = reinterpret_cast<const char*>(source);
         call.result = reinterpret_cast<char*>(result);
@@ -221,30 +246,25 @@ public:
         return {memory_, queue_, std::move(ticket)};
     }
 
-    bool can_combine(int dtype, int op) const {
-        return has_combination(combination_of(dtype, op));
+    bool can_combine(int dtype, nb::handle op) const {
+        const int number = reduction_of(op);
+        return number >= 0 && has_combination(combination_of(dtype, number));
     }
     void note_elsewhere(std::uint64_t number, std::uint64_t fingerprint) {
         queue_->channel.note_elsewhere(number, fingerprint);
     }
-    // Of the calls whose callers were interrupted, one that has failed since (told once): kind,
-    // outcome, culprit, whether that has begun, its call's fingerprint; outcome DONE if there is none.
-    std::tuple<int, int, int, bool, std::uint64_t> left_failure() {
+    // Of the calls whose callers were interrupted, one that has failed since, told once; None: none.
+    std::optional<std::tuple<nb::object, Failure>> left_failure() {
         for (auto each = kept_.begin(); each != kept_.end(); ++each) {
             const Ticket& ticket = *std::get<0>(*each);
             if (!ticket.is_done() || ended_quietly(ticket)) continue;
-            const std::tuple<int, int, int, bool, std::uint64_t> told{
-                static_cast<int>(ticket.movement.call().kind), static_cast<int>(ticket.outcome),
-                ticket.culprit, ticket.has_begun, ticket.theirs};
+            const auto kind = static_cast<std::size_t>(ticket.movement.call().kind);
+            const std::tuple<nb::object, Failure> told{operations_[kind], *failure_of(ticket)};
             kept_.erase(each);
             return told;
         }
-        return {0, static_cast<int>(Outcome::DONE), -1, true, 0};
+        return std::nullopt;
     }
-    std::tuple<int, bool, std::uint64_t> blame() const {
-        return {culprit_, culprit_has_begun_, theirs_};
-    }
-    std::uint64_t last_number() const { return last_number_; }
     std::int64_t ongoing() { return queue_->ongoing(); }
     void stop(bool for_all) {
         const Unlocked unlocked;
@@ -277,51 +297,61 @@ public:
     }
 
 private:
-    int quick_as(int number, nb::handle source, nb::handle result, nb::handle op_name, int root,
-                 double timeout_s, bool is_flat) {
+    int place_of(nb::handle operation) const {
+        int place = 0;
+        while (place < shm::NUM_KINDS && !operations_[static_cast<std::size_t>(place)].is(operation)) {
+            ++place;
+        }
+        return place;
+    }
+
+    // `fast_path`, but for raising `failure`.
+    bool run_now(nb::handle operation, nb::handle source, nb::handle result, nb::handle op_name,
+                 int root, double timeout_s, bool is_flat, std::optional<Failure>& failure) {
         const int rank = queue_->channel.rank, world = queue_->channel.shape.world;
-        if (number < 0 || number >= shm::NUM_KINDS) return NOT_QUICK;
-        if (root < 0 || root >= world || !(timeout_s > 0)) return NOT_QUICK;
-        const auto kind = static_cast<Kind>(number);
-        int op = 0;
-        if (combines(kind) && (op = op_of(op_name)) < 0) return NOT_QUICK;
+        const int place = place_of(operation);
+        if (place == shm::NUM_KINDS) return false;
+        if (root < 0 || root >= world || !(timeout_s > 0)) return false;
+        const auto kind = static_cast<Kind>(place);
+        const int op = combines(kind) ? reduction_of(op_name) : 0;
+        if (op < 0) return false;
         if (kind == Kind::BARRIER) {
             const std::int64_t nothing[] = {0};
             Call call = call_of(kind, static_cast<int>(Dtype::uint8), op, root, nothing, 1);
-            return run(call, 0, 0, timeout_s, source, result);
+            return run(call, 0, 0, timeout_s, source, result, failure);
         }
         // What is None must be that on this rank.
         const bool is_root = rank == root;
         const bool has_source = !source.is_none(), has_result = !result.is_none();
         const bool needs_source = kind != Kind::SCATTER || is_root;
         const bool needs_result = (kind != Kind::GATHER && kind != Kind::REDUCE) || is_root;
-        if (needs_source != has_source || needs_result != has_result) return NOT_QUICK;
+        if (needs_source != has_source || needs_result != has_result) return false;
         const bool is_one = source.is(result);
-        if (kind == Kind::BROADCAST && !is_one) return NOT_QUICK;
+        if (kind == Kind::BROADCAST && !is_one) return false;
         const bool writes_source = is_one && (kind != Kind::BROADCAST || !is_root);
         Array from, to;
-        if (has_source && !from.take(source, writes_source)) return NOT_QUICK;
-        if (has_result && !is_one && !to.take(result, true)) return NOT_QUICK;
+        if (has_source && !from.take(source, writes_source)) return false;
+        if (has_result && !is_one && !to.take(result, true)) return false;
         const Array& into = is_one ? from : to;
-        if (has_source && has_result && from.dtype() != into.dtype()) return NOT_QUICK;
+        if (has_source && has_result && from.dtype() != into.dtype()) return false;
         // A part comes from each rank, or goes to each.
         const auto parts = static_cast<std::size_t>(world);
         const bool spreads = kind == Kind::REDUCE_SCATTER || kind == Kind::SCATTER;
         const bool collects = kind == Kind::ALL_GATHER || kind == Kind::GATHER;
         const bool has_rows = spreads || kind == Kind::ALL_TO_ALL;
         if (has_rows && has_source && !is_flat && (from.ndim() == 0 || from.dims()[0] != world)) {
-            return NOT_QUICK;
+            return false;
         }
         if (has_source && has_result) {
-            if (spreads && from.count() != parts * into.count()) return NOT_QUICK;
-            if (collects && into.count() != parts * from.count()) return NOT_QUICK;
-            if (!spreads && !collects && from.count() != into.count()) return NOT_QUICK;
-            if (is_one ? kind == Kind::ALL_TO_ALL : collide(from, into, kind)) return NOT_QUICK;
+            if (spreads && from.count() != parts * into.count()) return false;
+            if (collects && into.count() != parts * from.count()) return false;
+            if (!spreads && !collects && from.count() != into.count()) return false;
+            if (is_one ? kind == Kind::ALL_TO_ALL : collide(from, into, kind)) return false;
         }
         const Array& described = spreads ? into : from;
-        if (kind == Kind::ALL_TO_ALL && described.count() % parts != 0) return NOT_QUICK;
+        if (kind == Kind::ALL_TO_ALL && described.count() % parts != 0) return false;
         if (combines(kind) && !has_combination(combination_of(described.dtype(), op))) {
-            return NOT_QUICK;
+            return false;
         }
         const auto count = static_cast<std::int64_t>(described.count());
         const std::int64_t* dims = described.dims();
@@ -338,7 +368,7 @@ private:
         call.result = into.data();
         const std::size_t most = std::max(from.bytes(), into.bytes());
         const std::size_t moved = combines(kind) && !spreads ? parts * most : most;
-        return run(call, described.bytes(), moved, timeout_s, source, result);
+        return run(call, described.bytes(), moved, timeout_s, source, result, failure);
     }
 
     // Whether bytes could be written before they are read: the two share memory, but not as the
@@ -402,11 +432,10 @@ private:
     }
 
     // `moved`: bytes that this rank reads or writes in the call.
-    int run(Call& call, std::size_t nbytes, std::size_t moved, double timeout_s,
-            nb::handle source, nb::handle result) {
-        if (!queue_->reserve()) return NOT_QUICK;
-        last_number_ = number_++;
-        stamp(call, last_number_);
+    bool run(Call& call, std::size_t nbytes, std::size_t moved, double timeout_s,
+             nb::handle source, nb::handle result, std::optional<Failure>& failure) {
+        if (!queue_->reserve()) return false;
+        stamp(call, number_++);
         Ticket ticket(call, in_ns(timeout_s), nbytes, LEFT_ID);
         Outcome outcome = moved < WORTH_UNLOCKING ? queue_->dash(ticket) : Outcome::PENDING;
         for (std::int64_t until = ticket.began_ns + SIGNALS_NS; outcome == Outcome::PENDING;
@@ -423,26 +452,22 @@ private:
                 throw nb::python_error();
             }
         }
-        culprit_ = ticket.culprit;
-        culprit_has_begun_ = ticket.has_begun;
-        theirs_ = ticket.theirs;
+        if (outcome != Outcome::DONE) failure = failure_of(ticket);
         if (!kept_.empty()) {
             std::erase_if(kept_, [](const auto& each) {
                 return std::get<0>(each)->is_done() && ended_quietly(*std::get<0>(each));
             });
         }
-        return static_cast<int>(outcome);
+        return true;
     }
 
+    std::vector<nb::object> operations_;  // Python's, in the order of Kind
+    nb::object error_of_;
     std::shared_ptr<Mapping> memory_;
     std::shared_ptr<Engine> engine_;
     std::shared_ptr<Queue> queue_;
     std::uint64_t salt_;
     std::uint64_t number_;
-    std::uint64_t last_number_ = 0;
-    int culprit_ = -1;
-    bool culprit_has_begun_ = true;
-    std::uint64_t theirs_ = 0;
     std::vector<std::tuple<std::shared_ptr<Ticket>, nb::object, nb::object>> kept_;
 };
 
@@ -455,33 +480,27 @@ std::size_t shm_bytes(int world, int num_slots, std::size_t slot_bytes) {
 void shared_memory(nb::module_& m) {
     using namespace nb::literals;
     nb::class_<PyEngine>(m, "ShmEngine")
-        .def(nb::init<>())
+        .def(nb::init<const nb::sequence&, const nb::sequence&>(), "operations"_a, "reductions"_a)
         .def("close", &PyEngine::close)
         .def("next_ended", &PyEngine::next_ended);
     nb::class_<PyCall>(m, "ShmCall")
         .def_prop_ro("done", &PyCall::done)
-        .def_prop_ro("outcome", &PyCall::outcome)
-        .def_prop_ro("culprit", &PyCall::culprit)
-        .def_prop_ro("has_begun", &PyCall::has_begun)
-        .def_prop_ro("theirs", &PyCall::theirs)
+        .def("failure", &PyCall::failure)
         .def("wait", &PyCall::wait, "seconds"_a)
         .def("watch", &PyCall::watch);
     nb::class_<PyChannel>(m, "ShmChannel")
         .def(nb::init<nb::handle, int, int, int, std::size_t, std::size_t, double, std::uint64_t,
-                      std::uint64_t, const PyEngine&>(),
+                      std::uint64_t, const PyEngine&, nb::object>(),
              "memory"_a, "rank"_a, "world"_a, "num_slots"_a, "slot_bytes"_a, "small_bytes"_a,
-             "spin_s"_a, "salt"_a, "number"_a, "engine"_a)
+             "spin_s"_a, "salt"_a, "number"_a, "engine"_a, "error_of"_a)
         .def("take_number", &PyChannel::take_number)
-        .def("quick", &PyChannel::quick, nb::arg(), nb::arg().none(), nb::arg().none(),
-             nb::arg().none(), nb::arg(), nb::arg())
-        .def("quick_flat", &PyChannel::quick_flat, nb::arg(), nb::arg().none(), nb::arg().none(),
-             nb::arg().none(), nb::arg(), nb::arg())
-        .def("start", &PyChannel::start)
+        .def("fast_path", &PyChannel::fast_path, nb::arg(), nb::arg().none(), nb::arg().none(),
+             nb::arg().none(), nb::arg(), nb::arg(), nb::arg())
+        .def("start", &PyChannel::start, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+             nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("can_combine", &PyChannel::can_combine, "dtype"_a, "op"_a)
         .def("note_elsewhere", &PyChannel::note_elsewhere, "number"_a, "fingerprint"_a)
-        .def("blame", &PyChannel::blame)
         .def("left_failure", &PyChannel::left_failure)
-        .def_prop_ro("last_number", &PyChannel::last_number)
         .def("ongoing", &PyChannel::ongoing)
         .def("stop", &PyChannel::stop, "for_all"_a)
         .def("leave", &PyChannel::leave)

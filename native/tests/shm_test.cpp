@@ -249,7 +249,7 @@ void check_absence() {
             me.run(me.call(Kind::BARRIER, nullptr, nullptr, 0), SECOND / 5);
         CHECK(now_ns() - began < 10 * SECOND);
         CHECK(outcome == Outcome::TIMEOUT || outcome == Outcome::STOPPED);
-        if (outcome == Outcome::TIMEOUT) CHECK(me.last->culprit == 2 && !me.last->has_begun);
+        if (outcome == Outcome::TIMEOUT) CHECK(me.last->faulty_rank == 2 && !me.last->has_begun);
     });
     const Memory another(shape_of(2));
     in_processes(2, [&](int rank) {
@@ -260,7 +260,7 @@ void check_absence() {
             return;
         }
         CHECK(me.run(me.call(Kind::BARRIER, nullptr, nullptr, 0)) == Outcome::LEFT);
-        CHECK(me.last->culprit == 1);
+        CHECK(me.last->faulty_rank == 1);
     });
 }
 

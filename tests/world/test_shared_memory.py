@@ -1,4 +1,4 @@
-"""The quick way through shared memory: which arrays it takes, and that nobody notices otherwise."""
+"""The fast path through shared memory: which arrays it takes, and that the results are the same."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from hypothesis import strategies as st
 from potluck import native
 from potluck.collectives.plan import Operation
 from potluck.context import DistributedContext
-from potluck.engine.shm.group import NUMBERS
 from potluck.errors import Desync, OperationTimeout
 from potluck.testing.world import WorldError
 from support.worlds import World, open_world
 
 pytestmark = pytest.mark.skipif(not native.available, reason="shared memory needs the native core")
 
-NOT_QUICK = -1
-ALL_REDUCE = NUMBERS[Operation.ALL_REDUCE]
 WORLD_SIZE = 3
 
 TORCH_DTYPES = (
@@ -48,9 +45,9 @@ def pair() -> Iterator[World]:
         yield world
 
 
-def quick(ctx: DistributedContext, array: Any) -> int:
-    outcome: int = ctx.communicator.quick(ALL_REDUCE, array, array, "sum", 0, 10.0)
-    return outcome
+def fast(ctx: DistributedContext, array: Any, *, is_flat: bool = False) -> bool:
+    assert ctx.communicator.fast_path is not None
+    return ctx.communicator.fast_path(Operation.ALL_REDUCE, array, array, "sum", 0, 10.0, is_flat)
 
 
 def test_a_root_or_a_time_that_is_no_number_is_told_in_the_users_words(pair: World) -> None:
@@ -72,7 +69,7 @@ def test_a_root_or_a_time_that_is_no_number_is_told_in_the_users_words(pair: Wor
     pair.run(act)
 
 
-def test_average_on_the_long_way_meets_mean_on_the_quick_one(pair: World) -> None:
+def test_average_on_the_slow_path_meets_mean_on_the_fast_path(pair: World) -> None:
     def act(ctx: DistributedContext) -> list[float]:
         array = np.array([1.0 + 2 * ctx.rank])
         return [float(ctx.all_reduce(array.copy(), word)[0]) for word in words[ctx.rank]]
@@ -86,7 +83,7 @@ def test_tensors_are_reduced_where_they_are(world: World, dtype: torch.dtype) ->
     def act(ctx: DistributedContext) -> None:
         for shape in [(), (0,), (1,), (3, 5), (2, 0, 4), (40_001,)]:
             tensor = torch.full(shape, ctx.rank + 1).to(dtype)
-            assert quick(ctx, tensor) == 0
+            assert fast(ctx, tensor)
             assert (tensor.double() == 6).all()
 
     world.run(act)
@@ -95,11 +92,11 @@ def test_tensors_are_reduced_where_they_are(world: World, dtype: torch.dtype) ->
 def test_parameters_and_results_of_autograd_are_taken(world: World) -> None:
     def act(ctx: DistributedContext) -> None:
         parameter = torch.nn.Parameter(torch.ones(4, 3))
-        assert quick(ctx, parameter) == 0
+        assert fast(ctx, parameter)
         assert (parameter == 3).all()
         assert parameter.requires_grad
         result = parameter * 2
-        assert quick(ctx, result) == 0
+        assert fast(ctx, result)
         assert (result == 18).all()
 
     world.run(act)
@@ -140,7 +137,7 @@ def test_what_is_not_plain_memory_is_left_as_it_is(world: World, make: Callable[
 
 
 def _check_refused(ctx: DistributedContext, array: Any) -> None:
-    assert quick(ctx, array) == NOT_QUICK
+    assert not fast(ctx, array)
 
 
 def test_views_that_negate_or_conjugate_are_reduced_as_they_read(world: World) -> None:
@@ -151,7 +148,7 @@ def test_views_that_negate_or_conjugate_are_reduced_as_they_read(world: World) -
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_every_collective_takes_the_quick_way(world: World, kind: str) -> None:
+def test_every_collective_takes_the_fast_path(world: World, kind: str) -> None:
     def make(values: Any) -> Any:
         array = np.array(values, dtype=np.float32)
         return torch.from_numpy(array) if kind == "torch" else array
@@ -193,18 +190,18 @@ def test_every_collective_takes_the_quick_way(world: World, kind: str) -> None:
 
 
 def posted(ctx: DistributedContext) -> int:
-    """How many calls through shared memory went the long way."""
+    """How many calls through shared memory took the slow path."""
     count: int = ctx.communicator._family.shm._ids
     return count
 
 
-def test_quick_and_long_ways_meet_in_one_call(world: World) -> None:
-    """One rank's array is not contiguous: it goes the long way, the others do not notice."""
+def test_fast_and_slow_paths_meet_in_one_call(world: World) -> None:
+    """One rank's array is not contiguous: it takes the slow path, the others do not notice."""
 
     def act(ctx: DistributedContext) -> None:
         tensor = torch.ones(4, 6)
         array = tensor.t().contiguous().t() if ctx.rank == 0 else tensor
-        assert (quick(ctx, array) if ctx.rank else NOT_QUICK) == min(0, ctx.rank - 1)
+        assert (ctx.rank > 0 and fast(ctx, array)) == (ctx.rank > 0)
         if ctx.rank == 0:
             ctx.all_reduce(array)
         assert (array == 3).all()
@@ -215,7 +212,7 @@ def test_quick_and_long_ways_meet_in_one_call(world: World) -> None:
 def test_flat_calls_agree_whatever_the_shape(world: World) -> None:
     def act(ctx: DistributedContext) -> None:
         tensor = torch.ones([(12,), (3, 4), (2, 6)][ctx.rank])
-        assert ctx.communicator.quick_flat(ALL_REDUCE, tensor, tensor, "sum", 0, 10.0) == 0
+        assert fast(ctx, tensor, is_flat=True)
         assert (tensor == 3).all()
 
     world.run(act)
@@ -225,14 +222,14 @@ def test_parts_may_lie_in_the_whole(world: World, pair: World) -> None:
     """As sharding has it: what a rank gives or gets is a view of all ranks' tensor."""
 
     def act(ctx: DistributedContext) -> None:
-        quickly = ctx.communicator.quick_flat
+        fast_path = ctx.communicator.fast_path
         world_size = ctx.world_size
         whole = torch.zeros(world_size * 50_000)
         mine = whole.view(world_size, -1)[ctx.rank]
         mine.fill_(ctx.rank)
-        assert quickly(NUMBERS[Operation.ALL_GATHER], mine, whole, None, 0, 10.0) == 0
+        assert fast_path(Operation.ALL_GATHER, mine, whole, None, 0, 10.0, True)
         assert (whole.view(world_size, -1) == torch.arange(float(world_size))[:, None]).all()
-        assert quickly(NUMBERS[Operation.REDUCE_SCATTER], whole, mine, "sum", 0, 10.0) == 0
+        assert fast_path(Operation.REDUCE_SCATTER, whole, mine, "sum", 0, 10.0, True)
         assert (mine == world_size * ctx.rank).all()
 
     world.run(act)
@@ -305,17 +302,15 @@ def test_arrays_of_any_length_at_any_address(
         (Operation.ALL_TO_ALL, 4, 4, None, 0),
     ],
 )
-def test_calls_that_make_no_sense_are_left_to_the_long_way(
+def test_calls_that_make_no_sense_are_left_to_the_slow_path(
     world: World, number: Operation, source: int, result: int | None, op: str | None, root: int
 ) -> None:
-    def act(ctx: DistributedContext) -> int:
+    def act(ctx: DistributedContext) -> bool:
         into = None if result is None else torch.zeros(result)
-        told: int = ctx.communicator.quick(
-            NUMBERS[number], torch.zeros(source), into, op, root, 10.0
-        )
-        return told
+        assert ctx.communicator.fast_path is not None
+        return ctx.communicator.fast_path(number, torch.zeros(source), into, op, root, 10.0, False)
 
-    assert world.run(act) == [NOT_QUICK] * WORLD_SIZE
+    assert world.run(act) == [False] * WORLD_SIZE
 
 
 def test_ranks_that_disagree_about_a_tensor_are_told_so() -> None:
@@ -328,6 +323,17 @@ def test_ranks_that_disagree_about_a_tensor_are_told_so() -> None:
     assert len(caught.value.errors) == 2
     assert all(isinstance(error, Desync) for error in caught.value.errors.values())
     assert re.search(r"all_reduce\(bfloat16, shape \([89],\)", str(caught.value))
+
+
+def test_the_fast_path_raises_what_its_call_has_failed_with() -> None:
+    def act(ctx: DistributedContext) -> None:
+        ctx.barrier()
+        fast(ctx, torch.zeros(8 + (ctx.rank == 1)))
+
+    with open_world("shm", 2) as world, pytest.raises(WorldError) as caught:
+        world.run(act)
+    assert {type(error) for error in caught.value.errors.values()} == {Desync}
+    assert re.search(r"all_reduce\(float32, shape \([89],\)", str(caught.value))
 
 
 class Interrupt(Exception):

@@ -36,7 +36,7 @@ bool Channel::has_dissenter(int who, std::uint64_t fingerprint) {
         if (other == rank || (who != ALL && who != other)) continue;
         const std::uint64_t call = seat(other).calls[index].load(std::memory_order_relaxed);
         if (call == fingerprint) continue;
-        culprit = other;
+        faulty_rank = other;
         theirs = call;
         return true;
     }
@@ -110,14 +110,14 @@ Outcome Channel::verdict(const Need& need) {
         // A rank that makes this very call over links will never tick for it here.
         const Elsewhere& entry = their.elsewhere[number % NUM_ELSEWHERE];
         if (entry.number.load(std::memory_order_acquire) == number + 1) {
-            culprit = other;
+            faulty_rank = other;
             theirs = entry.fingerprint.load(std::memory_order_relaxed);
             return Outcome::DESYNC;
         }
         // The tick is loaded again: a rank may complete its round and leave between the two loads.
         if (their.left.load(std::memory_order_acquire) != 0 &&
             !reached(their.tick.load(std::memory_order_acquire), need.tick)) {
-            culprit = other;
+            faulty_rank = other;
             return Outcome::LEFT;
         }
     }

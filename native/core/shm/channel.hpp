@@ -16,9 +16,9 @@ enum class Outcome : int {
     DONE = 0,
     PENDING = 1,   // not ended yet
     STOPPED = 2,   // the group is over; somebody else knows why
-    TIMEOUT = 3,   // `culprit` has not come so far
-    DESYNC = 4,    // `culprit` made another call
-    LEFT = 5,      // `culprit` closed its context
+    TIMEOUT = 3,   // `faulty_rank` has not come so far
+    DESYNC = 4,    // `faulty_rank` made another call
+    LEFT = 5,      // `faulty_rank` closed its context
 };
 
 // What a call waits for: that `who` (a rank or ALL) has reached `tick`. A rank that has gone to
@@ -52,7 +52,7 @@ public:
 
     // A call begins: show its fingerprint to the other ranks.
     void publish(std::uint64_t fingerprint);
-    // Whether one of `who` made another call than this rank published last; then `culprit` is that
+    // Whether one of `who` made another call than this rank published last; then `faulty_rank` is that
     // rank and `theirs` its fingerprint. Valid only once `who` have ticked in the call.
     bool has_dissenter(int who, std::uint64_t fingerprint);
 
@@ -60,7 +60,7 @@ public:
     void arrive();
 
     bool has(const Need& need);
-    // Block until `need` is met (DONE) or can't be (then `culprit` tells who is to blame), or
+    // Block until `need` is met (DONE) or can't be (then `faulty_rank` is why), or
     // until the moment `until_ns` (PENDING).
     Outcome wait(const Need& need, std::int64_t until_ns);
     // The same, but for a microsecond or two at most, and not where ranks share cores: there the
@@ -77,8 +77,8 @@ public:
     int laggard(const Need& need) const;
     // Whether `who` has not even begun the current call.
     bool has_not_called(int who, std::uint32_t base) const;
-    int culprit = -1;
-    // After DESYNC: the fingerprint of the culprit's call.
+    int faulty_rank = -1;
+    // After DESYNC: the fingerprint of its call.
     std::uint64_t theirs = 0;
 
     // The group is over here; with `for_all` also for all that look into this memory.

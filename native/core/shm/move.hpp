@@ -39,6 +39,11 @@ enum class Kind : std::uint8_t {
     BARRIER,
 };
 constexpr int NUM_KINDS = 9;
+// In the order in which fingerprints count them: OPERATIONS in src/potluck/engine/fingerprint.py.
+constexpr const char* KIND_NAMES[NUM_KINDS] = {
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
+    "scatter",    "gather",         "all_to_all", "barrier",
+};
 
 // What one rank asks for. `count` is in elements: of the whole array for all_reduce, broadcast and
 // reduce, of one rank's part for the others.

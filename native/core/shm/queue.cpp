@@ -48,9 +48,9 @@ bool Ticket::watch() {
 void Ticket::end(Outcome how, Channel& channel) {
     outcome = how;
     if (how == Outcome::TIMEOUT || how == Outcome::LEFT || how == Outcome::DESYNC) {
-        culprit = how == Outcome::TIMEOUT ? channel.laggard(movement.need()) : channel.culprit;
+        faulty_rank = how == Outcome::TIMEOUT ? channel.laggard(movement.need()) : channel.faulty_rank;
         if (how == Outcome::DESYNC) theirs = channel.theirs;
-        has_begun = culprit < 0 || !channel.has_not_called(culprit, movement.base());
+        has_begun = faulty_rank < 0 || !channel.has_not_called(faulty_rank, movement.base());
     }
 }
 

@@ -61,9 +61,9 @@ public:
     bool watch();
     // These are set before it is done.
     Outcome outcome = Outcome::PENDING;
-    int culprit = -1;
-    std::uint64_t theirs = 0;  // DESYNC: the fingerprint of the culprit's call
-    bool has_begun = true;  // the culprit has begun this call too
+    int faulty_rank = -1;
+    std::uint64_t theirs = 0;  // DESYNC: the fingerprint of that rank's call
+    bool has_begun = true;  // that rank has begun this call too
 
     Movement movement;
     const std::uint64_t nbytes;

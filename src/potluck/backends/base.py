@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from potluck.engine.arrays.layout import Array
 from potluck.engine.mesh import Switchboard
-from potluck.engine.request import Request
+from potluck.engine.request import FastPath, Request
 from potluck.engine.work import Work
 from potluck.errors import GroupError, PotluckError
 from potluck.metrics import Metrics
@@ -48,13 +48,8 @@ class Communicator(Protocol):
         """None: arrays are NumPy's. Else they are torch tensors on this device (``cuda:0``)."""
 
     @property
-    def quick(self) -> Any:
-        """A short way for blocking calls, see ``engine.communicator``; None: there is none now."""
-
-    def quick_failure(
-        self, outcome: int, number: int, array: Any, op: str | None, root: int
-    ) -> BaseException:
-        """What to raise after ``quick`` has failed."""
+    def fast_path(self) -> FastPath | None:
+        """A shorter way for blocking collectives, tried before ``run``; None: there is none now."""
 
     def run(self, request: Request) -> Work:
         """Begin a collective."""

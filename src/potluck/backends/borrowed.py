@@ -24,7 +24,7 @@ from potluck.backends.library import ANY_SOURCE, FlatCall, Library, Waiter, exch
 from potluck.background import start_thread
 from potluck.engine.arrays.layout import Array
 from potluck.engine.arrays.reduction import check, conclude
-from potluck.engine.request import NOTHING, Request
+from potluck.engine.request import NOTHING, FastPath, Request
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, PotluckError
 from potluck.metrics import Metrics
@@ -80,7 +80,7 @@ class _Family:
 class LibraryCommunicator:
     """One rank's face of a group in another library; see ``backends.base.Communicator``."""
 
-    quick: Any = None
+    fast_path: FastPath | None = None
 
     def __init__(
         self, group: Group, library: Library, family: _Family, *, timeout_s: float
@@ -171,12 +171,6 @@ class LibraryCommunicator:
         # Sub-groups have threads and sockets of their own: give them back with the last reference.
         weakref.finalize(part, self._family.release, (library, part._lane)).atexit = False
         return part
-
-    def quick_failure(
-        self, outcome: int, number: int, array: Any, op: str | None, root: int
-    ) -> BaseException:
-        """Never asked for: there is no quick way."""
-        raise NotImplementedError
 
     # -- life
 

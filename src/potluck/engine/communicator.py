@@ -18,7 +18,7 @@ from potluck.engine.connector import Connector
 from potluck.engine.family import Family, open_family
 from potluck.engine.loop.mailbox import ANY_SOURCE, Receiving, sending
 from potluck.engine.loop.running import as_bytes
-from potluck.engine.request import Request
+from potluck.engine.request import FastPath, Request
 from potluck.engine.shm.channel import NO_SHARED_MEMORY, ChannelMemory
 from potluck.engine.shm.group import SharedMemoryWork
 from potluck.engine.work import Work, deadline_after
@@ -41,19 +41,8 @@ class Communicator:
     device: str | None = None
     """Arrays are in host memory."""
 
-    quick: Any = None
-    """``quick(number, source, result, op, root, timeout_s)`` runs a blocking call here and now,
-    through shared memory. None while there is none.
-
-    ``number`` is the operation's in ``engine.shm.NUMBERS``; ``source`` and ``result`` are what
-    the methods below take, as NumPy arrays or CPU tensors of torch (one object where the operation
-    is in place; None where a rank has none); ``op`` is the name of a ReduceOp or None. Gives 0 when
-    the call has ended well, -1 if nothing was done (then use the methods), else a number for
-    ``quick_failure``. Not for arrays that would have to be copied first."""
-
-    quick_flat: Any = None
-    """The same for those who give the methods below arrays of one dimension only: ``source`` and
-    ``result`` count as that, whatever their shape."""
+    fast_path: FastPath | None = None
+    """Through shared memory; None while there is none."""
 
     def __init__(
         self,
@@ -80,7 +69,7 @@ class Communicator:
                 family.lock,
                 self._exchange,
                 self._over_links_instead,
-                self._set_quick,
+                self._set_fast_path,
             )
 
     @classmethod
@@ -287,16 +276,5 @@ class Communicator:
             number=number,
         )
 
-    def _set_quick(self, channel: Any) -> None:
-        self.quick = None if channel is None else channel.quick
-        self.quick_flat = None if channel is None else channel.quick_flat
-
-    def quick_failure(
-        self, outcome: int, number: int, array: Any, op: str | None, root: int
-    ) -> BaseException:
-        """What to raise after ``quick`` has given ``outcome`` for operation ``number``.
-
-        ``array`` is one rank's part: the result of reduce_scatter and scatter, else the source.
-        """
-        assert self._shm is not None
-        return self._shm.quick_failure(outcome, number, array, op, root)
+    def _set_fast_path(self, channel: Any) -> None:
+        self.fast_path = None if channel is None else channel.fast_path

@@ -36,9 +36,9 @@ OPERATIONS = (
     Operation.ALL_TO_ALL,
     Operation.BARRIER,
 )
-"""In the order in which the native core counts them."""
+REDUCTIONS = tuple(ReduceOp)
+"""Both are in the order in which the native core counts them, too."""
 
-_OPS = tuple(ReduceOp)
 _HOW = (*(algorithm.value for algorithm in Algorithm), *(f"codec {name}" for name in CODECS))
 _MANY = (1 << 24) - 1
 
@@ -56,7 +56,7 @@ def fingerprint_of(
     words = (
         (OPERATIONS.index(operation) + 1, 60),
         (code_of_name(dtype), 56),
-        (0 if op is None else _OPS.index(op) + 1, 52),
+        (0 if op is None else REDUCTIONS.index(op) + 1, 52),
         (_HOW.index(f"codec {codec}" if codec else algorithm.value) + 1, 48),
         (min(count, _MANY), 24),
     )
@@ -82,8 +82,8 @@ def describe(fingerprint: int) -> str:
     count = fingerprint >> 24 & _MANY
     size = "1 element" if count == 1 else f"{count} elements"
     parts = [NAMES[dtype - 1], f"at least {size}" if count == _MANY else size]
-    if 0 < op <= len(_OPS):
-        parts.append(f"op {_OPS[op - 1]}")
+    if 0 < op <= len(REDUCTIONS):
+        parts.append(f"op {REDUCTIONS[op - 1]}")
     if 0 < how <= len(_HOW):
         parts.append(_HOW[how - 1])
     return f"{OPERATIONS[operation - 1]}({', '.join(parts)})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from operator import index
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,6 +21,28 @@ NOTHING = np.empty(0, dtype=np.uint8)
 """What a barrier moves."""
 
 _RESULT_IS_A_PART = frozenset({Operation.REDUCE_SCATTER, Operation.SCATTER})
+
+
+class FastPath(Protocol):
+    """Runs a blocking collective here and now, without a Request.
+
+    Returns False if the fast path can't take this call, and nothing was done: the caller then uses
+    ``run``. Raises what the call has failed with. ``source`` and ``result`` are as in ``Request``,
+    as NumPy arrays or CPU tensors of torch that need not be copied; ``op`` is the name of a
+    ReduceOp or None. ``is_flat``: both count as arrays of one dimension, whatever their shape.
+    """
+
+    def __call__(
+        self,
+        operation: Operation,
+        source: Any,
+        result: Any,
+        op: str | None,
+        root: int,
+        timeout_s: float,
+        is_flat: bool,
+        /,
+    ) -> bool: ...
 
 
 class Request:
@@ -80,9 +102,8 @@ class Request:
     @property
     def described(self) -> Array:
         """One rank's part, whose dtype and shape stand in errors."""
-        described = self.result if self.operation in _RESULT_IS_A_PART else self.source
-        assert described is not None
-        return described
+        part: Array = part_of_call(self.operation, self.source, self.result)
+        return part
 
     def check(self, world_size: int) -> None:
         """TypeError or ValueError for what has no meaning."""
@@ -99,6 +120,13 @@ class Request:
     def label(self) -> str:
         """The call, as errors name it."""
         return label(self.operation, self.algorithm, self.described, self.op, self.root)
+
+
+def part_of_call(operation: Operation, source: Any, result: Any) -> Any:
+    """Which of a call's arrays is as long as one rank's part."""
+    if operation is Operation.BARRIER:
+        return NOTHING
+    return result if operation in _RESULT_IS_A_PART else source
 
 
 def check(

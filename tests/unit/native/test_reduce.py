@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck import native
-from potluck.engine.arrays import kernels, reduction
+from potluck.engine.arrays import reduction
 from potluck.types import ReduceOp
+from potluck.wire.dtypes import code_of
 from support.arrays import DTYPES, Array, odd_array, same_bits
 
 pytestmark = pytest.mark.usefixtures("kernel_set")
@@ -35,7 +36,7 @@ EXACT = [(dtype, op) for dtype, op in PAIRS if not (dtype.kind == "c" and op is 
 
 
 def native_combine(op: ReduceOp, mine: Array, theirs: Array) -> None:
-    native.core.combine(*kernels.codes(op, mine.dtype), mine.view(np.uint8), theirs.view(np.uint8))
+    native.core.combine(code_of(mine.dtype), op, mine.view(np.uint8), theirs.view(np.uint8))
 
 
 def numpy_combine_many(op: ReduceOp, target: Array, sources: list[Array]) -> None:
@@ -51,7 +52,8 @@ def numpy_combine_many(op: ReduceOp, target: Array, sources: list[Array]) -> Non
 
 def native_combine_many(op: ReduceOp, target: Array, sources: list[Array]) -> None:
     native.core.combine_many(
-        *kernels.codes(op, target.dtype),
+        code_of(target.dtype),
+        op,
         target.view(np.uint8),
         [source.view(np.uint8) for source in sources],
     )
@@ -122,7 +124,7 @@ def test_a_mean_divides_as_numpy_does(
     array = odd_array(dtype, count, offset=offset, seed=seed)
     expected = array.copy()
     reduction.conclude(ReduceOp.MEAN, expected, world)
-    native.core.divide(kernels.codes(ReduceOp.MEAN, dtype)[0], array.view(np.uint8), world)
+    native.core.divide(code_of(dtype), array.view(np.uint8), world)
     assert same_bits(array, expected)
 
 
@@ -136,19 +138,19 @@ def test_a_half_sum_of_many_is_rounded_once() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     floats = np.zeros(4, np.float32)
-    f32, total = kernels.codes(ReduceOp.SUM, floats.dtype)
+    f32, total = code_of(floats.dtype), ReduceOp.SUM
     with pytest.raises(ValueError, match="one size"):
         native.core.combine(f32, total, floats, floats[:3].copy())
     with pytest.raises(ValueError, match="no meaning"):
-        native.core.combine(f32, kernels.codes(ReduceOp.BAND, floats.dtype)[1], floats, floats)
+        native.core.combine(f32, ReduceOp.BAND, floats, floats)
     with pytest.raises(ValueError, match="no such element type"):
         native.core.combine(99, total, floats, floats)
     with pytest.raises(ValueError, match="no such operation"):
-        native.core.combine(f32, 99, floats, floats)
+        native.core.combine(f32, "most", floats, floats)
     with pytest.raises(ValueError, match="at least one"):
         native.core.combine_many(f32, total, floats, [])
     with pytest.raises(ValueError, match="only floats"):
-        native.core.divide(kernels.codes(ReduceOp.SUM, np.dtype(np.int8))[0], floats, 2)
+        native.core.divide(code_of(np.dtype(np.int8)), floats, 2)
     floats.flags.writeable = False
     with pytest.raises((BufferError, ValueError), match="read-only"):
         native.core.combine(f32, total, floats, floats)

@@ -10,7 +10,7 @@ import pytest
 
 from potluck import native
 from potluck.collectives.plan import Operation
-from potluck.engine.shm.group import NUMBERS, OPS, Outcome
+from potluck.engine.fingerprint import OPERATIONS, REDUCTIONS
 from potluck.transport import memory
 from potluck.types import ReduceOp
 from potluck.wire.dtypes import code_of
@@ -24,7 +24,7 @@ NUM_SLOTS, SLOT_BYTES = 4, 4096
 
 def test_a_call_may_be_waited_for_when_the_shared_memory_was_given_back() -> None:
     fd, shared = memory.create(native.core.shm_bytes(2, NUM_SLOTS, SLOT_BYTES))
-    engine = native.core.ShmEngine()
+    engine = native.core.ShmEngine(OPERATIONS, REDUCTIONS)
     channel = native.core.ShmChannel(
         memory=shared,
         rank=0,
@@ -36,12 +36,13 @@ def test_a_call_may_be_waited_for_when_the_shared_memory_was_given_back() -> Non
         salt=0,
         number=0,
         engine=engine,
+        error_of=RuntimeError,
     )
     array = np.ones(10, np.float32)
     call = channel.start(
-        NUMBERS[Operation.ALL_REDUCE],
+        Operation.ALL_REDUCE,
         code_of(array.dtype),
-        OPS[ReduceOp.SUM],
+        ReduceOp.SUM,
         0,
         [10],
         array.ctypes.data,
@@ -57,4 +58,15 @@ def test_a_call_may_be_waited_for_when_the_shared_memory_was_given_back() -> Non
     shared.close()
     os.close(fd)
     assert not call.wait(0.05)
-    assert call.outcome == Outcome.PENDING
+    assert call.failure() == ("pending", -1, True, 0)
+
+
+def test_operations_or_reductions_in_another_order_are_refused() -> None:
+    with pytest.raises(ValueError, match="operations in another order"):
+        native.core.ShmEngine(OPERATIONS[::-1], REDUCTIONS)
+    with pytest.raises(ValueError, match="reductions in another order"):
+        native.core.ShmEngine(OPERATIONS, REDUCTIONS[::-1])
+    with pytest.raises(ValueError, match="missing"):
+        native.core.ShmEngine(OPERATIONS[:-1], REDUCTIONS)
+    with pytest.raises(ValueError, match="missing"):
+        native.core.ShmEngine(OPERATIONS, REDUCTIONS[:-1])

@@ -6,9 +6,6 @@ work in one group.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
@@ -20,31 +17,14 @@ from potluck.types import ReduceOp
 from potluck.wire import checksum
 from potluck.wire.dtypes import code_of
 
-_OPS = {
-    ReduceOp.SUM: 0,
-    ReduceOp.MEAN: 0,
-    ReduceOp.MIN: 1,
-    ReduceOp.MAX: 2,
-    ReduceOp.PRODUCT: 3,
-    ReduceOp.BAND: 4,
-    ReduceOp.BOR: 5,
-    ReduceOp.BXOR: 6,
-}
 # NumPy's own loops are as fast for what processors compute with; 16-bit floats it takes one by one.
 _PAYS = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
-
-
-@lru_cache(maxsize=256)
-def codes(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """The native core's numbers for the two."""
-    return code_of(dtype), _OPS[op]
 
 
 def combine(op: ReduceOp, mine: Array, theirs: Array) -> None:
     """``mine = op(mine, theirs)``. Integers wrap around as in NumPy."""
     if native.available and mine.dtype in _PAYS:
-        dtype, number = codes(op, mine.dtype)
-        native.core.combine(dtype, number, mine.view(np.uint8), theirs.view(np.uint8))
+        native.core.combine(code_of(mine.dtype), op, mine.view(np.uint8), theirs.view(np.uint8))
     else:
         reduction.combine(op, mine, theirs)
 
@@ -52,7 +32,7 @@ def combine(op: ReduceOp, mine: Array, theirs: Array) -> None:
 def conclude(op: ReduceOp, array: Array, world_size: int) -> None:
     """What is left to do once all contributions are in: a mean divides, in the array's dtype."""
     if native.available and op is ReduceOp.MEAN and array.dtype in _PAYS:
-        native.core.divide(codes(op, array.dtype)[0], array.view(np.uint8), world_size)
+        native.core.divide(code_of(array.dtype), array.view(np.uint8), world_size)
     else:
         reduction.conclude(op, array, world_size)
 

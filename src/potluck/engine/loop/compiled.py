@@ -18,10 +18,10 @@ from potluck import native
 from potluck.codecs import Codec
 from potluck.collectives.plan import Action, Algorithm, Plan
 from potluck.engine.arrays.coding import own_chunk, residual_places
-from potluck.engine.arrays.kernels import codes
 from potluck.engine.arrays.layout import Layout
 from potluck.engine.call import Call
 from potluck.types import ReduceOp
+from potluck.wire.dtypes import code_of
 
 if TYPE_CHECKING:
     from potluck._native import CompiledPlan as NativePlan
@@ -95,13 +95,12 @@ class CompiledPlan:
         index_of = {chunk: index for index, chunk in enumerate(places)}
         is_concluded = self.is_mean or self.is_computed_by_all
         residuals = {} if self._num_residual is None else residual_places(plan, self._num_residual)
-        dtype, op = codes(self.call.op or ReduceOp.SUM, self.dtype)
         return native.core.CompiledPlan(
             call=str(self.call),
             fingerprint=self.call.fingerprint,
             channel=self.channel,
-            dtype=dtype,
-            op=op,
+            dtype=code_of(self.dtype),
+            op=self.call.op or ReduceOp.SUM,
             segment_bytes=self.call.segment_bytes,
             ranks=self.peers,
             chunks=[
@@ -110,7 +109,6 @@ class CompiledPlan:
             ],
             steps=[(step.action, step.peer, index_of[step.chunk]) for step in plan.steps],
             num_unfinished=(self._num_result or 0) if is_concluded else 0,
-            is_mean=self.is_mean,
             is_computed_by_all=self.is_computed_by_all,
             codec=0 if self.codec is None else self.codec.code,
             own=-1 if self.codec is None else own_chunk(plan),

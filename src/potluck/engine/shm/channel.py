@@ -24,12 +24,11 @@ import msgspec
 import numpy as np
 
 from potluck import native
-from potluck.collectives.plan import Algorithm
+from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.shared_memory import NUM_SLOTS, Costs, credible, small_bytes, spin_s
 from potluck.engine.arrays.layout import Array
-from potluck.engine.fingerprint import OPERATIONS
-from potluck.engine.request import Request, label
-from potluck.engine.shm.group import MAX_BYTES, NUMBERS, OPS, Blame, GroupMemory, SharedMemoryWork
+from potluck.engine.request import Request, label, part_of_call
+from potluck.engine.shm.group import MAX_BYTES, Failure, GroupMemory, SharedMemoryWork
 from potluck.engine.work import Work
 from potluck.system import usable_cpus
 from potluck.transport import memory
@@ -140,7 +139,7 @@ class ChannelMemory:
             return False
         if request.op is None or self._native is None:
             return True
-        can: bool = self._native.can_combine(code_of(request.described.dtype), OPS[request.op])
+        can: bool = self._native.can_combine(code_of(request.described.dtype), request.op)
         return can
 
     def _begin(self, request: Request, call: str) -> SharedMemoryWork:
@@ -162,15 +161,19 @@ class ChannelMemory:
             self._ask(call, request.timeout_s, *numbers)
         return work
 
-    def quick_failure(
-        self, outcome: int, number: int, array: Any, op: str | None, root: int
+    def _error_of(
+        self,
+        operation: Operation,
+        source: Any,
+        result: Any,
+        op: str | None,
+        root: int,
+        failure: tuple[str, int, bool, int],
     ) -> BaseException:
-        """The error of a quick call of operation ``number`` that ended so."""
-        channel = self._native
-        reduction = ReduceOp(op) if op is not None else None
-        call = label(OPERATIONS[number], None, array, reduction, root)
-        blame = Blame(-1) if channel is None else Blame.of(self._ranks, *channel.blame())
-        return self._group.failure(outcome, blame, call)
+        """What a call on the fast path has failed with."""
+        part = part_of_call(operation, source, result)
+        call = label(operation, None, part, None if op is None else ReduceOp(op), root)
+        return self._group.failure(Failure.of(self._ranks, *failure), call)
 
     # -- setting up
 
@@ -264,6 +267,7 @@ class ChannelMemory:
                 spin_s=spin_s(world, cores, costs),
                 salt=int.from_bytes(salt, "little"),
                 number=self.number,
+                error_of=self._error_of,
             )
             self._drop_memory()
             self._native = channel
@@ -323,9 +327,9 @@ class ChannelMemory:
         self._group.start(
             work,
             lambda number: self._native.start(
-                NUMBERS[request.operation],
+                request.operation,
                 code_of(described.dtype),
-                0 if request.op is None else OPS[request.op],
+                request.op,
                 request.root,
                 list(described.shape),
                 source,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,11 +21,11 @@ from potluck import native
 from potluck.background import start_thread, why
 from potluck.collectives.plan import Algorithm
 from potluck.engine.failures.group_errors import broke, desync, overdue, peer_lost
-from potluck.engine.fingerprint import OPERATIONS
+from potluck.engine.fingerprint import OPERATIONS, REDUCTIONS
 from potluck.engine.work import Work, again
 from potluck.errors import GroupClosed, GroupError, LinkError, PeerLost, PotluckError
 from potluck.metrics import Metrics, SharedMemoryCounts
-from potluck.types import Group, ReduceOp
+from potluck.types import Group
 
 _log = logging.getLogger(__name__)
 
@@ -39,37 +38,26 @@ _PATIENCE_S = 5.0
 _SWEEP = 8
 """So many ended calls are forgotten at once, at least."""
 
-NUMBERS = {operation: number for number, operation in enumerate(OPERATIONS)}
-"""How the native core counts the operations."""
 
-OPS = {op: number for number, op in enumerate(ReduceOp)}
-
-
-class Outcome(IntEnum):
-    """How a native call ended."""
-
-    DONE = 0
-    PENDING = 1
-    STOPPED = 2
-    TIMEOUT = 3
-    DESYNC = 4
-    LEFT = 5
-
-
-class Blame(NamedTuple):
+class Failure(NamedTuple):
     """What keeps a call through shared memory from ending well."""
 
+    outcome: str
+    """``stopped`` with the group, ``timeout``, ``desync`` (the peer made another call) or ``left``
+    (the peer closed its context)."""
     peer: int
-    """The rank of the group that is to blame; -1: none in particular."""
-    has_begun: bool = True
-    """Whether it has begun the call too."""
-    fingerprint: int = 0
-    """After DESYNC, of the call that it has made instead."""
+    """The rank of the group at fault; -1: none in particular."""
+    has_begun: bool
+    """Whether the peer has begun the call too."""
+    fingerprint: int
+    """After a desync: of the peer's call."""
 
     @classmethod
-    def of(cls, peers: Sequence[int], culprit: int, has_begun: bool, fingerprint: int) -> Blame:
+    def of(
+        cls, peers: Sequence[int], outcome: str, peer: int, has_begun: bool, fingerprint: int
+    ) -> Failure:
         """What the native core says, whose ranks are those of a channel."""
-        return cls(peers[culprit] if culprit >= 0 else -1, has_begun, fingerprint)
+        return cls(outcome, peers[peer] if peer >= 0 else -1, has_begun, fingerprint)
 
 
 class Loop(Protocol):
@@ -142,7 +130,7 @@ class GroupMemory:
         """
         with self._lock:
             if self._engine is None:
-                self._engine = native.core.ShmEngine()
+                self._engine = native.core.ShmEngine(OPERATIONS, REDUCTIONS)
                 self._thread = start_thread(
                     partial(self._tell, self._engine),
                     name=f"potluck-shm-{self._group.rank}",
@@ -176,10 +164,10 @@ class GroupMemory:
             self._inflight[number] = work
         work.began(begin(number))
 
-    def failure(self, outcome: int, blame: Blame, call: str) -> BaseException:
+    def failure(self, failure: Failure, call: str) -> BaseException:
         """The error of a call that ended so, and the end of the group."""
-        if outcome != Outcome.STOPPED:
-            self._loop.abort(self._verdict(outcome, blame, call))
+        if failure.outcome != "stopped":
+            self._loop.abort(self._error_of(failure, call))
         if not self._over.wait(_PATIENCE_S):
             me = self._group.describe(self._group.rank)
             return GroupError(
@@ -208,15 +196,15 @@ class GroupMemory:
         """Count a call that failed."""
         self._metrics.failed(call.partition("(")[0], type(error).__name__)
 
-    def _verdict(self, outcome: int, blame: Blame, call: str) -> GroupError:
-        peer = blame.peer
+    def _error_of(self, failure: Failure, call: str) -> GroupError:
+        peer = failure.peer
         item = StalledCall(call, peer)
-        if outcome == Outcome.DESYNC:
-            return desync(self._group, peer, call, blame.fingerprint)
-        if outcome == Outcome.LEFT:
+        if failure.outcome == "desync":
+            return desync(self._group, peer, call, failure.fingerprint)
+        if failure.outcome == "left":
             left = LinkError("it left the group (its context was closed)")
             return peer_lost(self._group, peer, left, item)
-        return overdue(self._group, item, -1 if blame.has_begun else peer)
+        return overdue(self._group, item, -1 if failure.has_begun else peer)
 
     def leave(self) -> None:
         """This rank makes no more calls; those under way end. Idempotent."""
@@ -265,14 +253,14 @@ class GroupMemory:
                 self._tell_left()
 
     def _tell_left(self) -> None:
-        """End the group over a quick call that failed after a signal interrupted its caller."""
+        """End the group over a blocking call that failed after a signal interrupted its caller."""
         with self._lock:
             channels = list(self._open)
         for channel, _, _, peers in channels:
-            number, outcome, *blame = channel.left_failure()
-            if outcome != Outcome.DONE:
-                call = f"{OPERATIONS[number].value} (its caller was interrupted)"
-                self._loop.abort(self._verdict(outcome, Blame.of(peers, *blame), call))
+            if (left := channel.left_failure()) is not None:
+                operation, failure = left
+                call = f"{operation} (its caller was interrupted)"
+                self._loop.abort(self._error_of(Failure.of(peers, *failure), call))
 
 
 class SharedMemoryWork(Work):
@@ -358,8 +346,7 @@ class SharedMemoryWork(Work):
         """The native call has ended: so has this."""
         if self._is_ended:
             return
-        call, error = self._native, None
-        if call.outcome != Outcome.DONE:
-            blame = Blame.of(self._peers, call.culprit, call.has_begun, call.theirs)
-            error = self._group.failure(call.outcome, blame, self.call)
+        failure, error = self._native.failure(), None
+        if failure is not None:
+            error = self._group.failure(Failure.of(self._peers, *failure), self.call)
         self.finish(error)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from potluck.collectives.plan import Operation
@@ -19,7 +18,6 @@ from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.staging import Crossing, Flat, cross, in_columns, in_pieces
 from potluck.torch.process_group.work import GroupWork
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 _EXCHANGE = 1
 """The tag of all_to_all's messages."""
 
@@ -38,7 +36,7 @@ def broadcast(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     is_root = root == seat.rank
     if staging.is_staged(seat, tensor):
         return in_pieces(seat, tensor, post, reads=is_root, writes=not is_root)
-    if seat.at_once(Operation.BROADCAST, opts, tensor, tensor, tensor, root=root):
+    if seat.at_once(Operation.BROADCAST, opts, tensor, tensor, root=root):
         return GroupWork((), [tensor], seat.completions)
     array, is_shared = buffers.on_host(tensor)
     work = post(array)
@@ -65,7 +63,7 @@ def all_gather_single(seat: Seat, output: Tensor, source: Tensor, opts: Any) -> 
         whole = Flat(output)
         rows = list(whole.row.view(seat.world_size, -1))
         return _gather_staged(seat, source, rows, [output], opts, [whole])
-    if seat.at_once(Operation.ALL_GATHER, opts, source, output, source):
+    if seat.at_once(Operation.ALL_GATHER, opts, source, output):
         return GroupWork((), [output], seat.completions)
     mine, _ = buffers.on_host(source)
     array, is_shared = buffers.on_host(output)
@@ -216,7 +214,7 @@ def all_to_all_single(
 
 
 def barrier(seat: Seat, opts: Any) -> GroupWork:
-    if seat.at_once(Operation.BARRIER, opts, None, None, _NOTHING):
+    if seat.at_once(Operation.BARRIER, opts, None, None):
         return GroupWork((), [], seat.completions)
     timeout_s = seconds(opts, seat.timeout_s)
     work = seat.communicator.run(Request(Operation.BARRIER, timeout_s=timeout_s))

@@ -39,8 +39,8 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
 
     if is_staged(seat, tensor):
         return in_pieces(seat, tensor, post)
-    if _can_be_quick(op, factor, tensor) and seat.at_once(
-        Operation.ALL_REDUCE, opts, tensor, tensor, tensor, op
+    if _can_be_fast(op, factor, tensor) and seat.at_once(
+        Operation.ALL_REDUCE, opts, tensor, tensor, op
     ):
         return GroupWork((), [tensor], seat.completions)
     array, is_shared = buffers.on_host(tensor)
@@ -134,8 +134,8 @@ def reduce_scatter_single(seat: Seat, output: Tensor, source: Tensor, opts: Any)
         return _scatter_staged(seat, output, list(parts), opts)
     op, factor = reduction(opts)
     check_reduction(op, factor, output.dtype)
-    if _can_be_quick(op, factor, output) and seat.at_once(
-        Operation.REDUCE_SCATTER, opts, source, output, output, op
+    if _can_be_fast(op, factor, output) and seat.at_once(
+        Operation.REDUCE_SCATTER, opts, source, output, op
     ):
         return GroupWork((), [output], seat.completions)
     return _scatter_parts(seat, output, buffers.on_host(source)[0], opts)
@@ -190,7 +190,7 @@ def _scattering(
     return post, op
 
 
-def _can_be_quick(op: ReduceOp, factor: float | Tensor | None, tensor: Tensor) -> bool:
+def _can_be_fast(op: ReduceOp, factor: float | Tensor | None, tensor: Tensor) -> bool:
     """Whether the engine's call is all that is to be done."""
     return factor is None and (op is not ReduceOp.MEAN or tensor.is_floating_point())
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
-from potluck.engine.shm.group import NUMBERS
 from potluck.torch.process_group.options import seconds
 from potluck.torch.process_group.own_mail import OwnMail
 from potluck.torch.process_group.work import Completions
@@ -41,21 +40,14 @@ class Seat:
         opts: Any,
         source: Any,
         result: Any,
-        described: Any,
         op: ReduceOp | None = None,
         root: int = 0,
     ) -> bool:
-        """Try the short way: True if the call has ended well, False if nothing was done.
+        """Try the fast path: True if the call has ended well, False if nothing was done.
 
-        For callers that wait anyway (``async_op=False``, which torch says in ``opts``), where the
-        ranks share memory and the tensors can be used where they are. ``described`` is one rank's
-        part, as errors tell its shape.
+        For callers that wait anyway (``async_op=False``, which torch says in ``opts``).
         """
-        quick = self.communicator.quick_flat
-        if quick is None or getattr(opts, "asyncOp", True):
+        fast = self.communicator.fast_path
+        if fast is None or getattr(opts, "asyncOp", True):
             return False
-        number = NUMBERS[operation]
-        outcome: int = quick(number, source, result, op, root, seconds(opts, self.timeout_s))
-        if outcome > 0:
-            raise self.communicator.quick_failure(outcome, number, described, op, root)
-        return outcome == 0
+        return fast(operation, source, result, op, root, seconds(opts, self.timeout_s), True)

@@ -15,13 +15,13 @@ from potluck import native
 def short_ways(expected: int):
     """So many of the calls inside go the short way, where there is one."""
     communicator = dist.group.WORLD.communicator
-    quick, outcomes = communicator.quick_flat, []
-    if quick is not None:
-        communicator.quick_flat = lambda *call: outcomes.append(quick(*call)) or outcomes[-1]
+    fast, outcomes = communicator.fast_path, []
+    if fast is not None:
+        communicator.fast_path = lambda *call: outcomes.append(fast(*call)) or outcomes[-1]
     yield
-    communicator.quick_flat = quick
-    assert native.available == (quick is not None)
-    assert quick is None or outcomes.count(0) == expected, outcomes
+    communicator.fast_path = fast
+    assert native.available == (fast is not None)
+    assert fast is None or outcomes.count(True) == expected, outcomes
 
 
 @check(2)

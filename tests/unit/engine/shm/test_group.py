@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from potluck.engine.shm.group import GroupMemory, Outcome, SharedMemoryWork
+from potluck.engine.shm.group import GroupMemory, SharedMemoryWork
 from potluck.engine.work import Work
 from potluck.errors import PotluckError
 from potluck.metrics import Metrics
@@ -28,13 +28,12 @@ class Loop:
 class NativeCall:
     """What the native core gives for a call that it runs."""
 
-    outcome = Outcome.DONE
-    culprit = -1
-    has_begun = True
-
     def __init__(self) -> None:
         self.done = False
         self.is_watched = False
+
+    def failure(self) -> None:
+        return None
 
     def watch(self) -> bool:
         self.is_watched = not self.done
