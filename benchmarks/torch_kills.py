@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer imports it: before the forks, not in each
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
