@@ -2,18 +2,20 @@
 
 ``Settings()`` is the plain defaults; ``load_settings()`` is what a program uses: arguments win over
 environment variables (``POTLUCK_`` and the field's name in capitals), which win over defaults.
-Importing this module is cheap; pydantic is loaded by ``load_settings`` only.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import typing
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, MultipleOf
+import msgspec
+from msgspec import Meta
 
 from potluck.errors import ConfigurationError
 
@@ -27,11 +29,11 @@ class About:
     text: str
 
 
-Port = Annotated[int, Ge(0), Le(65535)]
-Seconds = Annotated[float, Gt(0), Le(1e9)]
-Bytes = Annotated[int, Ge(1), Le(1 << 40)]
-Slots = Annotated[int, Ge(1), Le(1024)]
-SlotBytes = Annotated[int, Ge(4096), Le(1 << 28), MultipleOf(4096)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
+Slots = Annotated[int, Meta(ge=1, le=1024)]
+SlotBytes = Annotated[int, Meta(ge=4096, le=1 << 28, multiple_of=4096)]
 Wire = Literal["sealed", "plain"]
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -68,7 +70,7 @@ class Settings:
     ] = ""
     min_peers: Annotated[
         int,
-        Ge(0),
+        Meta(ge=0),
         About("others to wait for before a job starts: nodes, or processes that find each other"),
     ] = 0
     peer_timeout_s: Annotated[
@@ -76,14 +78,14 @@ class Settings:
     ] = 30.0
     connection_timeout_s: Annotated[Seconds, About("seconds for one attempt to connect")] = 5.0
     max_retries: Annotated[
-        int, Ge(0), Le(1000), About("attempts to connect after the first one failed")
+        int, Meta(ge=0, le=1000), About("attempts to connect after the first one failed")
     ] = 3
     hello_timeout_s: Annotated[Seconds, About("seconds a caller has to say who it is")] = 5.0
     max_pending: Annotated[
-        int, Ge(1), Le(10_000), About("callers at one time that have not said who they are")
+        int, Meta(ge=1, le=10_000), About("callers at one time that have not said who they are")
     ] = 64
     bucket_size_mb: Annotated[
-        float, Gt(0), Le(65_536), About("megabytes (2**20 bytes) of gradients reduced together")
+        float, Meta(gt=0, le=65_536), About("megabytes (2**20 bytes) of gradients reduced together")
     ] = 25.0
     segment_bytes: Annotated[Bytes, About("bytes of the largest piece sent as one frame")] = 1 << 19
     max_early_bytes: Annotated[
@@ -129,57 +131,81 @@ def load_settings(**arguments: Any) -> Settings:
     """Defaults, overridden by the environment, overridden by ``arguments`` that are not None.
 
     ConfigurationError names the variable or argument, its value (never a secret's) and what is
-    expected there. An empty variable counts as not set. Costs about 0.1 s the first time.
+    expected there. An empty variable counts as not set.
     """
-    from pydantic import ValidationError
-
-    given = {name: value for name, value in arguments.items() if value is not None}
-    unknown = sorted(given.keys() - _fields().keys())
+    unknown = sorted(arguments.keys() - _fields().keys())
     if unknown:
         raise TypeError(f"there is no setting {unknown[0]!r}")
-    try:
-        loaded = _reader()(**given)
-    except ValidationError as error:
-        raise ConfigurationError(_explain(error, given)) from None  # it may quote a secret
-    values = {name: getattr(loaded, name) for name in _fields()}
-    settings = Settings(**values | {"home": values["home"].expanduser()})
+    given = {name: os.environ.get(environment_name(name)) or None for name in _fields()}
+    given |= {name: value for name, value in arguments.items() if value is not None}
+    values: dict[str, Any] = {}
+    problems = []
+    for name, value in given.items():
+        if value is None:
+            continue
+        try:
+            values[name] = _converted(value, _types()[name])
+        except (ValueError, TypeError):  # which may quote a secret
+            is_argument = arguments.get(name) is not None
+            where = f"argument {name}" if is_argument else environment_name(name)
+            shown = repr(value) if _fields()[name].repr else "(not shown)"
+            expected = _expected(_types()[name])
+            problems.append(f"{where}={shown}: input should be {expected} ({_about(name)})")
+    if problems:
+        raise ConfigurationError("; ".join(problems)) from None
+    settings = Settings(**values)
     if settings.psk is not None and settings.passphrase is not None:
         raise ConfigurationError(
             "POTLUCK_PSK and POTLUCK_PASSPHRASE are both set: each gives the cluster secret; "
             "unset one"
         )
-    return settings
+    return replace(settings, home=settings.home.expanduser())
 
 
-@functools.cache
-def _reader() -> Any:
-    """The pydantic-settings model with the fields of Settings."""
-    from pydantic import Field as ModelField
-    from pydantic import create_model
-    from pydantic_settings import BaseSettings, SettingsConfigDict
-
-    class Base(BaseSettings):
-        model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="ignore")
-
-    models: dict[str, Any] = {}
-    for name, each in _fields().items():
-        if each.default_factory is not MISSING:
-            default = ModelField(default_factory=each.default_factory)
-        else:
-            default = ModelField(default=each.default)
-        models[name] = (_types()[name], default)
-    return create_model("PotluckEnvironment", __base__=Base, **models)
+_TRUE, _FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "off", "f", "false", "n", "no")
+_FROM_TEXT: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    Path: Path,
+    bool: lambda text: [*_FALSE, *_TRUE].index(text.strip().lower()) >= len(_FALSE),
+}
 
 
-def _explain(error: Any, given: dict[str, Any]) -> str:
-    texts = []
-    for problem in error.errors(include_url=False, include_context=False):
-        name = str(problem["loc"][0])
-        where = f"argument {name}" if name in given else environment_name(name)
-        shown = repr(problem["input"]) if _fields()[name].repr else "(not shown)"
-        expected = problem["msg"][:1].lower() + problem["msg"][1:]
-        texts.append(f"{where}={shown}: {expected} ({_about(name)})")
-    return "; ".join(texts)
+def _converted(value: Any, kind: Any) -> Any:
+    """``value`` as ``kind``, within its bounds; ValueError or TypeError if it is not."""
+    base = kind.__origin__
+    if isinstance(value, str) and base in _FROM_TEXT:
+        value = _FROM_TEXT[base](value)
+    return msgspec.convert(value, kind)
+
+
+def _expected(kind: Any) -> str:
+    """What a setting of this type accepts, in words."""
+    base = kind.__origin__
+    if typing.get_origin(base) is Literal:
+        *words, last = map(repr, typing.get_args(base))
+        return f"{', '.join(words)} or {last}"
+    text = _WORDS.get(base, "text")
+    for bounds in kind.__metadata__:
+        if isinstance(bounds, Meta):
+            limits = (getattr(bounds, name) for name in _BOUNDS)
+            said = zip(_BOUNDS.values(), limits, strict=True)
+            text += "".join(f", {words} {limit}" for words, limit in said if limit is not None)
+    return text
+
+
+_WORDS = {
+    int: "a valid integer",
+    float: "a valid number",
+    Path: "a path",
+    bool: f"a valid boolean: {', '.join(_TRUE)}; {', '.join(_FALSE)}",
+}
+_BOUNDS = {
+    "gt": "greater than",
+    "ge": "at least",
+    "le": "less than or equal to",
+    "multiple_of": "a multiple of",
+}
 
 
 def _fields() -> dict[str, Field[Any]]:

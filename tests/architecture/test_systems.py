@@ -14,7 +14,7 @@ import pytest
 
 OTHER = """
 import asyncio, importlib.metadata, multiprocessing, os, select, signal, socket, sys
-import numpy, psutil, pydantic_settings, prometheus_client, rich.console, rich.live
+import numpy, psutil, prometheus_client, rich.console, rich.live
 import cryptography.x509, ml_dtypes, msgspec, safetensors.numpy, spake2, typer.testing, zeroconf
 import zeroconf.asyncio
 from cryptography.hazmat.primitives.asymmetric import ed25519
