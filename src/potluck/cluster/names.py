@@ -1,4 +1,4 @@
-"""What people call nodes: the name that each tells of itself, and the beginning of its id. Pure."""
+"""Names of nodes for people: the name that a node gives itself, and the start of its id. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class NodeNames:
         self._names = {me: mine}
 
     def met(self, node: str, name: str) -> None:
-        """``node`` tells that it has this name."""
+        """``node`` gave this name for itself."""
         self._names[node] = name
 
     def name(self, node: str) -> str:
-        """What ``node`` said; empty if it was never met."""
+        """The name that ``node`` gave for itself; empty if it was never met."""
         return self._names.get(node, "")
 
     def called(self, node: str) -> str:

@@ -1,8 +1,8 @@
-"""The agent of one node: puts its parts together, and gives each connection to the part it is for.
+"""The agent of one node: makes its parts, and gives each new connection to the part it is for.
 
-The parts register for what concerns them: messages of other nodes and the making and the end of
-links at ``links.peers``, requests of this machine's commands at ``links.local``, what the cluster
-agreed on at ``control_plane``. So none of it passes through here.
+The parts register for the messages that concern them: messages of other agents and the start and
+end of links at ``links.peers``, requests of this machine's commands at ``links.local``, views at
+``control_plane``. So none of these pass through here.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ Close = Callable[[], Coroutine[Any, Any, None]]
 
 
 class NodeAgent:
-    """One node's agent: ``run`` until cancelled. ``on_note`` gets a line for people at a time.
+    """One node's agent; ``run`` it until cancelled. ``on_note`` is called with lines for people.
 
-    A private agent is that of one ``potluck run`` on a machine that is in no cluster: nobody finds
-    it, it listens on the loopback and refuses other agents, and it keeps nothing on disk.
+    A private agent belongs to one ``potluck run`` on a machine without ``potluck up``. It has no
+    finders, listens on the loopback only, refuses other agents, and keeps nothing on disk but its
+    port for ``potluck status``.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""A script's folder on its way to the nodes that run it: what travels, how, where it is kept."""
+"""A script's folder on its way to the nodes that run it: packed, sent, and stored on each node."""

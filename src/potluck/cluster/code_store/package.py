@@ -1,9 +1,10 @@
-"""A code package: a script's folder as it travels. Which files, under which hashes, and where to.
+"""A code package: a script's folder in the form in which it is sent to other nodes and stored
+there.
 
 A package is a manifest (paths, sizes, SHA-256 of each file) and is named by the manifest's own
-SHA-256. Files are stored by their hash, so what a node has already is not sent again, and an
-unpacked package is a folder of its own that no later one changes. What arrives is written only
-below the store: every path is judged before, names are made of plain parts, nothing is a link.
+SHA-256. Files are stored by their hash, so a file that a node already has is not sent again, and an
+unpacked package is a folder of its own that no later package changes. Received files are written
+only below the store: every path is checked first, consists of plain names, and is no link.
 """
 
 from __future__ import annotations

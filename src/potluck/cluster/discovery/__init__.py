@@ -1,5 +1,6 @@
-"""How nodes find each other: mDNS, a multicast beacon, and addresses that somebody wrote down.
+"""How nodes find each other: by mDNS, by a multicast beacon, or by written addresses.
 
-Each way is a ``Finder``; any one of them alone is enough. What they find are hints, never trust: a
-hint is an address worth calling, and who answers there is known only after the TLS handshake.
+Each way is a ``Finder``, and any of them alone is enough. A finder gives hints: a hint is an
+address worth calling, and proves nothing. Which node answers there is known only after the TLS
+handshake.
 """

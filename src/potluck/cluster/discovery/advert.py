@@ -1,9 +1,9 @@
-"""What a node tells the network about itself: version, port, a random id, and a tag. Pure.
+"""The advert: what a node tells the network about itself (version, port, a random id, a tag). Pure.
 
 The tag is an HMAC under a key that only members of the cluster can derive, so adverts of other
-clusters and forged ones are dropped without a connection. Whoever replays an advert from another
-address only makes a hint that leads nowhere. An advert holds no name of a host, node or cluster:
-the id is new at each start, and tags of the same cluster have nothing in common.
+clusters and forged adverts are dropped without a connection. An advert that is replayed from
+another address makes a hint that leads nowhere. An advert has no name of a host, node or cluster:
+the id is new at each start, and two tags of one cluster have nothing in common.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ BEACON_BYTES = _BEACON.size
 
 @dataclass(frozen=True, slots=True)
 class Advert:
-    """A node listens on TCP ``port``; ``instance`` is random and new at each start."""
+    """The advert of a node that listens on TCP ``port``; ``instance`` is random, new at each
+    start."""
 
     version: int
     port: int
@@ -38,7 +39,7 @@ class Advert:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """An address worth calling. ``instance`` (hex) is empty where nobody advertised it."""
+    """An address worth calling. ``instance`` (hex) is empty if the address came from no advert."""
 
     host: str
     port: int
@@ -48,10 +49,10 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What this process shows to the network, and whom it recognises there.
+    """What this process advertises, and which adverts of others it recognises.
 
-    ``keys()`` gives the keys of tags (32 bytes each): own adverts use the first, all are
-    recognised. ``port`` 0 means: only look, and be seen by nobody.
+    ``keys()`` gives the keys of tags (32 bytes each): the first is for this process's adverts, and
+    adverts under any of them are recognised. With ``port`` 0 the process only looks for others.
     """
 
     keys: Callable[[], Sequence[bytes]]
@@ -87,7 +88,7 @@ def encode_beacon(advert: Advert) -> bytes:
 
 
 def decode_beacon(data: bytes) -> Advert | None:
-    """The advert in a datagram, None for anything else. The tag is not judged here."""
+    """The advert in a datagram, None for anything else. The tag is not checked here."""
     if len(data) != BEACON_BYTES:
         return None
     magic, version, port, instance, tag = _BEACON.unpack(data)

@@ -1,9 +1,8 @@
-"""The beacon: 40 bytes by UDP multicast, on every interface, IPv4 and IPv6.
+"""The beacon: an advert of 40 bytes, sent by UDP multicast on every interface, IPv4 and IPv6.
 
-It works where mDNS is filtered or taken by another program. Each node speaks at its start, a few
-times quickly, then every ``INTERVAL_S``, and soon after it has heard an instance for the first
-time, so that a newcomer need not wait. Packets have a hop limit of 1: they never leave the network
-they were sent in.
+It works where mDNS is filtered, or its port is taken by another program. A node sends a few beacons
+quickly at its start, then one every ``INTERVAL_S``, and one soon after it has heard a new node, so
+that the new node need not wait. Packets have a hop limit of 1: they never leave their network.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
 from potluck.transport.rate import RateLimitedLog
 
 GROUP4 = "239.255.52.15"
-"""Of the block for one's own site (RFC 2365)."""
+"""An address of the block for use within a site (RFC 2365)."""
 GROUP6 = "ff12::706c:636b"
 """A transient group of the link (RFC 4291, 2.7)."""
 INTERVAL_S = 2.0
@@ -46,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Beacon:
-    """A Finder on UDP ``port``, which all nodes must share."""
+    """A Finder on UDP ``port``, the same on all nodes."""
 
     name = "beacon"
 
@@ -90,10 +89,10 @@ class Beacon:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._soon.wait()
-                    await asyncio.sleep(_ANSWER_S)  # one answer for all who came meanwhile
+                    await asyncio.sleep(_ANSWER_S)  # one answer for all nodes heard meanwhile
 
     def _look_around(self) -> None:
-        """Open the sockets and join the groups where that was not done: interfaces come and go."""
+        """Open missing sockets and join the groups on new interfaces: interfaces come and go."""
         self._present = self._interfaces()
         for family in (socket.AF_INET, socket.AF_INET6):
             if family not in self._sockets:
@@ -166,7 +165,7 @@ class Beacon:
                     _log.debug("no beacon on %s: %s", interface.name, error)
 
     def _hear(self, sock: socket.socket) -> None:
-        """A bounded number at a time: a flood must not keep the loop from its other work."""
+        """Read a bounded number of datagrams: a flood must not keep the loop from other work."""
         for _ in range(_BURST):
             try:
                 data, address = sock.recvfrom(BEACON_BYTES + 1)
@@ -199,7 +198,7 @@ _NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV | socket.NI_DGRAM
 
 
 def _places(interface: Interface) -> list[tuple[socket.AddressFamily, str]]:
-    """Where to speak: each IPv4 network of the interface, and its link once by IPv6."""
+    """Where to send on an interface: once in each of its IPv4 networks, and once by IPv6."""
     places = [(socket.AF_INET, address) for address in interface.ipv4]
     local = [each for each in interface.ipv6 if ipaddress.ip_address(each).is_link_local]
     if local or interface.ipv6:

@@ -1,4 +1,4 @@
-"""Calls the addresses that finders hear of, each when it is due and only so many at once."""
+"""The caller of hints: calls each address when it is due, and at most ``_MAX_CALLS`` at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Call = Coroutine[Any, Any, None]
 
 
 class HintCaller:
-    """Runs ``call(hint)`` for the hints that ``book`` has due; ``call`` tells the book what came
-    of it. Whoever changes the book must ``wake`` the caller."""
+    """Runs ``call(hint)`` for the hints that are due in ``book``. ``call`` tells the book whether
+    the node was reached. Code that changes the book must ``wake`` the caller."""
 
     def __init__(self, call: Callable[[Hint], Call]) -> None:
         self.book = HintBook()
@@ -26,12 +26,12 @@ class HintCaller:
         self._changed = asyncio.Event()
 
     def heard(self, hint: Hint) -> None:
-        """A finder found something."""
+        """A finder found ``hint``."""
         self.book.heard(hint, asyncio.get_running_loop().time())
         self.wake()
 
     def wake(self) -> None:
-        """Look again at what is due."""
+        """Look again which hints are due."""
         self._changed.set()
 
     def start(self, call: Call) -> None:

@@ -1,4 +1,4 @@
-"""All ways to find peers at once, as the settings say."""
+"""The finders that the settings name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ WAYS = ("mdns", "beacon", "static")
 
 
 def all_finders(settings: Settings, default_port: int = 0) -> list[Finder]:
-    """The ways that ``settings.discovery`` names; static peers only where some are written down.
+    """The finders that ``settings.discovery`` names; static peers only if ``settings.peers`` has
+    any.
 
-    ``default_port`` is that of peers written without one (0: the settings' discovery port).
-    ConfigurationError for a way that there is not, or for peers that can't be read.
+    ``default_port`` is the port of peers written without one (0: the settings' discovery port).
+    ConfigurationError for an unknown name, or for peers that can't be read.
     """
     wanted = [each.strip() for each in settings.discovery.split(",") if each.strip()]
     unknown = [each for each in wanted if each not in WAYS]

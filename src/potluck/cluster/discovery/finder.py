@@ -1,4 +1,4 @@
-"""The interface of every way to find peers."""
+"""``Finder``: the interface of each way to find peers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ OnHint = Callable[[Hint], None]
 
 
 class Finder(Protocol):
-    """One way to be found and to find, from ``start`` to ``close``, in one asyncio loop."""
+    """One way to find peers and be found, in one asyncio loop, from ``start`` to ``close``."""
 
     @property
     def name(self) -> str:
         """``mdns``, ``beacon`` or ``static``: the ``source`` of its hints."""
 
     async def start(self, presence: Presence, on_hint: OnHint) -> None:
-        """Make ``presence`` known and report who else is there, until close().
+        """Advertise ``presence`` and report the hints of other nodes, until close().
 
-        A network that does not work now (no interface is up, a port is taken) is tried again by
-        and by; it is no error.
+        A network that does not work at the moment (no interface is up, a port is taken) is no
+        error: it is tried again.
         """
 
     async def close(self) -> None:
-        """Say goodbye where that is usual, and give everything back. Idempotent."""
+        """Withdraw the advert where the protocol can, and release everything. Idempotent."""

@@ -1,11 +1,12 @@
-"""Which of the addresses that were heard to call next. Pure; times are seconds of one clock.
+"""The hint book: which of the known addresses to call next. Pure; times are seconds of one clock.
 
 Hints are cheap to forge, so the book is bounded, and an address that has led to a peer is never
-given up for one that has not. Each address is called at most every ``_FIRST_PAUSE_S``, then more
-and more seldom while nobody answers there; where a peer was lately, or is heard again, every
-``_PEER_PAUSE_S``, so that a cut that heals is noticed. Of one advertised instance at most
-``_MAX_PLACES`` addresses are kept: who replays a member's advert from many addresses crowds out
-only that one, and the first address heard of it, which is called at once, stays.
+dropped for an address that has not. An address is called at most every ``_FIRST_PAUSE_S``, and less
+and less often while no node answers there; at most every ``_PEER_PAUSE_S`` apart where a peer was
+lately, or is heard again, so that the heal of a cut network is noticed. Of one advertised instance
+at most ``_MAX_PLACES`` addresses are kept. So an attacker that replays a member's advert from many
+addresses crowds out other addresses of that member only, and never the first address that was
+heard.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Entry:
 
 
 class HintBook:
-    """At most ``MAX_HINTS`` addresses, and what came of calling them."""
+    """At most ``MAX_HINTS`` addresses, each with the outcome of its last call."""
 
     def __init__(self) -> None:
         self._entries: dict[Place, _Entry] = {}
@@ -53,15 +54,15 @@ class HintBook:
         return len(self._entries)
 
     def heard(self, hint: Hint, now: float) -> None:
-        """``hint`` was found, maybe again. Dropped if there is no room for it."""
+        """``hint`` was found, maybe not for the first time. Dropped if there is no room for it."""
         place = (hint.host, hint.port)
         entry = self._entries.get(place)
         if entry is not None:
             if hint.instance in entry.past:
-                return  # mDNS tells of an agent that was killed for two minutes more
+                return  # for two minutes mDNS goes on to advertise an agent that was killed
             entry.heard = now
             if hint.instance and entry.hint.instance not in ("", hint.instance):
-                # Another process at a known address: what was learnt of the old one is void.
+                # Another process at a known address: nothing learnt about the old one holds.
                 past = (*entry.past, entry.hint.instance)[-_MAX_PAST:]
                 self._entries[place] = _Entry(hint, now, max(now, entry.due), past=past)
             elif entry.node:
@@ -71,8 +72,8 @@ class HintBook:
             self._entries[place] = _Entry(hint, now, now)
 
     def due(self, now: float) -> list[Hint]:
-        """The addresses to call now, those that led to a peer before first. Each is then being
-        called until ``reached`` or ``failed`` says what came of it."""
+        """The addresses to call now; first those that have led to a peer. A called address is not
+        due again before ``reached`` or ``failed``."""
         ready = [
             entry
             for entry in self._entries.values()
@@ -90,7 +91,7 @@ class HintBook:
             entry.calling = entry.tried = True
 
     def reached(self, hint: Hint, node: str, now: float) -> None:
-        """``node`` proved itself at this address."""
+        """``node`` answered at this address and proved its identity."""
         entry = self._entries.get((hint.host, hint.port))
         if entry is not None:
             entry.calling = False
@@ -99,7 +100,7 @@ class HintBook:
             entry.due = now + _FIRST_PAUSE_S
 
     def failed(self, hint: Hint, now: float) -> None:
-        """Nobody, or nobody of this cluster, answered there."""
+        """No node of this cluster answered at this address."""
         entry = self._entries.get((hint.host, hint.port))
         if entry is not None:
             entry.calling = False
@@ -113,7 +114,7 @@ class HintBook:
         self._linked.add(node)
 
     def unlinked(self, node: str, now: float) -> None:
-        """The link to ``node`` ended: call where it was, at once."""
+        """The link to ``node`` ended: its addresses are due at once, the preferred one first."""
         self._linked.discard(node)
         best = self._preferred.get(node)
         for place, entry in self._entries.items():
@@ -124,15 +125,15 @@ class HintBook:
                     entry.due += _HEAD_START_S
 
     def prefer(self, node: str, hint: Hint) -> None:
-        """Of the places of ``node`` call this one first, when its link was lost."""
+        """When the link to ``node`` is lost, call this address of it first."""
         self._preferred[node] = (hint.host, hint.port)
 
     def places_of(self, node: str) -> list[Hint]:
-        """Where ``node`` was reached."""
+        """The addresses at which ``node`` was reached."""
         return [entry.hint for entry in self._entries.values() if entry.node == node]
 
     def next_due(self) -> float | None:
-        """When ``due`` has something to say next; None if never."""
+        """When the next address is due; None if never."""
         times = [
             entry.due
             for entry in self._entries.values()
@@ -147,14 +148,14 @@ class HintBook:
             if hint.instance and entry.hint.instance == hint.instance
         ]
         if len(siblings) >= _MAX_PLACES:
-            # The first one heard is spared: a replay comes after what it repeats.
+            # The first address heard is spared: a replay comes after the advert that it repeats.
             return self._drop_one(siblings[1:], now)
         if len(self._entries) >= MAX_HINTS:
             return self._drop_one(list(self._entries.values()), now)
         return True
 
     def _drop_one(self, among: list[_Entry], now: float) -> bool:
-        """Give up the least promising of ``among``; False if all deserve to stay."""
+        """Drop the least promising entry of ``among``; False if none may be dropped."""
         spare = [
             entry
             for entry in among

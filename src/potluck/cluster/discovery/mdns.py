@@ -1,7 +1,8 @@
-"""mDNS (RFC 6762, 6763): a service ``_potluck._tcp.local.`` on every usable interface.
+"""Finding nodes by mDNS (RFC 6762, 6763): a service ``_potluck._tcp.local.`` on every usable
+interface.
 
-Its name is the random instance id, so no host's name is told. The records are the advert: the
-port in SRV, version and tag in TXT; A and AAAA hold the addresses that mDNS needs.
+The service's name is the random instance id, so no host name is published. The records hold the
+advert: the port in SRV, version and tag in TXT; A and AAAA hold the addresses, as mDNS needs them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _zeroconf_log = logging.getLogger("zeroconf")
 
 
 class Mdns:
-    """A Finder by mDNS. Interfaces are named to zeroconf one by one, and looked at again and again:
-    its own choice misses some of a machine with several."""
+    """A Finder by mDNS. zeroconf is given the interfaces one by one, again whenever they change:
+    its own choice misses some interfaces of a machine with several."""
 
     name = "mdns"
 
@@ -55,7 +56,7 @@ class Mdns:
     async def start(self, presence: Presence, on_hint: OnHint) -> None:
         self._presence, self._on_hint = presence, on_hint
         if _zeroconf_log.level == logging.NOTSET:
-            # It warns, with a traceback, of each interface that does not work at the moment.
+            # zeroconf logs a traceback for each interface that does not work at the moment.
             _zeroconf_log.setLevel(logging.ERROR)
         self._task = asyncio.create_task(self._run())
 
@@ -119,7 +120,7 @@ class Mdns:
             other_ttl=_TTL_S,
         )
         if self._info is None:
-            # The name is random: nobody else has it, so nobody need be asked.
+            # The name is random, so no other node has it: no need to probe for conflicts first.
             await zeroconf.async_register_service(info, cooperating_responders=True)
         else:
             await zeroconf.async_update_service(info)

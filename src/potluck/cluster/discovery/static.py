@@ -1,4 +1,4 @@
-"""Addresses that somebody wrote down (``POTLUCK_PEERS``): for networks without multicast."""
+"""Finding nodes by written addresses (``POTLUCK_PEERS``), for networks without multicast."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 class StaticPeers:
-    """A Finder whose hints are ``peers``, resolved again every ``INTERVAL_S``: names may move.
+    """A Finder whose hints are ``peers``. Names are resolved again every ``INTERVAL_S``, since
+    their addresses may change.
 
-    It cannot make this node known to others: one of two peers must have the other in its list.
+    It does not make this node known to others: of two nodes, one must have the other in its list.
     """
 
     name = "static"

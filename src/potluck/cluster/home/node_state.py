@@ -1,8 +1,8 @@
-"""What a node's agent keeps on disk: its incarnation, its record of views,
-and where commands can ask it.
+"""The files of a node's agent: its incarnation, its record of views, and its port for commands.
 
 ``<home>/node_state`` (mode 0600) is written before a view is used, so that no epoch is used twice.
-``<home>/node_agent.json`` says where the running agent listens. One agent runs per home.
+``<home>/node_agent.json`` says where the running agent listens. At most one agent runs for each
+home.
 """
 
 from __future__ import annotations

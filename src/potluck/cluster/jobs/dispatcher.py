@@ -1,7 +1,8 @@
-"""All jobs of the cluster, as one node's agent has to do with them.
+"""The dispatcher: one agent's entry for everything about jobs.
 
-It leads them while it leads the cluster (``controller.py``), it has some of their workers
-(``local_runner.py``), and it serves the commands of this machine that started them.
+It takes messages of other agents, requests of this machine's commands, and the cluster's views, and
+gives each to the part that it is for: a ``JobController`` for each job while this node leads the
+cluster, the ``LocalRunner`` of the workers here, or the command that waits for its job.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _VIEW_S = 15.0
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """A job that a command here started. ``is_taken``: the leader has it."""
+    """A job that ``client``, a command of this machine, started. ``is_taken``: the leader has said
+    that it has the job. ``number`` and ``times``: the last signal for the job, and how many
+    came."""
 
     spec: jobs.JobSpec
     client: Client
@@ -48,7 +51,8 @@ class _Watched:
 
 
 class JobDispatcher:
-    """Feed it what the agent hears: messages, views, pauses, requests."""
+    """The jobs of one agent, from construction to ``close``. It registers for its messages
+    itself."""
 
     def __init__(self, host: JobHost, code_store: CodeStore) -> None:
         self.runner = LocalRunner(host, code_store, self._must_wait)
@@ -70,10 +74,11 @@ class JobDispatcher:
         host.commands.on(local.JobsRequest, self._status_asked)
         host.commands.on_gone.append(self.abandon)
 
-    # What a person orders here.
+    # Requests of this machine's commands.
 
     async def submit(self, request: local.RunRequest, client: Client) -> str:
-        """Have a job run for ``client``; its name. ConfigurationError if it can't be."""
+        """Submit a job for ``client`` to the leader; returns the job's name. ConfigurationError if
+        this node can't submit one."""
         host = self._host
         try:
             async with asyncio.timeout(_VIEW_S):
@@ -119,7 +124,7 @@ class JobDispatcher:
         return job
 
     async def _await_nodes(self, job: str, request: local.RunRequest, client: Client) -> None:
-        """Until as many nodes are in the view as ``request`` asks for."""
+        """Return when the view has as many nodes as ``request`` asks for."""
 
         def here() -> str:
             nodes = () if self._host.plane.view is None else self._host.plane.view.nodes
@@ -148,7 +153,7 @@ class JobDispatcher:
         return any(watched.client.is_behind for watched in self._watched.values())
 
     async def _run_asked(self, request: local.RunRequest, client: Client) -> None:
-        """Have a job begin, unless the command wants its end, or leaves, first."""
+        """Submit a job, unless the command interrupts it or leaves before that is done."""
         task = asyncio.current_task()
         assert task is not None
         self._submitting[client] = task
@@ -171,34 +176,37 @@ class JobDispatcher:
         client.send(local.JobsReply(self.status()))
 
     def abandon(self, client: Client) -> None:
-        """The command is gone; a job of it that still runs ends, as if the terminal had closed."""
+        """The command has gone: its job, if it still runs, ends as if the terminal had closed."""
         self.interrupt(client, SIGHUP)
 
     def interrupt(self, client: Client, number: int) -> None:
-        """The operator wants the end of the job that ``client`` waits for."""
+        """The operator wants the job of ``client`` to end, by signal ``number``."""
         for job, watched in self._watched.items():
             if watched.client is client:
                 watched.number, watched.times = number, watched.times + 1
                 self._host.to_leader(jobs.InterruptJob(job, number, watched.times))
 
     def status(self) -> tuple[control.StatusReply, ...]:
-        """The jobs, as the leader told of them last."""
+        """The status of all jobs: of those led here as it is now, else as the leader told it
+        last."""
         led = {job: each.status() for job, each in self._controllers.items() if each.has_begun}
         told = {job: here.status for job, here in self.runner.jobs.items() if here.status}
         return tuple(status for _, status in sorted((told | led).items()))[: jobs.MAX_JOBS]
 
     def rate(self) -> float:
-        """Samples per second of the workers here."""
+        """Samples per second of the workers on this node."""
         name = self._host.names.label(self._host.me)
         workers = [each for job in self.status() for each in job.workers if each.node == name]
         return sum(each.samples_per_s or 0.0 for each in workers if each.rank >= 0)
 
-    # What other nodes say.
+    # Messages of other agents, and of this agent to itself.
 
     def received(self, node: str, message: jobs.JobMessage) -> None:
-        """``node`` said ``message``; it may be this one. ProtocolError if it is to be cut off."""
+        """``node`` sent ``message``; it may be this node. ProtocolError if ``node`` is to be cut
+        off."""
         view = self._host.plane.view
         if isinstance(message, jobs.FromLeader):
+            # Orders count from the leader of this node's own view only.
             if view is None or node != view.leader:
                 if node != self._host.me:
                     self._early.keep(node, message)
@@ -224,7 +232,8 @@ class JobDispatcher:
         if isinstance(message, jobs.JobStatus):
             watched = self._watched.get(message.status.job)
             if watched is not None:
-                watched.is_taken = True  # its answer may have been lost with the leader before
+                # The leader's ``Submitted`` may have been lost with the leader that sent it.
+                watched.is_taken = True
                 watched.client.send(message)
         elif isinstance(message, jobs.JobList):
             gone = [job for job, each in self._watched.items() if each.is_taken]
@@ -313,13 +322,13 @@ class JobDispatcher:
                 for controller in self._controllers.values():
                     if controller.has_begun:
                         self._tell_all(jobs.JobStatus(controller.status()))
-            except Exception:  # what is told next may do again
+            except Exception:  # a failure to describe one state must not end all later reports
                 _log.exception("the status of the jobs could not be told")
 
-    # What the cluster agreed on.
+    # What the nodes agreed on.
 
     def act(self, action: events.Action) -> None:
-        """The control plane decided this."""
+        """Carry out ``action`` of the membership protocol, as far as it concerns jobs."""
         match action:
             case events.Install(view):
                 self._installed(view)
@@ -353,6 +362,8 @@ class JobDispatcher:
         if view.leader == me:
             for controller in list(self._controllers.values()):
                 controller.installed(view)
+            # A new leader takes over the jobs that it knows from its own local runner: every node
+            # was told every job.
             for job, here in self.runner.jobs.items():
                 if job not in self._controllers:
                     controller = JobController(
@@ -376,6 +387,7 @@ class JobDispatcher:
                 text = "does not lead the cluster, and ordered a job: nothing is run for it"
                 self._host.note(f"{self._host.names.called(node)} {text}")
         self.runner.say_again()
+        # The leader may be another one: what was sent to the one before may be lost.
         for job, watched in self._watched.items():
             if not watched.is_taken:
                 self._host.to_leader(jobs.Submit(watched.spec))
@@ -383,7 +395,7 @@ class JobDispatcher:
                 self._host.to_leader(jobs.InterruptJob(job, watched.number, watched.times))
 
     def linked(self, node: str) -> None:
-        """There is a new link to ``node``: what was said before may not have arrived."""
+        """There is a new link to ``node``: messages over the link before it may be lost."""
         view = self._host.plane.view
         if view is None or view.member(node) is None:
             return

@@ -1,4 +1,4 @@
-"""What jobs use of the agent that they run in."""
+"""``JobHost``: the parts of an agent that jobs use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from potluck.wire import jobs
 
 @dataclass(frozen=True, slots=True)
 class JobHost:
-    """The parts of one agent. ``port`` is where it listens, ``bind`` where its workers do (empty:
-    on all interfaces). ``launcher`` makes what starts a job's workers (``runtime.launcher_of``).
-    ``note`` tells a person; ``log`` keeps what nobody is there to read."""
+    """The parts of the agent of node ``me``. ``port`` is the agent's, ``bind`` the address on which
+    its workers listen (empty: all interfaces). ``launcher`` makes the launcher of a job's workers
+    (``runtime.launcher_of``). ``note`` shows a line to people at this machine; ``log`` keeps lines
+    of jobs whose starter has gone."""
 
     me: str
     port: int

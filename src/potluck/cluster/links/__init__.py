@@ -1,3 +1,3 @@
 """Connections to an agent: of its workers (``control.py``), of other agents (``peers.py``), of this
-machine's commands (``local.py``). What they carry is in the files of the same names in ``wire``.
+machine's commands (``local.py``). Their messages are in the files of the same names in ``wire``.
 """

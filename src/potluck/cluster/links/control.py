@@ -1,4 +1,4 @@
-"""Control links: bounded messages over the asyncio streams of a greeted connection."""
+"""The control link between a worker and its agent: bounded messages over a greeted connection."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MAX_UNSENT = 4 << 20
 
 
 class ControlLink(Generic[Received, Sent]):
-    """One end of a control connection: ``received`` is what the other end may say, ``sent`` what
-    this one may.
+    """One end of a control link. ``received`` and ``sent`` are the formats of the messages that the
+    other end and this end may send.
 
-    Sending never blocks: a peer that does not read makes the link end once ``_MAX_UNSENT`` bytes
-    wait for it.
+    Sending never blocks. If the other end does not read, the link ends once ``_MAX_UNSENT`` bytes
+    wait to be sent.
     """
 
     def __init__(
@@ -38,14 +38,15 @@ class ControlLink(Generic[Received, Sent]):
         self._sent = sent
 
     async def receive(self) -> Received:
-        """The next message; LinkError at the end, ProtocolError for anything else."""
+        """The next message. LinkError when the link has ended, ProtocolError for bytes that are no
+        message."""
         try:
             return await receive(self._reader, self._received)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise LinkError(f"the control link ended: {error}") from error
 
     def send(self, message: Sent) -> None:
-        """Have ``message`` sent. What follows the end of the link is dropped."""
+        """Send ``message``, without blocking; dropped if the link has ended."""
         transport = self._writer.transport
         if transport.is_closing():
             return
@@ -54,7 +55,7 @@ class ControlLink(Generic[Received, Sent]):
             transport.abort()
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until what was sent is on its way, at most ``timeout_s``."""
+        """Wait until all sent messages were handed to the system, at most ``timeout_s``."""
         transport = self._writer.transport
         transport.set_write_buffer_limits(high=1, low=0)  # with 0 and 0 drain() never returns
         with contextlib.suppress(TimeoutError, OSError):
@@ -66,6 +67,6 @@ class ControlLink(Generic[Received, Sent]):
         self._writer.transport.abort()
 
     async def close(self, timeout_s: float = 1.0) -> None:
-        """Have everything sent, then end."""
+        """Flush, at most ``timeout_s``, then end the link."""
         await self.flush(timeout_s)
         await end(self._writer)

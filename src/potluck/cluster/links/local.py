@@ -29,15 +29,15 @@ class Client(Protocol):
 
     @property
     def is_behind(self) -> bool:
-        """Whether the output of the workers here has to wait for it."""
+        """Whether the command reads too slowly, so that workers here must stop writing."""
 
     def send(self, message: local.Reply) -> None:
-        """Tell it, without blocking."""
+        """Send ``message`` to the command, without blocking."""
 
 
 class _Connected:
-    """A command with a connection. What it does not read in time is left out, but for how the job
-    ended: the workers never wait for it."""
+    """A command with a connection. Replies to a command that does not read are dropped, so that
+    workers never wait for it; the last reply, with the outcome, never is."""
 
     is_behind = False
 
@@ -46,11 +46,11 @@ class _Connected:
 
     @property
     def unsent(self) -> int:
-        """Bytes that wait to be read by it."""
+        """Bytes of replies that the command has not read yet."""
         return self._writer.transport.get_write_buffer_size()
 
     def send(self, message: local.Reply) -> None:
-        """Tell it, without blocking."""
+        """Send ``message`` to the command, without blocking."""
         is_end = isinstance(message, local.CommandResult | JobEnded)
         if not self._writer.transport.is_closing() and (is_end or self.unsent < _MAX_UNSENT):
             self._writer.write(local.REPLY.encode(message))
@@ -61,22 +61,23 @@ Answer = Callable[[Any, Client], Coroutine[Any, Any, None]]
 
 
 class Commands:
-    """The commands of this machine: each request goes to what was registered for its type."""
+    """The commands of this machine. Each request goes to the function that was registered for its
+    type."""
 
     def __init__(self) -> None:
         self.on_gone: list[Callable[[Client], None]] = []
-        """Told of each command that has left."""
+        """Called with each command that has left."""
         self._answers: dict[type, Answer] = {}
 
     def on(self, request: type[local.Request], answer: Answer) -> None:
-        """Have requests of this type answered by ``answer(request, client)``, as a task that ends
-        with the command."""
+        """Register ``answer(request, client)`` for requests of this type. It runs as a task, which
+        is cancelled when the command leaves."""
         self._answers[request] = answer
 
     async def greeted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
     ) -> None:
-        """A command calls: answer what it asks until it leaves."""
+        """Serve the connection of a command: answer its requests until it leaves."""
         await aio.write_greeting(writer, Welcome())
         client = _Connected(writer)
         tasks: set[asyncio.Task[None]] = set()
@@ -100,7 +101,7 @@ class Commands:
 
 
 async def read_request(reader: asyncio.StreamReader) -> local.Request | None:
-    """What the command asks next; None when it is gone."""
+    """The next request of a command; None when the command has gone."""
     try:
         return await aio.receive(reader, local.REQUEST)
     except (asyncio.IncompleteReadError, OSError):
@@ -108,14 +109,15 @@ async def read_request(reader: asyncio.StreamReader) -> local.Request | None:
 
 
 async def read_reply(reader: asyncio.StreamReader) -> local.Reply:
-    """What the agent answers next; IncompleteReadError or OSError when it is gone."""
+    """The next reply of an agent; IncompleteReadError or OSError when the agent has gone."""
     return await aio.receive(reader, local.REPLY)
 
 
 async def call_agent(
     settings: Settings, agent: AgentRecord | None = None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to ``agent``, or that of this machine; ConfigurationError if none runs here."""
+    """A connection to ``agent``, by default this machine's. ConfigurationError if none runs
+    here."""
     record = agent or find_agent(settings.home)
     if record is None:
         raise ConfigurationError("no agent runs on this machine; start it with: potluck up")
@@ -132,9 +134,9 @@ async def ask_agent(
     timeout_s: float,
     agent: AgentRecord | None = None,
 ) -> local.Reply:
-    """What ``agent``, or that of this machine, answers to ``request``.
+    """The reply of ``agent``, by default this machine's, to ``request``.
 
-    ConfigurationError if none runs here; LinkError if it does not answer in time.
+    ConfigurationError if no agent runs here; LinkError if it does not answer in time.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,12 +1,13 @@
-"""The control links of one agent: to each peer at most one, made from hints, made again when lost.
+"""The links of one agent to other agents, its peers: at most one link for each pair.
 
-Either side may call. If both do at once, the call of the lower node id wins. A peer that calls
-although a link to it exists has lost that link (it started again, say): its call replaces the
-link, unless the link has just been made. What travels is ``wire.peers``; who is alive is decided
-elsewhere, from heartbeats.
+Links are made by calling the addresses in hints, and made again when lost. Either side may call. If
+both call at once, the call of the lower node id wins. A peer that calls although there is a link to
+it has lost that link (its agent was started again, say): the call replaces the link, unless the
+link is younger than ``_YOUNG_S``. The messages are in ``wire.peers``. Which peers are alive is not
+decided here, but from heartbeats (``membership/failure_detector.py``).
 
-Each part of the agent registers for the messages that concern it (``on``), and for the making and
-the end of links.
+Each part of the agent registers for the messages that concern it (``on``), and for the start and
+end of links.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from potluck.wire.messages import Hello, Refusal, Welcome
 KIND = "node"
 """The ``kind`` in the greeting of one agent to another."""
 IDLE_S = 4.0
-"""A link on which nothing came for so long is ended: heartbeats come five times a second. TCP by
-itself would wait as long again as a cut has lasted, before it finds that it healed."""
+"""Seconds without a message after which a link is ended; heartbeats come five times a second. TCP
+alone backs off while a network is cut, and after the heal would wait as long again as the cut
+lasted before it sends."""
 
 _CALL_S = 3.0
 _INTRODUCTION_S = 5.0
@@ -48,13 +50,13 @@ _log = logging.getLogger(__name__)
 
 
 Linked = Callable[[str, peers.Introduction, str], None]
-"""``(node, introduction, namespace)``: there is a link to ``node``, which shows the secret of
-``namespace``."""
+"""``(node, introduction, namespace)``: there is a link to ``node``, which proved that it has the
+secret of ``namespace``."""
 Ended = Callable[[str, int, str], None]
-"""``(node, incarnation, reason)``: the link is gone; where it led is being called."""
+"""``(node, incarnation, reason)``: the link has ended; its address is called again."""
 Unreachable = Callable[[str, int], None]
-"""``(node, incarnation)``: the host of ``node`` answered that no agent listens where the last link
-to it led."""
+"""``(node, incarnation)``: the host of ``node`` refused a connection to the address of the last
+link: no agent listens there any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +75,8 @@ class _Link:
 
 
 class ControlLinks:
-    """The links of the agent that ``me`` introduces. ``heard`` and ``greeted`` feed it."""
+    """The links of one agent. ``me()`` is its introduction to peers; hints come in by ``heard``,
+    connections that peers make by ``greeted``."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class ControlLinks:
         *,
         on_broken: OnBroken,
     ) -> None:
-        """``on_broken(error)``: no peer is called any more."""
+        """``on_broken(error)``: the task that calls peers broke."""
         self._credentials = credentials
         self._me = me
         self._takers: dict[type, Callable[[str, Any], None]] = {}
@@ -101,30 +104,31 @@ class ControlLinks:
         self._caller = start_task(self._calls.run, name="calling peers", on_broken=on_broken)
 
     def on(self, messages: UnionType | type, take: Callable[[str, Any], None]) -> None:
-        """Have messages of these types given to ``take(node, message)``, in the loop; it must not
-        block. A PotluckError that it raises ends the link."""
+        """Register ``take(node, message)`` for messages of these types. It is called in the event
+        loop and must not block; a PotluckError that it raises ends the link."""
         for kind in get_args(messages) or (messages,):
             self._takers[kind] = take
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The peers that there is a link to."""
+        """The peers with a link."""
         return tuple(node for node, link in self._links.items() if link.introduction)
 
     def introduction(self, node: str) -> peers.Introduction | None:
-        """What ``node`` said of itself; None without a link. This node is known without one."""
+        """The introduction of ``node``, which may be this node; None without a link."""
         if node == self._credentials.node_id:
             return self._me()
         link = self._links.get(node)
         return None if link is None else link.introduction
 
     def address(self, node: str) -> str:
-        """The host that the link to ``node`` leads to; empty without a link."""
+        """The host at the other end of the link to ``node``; empty without a link."""
         link = self._links.get(node)
         return "" if link is None else link.host
 
     def last_address(self, node: str) -> str:
-        """The host that the newest link to ``node`` leads, or led to; empty if there was none."""
+        """The host of the newest link to ``node``, also if it has ended; empty if there was
+        none."""
         return self._addresses.get(node, "")
 
     def local(self, node: str) -> str:
@@ -136,7 +140,7 @@ class ControlLinks:
         return ""
 
     def move(self, node: str, host: str, port: int) -> None:
-        """Have the link to ``node`` lead to this address from now on, if it answers there."""
+        """Replace the link to ``node`` by one to this address, if ``node`` answers there."""
         hint = Hint(host, port, "measured")
         self._book.heard(hint, _now())
         self._book.prefer(node, hint)
@@ -148,13 +152,13 @@ class ControlLinks:
         return 0 if link is None else link.writer.transport.get_write_buffer_size()
 
     def heard(self, hint: Hint) -> None:
-        """A finder found something."""
+        """A finder found ``hint``."""
         self._calls.heard(hint)
 
     def send(self, node: str, message: peers.PeerMessage) -> bool:
-        """Have ``message`` sent, without blocking; False without a link. A peer that does not read
-        loses its link once 8 MiB wait for it. A message to this node itself arrives in the next
-        turn of the loop."""
+        """Send ``message``, without blocking; False without a link. A peer that does not read loses
+        its link once 8 MiB wait for it. A message to this node itself arrives in the next turn of
+        the event loop."""
         if node == self._credentials.node_id:
             asyncio.get_running_loop().call_soon(self._take_message, node, message)
             return True
@@ -177,7 +181,7 @@ class ControlLinks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Who calls here.
+    # Calls of peers.
 
     async def greeted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
@@ -212,11 +216,11 @@ class ControlLinks:
             return Refusal("full", f"this agent has {_MAX_LINKS} links, and takes no more")
         return None
 
-    # Whom to call.
+    # Calls to peers.
 
     async def _call(self, hint: Hint, replaces: str = "") -> None:
-        """Call one address. Whoever answers is known after TLS, before anything is said. The link
-        to ``replaces`` is to be replaced by a better one."""
+        """Call one address. Which node answers is known after the TLS handshake, before any
+        message. ``replaces``: a node whose link is to be replaced by this one."""
         hello = Hello(KIND, self._credentials.namespace)
         reached = ""
 
@@ -238,7 +242,8 @@ class ControlLinks:
             reader, writer, _ = await aio.connect(
                 hint.host, hint.port, hello, self._credentials, timeout_s=_CALL_S, wanted=wanted
             )
-            if reached in self._links and reached != replaces:  # it called, and was let in
+            # The peer's own call came in while this one was under way.
+            if reached in self._links and reached != replaces:
                 await aio.end(writer)
             else:
                 link = self._take(reached, reader, writer)
@@ -275,7 +280,7 @@ class ControlLinks:
                     for tell in self.on_unreachable:
                         tell(node, incarnation)
 
-    # One link, from its making to its end.
+    # One link, from its start to its end.
 
     def _take(self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Link:
         old = self._links.get(node)
@@ -289,7 +294,7 @@ class ControlLinks:
         return link
 
     async def _serve(self, link: _Link) -> None:
-        """Listen until the link ends."""
+        """Introduce this node, then take messages until the link ends."""
         try:
             self._write(link, self._me())
             async with asyncio.timeout(_INTRODUCTION_S):
@@ -347,8 +352,8 @@ class ControlLinks:
 
 
 def _host_of(peer: tuple[Any, ...]) -> str:
-    """The host of a socket's address, as it can be called: a link-local one (IPv6, fe80::) leads
-    nowhere without its interface."""
+    """The host of a socket's address, in a form that can be called: a link-local IPv6 address
+    (fe80::) needs the name of its interface."""
     host = str(peer[0]).removeprefix("::ffff:")
     if "%" in host or len(peer) < 4:
         return host

@@ -1,4 +1,6 @@
-"""What the machines and the links between them are: ``hardware`` and ``measure`` find out,
-``survey`` decides what to measure next, ``surveyor`` does it, ``graph`` and ``stragglers`` say what
-follows.
+"""The machines and the links between them, as measured.
+
+``hardware`` and ``versions`` describe this machine, ``measure`` measures one path, ``survey``
+decides which path is measured next (pure), ``surveyor`` does the I/O. ``graph`` and ``stragglers``
+draw conclusions (pure): ring order, addresses to call, slow links.
 """

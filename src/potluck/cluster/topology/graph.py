@@ -1,5 +1,6 @@
-"""The graph of nodes and links as measured, and what follows from it: the ring that avoids slow
-links, what a group is told of its paths, the addresses to call a node by. Pure."""
+"""The graph of nodes and measured links, and what follows from it: the ring order that avoids slow
+links, the paths that a group's cost model is told, the order in which a node's addresses are
+called. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ MAX_PATHS = 240
 """All of 16 nodes."""
 
 _EXACT_RING = 8
-"""Up to so many nodes all rings are compared: 2,520 of them."""
+"""Up to this number of nodes all rings are compared; 8 nodes have 2,520."""
 
 
 class Topology:
@@ -35,7 +36,7 @@ class Topology:
         return tuple(sorted(self._facts))
 
     def facts(self, node: str) -> NodeFacts:
-        """What ``node`` is; KeyError if it is not here."""
+        """The facts about ``node``; KeyError if it is not in the graph."""
         return self._facts[node]
 
     def link(self, source: str, target: str) -> LinkFacts:
@@ -52,11 +53,11 @@ class Topology:
         return tuple(sorted(links, key=lambda each: (each.bandwidth, each.source, each.target)))
 
     def ring(self) -> tuple[str, ...]:
-        """The nodes in the order of the ring whose slowest link, in either direction, is fastest;
-        of those the one with the least latency around.
+        """The nodes in the order of the best ring: its slowest link, in either direction, is the
+        fastest possible; of equal rings the one with the least latency around.
 
-        It begins with the least name. Exact up to 8 nodes; beyond, a nearest-neighbour ring that
-        2-opt improves, about ``n**3`` comparisons a round.
+        It begins with the least name. Exact up to 8 nodes. For more, a nearest-neighbour ring is
+        improved by 2-opt, with about ``n**3`` comparisons a round.
         """
         nodes = self.nodes
         if len(nodes) <= 3:
@@ -98,7 +99,7 @@ class Topology:
         return (-slowest, sum(self._latency(a, b) for a, b in pairs), tuple(ring))
 
     def _faster_way(self, ring: Sequence[str]) -> tuple[str, ...]:
-        """A ring sends one way round: the way whose slowest link is the faster."""
+        """The direction of ``ring`` to send in: the one whose slowest link is faster."""
         if not ring:
             return ()
         start = ring.index(min(ring))
@@ -136,10 +137,11 @@ class Topology:
 
 
 def in_ring(members: Iterable[Member], ring: Sequence[str]) -> tuple[Member, ...]:
-    """Members, given the most senior first, in the order of a ring of nodes.
+    """``members``, given in order of seniority, in the order of a ring of nodes.
 
-    The most senior stays the first, so rank 0 leads. Those of one node stand together, so that a
-    ring over ranks crosses each link between nodes once. Nodes that are not in ``ring`` come last.
+    The most senior member stays first, so rank 0 leads. Members of one node stand together, so that
+    a ring over ranks crosses each link between nodes once. Nodes that are not in ``ring`` come
+    last.
     """
     given = tuple(members)
     if not ring or not given:
@@ -154,12 +156,13 @@ def in_ring(members: Iterable[Member], ring: Sequence[str]) -> tuple[Member, ...
 def rank_addresses(
     theirs: Iterable[Address], mine: Iterable[Address], heard_from: str = ""
 ) -> list[Address]:
-    """The addresses to call another machine by, the likeliest first.
+    """The addresses ``theirs`` of another machine in the order to call them, the likeliest first.
 
-    Never the loopback (127.0.1.1 out of a hosts file, ``lo`` aliases, ::1), which every machine
-    has. First those in a network that I am in too, the faster interface (of the slower end) before
-    the slower; then ``heard_from``, which has reached me; then what a router may know, IPv4
-    first. A link-local address only in a network of mine.
+    Loopback addresses (127.0.1.1 out of a hosts file, ``lo`` aliases, ::1) are left out, since
+    every machine has them; so are link-local addresses of other networks. Addresses in a network
+    that this machine (``mine``) is in come first, by the bandwidth of the slower of the two
+    interfaces; then ``heard_from``, the address that the other machine has called from; then the
+    rest, which a router may know, IPv4 first.
     """
     own = [each for each in mine if not _is_loopback(each.host)]
     ranked = []

@@ -1,7 +1,7 @@
-"""What this machine is: cores, memory, accelerators, and the addresses others may call it by.
+"""The facts about this machine: cores, memory, accelerators, and the addresses of its interfaces.
 
-PyTorch is not imported here: that takes seconds and hundreds of megabytes, which an agent has no
-use for. Accelerators are read from what their drivers show.
+PyTorch is not imported for this: it takes seconds and hundreds of megabytes. Accelerators are read
+from the files of their drivers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def own_facts(node: str) -> NodeFacts:
-    """This machine as ``node``, at this moment. Costs about a millisecond."""
+    """The facts about this machine, which is ``node``, at this moment. Costs about a
+    millisecond."""
     return NodeFacts(
         node=node,
         cores=own_cores(),
@@ -40,7 +41,7 @@ def own_cores() -> int:
 def own_accelerators() -> tuple[str, ...]:
     """The names of GPUs: NVIDIA's and AMD's as their Linux drivers list them, Apple's by the chip.
 
-    Elsewhere none is found, though torch may know better: a job's workers say what they use.
+    Other accelerators are not found here. A job's workers report the device that they use.
     """
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return ("Apple GPU",)
@@ -48,7 +49,7 @@ def own_accelerators() -> tuple[str, ...]:
 
 
 def own_addresses() -> tuple[Address, ...]:
-    """Every address of an interface that is up, but for loopback and link-local IPv6 ones."""
+    """All addresses of interfaces that are up, without loopback and link-local IPv6 addresses."""
     states = psutil.net_if_stats()
     found = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):
@@ -71,7 +72,7 @@ def own_addresses() -> tuple[Address, ...]:
 
 
 def _bits(netmask: str) -> int:
-    """The length of a prefix that is written as an address."""
+    """The prefix length of a netmask."""
     return int(ipaddress.ip_address(netmask.partition("/")[0])).bit_count()
 
 
@@ -95,6 +96,6 @@ def _amd(root: Path) -> list[str]:
             name = (path.parent / "name").read_text().strip()
         except (OSError, ValueError):
             continue
-        if words.get("simd_count", "0") != "0":  # the CPU is a node of it, too
+        if words.get("simd_count", "0") != "0":  # the driver lists the CPU as a node as well
             names.append((name or "AMD GPU")[:256])
     return names

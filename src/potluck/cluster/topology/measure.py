@@ -1,10 +1,11 @@
-"""Measuring one path to a node: its latency, and its bandwidth each way.
+"""Measuring one path to a node: its latency, and its bandwidth in each direction.
 
-On a connection of its own, greeted and encrypted like any other, so that heartbeats never wait
-behind it. Trains of bytes grow until one takes long enough to be timed; then comes one more, when
-the buckets of whoever shapes the link are empty, and the slower of the two is the figure. A train
-stops after ``TRAIN_S`` however slow the link is, and is at most 2 MiB: 5 MiB each way on a fast
-link. No figure is above what TLS in Python can do, some Gbit/s.
+A measurement has a connection of its own, greeted and encrypted like any other, so that heartbeats
+never wait behind its bytes. Bandwidth is timed with trains of bytes. Trains grow until one takes
+long enough to be timed. One more train of that size follows, because a traffic shaper lets a first
+burst pass (its token bucket is full), and the slower of the two counts. A train ends after
+``TRAIN_S`` on any link and has at most 2 MiB, so a fast link carries about 5 MiB in each direction.
+Python's TLS bounds the figure to some Gbit/s.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from potluck.wire.facts import MAX_LOAD, MAX_TRAIN, Echo, Load, SendTrain, Train
 from potluck.wire.messages import Hello
 
 KIND = "measure"
-"""The ``kind`` in the greeting of such a connection."""
+"""The ``kind`` in the greeting of a measuring connection."""
 TRAIN_S = 0.25
 MEASURE_S = 5.0
 
@@ -41,8 +42,8 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PathReading:
-    """One path as measured from here. ``local`` is my address on it; bandwidths are bytes per
-    second, 0 where only the latency was wanted."""
+    """One path as measured from here. ``local`` is this machine's address on it. Bandwidths are
+    bytes per second, 0 where only the latency was measured."""
 
     host: str
     local: str
@@ -52,7 +53,7 @@ class PathReading:
 
     @property
     def cost_s(self) -> float:
-        """What 2 MiB take on the slower way: the less, the better the path."""
+        """Seconds that 2 MiB take in the slower direction, by which paths are compared."""
         slower = min(self.outward, self.inward)
         return self.latency_s + (MAX_TRAIN / slower if slower else float("inf"))
 
@@ -68,8 +69,9 @@ async def measure(
 ) -> PathReading:
     """Measure the path to ``node`` by this address.
 
-    ``wants_bandwidth`` is asked with the local address. LinkError or another PotluckError if nobody
-    or somebody else answers there, or it is busy; TimeoutError after ``MEASURE_S``; Stopped.
+    The bandwidth is measured only if ``wants_bandwidth(local)``, with the local address of the
+    path. LinkError or another PotluckError if no node or another node answers there, or ``node`` is
+    busy; TimeoutError after ``MEASURE_S``; Stopped if a job began.
     """
     hello = Hello(KIND, credentials.namespace)
     try:
@@ -112,7 +114,7 @@ async def serve(
 
 
 def next_train(nbytes: int, arrived: TrainArrived) -> int:
-    """How long the next train is to be, after one of ``nbytes``; 0: this one could be timed."""
+    """The bytes of the train after one of ``nbytes``; 0 if that one took long enough to time."""
     if arrived.seconds >= _ENOUGH_S or nbytes >= MAX_TRAIN or arrived.nbytes < nbytes:
         return 0
     return min(4 * nbytes, MAX_TRAIN)
@@ -138,7 +140,7 @@ async def _bandwidth(train: Callable[[int], Awaitable[TrainArrived]]) -> float:
         nbytes = longer
         arrived = await train(nbytes)
     again = await train(nbytes)
-    # A side that was kept from its core finds all bytes there at once, and takes them for fast.
+    # A receiver that got no core for a while finds all bytes waiting, and times them as too fast.
     return min(each.half_bytes / max(each.seconds, 1e-6) for each in (arrived, again))
 
 
@@ -169,7 +171,7 @@ class _Talk:
             raise LinkError("the other side ended the measurement") from error
 
     async def push(self, nbytes: int) -> TrainArrived:
-        """Send a train; what became of it."""
+        """Send a train; returns what the other side timed."""
         await self.load(nbytes)
         answer = await self.receive()
         if not isinstance(answer, TrainArrived):

@@ -1,7 +1,7 @@
-"""Which nodes and links hold the others up, from what was measured. Pure.
+"""Stragglers: nodes and links that are much slower than the best of the cluster. Pure.
 
-Every collective lasts as long as its slowest link, so a link that is far behind the best one of the
-cluster is worth a person's look: a cable, a place nearer to the access point, or `potluck ban`.
+Every collective lasts as long as its slowest link, so a straggler is worth a person's look: at the
+cable, at the distance to the access point, or at `potluck ban`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterable
 from potluck.wire.facts import LinkFacts
 
 _TIMES_SLOWER = 4.0
-"""So many times behind the best link is slow: two bands of Wi-Fi differ by less."""
+"""A link is slow if the best one is more than this factor better. Two bands of Wi-Fi differ by
+less."""
 
 _LATENCY_S = 5e-3
-"""Within so much of the best link's latency nobody is slow: wireless links jitter by as much."""
+"""Nor is a link slow whose latency is within this of the best: wireless links jitter by as much."""
 
 
 def slow_links(links: Iterable[LinkFacts]) -> tuple[frozenset[str], ...]:
     """The pairs of nodes whose link, in either direction, has less than a quarter of the best
-    link's bandwidth, or more than four times the least latency and 5 ms more. What was not measured
-    (0) is neither. In order of the names."""
+    link's bandwidth, or more than four times the least latency and 5 ms more. A link that was not
+    measured (0) is not slow. In order of the names."""
     known = tuple(links)
     best = max((link.bandwidth for link in known), default=0.0)
     least = min((link.latency_s for link in known if link.latency_s), default=0.0)
@@ -36,8 +37,8 @@ def slow_links(links: Iterable[LinkFacts]) -> tuple[frozenset[str], ...]:
 def stragglers(links: Iterable[LinkFacts], called: Callable[[str], str]) -> tuple[str, ...]:
     """One sentence for each node all of whose links are slow, and for each other slow link.
 
-    Of a pair that is a cluster of its own nobody is slow: there is nothing to compare with.
-    ``called`` gives a node's name for people.
+    In a cluster of two nodes no link is slow: there is none to compare it with. ``called`` gives a
+    node's name for people.
     """
     known = tuple(links)
     slow = slow_links(known)

@@ -1,9 +1,9 @@
-"""What one node knows of all nodes and links, and which link to measure next. Pure.
+"""The facts that one node knows about all nodes and links, and which link it measures next. Pure.
 
-Each node tells the others what it is and how its own links are (``Facts``), so all hold the same
-graph, one row per node. Of a pair the node with the lesser id measures, soon after the link was
-made and then every ``AGAIN_S``; the other only if that has not come about. Nothing is measured
-while a job has workers at either end.
+Each node sends its row to all others: the facts about its machine and its own links (``Facts``). So
+all nodes hold the same graph, one row for each node. Of two nodes the one with the lesser id
+measures the link between them, soon after the link was made and then every ``AGAIN_S``; the other
+measures only if that did not happen. No link is measured while a job has workers at either end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _MAX_RETRY_S = 120.0
 
 @dataclass(slots=True)
 class Pair:
-    """My link to one node. ``outward`` and ``inward`` are bytes per second, 0 until measured."""
+    """This node's link to one other node. ``outward`` and ``inward`` are bytes per second, 0 until
+    measured."""
 
     host: str
     port: int
@@ -37,17 +38,17 @@ class Pair:
 
 
 class Survey:
-    """The rows of all nodes, and when my own links are measured."""
+    """The rows of all nodes, and when each link of this node is measured."""
 
     def __init__(self, me: NodeFacts) -> None:
         self.mine = me
         self.rows: dict[str, Facts] = {}
         self._pairs: dict[str, Pair] = {}
 
-    # My links.
+    # The links of this node.
 
     def linked(self, node: str, host: str, port: int, now: float) -> None:
-        """There is a link to ``node``, which leads to ``host``; its agent listens on ``port``."""
+        """There is a link to ``node``, to its address ``host``; its agent listens on ``port``."""
         first = now + (_FIRST_S if self.mine.node < node else _OTHER_S)
         pair = self._pairs.get(node)
         if pair is None:
@@ -58,13 +59,13 @@ class Survey:
         pair.host, pair.port, pair.is_linked = host, port, True
 
     def lost(self, node: str) -> None:
-        """The link to ``node`` ended. What was measured of it stays."""
+        """The link to ``node`` ended; what was measured of it stays."""
         pair = self._pairs.get(node)
         if pair is not None:
             pair.is_linked = False
 
     def forget(self, known: Collection[str]) -> None:
-        """Drop what is kept of nodes that are neither linked nor in ``known``."""
+        """Forget nodes that are neither linked nor in ``known``."""
         kept = {*known, *(node for node, pair in self._pairs.items() if pair.is_linked)}
         self._pairs = {node: pair for node, pair in self._pairs.items() if node in kept}
         self.rows = {node: row for node, row in self.rows.items() if node in kept}
@@ -81,7 +82,7 @@ class Survey:
         return min(ready)[1] if ready else ""
 
     def places(self, node: str) -> list[tuple[str, int]]:
-        """Where ``node`` may be called, the present link's address first, then the likeliest."""
+        """The addresses of ``node`` to measure: that of the present link, then the likeliest."""
         pair = self._pairs[node]
         row = self.rows.get(node)
         theirs = () if row is None else row.node.addresses
@@ -97,28 +98,28 @@ class Survey:
             pair.due = now + (AGAIN_S if self.mine.node < node else 1.5 * AGAIN_S)
 
     def failed(self, node: str, now: float) -> None:
-        """Nothing came of an attempt: it was busy, or can't be called."""
+        """A measurement failed: ``node`` was busy, or can't be called."""
         pair = self._pairs.get(node)
         if pair is not None:
             pair.due = now + min(_RETRY_S * 2.0**pair.num_failures, _MAX_RETRY_S)
             pair.num_failures += 1
 
     def told(self, node: str, message: Measured, now: float) -> None:
-        """``node`` has measured the path between us."""
+        """``node`` has measured the path between the two nodes."""
         self.measured(node, message.from_you, message.to_you, now)
 
-    # Everybody's.
+    # The rows of all nodes.
 
     def heard(self, node: str, row: Facts) -> None:
-        """``node`` told what it is and knows; what it says of others' links is not believed."""
+        """``node`` sent its row. A row with facts about other nodes' links is ignored."""
         if row.node.node == node and all(link.source == node for link in row.links):
             self.rows[node] = row
 
     def row(
         self, latencies: Mapping[str, tuple[float, float]], locals_: Mapping[str, str]
     ) -> Facts:
-        """My own row. ``latencies`` are seconds one way and their deviation, ``locals_`` my address
-        on the link, by node."""
+        """This node's row. By node, ``latencies`` are seconds one way and their deviation,
+        ``locals_`` this node's address on the link."""
         interfaces = {each.host: each.interface for each in self.mine.addresses}
         links = []
         for node, pair in sorted(self._pairs.items()):
@@ -150,7 +151,7 @@ class Survey:
 
 
 def is_news(row: Facts, told: Facts | None) -> bool:
-    """Whether ``row`` differs from what was ``told`` in more than the usual ups and downs."""
+    """Whether ``row`` differs from the row that was ``told`` last by more than noise."""
     if told is None or row.node != told.node or len(row.links) != len(told.links):
         return True
     for new, old in zip(row.links, told.links, strict=True):
@@ -164,7 +165,7 @@ def is_news(row: Facts, told: Facts | None) -> bool:
 def shares_interfaces(
     host: str, local: str, seen: Collection[tuple[str, str]], facts: tuple[NodeFacts, NodeFacts]
 ) -> tuple[str, str] | None:
-    """The two interfaces, mine and theirs, that a path leads over; None if ``seen`` has them."""
+    """The two interfaces of a path, this node's and the other's; None if ``seen`` has the pair."""
     mine, theirs = facts
     ends = (_interface(local, mine.addresses), _interface(host, theirs.addresses))
     return None if ends in seen else ends

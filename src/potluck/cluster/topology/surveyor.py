@@ -1,7 +1,7 @@
-"""The I/O of a node's survey: it tells the others what this node is, measures paths when one is
-due, and has the link to a node moved to the best of its addresses.
+"""The surveyor does the I/O of ``survey.py``: it sends this node's row to the others, measures
+paths when they are due, and moves the link to a node to the best of that node's addresses.
 
-At most one path is measured at a time by each node, and none while a job has workers at either end.
+Each node measures one path at a time, and none while a job has workers at either end.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _TICK_S = 0.25
 _LOOK_S = 5.0
 _TELL_S = 2.0
 _GAIN = 1.25
-"""A path must be so much better than the present one to be changed to."""
+"""How many times better a path must be than the present one before a link is moved to it."""
 
 _log = logging.getLogger(__name__)
 
 
 class Surveyor:
-    """Runs from construction, in the agent's loop, to ``close``. ``busy()`` are the nodes that have
-    workers of a job, ``rate()`` the samples per second of those here, 0 while there are none."""
+    """Runs in the agent's event loop from construction to ``close``. ``busy()`` are the nodes that
+    have workers of a job, ``rate()`` the samples per second of the workers here, 0 without any."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Surveyor:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    # What happens on the links.
+    # Messages and links.
 
     def _linked(self, node: str, introduction: Introduction, namespace: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -99,10 +99,10 @@ class Surveyor:
         finally:
             self._is_measuring = False
 
-    # What it knows.
+    # Results.
 
     def row(self) -> Facts:
-        """What this node tells the others."""
+        """The row that this node sends to the others."""
         latencies = {
             name: (peer.latency_s, peer.deviation_s) for name, peer in self._detector.peers.items()
         }
@@ -114,17 +114,17 @@ class Surveyor:
         return self.survey.topology(self.row(), nodes)
 
     def ring(self, nodes: Collection[str]) -> tuple[str, ...]:
-        """``nodes`` in the order of the ring that avoids slow links; empty if it makes no
-        difference."""
+        """``nodes`` in the order of the ring that avoids slow links; empty if no link between them
+        was measured."""
         topology = self.topology(nodes)
         return topology.ring() if topology.slowest_first() else ()
 
     def paths(self, nodes: Collection[str]) -> tuple[MeasuredPath, ...]:
-        """What was measured of the links between ``nodes``."""
+        """The measured paths between ``nodes``."""
         return self.topology(nodes).paths(nodes)
 
     def facts(self, node: str) -> NodeFacts | None:
-        """What ``node`` is; None while it has not said so."""
+        """The facts about ``node``; None while it has not sent its row."""
         if node == self._credentials.node_id:
             return self.survey.mine
         row = self.survey.rows.get(node)
@@ -144,8 +144,8 @@ class Surveyor:
     # Inside.
 
     def _look(self) -> None:
-        """See what this machine is by now: interfaces come and go, and its last job's speed stays
-        what is known of it."""
+        """Read the facts about this machine again: interfaces come and go. The speed of its last
+        job is kept while no job runs."""
         before = self.survey.mine.samples_per_s
         rate = float(f"{self._rate():.2g}") or before
         facts = own_facts(self._credentials.node_id)
@@ -162,7 +162,7 @@ class Surveyor:
             await asyncio.sleep(_TICK_S)
             try:
                 await self._turn(asyncio.get_running_loop().time())
-            except Exception:  # without what it measures the node does its work all the same
+            except Exception:  # the node works without measurements, too
                 _log.exception("measuring paths failed; it is tried again")
 
     async def _turn(self, now: float) -> None:
@@ -186,7 +186,7 @@ class Surveyor:
                 self._links.send(node, row)
 
     async def _survey(self, node: str) -> None:
-        """Measure the paths to ``node``, and use the best."""
+        """Measure the paths to ``node``, and move the link to the best of them."""
         loop = asyncio.get_running_loop()
         readings = await self._read(node)
         now = loop.time()

@@ -1,4 +1,4 @@
-"""What a worker of this node would run with, and whether that fits another node's."""
+"""The versions that a worker on this node runs with, and whether they fit those of another node."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def own_versions() -> Versions:
 
 
 def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
-    """Why a worker on the node ``name`` would not run as one here, in words; empty if it would.
+    """The differences because of which workers on the node ``name`` and here can't be in one job,
+    in words; empty if they can.
 
-    Interpreters must share major and minor version, torch and potluck be the same release.
+    Python must have the same major and minor version; torch and potluck must be the same release.
     """
     texts = []
     if _minor(mine.python) != _minor(theirs.python):
