@@ -4,7 +4,7 @@ Links are made by calling the addresses in hints, and made again when lost. Eith
 both call at once, the call of the lower node id wins. A peer that calls although there is a link to
 it has lost that link (its agent was started again, say): the call replaces the link, unless the
 link is younger than ``_YOUNG_S``. The messages are in ``wire.peers``. Which peers are alive is not
-decided here, but from heartbeats (``membership/failure_detector.py``).
+decided here, but from heartbeats (``cluster/membership/failure_detector.py``).
 
 Each part of the agent registers for the messages that concern it (``on``), and for the start and
 end of links.

@@ -179,7 +179,7 @@ class _Talk:
         return answer
 
     async def pull(self, nbytes: int) -> TrainArrived:
-        """Have a train sent; what became of it."""
+        """Have the other side send a train; returns what was timed here."""
         self.send(SendTrain(nbytes))
         first = await self.receive()
         if not isinstance(first, Load):
@@ -201,7 +201,7 @@ class _Talk:
                 return
 
     async def arrives(self, first: Load) -> TrainArrived:
-        """Take a train in, and time its second half."""
+        """Receive a train, and time its second half: the first fills the buffers on the way."""
         loop = asyncio.get_running_loop()
         total = len(first.data)
         times = [(loop.time(), total)]
