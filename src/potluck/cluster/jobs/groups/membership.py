@@ -16,7 +16,8 @@ is any monotonic clock in seconds. Rules:
   may go on without the workers of a lost node; those are away until their node is back.
 - Killed by a signal: started again, up to ``max_restarts`` times; then the others go on alone. An
   exit with a code above 0, or code that raised: the job fails. After the first member has
-  finished nobody is let in or started again.
+  finished nobody is let in or started again; a member that had not yet received the job's state
+  is stopped.
 """
 
 from __future__ import annotations
@@ -320,7 +321,10 @@ class _Turn(Turn):
         """End what can't or need not go on."""
         state = self.state
         if state.num_finished:
-            if not state.having(Phase.MEMBER):
+            # A member of a later group than any finished worker's can't have the job's state: only
+            # those that finished could have sent it. Alone it would train on from an older step.
+            last = max(worker.installed for worker in state.workers if worker.finished)
+            if not any(not last or each.joined <= last for each in state.having(Phase.MEMBER)):
                 self.stop_workers("the members of the job have finished", 0, spared=Phase.FINISHED)
             return
         left = state.having(*(phase for phase in Phase if phase is not Phase.GONE))

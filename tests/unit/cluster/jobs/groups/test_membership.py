@@ -572,6 +572,31 @@ def test_a_newcomer_still_starting_when_the_others_finish_is_stopped() -> None:
     assert story.state.exit_code == 0
 
 
+def test_a_newcomer_let_in_as_the_others_finish_does_not_train_on_alone() -> None:
+    """It was announced, but all others had done their last step in the group before."""
+    story = training(3)
+    story.tell(Exited("2", -SIGKILL))
+    story.enter()
+    story.tell(ready("2"))
+    assert story.view[1] == "0 1 2"
+    story.tell(Finished("0"))
+    assert not story.all(EndWorkers), "worker 1 may still enter the group, with the state"
+    story.tell(Finished("1"))
+    assert story.only(EndWorkers).workers == ("2",)
+    story.tell(Exited("2", -15), Exited("0", 0), Exited("1", 0))
+    assert (story.state.over, story.state.exit_code) == (True, 0)
+
+
+def test_a_newcomer_that_entered_with_others_goes_on_when_they_have_finished() -> None:
+    story = training(2)
+    story.tell(Exited("1", -SIGKILL))
+    story.enter()
+    story.tell(ready("1"))
+    story.enter()
+    story.tell(Finished("0"))
+    assert not story.all(EndWorkers), "it has the job's state, and its own last step to do"
+
+
 def test_what_a_newcomer_raises_when_it_is_stopped_at_the_end_fails_nothing() -> None:
     story = training(3)
     story.tell(Exited("2", -SIGKILL))
