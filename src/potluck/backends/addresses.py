@@ -1,8 +1,8 @@
 """Which of this machine's addresses the other ranks should call.
 
-The one by which the machine of torch's store is reached: that network joins the ranks already.
-Without a store server (a file) it is the one of the default route, and ranks that find each other
-on one machine use the loopback instead.
+The address on the route to the machine of torch's store, since that network joins all ranks
+already. Without a store server (a file): the address of the default route, or the loopback if all
+ranks are on one machine.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""``AgentBackend``: the worker's side of the agent that started it.
+"""``AgentBackend``: gets a worker's groups from the agent that started the worker.
 
-A thread of its own talks to the agent (one asyncio loop, one control link), so that a probe is
-answered and a death is heard of while the script computes or blocks. ``form`` asks for a view and
-opens its communicator; when the agent says that a group is over, that communicator is aborted and
-the blocked call raises.
+A thread (``agent_link.py``) talks to the agent, so that probes are answered and lost workers are
+heard of while the script computes or blocks. ``form`` asks the agent for a group and opens its
+communicator. When the agent says that a group is over, its communicator is aborted, and the blocked
+call raises.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class AgentBackend:
         )
 
     def _await_view(self, after_epoch: int, timeout_s: float) -> None:
-        """Wait for a usable view or the end, at most ``timeout_s`` in which nothing holds the
-        cluster up."""
+        """Wait for a usable view or the end of the job. ``timeout_s`` counts only while the cluster
+        is not paused."""
         deadline = time.monotonic() + timeout_s
         while self._stopped is None and self._usable(after_epoch) is None:
             left = deadline - time.monotonic()
@@ -214,11 +214,12 @@ class AgentBackend:
         return f"{rank}worker {self.worker}"
 
     def _gives_up(self, error: BaseException) -> bool:
-        """The script ends at a lost peer, and has never asked for another group."""
+        """Whether ``error`` shows that the script is not elastic: it ends at a lost peer, and never
+        asked for another group."""
         return self.elastic and isinstance(error, PeerLost) and not self._has_reformed
 
     def _tell_ranks(self, error: BaseException) -> None:
-        """The script's own code raised: calls of other ranks that wait for this one end."""
+        """The script's own code raised: end the calls of other ranks, which wait for this rank."""
         communicator = self._communicator
         if communicator is not None:
             group = communicator.group
@@ -242,7 +243,7 @@ class AgentBackend:
     # -- inside, on the agent link's thread
 
     def take(self, message: control.FromAgent) -> control.FromWorker | None:
-        """What the agent said; the answer to it, if it wants one at once."""
+        """Take a message of the agent; returns the answer, if it has one."""
         with self._changed:
             self._changed.notify_all()
             match message:
@@ -280,7 +281,7 @@ class AgentBackend:
         return None
 
     def look(self) -> control.FromWorker | None:
-        """Called every now and then: what to tell the agent if an operation does not end."""
+        """Called regularly: the message to the agent if an operation does not end, else None."""
         communicator = self._communicator
         if communicator is None or communicator.error is not None:
             return None
@@ -290,14 +291,14 @@ class AgentBackend:
         return control.Waiting(self.worker, epoch) if is_long else None
 
     def lost_agent(self, cause: Exception) -> None:
-        """The control link ended though nobody closed it, or its thread here broke."""
+        """The control link ended without a close, or its thread in this process broke."""
         with self._changed:
             if self._stopped is None:
                 self._stop(AgentLost(f"the agent that started this worker is lost: {cause}"))
 
     def _unreachable(self, error: GroupError) -> None:
-        """This worker's listener broke. As a member it would only have the others wait for it, in
-        one group after the other: the job fails, and says why."""
+        """This worker's listener broke, so no rank could link to it in any later group: the job
+        fails, with the reason."""
         with self._changed:
             self._last_words.has_failed = True
             self._talk.say(control.Failed(self.worker, control.clip(str(error))))
@@ -311,7 +312,7 @@ class AgentBackend:
 
 
 def _error_of(over: control.GroupOver, group: Group, worker: str) -> GroupError:
-    """What a call that is blocked in ``group`` raises when the agent ends it."""
+    """The error that a call blocked in ``group`` raises when the agent ends the group."""
     if over.worker == worker:
         return Evicted(
             f"the others went on without {group.describe(group.rank)}: {over.cause}",
@@ -331,8 +332,8 @@ def _error_of(over: control.GroupOver, group: Group, worker: str) -> GroupError:
 
 
 def _listening(settings: Settings, local_rank: int) -> TcpBase:
-    """The listener of a worker: for its own machine, or, where the agent says so, for all nodes of
-    the cluster; then on the port that a firewall was told of, if it is free."""
+    """The listener of a worker: on the loopback, or, if the agent says so, for all nodes of the
+    cluster; then on the port of the settings, which firewalls may know, if it is free."""
     host = os.environ.get("POTLUCK_BIND", "127.0.0.1")
     if host != "127.0.0.1" and settings.gradient_port:
         try:

@@ -1,7 +1,8 @@
-"""The worker's thread that talks to its agent: one asyncio loop, one control link.
+"""``AgentLink``: the thread of a worker that talks to its agent (one asyncio loop, one control
+link).
 
-It answers while the script computes or blocks. What the script reports is sent now and then, the
-newest of each fact only; what it says at its end is not lost.
+It answers the agent while the script computes or blocks. Facts that the script reports are sent at
+intervals, only the newest of each; the last ones are sent before the worker ends.
 """
 
 from __future__ import annotations
@@ -195,13 +196,13 @@ class AgentLink:
         self._call(self._progress_waits)
 
     def finish(self) -> None:
-        """Send what is left to say, and that this worker has finished: the agent hangs up then."""
+        """Send the last facts and that this worker has finished. The agent then ends the link."""
         self._call(self._send_progress)
         self.say(control.Finished(self.worker))
         self._finished = True
 
     def flush(self, timeout_s: float) -> None:
-        """Return once everything said so far is on its way, or ``timeout_s`` have passed."""
+        """Return once all messages so far were handed to the system, or after ``timeout_s``."""
         done = threading.Event()
 
         async def flush() -> None:
@@ -301,7 +302,7 @@ class AgentLink:
             self._link.send(message)
 
     def _progress_waits(self) -> None:
-        """Send the first word of a new epoch at once, later ones every ``_REPORT_EVERY_S``."""
+        """Send the first facts of a new epoch at once, later ones every ``_REPORT_EVERY_S``."""
         waited = self._loop.time() - self._sent_at
         if self.progress.epoch != self._sent_epoch or waited >= _REPORT_EVERY_S:
             self._send_progress()
@@ -318,12 +319,13 @@ class AgentLink:
 
 
 def _end_orphan() -> None:
-    """The agent is gone and the script has not ended by itself: nobody would ever end it."""
+    """The agent is gone and the script has not ended by itself: no other process would end it."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _untold_waits(error: BaseException) -> None:
-    """Looking broke: a stopped worker is noticed at the deadline of an operation, not earlier."""
+    """The task that looks for long waits broke: from now on a stopped worker is noticed only at an
+    operation's deadline."""
 
 
 def _broke(error: BaseException) -> str:

@@ -1,7 +1,8 @@
 """When a worker tells its agent that an operation does not end: after 2 s, then every 2 s.
 
-The agents of the group's members then look whether their workers still run. An operation may
-rightly last longer, since another rank may compute for minutes; the word alone blames nobody.
+The agents of the group's members then look whether their workers still run. An operation may last
+longer for a good reason, since another rank may compute for minutes: the message alone blames no
+worker.
 """
 
 from __future__ import annotations

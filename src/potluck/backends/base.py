@@ -22,7 +22,7 @@ from potluck.types import Group
 
 
 class Communicator(Protocol):
-    """One rank's face of one immutable group: what a context needs of whoever moves the bytes.
+    """One rank's access to one immutable group: the operations that a context needs.
 
     Arrays are C-contiguous; those of collectives may have any shape. Every operation returns a
     Work at once, has a deadline ``timeout_s`` after the call, and must be called by all ranks in
@@ -72,7 +72,7 @@ class Communicator(Protocol):
 
     @property
     def metrics(self) -> Metrics:
-        """What was moved so far, by operation."""
+        """Counts of bytes, messages and seconds so far, by operation."""
 
     def abort(self, error: PotluckError) -> None:
         """End the group with ``error``, here and on every rank that can be reached."""
@@ -101,7 +101,7 @@ class Backend(Protocol):
         """Training step ``step`` begins (where a launcher may inject a fault)."""
 
     def report(self, facts: dict[str, Any]) -> None:
-        """Progress for whoever watches; never blocks, never fails."""
+        """Report progress to the launcher; never blocks, never fails."""
 
     def close(self) -> None:
         """Give everything back. Idempotent."""

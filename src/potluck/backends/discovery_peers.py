@@ -102,7 +102,7 @@ class Acquaintances:
     # What the search tells, on its own thread.
 
     def found(self, peer: Peer) -> None:
-        """``peer`` proved itself."""
+        """``peer`` answered and proved that it holds the cluster's secret."""
         with self.changed:
             place = peer.host, peer.port
             self._existing.ended(place)

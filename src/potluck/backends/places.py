@@ -1,4 +1,4 @@
-"""Which machine a rank should be on, as far as the launcher's variables say: for messages only."""
+"""The machine that each rank should be on, by the launcher's variables. For messages only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where the processes of a coming group wait, at the one that tells all of them what the group is.
+"""A rendezvous: the processes of a coming group wait at one of them, which tells all what the group
+is.
 
 Rank 0 of a launcher's world gathers the other ranks here (``environment.py``), and one of the
 processes that found each other gathers the others (``discovery_gather.py``).
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Arrival(Generic[T]):
-    """A process that waits here. Its member's host is as seen from here."""
+    """A process that waits at this rendezvous. The host in its member is as seen from here."""
 
     member: Member
     link: TcpLink
@@ -36,7 +37,8 @@ class Arrival(Generic[T]):
 
 
 class Rendezvous(Generic[T]):
-    """Callers wait here by the name in their HELLO, each with its link, while it is open."""
+    """Holds callers by the name in their HELLO, each with its link, while the rendezvous is
+    open."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class Rendezvous(Generic[T]):
         )
 
     def open(self) -> None:
-        """Callers may come in."""
+        """Admit callers from now on."""
         with self._changed:
             self._is_open = True
             self._changed.notify_all()
@@ -100,12 +102,12 @@ class Rendezvous(Generic[T]):
             self._changed.wait_for(lambda: len(self._arrivals) >= count, seconds)
 
     def arrivals(self) -> dict[str, Arrival[T]]:
-        """Who waits here, by name."""
+        """The arrivals, by name."""
         with self._changed:
             return dict(self._arrivals)
 
     def take(self, names: Iterable[str]) -> list[Arrival[T]]:
-        """Stop admitting: these arrivals, in this order. The others are sent away."""
+        """Stop admitting and return these arrivals, in this order. The others are sent away."""
         with self._changed:
             self._is_open = False
             chosen = [self._arrivals.pop(name) for name in names]
@@ -139,7 +141,7 @@ class Rendezvous(Generic[T]):
             self._changed.notify_all()
 
     def _forget(self, name: str) -> None:
-        """A caller was gone before it was here; it may come again."""
+        """A caller hung up before its link was there; it may call again."""
         with self._changed:
             self._coming.discard(name)
 

@@ -3,12 +3,10 @@
 Each folder may import those below it; the last five do not know each other:
 
 - ``run.py``, ``job_client.py``: ``potluck run``, from its options to its summary
-- ``node_agent.py``: the agent of ``potluck up`` or of one ``potluck run``; it makes its parts out
-  of
-  the folders below
+- ``node_agent.py``: the agent of ``potluck up`` or of one ``potluck run``
 - ``report.py``: the cluster as this node sees it, for the commands
-- ``jobs``: running a script's workers; ``jobs/groups``: which workers make a job's next group
-  (pure)
+- ``jobs``: running a script's workers
+- ``jobs/groups``: which workers make a job's next group (pure)
 - ``control_plane.py``, ``secret_change.py``: the I/O of ``membership`` and of a change of secret
 - ``topology``: the machines and the links between them, as measured
 - ``links``: connections to an agent: of its workers, of other agents, of commands

@@ -407,7 +407,8 @@ class Collectives:
         op: str | None = None,
         root: int = 0,
     ) -> bool:
-        """Try the fast path: True if the call has ended well, False if nothing was done."""
+        """Try the fast path. Returns False if it can't take this call; the caller then uses
+        ``run``."""
         fast = self.communicator.fast_path
         if fast is None:
             return False

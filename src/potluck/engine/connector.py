@@ -1,4 +1,7 @@
-"""How the engine gets links. Implementations: ``mesh.py`` (TCP), ``backends/inprocess.py``."""
+"""``Connector``: makes the links of one group for the progress loop.
+
+Implementations: ``mesh.py`` (TCP), ``backends/inprocess.py`` (threads of one process).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Connector(Protocol):
         """Whether its links are the native core's, so that the native loop can run them."""
 
     def start(self, deliver: Deliver, fail: Fail) -> None:
-        """From now on links may be delivered, also such as peers asked for."""
+        """Deliver links from now on, also those that peers have asked for."""
 
     def request(self, rank: int) -> None:
         """A link to ``rank`` is wanted. Returns at once; asking again changes nothing."""

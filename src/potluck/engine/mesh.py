@@ -1,9 +1,10 @@
-"""Links over TCP: one listener per process, one connection per pair of ranks and epoch.
+"""``Mesh``: the links of one group over TCP, one connection for each pair of ranks.
+``Switchboard``: gives the connections that arrive at this process's listener to the mesh of the
+group that they name.
 
-Either side of a pair may connect first. If both do at once, the attempt of the lower rank wins:
-it refuses the other's HELLO ("collision"), and the other accepts its. The ``Switchboard`` gives
-arriving connections to the group they name; a HELLO for an epoch this process has not reached
-waits a while, one for an epoch that is over is refused ("stale").
+Either rank of a pair may connect first. If both do at once, the attempt of the lower rank wins: it
+refuses the other's HELLO ("collision"), and the other rank accepts. A HELLO for an epoch that this
+process has not reached yet waits a while; a HELLO for an epoch that is over is refused ("stale").
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _LATE = {"collision", "not_ready"}
 _NUM_REFUSALS = 16
 
 _PART_S = 0.2
-"""How long attempts to connect go on after the group has ended here: a peer that has said WELCOME
-would take a link that just ends for a death, so it is told the reason first."""
+"""How long attempts to connect go on after the group has ended here. A peer that has sent WELCOME
+would take a link that ends at once for a death; in this time it is told the reason instead."""
 
 
 class Switchboard:
@@ -62,7 +63,7 @@ class Switchboard:
             self._changed.notify_all()
 
     def disconnect_mesh(self, mesh: Mesh, refusal: Refusal) -> None:
-        """``mesh`` no longer answers: whoever calls for its epoch gets ``refusal``."""
+        """``mesh`` has closed: callers that name its epoch get ``refusal`` from now on."""
         with self._changed:
             if self._mesh is mesh:
                 self._mesh = None
@@ -98,7 +99,7 @@ class Switchboard:
             mesh, epoch = self._mesh, self._epoch
             refusal = self._refusals.get(hello.epoch)
         if refusal is not None and (refusal.code != "left" or hello.epoch == epoch):
-            return Admission(refusal)  # why that group is over is worth more than that it is
+            return Admission(refusal)  # says more than "stale": why that group is over
         if hello.epoch < epoch:
             return _refuse("stale", f"epoch {hello.epoch} is over; this worker is in {epoch}")
         if mesh is None or hello.epoch > epoch:
@@ -232,7 +233,7 @@ class Mesh:
         while True:
             try:
                 link = self._connect(rank, deadline)
-            except Exception as failure:  # an address may be anything; nobody else would tell
+            except Exception as failure:  # an address may be anything, and the loop must hear of it
                 error = failure
                 if isinstance(failure, Refused) and failure.code in _LATE:
                     if self._wait_for_call(rank, failure, deadline):

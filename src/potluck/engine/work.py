@@ -57,10 +57,10 @@ class Work:
         self.on_wait: Callable[[float], None] | None = None
         """Called with the seconds that a ``wait`` has blocked, if it had to."""
         self.waiter: Callable[[float | None], bool] | None = None
-        """Blocks until the operation has ended (or, False, for so many seconds), where whoever
-        runs it has a shorter way to say so than the event."""
+        """Blocks until the operation has ended; False if that takes longer than the given seconds.
+        Set where the engine can wake the caller faster than through ``_running``."""
         self.look: Callable[[], None] | None = None
-        """The same without blocking: ends this work if the operation has ended."""
+        """Ends this work if the operation has ended; never blocks."""
         self._is_ended = False
         self._running = threading.Lock()
         """Held until the operation has ended: an Event would cost a microsecond for each call."""
@@ -145,7 +145,7 @@ class Work:
         self._call(callback)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the operation (called by whoever runs it). Later calls are ignored."""
+        """End the operation. Called by the engine; later calls are ignored."""
         with self._lock:
             if self._is_ended:
                 return

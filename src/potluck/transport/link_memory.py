@@ -1,4 +1,5 @@
-"""Link memory: shared by the two ends of one link on one node; payloads need not cross a socket.
+"""Link memory: memory shared by the two ends of one link on one node, so that payloads do not cross
+a socket.
 
 Each direction of a link has ``num_slots`` slots of ``slot_bytes``. The sender copies a segment into
 a free slot and sends a frame that names the slot; the receiver reads it there and returns the slot
@@ -7,10 +8,9 @@ needs no locks.
 
 The client of a connection makes the memory (``offer_link_memory``) and names it in its ``Hello``;
 the server opens it through ``/proc/<pid>/fd/<fd>``, checks that it is what the offer says, maps it
-(``map_link_memory``) and answers yes or no in its ``Welcome``. The memory is an anonymous file
-(Linux ``memfd``) that has no name in any directory: it is gone when the last process that maps it
-is, however that process ends. Where any of this can't be had (another host, another container,
-another user, macOS) the link works without it.
+(``map_link_memory``) and answers yes or no in its ``Welcome``. The memory is anonymous
+(``memory.py``). Where it can't be had (another host, another container, another user, macOS) the
+link works without it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SharedLinkMemory:
     """Mapped link memory: a header page, the client's slots, then the server's.
 
     Slots are flat byte views that ``numpy.frombuffer`` takes as they are. A view that is still held
-    when the memory closes stays valid; the memory goes when the last one does.
+    when the memory closes stays valid: the memory is unmapped with its last view.
     """
 
     def __init__(self, memory: mmap.mmap, num_slots: int, slot_bytes: int, *, client: bool) -> None:
@@ -89,7 +89,7 @@ class SharedLinkMemory:
     def close(self) -> None:
         slots, self._outgoing, self._incoming = self._outgoing + self._incoming, [], []
         for view in slots:
-            # BufferError: an array still looks at it. It keeps its part of the memory alive.
+            # BufferError: an array still has this view, and keeps its part of the memory mapped.
             with contextlib.suppress(BufferError):
                 view.release()
         with contextlib.suppress(BufferError):
@@ -97,7 +97,7 @@ class SharedLinkMemory:
 
 
 class OfferedLinkMemory:
-    """Link memory made here, until the peer has said whether it mapped it."""
+    """Link memory made here, until the peer has answered whether it mapped the memory."""
 
     def __init__(self, fd: int, memory: SharedLinkMemory, offer: LinkMemoryOffer) -> None:
         self._fd = fd
@@ -105,7 +105,8 @@ class OfferedLinkMemory:
         self.offer = offer
 
     def settle(self, accepted: bool) -> SharedLinkMemory | None:
-        """The memory if the peer ``accepted`` it; else it is gone. Call exactly once."""
+        """The memory if the peer ``accepted`` it; else None, and the memory is released. Call
+        exactly once."""
         os.close(self._fd)
         if accepted:
             return self._memory
@@ -138,10 +139,10 @@ def offer_link_memory(
 
 
 def map_link_memory(offer: LinkMemoryOffer) -> SharedLinkMemory | None:
-    """The memory that a client offered, mapped here; None if it can't be had (debug log).
+    """The memory that a client offered, mapped here; None if it can't be mapped (debug log).
 
-    The offer comes from another process and may name anything: nothing is opened that is not an
-    anonymous file of this name, and nothing is mapped that could be cut short under our feet.
+    The offer comes from another process and may name anything; ``memory.open_shared`` says what is
+    checked.
     """
     try:
         return _map_link_memory(offer)

@@ -1,7 +1,7 @@
 """Anonymous memory that processes of one host share: a Linux ``memfd``, opened through ``/proc``.
 
-It has no name in any directory, so it is gone when the last process that maps it is, however that
-process ends. Whoever opens it names the process and the descriptor that it was made under.
+The memory has no name in any directory, so it is gone with the last process that maps it, however
+that process ends. To open it, a process names the maker's process id and descriptor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def create(size: int) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        # A peer that shrank the file would kill this process with SIGBUS: forbid it to everybody.
+        # A process that shrank the file would kill all others with SIGBUS: seal it for everyone.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
         return fd, mmap.mmap(fd, size)
     except OSError:
@@ -39,8 +39,8 @@ def open_shared(boot: str, pid: int, fd: int, size: int) -> mmap.mmap:
     """Memory of ``size`` bytes that process ``pid`` of boot ``boot`` made as its ``fd``.
 
     The three come from another process and may be anything: nothing is opened that is not memory
-    made by ``create``, and nothing is mapped that could be cut short under our feet. OSError or
-    ValueError with the reason if it can't be had.
+    made by ``create``, and nothing is mapped that could be truncated while it is mapped. OSError or
+    ValueError, with the reason, if the memory can't be mapped.
     """
     if sys.platform != "linux" or not boot or boot != boot_id():
         raise ValueError("it runs on another host")

@@ -1,4 +1,7 @@
-"""The thread that moves all bytes of one group: the reference (``progress``) and its native twin
-(``native``). Which segment may go is in ``plans`` and ``running``, point-to-point messages are in
-``messages`` and ``mailbox``, links in ``connections`` and ``connection``.
+"""The progress loop, the thread that moves all bytes of one group: in Python (``progress``), or in
+C++ with its Python side in ``native``.
+
+Collectives are in ``compiled``, ``running`` and ``plans``, point-to-point messages in ``messages``
+and ``mailbox``, links in ``connections``, ``connection`` and ``flow_control``, the end of a failed
+group in ``close``. ``native/core/loop/`` has the twins of these files.
 """

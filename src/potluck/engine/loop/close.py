@@ -24,10 +24,10 @@ _FLUSH_S = 0.2
 def send_abort(state: GroupState, connections: Connections, drain_wake: Callable[[], None]) -> None:
     """Tell every linked peer why the group is over, within a bound.
 
-    Until this returns the callers' arrays belong to the loop, so that a frame half written can be
-    completed with the bytes that it began with: a peer finds the ABORT only behind a whole frame.
-    Each link is read until the peer's own ABORT or its end: closing it over unread bytes would
-    reset the connection, and the peer would lose the reason and blame this rank.
+    Until this returns, the callers' arrays belong to the loop: a half-written frame must be
+    completed with the bytes that it began with, because a peer finds the ABORT only behind a whole
+    frame. Each link is read until the peer's own ABORT or the link's end: closing it over unread
+    bytes would reset the connection, and the peer would lose the reason and blame this rank.
     """
     error = state.error
     if not isinstance(error, GroupError) or isinstance(error, GroupClosed):
@@ -45,7 +45,8 @@ def send_abort(state: GroupState, connections: Connections, drain_wake: Callable
 
 
 def reject(state: GroupState, link: Link) -> None:
-    """A link was made after the group ended: say why, and let the peer read it before the end."""
+    """Close a link that was made after the group ended: send the reason, and give the peer the time
+    to read it."""
     until = time.monotonic() + _FLUSH_S
     scratch = memoryview(bytearray(64 * 1024))
     with contextlib.suppress(PotluckError):
@@ -59,7 +60,8 @@ def reject(state: GroupState, link: Link) -> None:
 
 
 def _part(connections: Connections, connection: Connection) -> bool:
-    """Go on with telling the peer and hearing it; True if there is more to do at once."""
+    """Write to the peer and read from it as far as possible; True if there is more to do at
+    once."""
     try:
         more = connection.write(lambda _: None)
         if connection.is_garbled:
@@ -77,7 +79,7 @@ def _part(connections: Connections, connection: Connection) -> bool:
 
 
 def _discard(connection: Connection, frame: Frame) -> Sink:
-    """Where a frame goes once the group is over."""
+    """The sink of frames that come once the group is over: they are dropped."""
     if frame.kind is Kind.ABORT:
         connection.has_aborted = True
     is_small = frame.length <= frames.MAX_CONTROL

@@ -1,8 +1,9 @@
-"""The native progress loop's Python side: same methods as ``ProgressLoop``, no byte moved here.
+"""``NativeLoop``: the Python side of the native progress loop, with the methods of
+``ProgressLoop``.
 
-The native thread never waits for the interpreter. A caller that blocks waits natively for its own
-operation; one Python thread, the event thread, does what only Python can do: it makes links and
-errors, and ends the operations that no thread waits for.
+The bytes are moved by the native thread, which never waits for the interpreter. A caller that
+blocks waits natively for its own operation. One Python thread, the event thread, does what only
+Python can do: it has links made, makes errors, and ends operations that no thread waits for.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def is_available() -> bool:
 
 @dataclass(slots=True)
 class _Item:
-    """An operation under way, and what must stay until it has ended."""
+    """An operation under way. ``keep`` holds the arrays that the native loop reads and writes."""
 
     loop: NativeLoop
     ident: int
@@ -76,8 +77,8 @@ class _Item:
         return True
 
     def look(self) -> None:
-        """End the operation's work if it has ended. The event thread would, but while another
-        thread is busy in Python it waits for the interpreter's lock."""
+        """End the work of an operation that has ended. The event thread would do it as well, but
+        later if another thread has the interpreter's lock."""
         if self.ticket.state != "running":
             self.loop.settle(self.ident)
 
@@ -158,7 +159,7 @@ class NativeLoop:
         an error. ``residual`` is what the plan's codec has lost before, if that is kept."""
         ident, ticket = self._ticket(work, (buffers, residual), plan)
         self._core.start(ticket, plan.native, sequence, deadline, *buffers, residual)
-        if self._is_over:  # then nobody else will
+        if self._is_over:  # the event thread has ended: no other thread would settle it
             self.settle(ident)
 
     def send(self, sending: Sending) -> None:
@@ -221,7 +222,8 @@ class NativeLoop:
         return ident, ticket
 
     def settle(self, ident: int) -> None:
-        """End the work of an operation that has ended. Whoever comes second does nothing."""
+        """End the work of an operation that has ended. Only the first of several calls does so: the
+        waiting thread and the event thread may both come."""
         item = self._items.pop(ident, None)
         if item is None:
             return
@@ -341,7 +343,7 @@ class NativeLoop:
         return peer_lost(group, rank, causes[kind](), item) if kind in causes else None
 
     def _end(self) -> None:
-        """Let every waiting caller go: whatever broke, nobody hangs."""
+        """End all operations with the group's error, so that no caller hangs, whatever broke."""
         self._core.join()
         self._state.fail(self._state.closed())
         self._is_over = True
@@ -354,7 +356,7 @@ class NativeLoop:
         _alive.discard(self)
 
     def _stop_at_exit(self) -> None:
-        """The process ends without close(): no thread may touch memory that goes now."""
+        """The process ends without close(): stop the thread, whose memory is about to be freed."""
         self._core.stop()
         self._thread.join(_EXIT_S)
 

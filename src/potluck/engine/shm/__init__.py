@@ -1,3 +1,2 @@
-"""Memory that the workers of one node share: that of a group (``group``),
-and that of one channel (``channel``).
-"""
+"""Shared memory of the workers of one node: of a group (``group``), and of one channel
+(``channel``)."""

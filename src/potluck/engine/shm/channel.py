@@ -1,11 +1,15 @@
-"""How the ranks of one channel come to share memory, and their calls through it.
+"""``ChannelMemory``: sets up the shared memory of one channel, and starts calls through it.
 
-The first call on a channel whose ranks share a node begins it, over links: its rank 0 makes the
-memory and all ranks tell each other whether they can use one (the native core is there, their share
-of memory is not spent); then whether they have mapped it. Both are all_gathers, so all ranks come
-to the same answer. Calls made meanwhile wait; they then go through shared memory, or over links if
-there is none, in the order they were made. A token in the memory proves that the right one was
-mapped.
+The first call on a channel whose ranks are on one node begins the setup, by two all_gathers over
+links, so that all ranks come to the same answer:
+
+1. Rank 0 makes the memory and offers it. All ranks tell whether they can use shared memory: the
+   native core is there, and this worker's share of memory is not spent.
+2. Each rank maps the memory and tells whether that worked. A random token in the memory proves that
+   it mapped the right one.
+
+Calls made meanwhile wait. Then they go through shared memory, or over links if there will be none,
+in the order in which they were made.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ NO_SHARED_MEMORY = (
 _OFFER_BYTES = 512
 _MAGIC = b"potluck\x03"
 _SLOT_BYTES = (252 * 1024, 60 * 1024)
-"""A slot while at least half of the worker's share of memory is left, and after that."""
+"""Bytes of a slot while at least half of the worker's share of memory is left, and after that."""
 
 State = Enum("State", ["NEW", "ASKING", "OPEN", "NONE"])
 
@@ -54,7 +58,8 @@ Exchange = Callable[[Array, Array, str, int, float], Work]
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says first. Of the channel's rank 0 the rest counts, too; of all, ``cpus``."""
+    """A rank's part of the first all_gather. ``is_able`` and ``cpus`` count of every rank, the
+    other fields only of rank 0, which makes the memory."""
 
     is_able: bool
     boot: str = ""
@@ -63,17 +68,19 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     token: bytes = b""
     slot_bytes: int = 0
     costs: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
-    """Seconds, see ``collectives.shared_memory``: rank 0's, so that all choose alike."""
+    """In seconds, as ``collectives.shared_memory.Costs``. All ranks use those that rank 0 has
+    measured, so that all of them choose the same way of reducing."""
     cpus: bytes = b""
-    """The processors that it may use, one bit each."""
+    """The processors that the rank may use, one bit each."""
 
 
 Fallback = Callable[[Request, SharedMemoryWork], None]
-"""Runs a call that waited for shared memory over links."""
+"""Runs a call over links that has waited for shared memory."""
 
 
 class ChannelMemory:
-    """The shared memory of one channel. All but the callbacks is under the lock."""
+    """The shared memory of one channel. Methods take the lock of the group's communicators, except
+    where a comment says that the caller holds it."""
 
     def __init__(
         self,
@@ -85,10 +92,11 @@ class ChannelMemory:
         fallback: Fallback,
         changed: Callable[[Any], None],
     ) -> None:
-        """``changed(channel)`` is told of the native channel, and of None when it is gone."""
+        """``changed(channel)`` is called with the native channel, and with None when it is
+        closed."""
         self.state = State.NEW
         self.number = 0
-        """How many calls this channel has begun, while there is no native channel to count them."""
+        """How many calls this channel has begun. The native channel counts once there is one."""
         self._group = group
         self._rank = rank
         self._ranks = ranks
@@ -105,10 +113,11 @@ class ChannelMemory:
         self._second = 0
 
     def run(self, request: Request) -> SharedMemoryWork | None:
-        """Run a call, now or once there is shared memory; None if the call is not for it.
+        """Run a call through shared memory, now or after the setup; None if it has to go over
+        links.
 
-        While the memory is being set up every call waits, so that numbers are used in order.
-        ValueError if the caller wants shared memory and nothing else.
+        During the setup every call waits, so that calls keep their order. ValueError if the request
+        asks for shared memory and there is none.
         """
         if self.state is not State.NONE:
             with self._lock:
@@ -129,7 +138,8 @@ class ChannelMemory:
         return self.number - 1
 
     def note_elsewhere(self, number: int, fingerprint: int) -> None:
-        """Call ``number`` goes over links: whoever waits for it here learns that at once."""
+        """Call ``number`` goes over links. A rank that waits for it in shared memory sees that and
+        raises Desync at once."""
         if self._native is not None:
             self._native.note_elsewhere(number, fingerprint)
 
@@ -157,7 +167,7 @@ class ChannelMemory:
             self._waiting.append((request, work))
         else:
             self._start(request, work)
-        if is_first:  # the call waits already: this may end at once
+        if is_first:  # last, because the setup may end at once: the call must be among the waiting
             self._ask(call, request.timeout_s, *numbers)
         return work
 
@@ -281,7 +291,8 @@ class ChannelMemory:
             self._changed(channel)
 
     def _end(self, error: BaseException | None) -> None:
-        """There will be no shared memory: because of ``error``, or a rank has none."""
+        """There will be no shared memory: a rank can't have it, or the setup failed by
+        ``error``."""
         self._drop_descriptor()
         with self._lock:
             self.state = State.NONE
@@ -347,7 +358,7 @@ class ChannelMemory:
 
 @functools.cache
 def _measured_costs() -> tuple[float, float, float, float]:
-    """What waiting and reading cost here, measured once, in about 3 ms."""
+    """The costs of waiting and reading on this machine, measured once, in about 3 ms."""
     wait_s, turn_s, wake_s, byte_s = native.core.shm_costs()
     return wait_s, turn_s, wake_s, byte_s
 
@@ -355,7 +366,7 @@ def _measured_costs() -> tuple[float, float, float, float]:
 def _usable_cpus() -> bytes:
     """The processors that this process may use, one bit each; empty if there are too many.
 
-    Ranks that are bound to one core each share as many cores as there are ranks.
+    The union over all ranks counts: ranks that are bound to one core each have several together.
     """
     bits = sum(1 << cpu for cpu in usable_cpus())
     encoded = bits.to_bytes(-(-bits.bit_length() // 8), "little")

@@ -1,12 +1,12 @@
-"""The memory that workers of one node share in one group, and the engine that uses it.
+"""``GroupMemory``: all shared memory of one rank in one group, and the native engine that uses it.
 
-A call through shared memory runs in the thread that waits for it; a call that nobody waits for runs
-on the native engine's thread, which never takes the interpreter lock. Only failures, and calls with
-callbacks, come back to Python by themselves, through one thread here (``potluck-shm``). How the
-bytes move is in ``native/core/shm/*``, how the ranks of a channel come to share memory in
-``channel.py``.
+A call through shared memory runs in the thread that waits for it. A call that no thread waits for
+runs on the native engine's thread, which never takes the interpreter's lock. Python hears of an
+ended call only if it failed or has callbacks: from one thread here (``potluck-shm``). The bytes are
+moved in ``native/core/shm/*``; how the memory of a channel is set up is in ``channel.py``.
 
-When the group is over every channel is stopped, so no caller waits there for what will not come.
+When the group is over, every channel is stopped, so that no caller waits for a rank that will not
+come.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from potluck.types import Group
 _log = logging.getLogger(__name__)
 
 MAX_BYTES = 8 * 1024 * 1024
-"""Of shared memory that one worker adds to its node, over all channels of one group."""
+"""The share of one worker: the most bytes that it adds to its node's shared memory, over all
+channels of one group."""
 
 _PATIENCE_S = 5.0
-"""How long a call that was stopped waits to hear why."""
+"""How long a call that was stopped waits for the error that ended the group."""
 
 _SWEEP = 8
-"""So many ended calls are forgotten at once, at least."""
+"""Ended calls are removed from ``_inflight`` at least this many at a time."""
 
 
 class Failure(NamedTuple):
@@ -61,7 +62,7 @@ class Failure(NamedTuple):
 
 
 class Loop(Protocol):
-    """What shared memory needs of the group's progress loop."""
+    """The part of the group's progress loop that shared memory uses."""
 
     @property
     def error(self) -> BaseException | None: ...
@@ -72,7 +73,7 @@ class Loop(Protocol):
 
 
 class StalledCall:
-    """A call through shared memory that can't end: the peer that it waits for."""
+    """A call through shared memory that can't end, and the peer that it waits for, for errors."""
 
     def __init__(self, call: str, peer: int) -> None:
         self._call = call
@@ -105,7 +106,7 @@ class GroupMemory:
         loop.when_over(self._on_over)
 
     def take(self, nbytes: int) -> bool:
-        """Count ``nbytes`` of this worker's share; False if there is not so much left."""
+        """Take ``nbytes`` of this worker's share; False if less is left."""
         with self._lock:
             if self._is_closed or nbytes > self._left_bytes:
                 return False
@@ -114,7 +115,7 @@ class GroupMemory:
 
     @property
     def left_bytes(self) -> int:
-        """What is left of this worker's share."""
+        """The bytes that are left of this worker's share."""
         return self._left_bytes
 
     def open(
@@ -124,9 +125,8 @@ class GroupMemory:
         peers: tuple[int, ...],
         **shape: Any,
     ) -> Any:
-        """A native channel over ``memory``; ``on_close()`` is called when it must not be used.
-
-        ``peers`` maps its ranks to the group's.
+        """A native channel over ``memory``. ``on_close()`` is called when the channel must not be
+        used any more. ``peers`` maps the channel's ranks to the group's.
         """
         with self._lock:
             if self._engine is None:
@@ -154,7 +154,7 @@ class GroupMemory:
         return [("shm", index, count) for index, count in enumerate(ended) if count >= 0]
 
     def start(self, work: SharedMemoryWork, begin: Callable[[int], Any]) -> None:
-        """Let ``begin(id)`` start the native call of ``work``, and keep both while it runs."""
+        """Start the native call of ``work`` by ``begin(id)``, and keep both while the call runs."""
         with self._lock:
             self._ids += 1
             number = self._ids
@@ -217,7 +217,7 @@ class GroupMemory:
             channel.stop(for_all=False)
 
     def close(self) -> None:
-        """Give the memory back, once the group is over. Idempotent."""
+        """Release the memory, once the group is over. Idempotent."""
         with self._lock:
             channels, self._open = self._open, []
             engine, self._engine = self._engine, None
@@ -287,13 +287,13 @@ class SharedMemoryWork(Work):
 
     @property
     def is_told(self) -> bool:
-        """Whether the bytes have moved, or will not, and no callback waits to hear of that."""
+        """Whether the call has ended and no callback waits to be told."""
         if self._is_ended:
             return True
         return self._native is not None and self._native.done and not self._callbacks
 
     def began(self, call: Any) -> None:
-        """The native call is under way; its memory is kept by whoever started it."""
+        """The native call is under way."""
         with self._lock:
             self._native = call
             begun, self._begun = self._begun, None
@@ -304,11 +304,11 @@ class SharedMemoryWork(Work):
             self._settle()
 
     def keep(self, memory: Any) -> None:
-        """What the native call reads and writes, for as long as it may."""
+        """Keep ``memory``, which the native call reads and writes, as long as this work."""
         self._kept = memory
 
     def posted(self) -> None:
-        """It runs over links instead, and ends as any other work."""
+        """The call runs over links instead, and ends as any other work."""
         begun, self._begun = self._begun, None
         if begun is not None:
             begun.set()
@@ -343,7 +343,7 @@ class SharedMemoryWork(Work):
         return True
 
     def _settle(self) -> None:
-        """The native call has ended: so has this."""
+        """The native call has ended: end this work with its outcome."""
         if self._is_ended:
             return
         failure, error = self._native.failure(), None
