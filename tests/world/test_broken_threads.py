@@ -39,7 +39,7 @@ def test_an_event_thread_that_breaks_ends_the_group_on_all_ranks_with_what_broke
     with open_world("native", 2) as world:
         world.run(lambda ctx: ctx.barrier())
         first, second = (ctx.communicator for ctx in world.contexts)
-        loop = second._family.loop
+        loop = second._resources.loop
         assert isinstance(loop, NativeLoop)
         waiting = first.run(summing(np.ones(4), 600))
         loop._hear = broken  # type: ignore[method-assign]
@@ -54,7 +54,7 @@ def test_a_progress_loop_that_breaks_ends_the_group_on_all_ranks_with_what_broke
     with open_world("tls", 2) as world:
         world.run(lambda ctx: ctx.barrier())
         first, second = (ctx.communicator for ctx in world.contexts)
-        loop = second._family.loop
+        loop = second._resources.loop
         assert isinstance(loop, ProgressLoop)
         waiting = first.run(summing(np.ones(4), 600))
         loop._plans.begin = broken  # type: ignore[method-assign]

@@ -110,7 +110,7 @@ def test_a_rank_far_behind_holds_the_others_back_and_then_all_completes(
             most = 0
         else:
             assert ahead.wait(20)
-            loop = ctx.communicator._family.loop
+            loop = ctx.communicator._resources.loop
             most = 0
             for each in arrays:
                 ctx.all_reduce(each, algorithm=algorithm)

@@ -332,7 +332,7 @@ def test_who_leaves_has_lost_nobody_and_aborts_nobodys_group() -> None:
             elif ctx.rank == target:
                 ctx.recv(x(), source)
         pair = ctx.new_group([0, 1])
-        loop = ctx.communicator._family.loop
+        loop = ctx.communicator._resources.loop
         linked.wait(20)
         if ctx.rank == 0:
             loop._post(lambda: departed.wait(0.9))

@@ -191,7 +191,7 @@ def test_every_collective_takes_the_fast_path(world: World, kind: str) -> None:
 
 def posted(ctx: DistributedContext) -> int:
     """How many calls through shared memory took the slow path."""
-    count: int = ctx.communicator._family.shm._ids
+    count: int = ctx.communicator._resources.shm._ids
     return count
 
 

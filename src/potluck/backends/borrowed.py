@@ -34,7 +34,7 @@ _CLOSE_S = 1.0
 
 
 @dataclass(slots=True)
-class _Family:
+class _Resources:
     """What a communicator and its sub-groups share."""
 
     metrics: Metrics
@@ -83,18 +83,18 @@ class LibraryCommunicator:
     fast_path: FastPath | None = None
 
     def __init__(
-        self, group: Group, library: Library, family: _Family, *, timeout_s: float
+        self, group: Group, library: Library, resources: _Resources, *, timeout_s: float
     ) -> None:
         self.group = group
         self.rank = library.rank
         self.world_size = library.world_size
         self.device = library.device
         self._library = library
-        self._family = family
+        self._resources = resources
         self._timeout_s = timeout_s
         self._groups = itertools.count(1)
-        self._lane = Lane(f"potluck-{library.name}-{len(family.members)}", family.fail)
-        family.members.append((library, self._lane))
+        self._lane = Lane(f"potluck-{library.name}-{len(resources.members)}", resources.fail)
+        resources.members.append((library, self._lane))
 
     @classmethod
     def open(
@@ -103,9 +103,9 @@ class LibraryCommunicator:
         """The communicator of a whole group. ``timeout_s`` bounds the making of sub-groups."""
         meter = metrics or Metrics()
         meter.group(group.epoch, group.world_size)
-        family = _Family(meter)
-        library.listen(family.fail)
-        return cls(group, library, family, timeout_s=timeout_s)
+        resources = _Resources(meter)
+        library.listen(resources.fail)
+        return cls(group, library, resources, timeout_s=timeout_s)
 
     def run(self, request: Request) -> Work:
         """See ``Communicator.run``."""
@@ -167,36 +167,36 @@ class LibraryCommunicator:
         library = made[0]
         if library is None:
             return None
-        part = LibraryCommunicator(self.group, library, self._family, timeout_s=self._timeout_s)
+        part = LibraryCommunicator(self.group, library, self._resources, timeout_s=self._timeout_s)
         # Sub-groups have threads and sockets of their own: give them back with the last reference.
-        weakref.finalize(part, self._family.release, (library, part._lane)).atexit = False
+        weakref.finalize(part, self._resources.release, (library, part._lane)).atexit = False
         return part
 
     # -- life
 
     @property
     def error(self) -> BaseException | None:
-        return self._family.error
+        return self._resources.error
 
     @property
     def metrics(self) -> Metrics:
-        return self._family.metrics
+        return self._resources.metrics
 
     def abort(self, error: PotluckError) -> None:
-        if self._family.error is None:
+        if self._resources.error is None:
             self._library.tell(error)
-            self._family.fail(error)
+            self._resources.fail(error)
 
     def close(self) -> None:
-        family = self._family
+        resources = self._resources
         deadline = time.monotonic() + _CLOSE_S
-        is_orderly = family.error is None
-        with family.lock:
-            works = list(family.works)
+        is_orderly = resources.error is None
+        with resources.lock:
+            works = list(resources.works)
         for work in works:  # what was sent arrives
             is_orderly &= work.ends_within(max(0.0, deadline - time.monotonic()))
-        family.fail(GroupClosed("this group was closed here", epoch=self.group.epoch))
-        members, family.members = family.members, []
+        resources.fail(GroupClosed("this group was closed here", epoch=self.group.epoch))
+        members, resources.members = resources.members, []
         for library, lane in reversed(members):
             lane.close(max(0.0, deadline - time.monotonic()) if is_orderly else 0.0)
             library.close(is_orderly)
@@ -224,8 +224,8 @@ class LibraryCommunicator:
                 self._failed(error, call)
             else:
                 seconds = time.monotonic() - started
-                self._family.metrics.observe(name, self._library.name, nbytes, seconds)
-                self._family.end(work)
+                self._resources.metrics.observe(name, self._library.name, nbytes, seconds)
+                self._resources.end(work)
 
         if not work.done():
             self._library.settle()
@@ -252,14 +252,14 @@ class LibraryCommunicator:
             except BaseException as error:
                 self._failed(error, call)
             else:
-                self._family.end(work)
+                self._resources.end(work)
 
-        start_thread(wait, name=f"potluck-{call}", on_broken=self._family.fail)
+        start_thread(wait, name=f"potluck-{call}", on_broken=self._resources.fail)
         return work
 
     def _begin(self, call: str, result: Any, deadline: float) -> BoundedWork:
-        work = BoundedWork(call, result, deadline, self._family.fail)
-        error = self._family.begin(work)
+        work = BoundedWork(call, result, deadline, self._resources.fail)
+        error = self._resources.begin(work)
         if error is not None:
             work.finish(error)
         return work
@@ -275,7 +275,7 @@ class LibraryCommunicator:
             )
             told.__cause__ = error.__cause__
             error = told
-        self._family.fail(error)
+        self._resources.fail(error)
 
     def _check(self, request: Request) -> None:
         """TypeError or ValueError for what has no meaning, here."""

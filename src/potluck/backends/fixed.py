@@ -22,7 +22,7 @@ from potluck.backends.agent_link import AgentLink, agent_address, has_left, is_l
 from potluck.backends.agent_waits import LongWaits
 from potluck.backends.last_words import LastWords, may_follow_from_a_loss
 from potluck.cluster.trust.credentials import load_credentials
-from potluck.engine.family import ongoing_here
+from potluck.engine.resources import ongoing_here
 from potluck.errors import AgentLost, OperationTimeout, PotluckError, RemoteError
 from potluck.settings import load_settings
 from potluck.wire import control

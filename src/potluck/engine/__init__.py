@@ -1,6 +1,6 @@
 """The data plane: the collectives and messages of one group, over links and shared memory.
 
-- ``communicator.py``: what a context talks to; ``family.py``: what it shares with its sub-groups
+- ``communicator.py``: what a context talks to; ``resources.py``: what it shares with its sub-groups
 - ``shm``: calls inside one node
 - ``loop``: the thread that moves all bytes between ranks, and what it decides by
 - ``mesh.py``: links over TCP, made on first use

@@ -15,10 +15,10 @@ from potluck.engine.arrays.layout import Array
 from potluck.engine.call import Call
 from potluck.engine.compiler import Compiler
 from potluck.engine.connector import Connector
-from potluck.engine.family import Family, open_family
 from potluck.engine.loop.mailbox import ANY_SOURCE, Receiving, sending
 from potluck.engine.loop.running import as_bytes
 from potluck.engine.request import FastPath, Request
+from potluck.engine.resources import GroupResources, open_resources
 from potluck.engine.shm.channel import NO_SHARED_MEMORY, ChannelMemory
 from potluck.engine.shm.group import SharedMemoryWork
 from potluck.engine.work import Work, deadline_after
@@ -47,26 +47,26 @@ class Communicator:
     def __init__(
         self,
         group: Group,
-        family: Family,
+        resources: GroupResources,
         channel: int,
         ranks: tuple[int, ...],
     ) -> None:
         self.group = group
-        self._family = family
+        self._resources = resources
         self._channel = channel
         self._ranks = ranks
-        self._nodes = tuple(family.nodes[rank] for rank in ranks)
-        self._compiler = Compiler(group, channel, ranks, self._nodes, family.loop.segment_bytes)
+        self._nodes = tuple(resources.nodes[rank] for rank in ranks)
+        self._compiler = Compiler(group, channel, ranks, self._nodes, resources.loop.segment_bytes)
         self._sequence = 0
         self.rank = ranks.index(group.rank)
         self.world_size = len(ranks)
         self._shm: ChannelMemory | None = None
-        if family.shm is not None and self.world_size > 1 and len(set(self._nodes)) == 1:
+        if resources.shm is not None and self.world_size > 1 and len(set(self._nodes)) == 1:
             self._shm = ChannelMemory(
-                family.shm,
+                resources.shm,
                 self.rank,
                 ranks,
-                family.lock,
+                resources.lock,
                 self._exchange,
                 self._over_links_instead,
                 self._set_fast_path,
@@ -87,7 +87,7 @@ class Communicator:
 
         ``use_shared_memory``, the same on all ranks: those of one node share memory where they can.
         """
-        family = open_family(
+        resources = open_resources(
             group,
             connector,
             metrics or Metrics(),
@@ -95,7 +95,7 @@ class Communicator:
             max_early_bytes,
             use_shared_memory,
         )
-        return cls(group, family, 0, tuple(range(group.world_size)))
+        return cls(group, resources, 0, tuple(range(group.world_size)))
 
     def run(self, request: Request) -> Work:
         """Begin a collective. TypeError or ValueError for what has no meaning."""
@@ -129,7 +129,7 @@ class Communicator:
             work,
             deadline_after(timeout_s),
         )
-        self._family.loop.send(item)
+        self._resources.loop.send(item)
         return work
 
     def recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
@@ -152,7 +152,7 @@ class Communicator:
             work=work,
             deadline=deadline_after(timeout_s),
         )
-        self._family.loop.receive(item)
+        self._resources.loop.receive(item)
         return work
 
     # -- groups
@@ -172,44 +172,42 @@ class Communicator:
                 raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
         members = tuple(self._ranks[rank] for rank in chosen)
         if key is not None:
-            return self._keyed(members, key) if self.rank in chosen else None
-        with self._family.lock:
-            channel = next(self._family.channels)
+            if self.rank not in chosen:
+                return None
+            return self._resources.named(
+                members, key, lambda at: Communicator(self.group, self._resources, at, members)
+            )
+        with self._resources.lock:
+            channel = next(self._resources.channels)
         if self.rank not in chosen:
             return None
-        return Communicator(self.group, self._family, channel, members)
-
-    def _keyed(self, members: tuple[int, ...], key: str) -> Communicator:
-        def make(channel: int) -> Communicator:
-            return Communicator(self.group, self._family, channel, members)
-
-        return self._family.named(members, key, make)
+        return Communicator(self.group, self._resources, channel, members)
 
     # -- life
 
     @property
     def error(self) -> BaseException | None:
         """Why the group is over, None while it is not."""
-        return self._family.loop.error
+        return self._resources.loop.error
 
     @property
     def metrics(self) -> Metrics:
-        return self._family.metrics
+        return self._resources.metrics
 
     def ongoing(self) -> list[Hashable]:
         """A name for each operation under way, the same for as long as it is. For any thread."""
-        return self._family.ongoing()
+        return self._resources.ongoing()
 
     def abort(self, error: PotluckError) -> None:
         """End the group with ``error``, here and on every rank that can be reached."""
-        self._family.loop.abort(error)
+        self._resources.loop.abort(error)
 
     def close(self) -> None:
         """Leave in order, within about a second. Idempotent."""
-        shm = self._family.shm
+        shm = self._resources.shm
         if shm is not None:
             shm.leave()
-        self._family.loop.close()
+        self._resources.loop.close()
         if shm is not None:
             shm.close()
 
@@ -239,10 +237,10 @@ class Communicator:
             return work
         deadline = deadline_after(request.timeout_s)
         residual = request.encoding.residual if request.encoding is not None else None
-        with self._family.lock:  # to the loop in the order of the numbers
+        with self._resources.lock:  # to the loop in the order of the numbers
             if number < 0:
                 number = self._take_number(compiled.call)
-            self._family.loop.start(compiled, buffers, work, number, deadline, residual)
+            self._resources.loop.start(compiled, buffers, work, number, deadline, residual)
         return work
 
     def _take_number(self, call: Call) -> int:

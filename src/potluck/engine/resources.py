@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from potluck.engine.call import Call
 from potluck.engine.connector import Connector
@@ -20,31 +20,29 @@ from potluck.engine.shm.group import GroupMemory
 from potluck.metrics import Metrics
 from potluck.types import Group
 
-if TYPE_CHECKING:
-    from potluck.engine.communicator import Communicator
-
 Loop = ProgressLoop | NativeLoop
 """What runs a group's operations: the reference in Python, or its native twin."""
 
+_T = TypeVar("_T")
 
 _KEYED = 1 << 31
 """Channels with this bit come from a key, the others from counting."""
 
 
-_families: weakref.WeakSet[Family] = weakref.WeakSet()
-_families_lock = threading.Lock()
+_open: weakref.WeakSet[GroupResources] = weakref.WeakSet()
+_open_lock = threading.Lock()
 
 
 def ongoing_here() -> list[Hashable]:
     """A name for each operation under way in this process, whatever its group. For any thread."""
-    with _families_lock:
-        families = list(_families)
-    return [(id(family), name) for family in families for name in family.ongoing()]
+    with _open_lock:
+        groups = list(_open)
+    return [(id(resources), name) for resources in groups for name in resources.ongoing()]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Family:
-    """One group's: its loop, its shared memory (None: it has none), and its channels so far."""
+class GroupResources:
+    """One group's loop, its shared memory (None: it has none), and its channels so far."""
 
     loop: Loop
     metrics: Metrics
@@ -52,20 +50,22 @@ class Family:
     shm: GroupMemory | None = None
     lock: contextlib.AbstractContextManager[Any] = field(default_factory=threading.RLock)
     channels: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    keyed: dict[int, tuple[str, Communicator]] = field(default_factory=dict)
+    keyed: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    """By channel: the name of a sub-group that has a key, and its communicator."""
 
-    def named(
-        self, members: tuple[int, ...], key: str, make: Callable[[int], Communicator]
-    ) -> Communicator:
+    def named(self, members: tuple[int, ...], key: str, make: Callable[[int], _T]) -> _T:
         """The communicator of ``members`` that ``key`` names; ``make(channel)`` makes it."""
         name = f"{key} of {members}"
         digest = blake2b(name.encode(), digest_size=4).digest()
         channel = int.from_bytes(digest, "little") | _KEYED
         with self.lock:
-            before, communicator = self.keyed.setdefault(channel, (name, make(channel)))
+            if channel not in self.keyed:
+                self.keyed[channel] = name, make(channel)
+            before, communicator = self.keyed[channel]
         if before != name:
             raise ValueError(f"the group {name} can't be told from {before}; choose another key")
-        return communicator
+        made: _T = communicator
+        return made
 
     def ongoing(self) -> list[Hashable]:
         """A name for each operation under way, the same for as long as it is. For any thread."""
@@ -82,18 +82,18 @@ class Family:
             self.metrics.failed(call.operation, type(error).__name__)
 
 
-def open_family(
+def open_resources(
     group: Group,
     connector: Connector,
     metrics: Metrics,
     segment_bytes: int,
     max_early_bytes: int,
     use_shared_memory: bool,
-) -> Family:
+) -> GroupResources:
     """Begin a group's loop. ``nodes`` counts the nodes in the order of the ranks."""
 
     def on_operation(plan: CompiledPlan, seconds: float, error: BaseException | None) -> None:
-        family.on_end(plan.call, plan.nbytes, seconds, error)
+        resources.on_end(plan.call, plan.nbytes, seconds, error)
 
     order: dict[str, int] = {}
     nodes = tuple(order.setdefault(member.node, len(order)) for member in group.members)
@@ -109,7 +109,7 @@ def open_family(
     metrics.group(group.epoch, group.world_size)
     is_known = all(member.node for member in group.members)
     shm = GroupMemory(group, loop, metrics) if use_shared_memory and is_known else None
-    family = Family(loop, metrics, nodes, shm)
-    with _families_lock:
-        _families.add(family)
-    return family
+    resources = GroupResources(loop, metrics, nodes, shm)
+    with _open_lock:
+        _open.add(resources)
+    return resources
