@@ -10,64 +10,64 @@ MPICH", 2005). Owners combine in the order of their *left* neighbours, the order
 from __future__ import annotations
 
 from potluck.collectives import centralized
+from potluck.collectives.builder import Builder, Draft, Rank, copy, reduce_from, send
 from potluck.collectives.plan import Operation, Step
-from potluck.collectives.seat import Builder, Draft, Seat, copy, reduce_from, send
 
 
-def reduce_scatter(seat: Seat) -> Draft:
+def reduce_scatter(me: Rank) -> Draft:
     """Every rank sends each owner its chunk; the owner combines."""
     steps: list[Step] = []
-    for i in range(1, seat.world_size):
-        steps.append(send(seat.right(i), seat.right(i)))
-        steps.append(reduce_from(seat.left(i), seat.rank))
-    return Draft(seat.world_size, steps)
+    for i in range(1, me.world_size):
+        steps.append(send(me.right(i), me.right(i)))
+        steps.append(reduce_from(me.left(i), me.rank))
+    return Draft(me.world_size, steps)
 
 
-def all_gather(seat: Seat) -> Draft:
+def all_gather(me: Rank) -> Draft:
     """Every owner sends its chunk to all."""
     steps: list[Step] = []
-    for i in range(1, seat.world_size):
-        steps.append(send(seat.right(i), seat.rank))
-        steps.append(copy(seat.left(i), seat.left(i)))
-    return Draft(seat.world_size, steps)
+    for i in range(1, me.world_size):
+        steps.append(send(me.right(i), me.rank))
+        steps.append(copy(me.left(i), me.left(i)))
+    return Draft(me.world_size, steps)
 
 
-def all_reduce(seat: Seat) -> Draft:
+def all_reduce(me: Rank) -> Draft:
     """reduce_scatter, then all_gather: two hops."""
-    return Draft(seat.world_size, reduce_scatter(seat).steps + all_gather(seat).steps)
+    return Draft(me.world_size, reduce_scatter(me).steps + all_gather(me).steps)
 
 
-def broadcast(seat: Seat) -> Draft:
+def broadcast(me: Rank) -> Draft:
     """The root scatters, then every owner sends its chunk to all but the root, which has it."""
-    w, rank, root = seat.world_size, seat.rank, seat.root
-    steps = centralized.scatter(seat).steps
+    w, rank, root = me.world_size, me.rank, me.root
+    steps = centralized.scatter(me).steps
     for i in range(1, w):
-        if seat.right(i) != root:
-            steps.append(send(seat.right(i), rank))
+        if me.right(i) != root:
+            steps.append(send(me.right(i), rank))
         if rank != root:
-            steps.append(copy(seat.left(i), seat.left(i)))
+            steps.append(copy(me.left(i), me.left(i)))
     return Draft(w, steps)
 
 
-def reduce(seat: Seat) -> Draft:
+def reduce(me: Rank) -> Draft:
     """reduce_scatter, then every owner sends its chunk to the root."""
-    steps = reduce_scatter(seat).steps + centralized.gather(seat).steps
-    return Draft(seat.world_size, steps)
+    steps = reduce_scatter(me).steps + centralized.gather(me).steps
+    return Draft(me.world_size, steps)
 
 
-def all_to_all(seat: Seat) -> Draft:
+def all_to_all(me: Rank) -> Draft:
     """Every pair exchanges its two chunks."""
-    w, rank = seat.world_size, seat.rank
+    w, rank = me.world_size, me.rank
     steps: list[Step] = []
     for i in range(1, w):
-        steps.append(send(seat.right(i), rank * w + seat.right(i)))
-        steps.append(copy(seat.left(i), seat.left(i) * w + rank))
+        steps.append(send(me.right(i), rank * w + me.right(i)))
+        steps.append(copy(me.left(i), me.left(i) * w + rank))
     return Draft(w * w, steps)
 
 
-def barrier(seat: Seat) -> Draft:
+def barrier(me: Rank) -> Draft:
     """An empty all_gather: one hop, and a rank that has heard all others goes on."""
-    return all_gather(seat)
+    return all_gather(me)
 
 
 BUILDERS: dict[Operation, Builder] = {

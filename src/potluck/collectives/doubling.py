@@ -13,8 +13,8 @@ sent: the one algorithm here that needs buffers.
 
 from __future__ import annotations
 
+from potluck.collectives.builder import Builder, Draft, Rank, copy, reduce_from, send
 from potluck.collectives.plan import Operation, Step
-from potluck.collectives.seat import Builder, Draft, Seat, copy, reduce_from, send
 from potluck.types import ReduceOp
 
 MAX_BYTES = 16 * 1024
@@ -29,9 +29,9 @@ ONLY_SUMS = (
 )
 
 
-def all_reduce(seat: Seat) -> Draft:
+def all_reduce(me: Rank) -> Draft:
     """Exchange with the rank whose number differs in one binary digit, for each digit."""
-    w, rank = seat.world_size, seat.rank
+    w, rank = me.world_size, me.rank
     inner = 1 << w.bit_length() - 1  # the largest power of two in w
     if rank >= inner:
         return Draft(1, [send(rank - inner, 0), copy(rank - inner, 0)])

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from potluck.collectives.builder import Builder, Draft, Rank, copy, reduce_from, send
 from potluck.collectives.plan import Operation, Step
-from potluck.collectives.seat import Builder, Draft, Seat, copy, reduce_from, send
 
 
 @lru_cache(maxsize=256)
@@ -103,72 +103,72 @@ class _Ring:
         return steps
 
 
-def _spread(seat: Seat) -> _Ring:
+def _spread(me: Rank) -> _Ring:
     """As many chunks for every home, and at least one for every worker to carry."""
-    members = _members(seat.nodes)
+    members = _members(me.nodes)
     num_nodes = len(members)
     num_lanes = -(-max(map(len, members)) // num_nodes)
     chunks = range(num_nodes * num_lanes)
     return _Ring(
-        seat.rank,
+        me.rank,
         members,
         homes=[c % num_nodes for c in chunks],
         lanes=list(chunks),
     )
 
 
-def _rooted(seat: Seat, num_chunks: int) -> _Ring:
+def _rooted(me: Rank, num_chunks: int) -> _Ring:
     """All chunks are at home on the root's node, and carried there by the root."""
-    members = _members(seat.nodes)
-    home = next(i for i, ranks in enumerate(members) if seat.root in ranks)
-    return _Ring(seat.rank, members, [home] * num_chunks, list(range(num_chunks)), seat.root)
+    members = _members(me.nodes)
+    home = next(i for i, ranks in enumerate(members) if me.root in ranks)
+    return _Ring(me.rank, members, [home] * num_chunks, list(range(num_chunks)), me.root)
 
 
-def _owned(seat: Seat) -> _Ring:
+def _owned(me: Rank) -> _Ring:
     """Chunk ``r`` is at home with rank ``r``."""
-    members = _members(seat.nodes)
+    members = _members(me.nodes)
     places = {
         rank: (node, lane) for node, ranks in enumerate(members) for lane, rank in enumerate(ranks)
     }
     return _Ring(
-        seat.rank,
+        me.rank,
         members,
-        homes=[places[rank][0] for rank in range(seat.world_size)],
-        lanes=[places[rank][1] for rank in range(seat.world_size)],
+        homes=[places[rank][0] for rank in range(me.world_size)],
+        lanes=[places[rank][1] for rank in range(me.world_size)],
     )
 
 
-def all_reduce(seat: Seat) -> Draft:
+def all_reduce(me: Rank) -> Draft:
     """Every node sends ``2 (n-1)/n`` of the buffer, ``n`` being the number of nodes."""
-    ring = _spread(seat)
+    ring = _spread(me)
     return Draft(len(ring.homes), ring.inward() + ring.outward())
 
 
-def reduce_scatter(seat: Seat) -> Draft:
+def reduce_scatter(me: Rank) -> Draft:
     """A node sends every chunk that is at home elsewhere once."""
-    return Draft(seat.world_size, _owned(seat).inward())
+    return Draft(me.world_size, _owned(me).inward())
 
 
-def all_gather(seat: Seat) -> Draft:
+def all_gather(me: Rank) -> Draft:
     """A node receives every chunk that is at home elsewhere once."""
-    return Draft(seat.world_size, _owned(seat).outward())
+    return Draft(me.world_size, _owned(me).outward())
 
 
-def broadcast(seat: Seat) -> Draft:
+def broadcast(me: Rank) -> Draft:
     """A pipelined chain of nodes; the carriers of a node share its inner work."""
-    ring = _rooted(seat, max(map(len, _members(seat.nodes))))
+    ring = _rooted(me, max(map(len, _members(me.nodes))))
     return Draft(len(ring.homes), ring.outward())
 
 
-def reduce(seat: Seat) -> Draft:
+def reduce(me: Rank) -> Draft:
     """The broadcast chain backwards."""
-    ring = _rooted(seat, max(map(len, _members(seat.nodes))))
+    ring = _rooted(me, max(map(len, _members(me.nodes))))
     return Draft(len(ring.homes), ring.inward())
 
 
-def barrier(seat: Seat) -> Draft:
+def barrier(me: Rank) -> Draft:
     """An empty chunk, reduced to rank 0 and copied back."""
-    ring = _rooted(seat, 1)
+    ring = _rooted(me, 1)
     return Draft(1, ring.inward() + ring.outward())
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from potluck.collectives import centralized, direct, doubling, hierarchical, ring, tree
+from potluck.collectives.builder import Builder, Rank
 from potluck.collectives.plan import Algorithm, Operation, Plan
-from potluck.collectives.seat import Builder, Seat
 
 _BUILDERS: dict[Algorithm, dict[Operation, Builder]] = {
     Algorithm.RING: ring.BUILDERS,
@@ -74,7 +74,7 @@ def build_plan(
         raise ValueError(f"hierarchical {operation} needs nodes, the node index of every rank")
     if nodes is not None and len(nodes) != world_size:
         raise ValueError(f"nodes names {len(nodes)} ranks in a world of {world_size}")
-    draft = builder(Seat(world_size, rank, root, nodes or ()))
+    draft = builder(Rank(world_size, rank, root, nodes or ()))
     return Plan(
         operation=operation,
         algorithm=algorithm,

@@ -8,13 +8,13 @@ when it is cut beside the root; the engine's segments pipeline it.
 
 from __future__ import annotations
 
+from potluck.collectives.builder import Builder, Draft, Rank, copy, reduce_from, send
 from potluck.collectives.plan import Operation, Step
-from potluck.collectives.seat import Builder, Draft, Seat, copy, reduce_from, send
 
 
-def reduce_scatter(seat: Seat) -> Draft:
+def reduce_scatter(me: Rank) -> Draft:
     """``w-1`` rounds; chunk ``c`` starts right of rank ``c`` and comes home fully reduced."""
-    w, rank, right, left = seat.world_size, seat.rank, seat.right(), seat.left()
+    w, rank, right, left = me.world_size, me.rank, me.right(), me.left()
     steps: list[Step] = []
     for i in range(w - 1):
         steps.append(send(right, (rank - 1 - i) % w))
@@ -22,9 +22,9 @@ def reduce_scatter(seat: Seat) -> Draft:
     return Draft(w, steps)
 
 
-def all_gather(seat: Seat) -> Draft:
+def all_gather(me: Rank) -> Draft:
     """``w-1`` rounds; every chunk travels once around, starting at its owner."""
-    w, rank, right, left = seat.world_size, seat.rank, seat.right(), seat.left()
+    w, rank, right, left = me.world_size, me.rank, me.right(), me.left()
     steps: list[Step] = []
     for i in range(w - 1):
         steps.append(send(right, (rank - i) % w))
@@ -32,64 +32,64 @@ def all_gather(seat: Seat) -> Draft:
     return Draft(w, steps)
 
 
-def all_reduce(seat: Seat) -> Draft:
+def all_reduce(me: Rank) -> Draft:
     """``2 (w-1)`` rounds of one ``w``-th of the buffer each; rank ``c`` owns chunk ``c``."""
-    w = seat.world_size
-    return Draft(w, reduce_scatter(seat).steps + all_gather(seat).steps)
+    w = me.world_size
+    return Draft(w, reduce_scatter(me).steps + all_gather(me).steps)
 
 
-def broadcast(seat: Seat) -> Draft:
+def broadcast(me: Rank) -> Draft:
     """A pipelined chain: root, its right neighbour, and so on."""
     steps: list[Step] = []
-    if seat.position > 0:
-        steps.append(copy(seat.left(), 0))
-    if seat.position < seat.world_size - 1:
-        steps.append(send(seat.right(), 0))
+    if me.position > 0:
+        steps.append(copy(me.left(), 0))
+    if me.position < me.world_size - 1:
+        steps.append(send(me.right(), 0))
     return Draft(1, steps)
 
 
-def reduce(seat: Seat) -> Draft:
+def reduce(me: Rank) -> Draft:
     """The broadcast chain backwards: the far end starts, the root finishes."""
     steps: list[Step] = []
-    if seat.position < seat.world_size - 1:
-        steps.append(reduce_from(seat.right(), 0))
-    if seat.position > 0:
-        steps.append(send(seat.left(), 0))
+    if me.position < me.world_size - 1:
+        steps.append(reduce_from(me.right(), 0))
+    if me.position > 0:
+        steps.append(send(me.left(), 0))
     return Draft(1, steps)
 
 
-def scatter(seat: Seat) -> Draft:
+def scatter(me: Rank) -> Draft:
     """Chunks walk down the chain, the one with the longest way first."""
-    w, position = seat.world_size, seat.position
+    w, position = me.world_size, me.position
     steps: list[Step] = []
     for far in range(w - 1, position, -1):
         if position > 0:
-            steps.append(copy(seat.left(), seat.rank_at(far)))
-        steps.append(send(seat.right(), seat.rank_at(far)))
+            steps.append(copy(me.left(), me.rank_at(far)))
+        steps.append(send(me.right(), me.rank_at(far)))
     if position > 0:
-        steps.append(copy(seat.left(), seat.rank))
+        steps.append(copy(me.left(), me.rank))
     return Draft(w, steps)
 
 
-def gather(seat: Seat) -> Draft:
+def gather(me: Rank) -> Draft:
     """Chunks walk up the chain, the nearest first."""
-    w, position = seat.world_size, seat.position
+    w, position = me.world_size, me.position
     steps: list[Step] = []
     if position > 0:
-        steps.append(send(seat.left(), seat.rank))
+        steps.append(send(me.left(), me.rank))
     for far in range(position + 1, w):
-        steps.append(copy(seat.right(), seat.rank_at(far)))
+        steps.append(copy(me.right(), me.rank_at(far)))
         if position > 0:
-            steps.append(send(seat.left(), seat.rank_at(far)))
+            steps.append(send(me.left(), me.rank_at(far)))
     return Draft(w, steps)
 
 
-def all_to_all(seat: Seat) -> Draft:
+def all_to_all(me: Rank) -> Draft:
     """Relay: a chunk for the rank ``d`` places away makes ``d`` hops, the longest ways first.
 
     Moves ``w/2`` times the bytes of the direct plan: for networks where only neighbours are linked.
     """
-    w, rank, right, left = seat.world_size, seat.rank, seat.right(), seat.left()
+    w, rank, right, left = me.world_size, me.rank, me.right(), me.left()
     steps: list[Step] = []
     for hop in range(w - 1):
         here, before = (rank - hop) % w, (rank - 1 - hop) % w
@@ -99,9 +99,9 @@ def all_to_all(seat: Seat) -> Draft:
     return Draft(w * w, steps)
 
 
-def barrier(seat: Seat) -> Draft:
+def barrier(me: Rank) -> Draft:
     """An empty chunk runs up the chain to the root and back."""
-    return Draft(1, reduce(seat).steps + broadcast(seat).steps)
+    return Draft(1, reduce(me).steps + broadcast(me).steps)
 
 
 BUILDERS: dict[Operation, Builder] = {

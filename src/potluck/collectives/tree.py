@@ -12,8 +12,8 @@
 
 from __future__ import annotations
 
+from potluck.collectives.builder import Builder, Draft, Rank, copy, reduce_from, send
 from potluck.collectives.plan import Operation, Step
-from potluck.collectives.seat import Builder, Draft, Seat, copy, reduce_from, send
 
 
 def _binary_tree(label: int, size: int) -> tuple[int | None, list[int]]:
@@ -45,56 +45,56 @@ def _relabel(position: int, size: int, *, back: bool) -> int:
     return (position - 2) % (size - 1) + 1 if back else position % (size - 1) + 1
 
 
-def _family(seat: Seat, chunk: int) -> tuple[int | None, list[int]]:
+def _family(me: Rank, chunk: int) -> tuple[int | None, list[int]]:
     """The parent rank (None at the root) and the child ranks in the tree that carries ``chunk``."""
-    size = seat.world_size
+    size = me.world_size
     if chunk == 0:
-        up, down = _binary_tree(seat.position, size)
+        up, down = _binary_tree(me.position, size)
     else:
-        up, down = _binary_tree(_relabel(seat.position, size, back=True), size)
+        up, down = _binary_tree(_relabel(me.position, size, back=True), size)
         up = up and _relabel(up, size, back=False)
         down = [_relabel(label, size, back=False) for label in down]
-    parent = None if up is None else seat.rank_at(up)
-    return parent, [seat.rank_at(position) for position in down]
+    parent = None if up is None else me.rank_at(up)
+    return parent, [me.rank_at(position) for position in down]
 
 
-def _up(seat: Seat, chunk: int) -> list[Step]:
-    parent, children = _family(seat, chunk)
+def _up(me: Rank, chunk: int) -> list[Step]:
+    parent, children = _family(me, chunk)
     steps = [reduce_from(child, chunk) for child in children]
     if parent is not None:
         steps.append(send(parent, chunk))
     return steps
 
 
-def _down(seat: Seat, chunk: int) -> list[Step]:
-    parent, children = _family(seat, chunk)
+def _down(me: Rank, chunk: int) -> list[Step]:
+    parent, children = _family(me, chunk)
     steps = [] if parent is None else [copy(parent, chunk)]
     return steps + [send(child, chunk) for child in children]
 
 
-def broadcast(seat: Seat) -> Draft:
+def broadcast(me: Rank) -> Draft:
     """Down both trees."""
-    return Draft(2, _down(seat, 0) + _down(seat, 1))
+    return Draft(2, _down(me, 0) + _down(me, 1))
 
 
-def reduce(seat: Seat) -> Draft:
+def reduce(me: Rank) -> Draft:
     """Up both trees."""
-    return Draft(2, _up(seat, 0) + _up(seat, 1))
+    return Draft(2, _up(me, 0) + _up(me, 1))
 
 
-def all_reduce(seat: Seat) -> Draft:
+def all_reduce(me: Rank) -> Draft:
     """Up both trees and down again."""
-    return Draft(2, reduce(seat).steps + broadcast(seat).steps)
+    return Draft(2, reduce(me).steps + broadcast(me).steps)
 
 
-def barrier(seat: Seat) -> Draft:
+def barrier(me: Rank) -> Draft:
     """An empty chunk goes up the first tree and down again."""
-    return Draft(1, _up(seat, 0) + _down(seat, 0))
+    return Draft(1, _up(me, 0) + _down(me, 0))
 
 
-def _binomial(seat: Seat) -> tuple[int, int]:
+def _binomial(me: Rank) -> tuple[int, int]:
     """Parent position and end of the subtree ``[position, end)`` in the binomial tree."""
-    position, size = seat.position, seat.world_size
+    position, size = me.position, me.world_size
     if position == 0:
         return 0, size
     low = position & -position
@@ -106,53 +106,53 @@ def _child_towards(position: int, far: int) -> int:
     return position + (1 << (far - position).bit_length() - 1)
 
 
-def scatter(seat: Seat) -> Draft:
+def scatter(me: Rank) -> Draft:
     """Down a binomial tree; every rank passes on its subtree's chunks, the farthest first."""
-    position, (parent, end) = seat.position, _binomial(seat)
+    position, (parent, end) = me.position, _binomial(me)
     steps: list[Step] = []
     for far in range(end - 1, position - 1, -1):
         if position > 0:
-            steps.append(copy(seat.rank_at(parent), seat.rank_at(far)))
+            steps.append(copy(me.rank_at(parent), me.rank_at(far)))
         if far > position:
-            child = seat.rank_at(_child_towards(position, far))
-            steps.append(send(child, seat.rank_at(far)))
-    return Draft(seat.world_size, steps)
+            child = me.rank_at(_child_towards(position, far))
+            steps.append(send(child, me.rank_at(far)))
+    return Draft(me.world_size, steps)
 
 
-def gather(seat: Seat) -> Draft:
+def gather(me: Rank) -> Draft:
     """Up a binomial tree, the nearest first."""
-    position, (parent, end) = seat.position, _binomial(seat)
+    position, (parent, end) = me.position, _binomial(me)
     steps: list[Step] = []
     for far in range(position, end):
         if far > position:
-            child = seat.rank_at(_child_towards(position, far))
-            steps.append(copy(child, seat.rank_at(far)))
+            child = me.rank_at(_child_towards(position, far))
+            steps.append(copy(child, me.rank_at(far)))
         if position > 0:
-            steps.append(send(seat.rank_at(parent), seat.rank_at(far)))
-    return Draft(seat.world_size, steps)
+            steps.append(send(me.rank_at(parent), me.rank_at(far)))
+    return Draft(me.world_size, steps)
 
 
-def all_gather(seat: Seat) -> Draft:
+def all_gather(me: Rank) -> Draft:
     """In round ``k`` all chunks known so far go to the rank ``2**k`` to the right."""
-    w, distance = seat.world_size, 1
+    w, distance = me.world_size, 1
     steps: list[Step] = []
     while distance < w:
         for i in range(min(distance, w - distance)):
-            steps.append(send(seat.right(distance), seat.left(i)))
-            steps.append(copy(seat.left(distance), seat.left(distance + i)))
+            steps.append(send(me.right(distance), me.left(i)))
+            steps.append(copy(me.left(distance), me.left(distance + i)))
         distance *= 2
     return Draft(w, steps)
 
 
-def reduce_scatter(seat: Seat) -> Draft:
+def reduce_scatter(me: Rank) -> Draft:
     """all_gather backwards: partial sums converge on their owners, the longest ways first."""
-    w = seat.world_size
+    w = me.world_size
     distance = 1 << (w - 1).bit_length() - 1 if w > 1 else 0
     steps: list[Step] = []
     while distance > 0:
         for i in range(min(distance, w - distance)):
-            steps.append(send(seat.left(distance), seat.left(distance + i)))
-            steps.append(reduce_from(seat.right(distance), seat.left(i)))
+            steps.append(send(me.left(distance), me.left(distance + i)))
+            steps.append(reduce_from(me.right(distance), me.left(i)))
         distance //= 2
     return Draft(w, steps)
 

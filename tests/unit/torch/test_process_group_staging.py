@@ -18,8 +18,8 @@ from torch import Tensor
 from potluck.context import DistributedContext
 from potluck.testing.world import run_world
 from potluck.torch.process_group import staging
+from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.group import PotluckProcessGroup
-from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.work import Completions
 from support.process_groups import process_group
 
@@ -241,10 +241,10 @@ def test_tensors_are_left_whole_where_no_rank_has_an_accelerator_or_one_piece_is
     pieces_of(monkeypatch, 4096)
 
     def body(ctx: DistributedContext) -> tuple[bool, bool]:
-        def seat(has_devices: bool) -> Seat:
-            return Seat(ctx.communicator, ctx.communicator, Completions(), 10.0, has_devices)
+        def comms(has_devices: bool) -> Comms:
+            return Comms(ctx.communicator, ctx.communicator, Completions(), 10.0, has_devices)
 
         large, small = torch.empty(LENGTH), torch.empty(1024)
-        return staging.is_staged(seat(False), large), staging.is_staged(seat(True), small)
+        return staging.is_staged(comms(False), large), staging.is_staged(comms(True), small)
 
     assert run_world(1, body) == [(False, False)]

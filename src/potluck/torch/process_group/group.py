@@ -19,9 +19,9 @@ from torch import Tensor
 from potluck.engine.communicator import Communicator
 from potluck.errors import RemoteError
 from potluck.torch.process_group import messages, moving, reducing, sparse
+from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.messages import MonitoredBarrier, single
 from potluck.torch.process_group.profile import Record
-from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.untraced import untraced
 from potluck.torch.process_group.work import Completions, GroupWork, combine
 from potluck.torch.process_group.world import World
@@ -69,7 +69,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         ranks = tuple(range(communicator.world_size))
         private = communicator.subgroup(ranks, key=f"{name}/messages")
         assert private is not None
-        self._seat = Seat(
+        self._comms = Comms(
             communicator,
             private,
             world.completions,
@@ -120,7 +120,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
     @property
     def communicator(self) -> Communicator:
         """The engine's face of this group."""
-        return self._seat.communicator
+        return self._comms.communicator
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -256,8 +256,8 @@ class PotluckProcessGroup(dist.ProcessGroup):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier that names, on rank 0, the ranks that did not come in time."""
-        timeout_s = self._seat.timeout_s if timeout is None else timeout.total_seconds()
-        self._monitored(self._seat, timeout_s, wait_all_ranks)
+        timeout_s = self._comms.timeout_s if timeout is None else timeout.total_seconds()
+        self._monitored(self._comms, timeout_s, wait_all_ranks)
 
     # Torch before 2.13 knows these by other names.
     _allgather_base = all_gather_single
@@ -287,7 +287,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> GroupWork:
         works, self._coalesced = self._coalesced or [], None
-        return combine(works, self._seat.completions)
+        return combine(works, self._comms.completions)
 
     def split_group(
         self, new_ranks: Sequence[int], timeout: timedelta | None = None, opts: Any = None,
@@ -296,7 +296,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         """The group of some of this group's ranks, None on the others. Costs no message."""
         self._num_splits += 1
         name = group_name or f"{self._name}:split:{self._num_splits}"
-        communicator = self._seat.communicator.subgroup(tuple(new_ranks), key=name)
+        communicator = self._comms.communicator.subgroup(tuple(new_ranks), key=name)
         if communicator is None:
             return None
         group = PotluckProcessGroup(
@@ -324,14 +324,14 @@ class PotluckProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._seat.timeout_s = timeout.total_seconds()
+        self._comms.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
         """End the world on every rank: blocked calls raise RemoteError naming this rank."""
-        group = self._seat.communicator.group
-        self._seat.communicator.abort(
+        group = self._comms.communicator.group
+        self._comms.communicator.abort(
             RemoteError(
                 f"{group.describe(group.rank)} aborted its process group",
                 rank=group.rank,
@@ -351,7 +351,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         record = None
         if torch._C._autograd._profiler_enabled():
             record = Record(f"{self.name()}:{name}")
-        work = operation(self._seat, *arguments)
+        work = operation(self._comms, *arguments)
         if record is not None:
             work.ends(record)
         self._sequence += 1
@@ -368,15 +368,15 @@ class PotluckProcessGroup(dist.ProcessGroup):
     ) -> GroupWork:
         """One work for the operation on each of several tensors."""
 
-        def every(seat: Seat) -> GroupWork:
-            works = [operation(seat, *arguments, opts) for arguments in calls]
-            return combine(works, seat.completions)
+        def every(comms: Comms) -> GroupWork:
+            works = [operation(comms, *arguments, opts) for arguments in calls]
+            return combine(works, comms.completions)
 
         return self._run(name, every)
 
     @property
     def completions(self) -> Completions:
-        return self._seat.completions
+        return self._comms.completions
 
 
 class _Chosen:

@@ -12,7 +12,7 @@ from potluck.engine.arrays.layout import Array
 from potluck.engine.work import Work
 from potluck.errors import OperationTimeout
 from potluck.torch.process_group import buffers, staging
-from potluck.torch.process_group.seat import Seat
+from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.work import GroupWork
 
 ANY = -1
@@ -22,34 +22,34 @@ _FAR_S = 7 * 24 * 3600.0
 _FIRST_TAG = 16
 
 
-def send(seat: Seat, tensor: Tensor, peer: int, tag: int) -> GroupWork:
+def send(comms: Comms, tensor: Tensor, peer: int, tag: int) -> GroupWork:
     buffers.check(tensor, "send")
 
     def post(array: Array) -> Work:
-        if peer == seat.rank:
-            return seat.own_mail.send(array, tag)
-        return seat.communicator.send(array, peer, tag, timeout_s=seat.timeout_s)
+        if peer == comms.rank:
+            return comms.own_mail.send(array, tag)
+        return comms.communicator.send(array, peer, tag, timeout_s=comms.timeout_s)
 
     if staging.is_elsewhere(tensor):
-        return staging.sent(seat, tensor, post)
-    return GroupWork((post(buffers.on_host(tensor)[0]),), [tensor], seat.completions)
+        return staging.sent(comms, tensor, post)
+    return GroupWork((post(buffers.on_host(tensor)[0]),), [tensor], comms.completions)
 
 
-def recv(seat: Seat, tensor: Tensor, peer: int, tag: int) -> GroupWork:
+def recv(comms: Comms, tensor: Tensor, peer: int, tag: int) -> GroupWork:
     """``peer`` may be ``ANY`` (other rank); ``source_rank`` then tells whose message it was."""
     buffers.check(tensor, "recv")
 
     def post(array: Array) -> Work:
-        if peer == seat.rank:
-            return seat.own_mail.recv(array, peer, tag, timeout_s=seat.timeout_s)
-        return seat.communicator.recv(array, peer, tag, timeout_s=seat.timeout_s)
+        if peer == comms.rank:
+            return comms.own_mail.recv(array, peer, tag, timeout_s=comms.timeout_s)
+        return comms.communicator.recv(array, peer, tag, timeout_s=comms.timeout_s)
 
     if staging.is_elsewhere(tensor):
-        return staging.received(seat, tensor, post)
+        return staging.received(comms, tensor, post)
     array, is_shared = buffers.on_host(tensor)
     work = post(array)
     settle = None if is_shared else lambda: buffers.store(array, tensor)
-    return GroupWork((work,), [tensor], seat.completions, settle)
+    return GroupWork((work,), [tensor], comms.completions, settle)
 
 
 class MonitoredBarrier:
@@ -62,19 +62,19 @@ class MonitoredBarrier:
     def __init__(self) -> None:
         self._number = 0
 
-    def __call__(self, seat: Seat, timeout_s: float, wait_all_ranks: bool) -> None:
+    def __call__(self, comms: Comms, timeout_s: float, wait_all_ranks: bool) -> None:
         tag = _FIRST_TAG + self._number
         self._number += 1
         deadline = time.monotonic() + timeout_s
-        if seat.rank == 0:
-            self._monitor(seat, tag, deadline, timeout_s, wait_all_ranks)
+        if comms.rank == 0:
+            self._monitor(comms, tag, deadline, timeout_s, wait_all_ranks)
         else:
             token = np.zeros(1, dtype=np.uint8)
-            seat.messages.send(token, 0, tag, timeout_s=_FAR_S)
-            answer = seat.messages.recv(token, 0, tag, timeout_s=_FAR_S)
+            comms.messages.send(token, 0, tag, timeout_s=_FAR_S)
+            answer = comms.messages.recv(token, 0, tag, timeout_s=_FAR_S)
             if not _came(answer, deadline):
                 raise OperationTimeout(
-                    f"Rank {seat.rank} successfully reached monitoredBarrier, but received errors "
+                    f"Rank {comms.rank} successfully reached monitoredBarrier, but received errors "
                     f"while waiting for send/recv from rank 0: no answer within {timeout_s:g} s. "
                     "Please check rank 0 logs for faulty rank.",
                     rank=0,
@@ -82,7 +82,7 @@ class MonitoredBarrier:
                 )
 
     def _monitor(
-        self, seat: Seat, tag: int, deadline: float, timeout_s: float, wait_all_ranks: bool
+        self, comms: Comms, tag: int, deadline: float, timeout_s: float, wait_all_ranks: bool
     ) -> None:
         if timeout_s <= 0:
             raise OperationTimeout(
@@ -90,10 +90,10 @@ class MonitoredBarrier:
                 rank=0,
                 operation="monitored_barrier",
             )
-        tokens = [np.zeros(1, dtype=np.uint8) for _ in range(seat.world_size)]
+        tokens = [np.zeros(1, dtype=np.uint8) for _ in range(comms.world_size)]
         waits = {
-            rank: seat.messages.recv(tokens[rank], rank, tag, timeout_s=_FAR_S)
-            for rank in range(1, seat.world_size)
+            rank: comms.messages.recv(tokens[rank], rank, tag, timeout_s=_FAR_S)
+            for rank in range(1, comms.world_size)
         }
         missing = []
         for rank, wait in waits.items():
@@ -110,7 +110,7 @@ class MonitoredBarrier:
                 operation="monitored_barrier",
             )
         for rank in waits:
-            seat.messages.send(tokens[rank], rank, tag, timeout_s=_FAR_S)
+            comms.messages.send(tokens[rank], rank, tag, timeout_s=_FAR_S)
 
 
 def _came(work: Work, deadline: float) -> bool:

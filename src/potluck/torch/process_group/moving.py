@@ -13,8 +13,8 @@ from potluck.engine.arrays.layout import Array
 from potluck.engine.request import Request
 from potluck.engine.work import Work
 from potluck.torch.process_group import buffers, staging
+from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.options import seconds
-from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.staging import Crossing, Flat, cross, in_columns, in_pieces
 from potluck.torch.process_group.work import GroupWork
 
@@ -22,30 +22,30 @@ _EXCHANGE = 1
 """The tag of all_to_all's messages."""
 
 
-def broadcast(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
+def broadcast(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
     """Every rank's tensor becomes that of rank ``opts.rootRank``."""
     buffers.check(tensor, "broadcast")
     root = opts.rootRank
-    timeout_s = seconds(opts, seat.timeout_s)
+    timeout_s = seconds(opts, comms.timeout_s)
 
     def post(array: Array) -> Work:
-        return seat.communicator.run(
+        return comms.communicator.run(
             Request(Operation.BROADCAST, array, array, root=root, timeout_s=timeout_s)
         )
 
-    is_root = root == seat.rank
-    if staging.is_staged(seat, tensor):
-        return in_pieces(seat, tensor, post, reads=is_root, writes=not is_root)
-    if seat.at_once(Operation.BROADCAST, opts, tensor, tensor, root=root):
-        return GroupWork((), [tensor], seat.completions)
+    is_root = root == comms.rank
+    if staging.is_staged(comms, tensor):
+        return in_pieces(comms, tensor, post, reads=is_root, writes=not is_root)
+    if comms.at_once(Operation.BROADCAST, opts, tensor, tensor, root=root):
+        return GroupWork((), [tensor], comms.completions)
     array, is_shared = buffers.on_host(tensor)
     work = post(array)
     is_done = is_shared or is_root
     settle = None if is_done else lambda: buffers.store(array, tensor)
-    return GroupWork((work,), [tensor], seat.completions, settle)
+    return GroupWork((work,), [tensor], comms.completions, settle)
 
 
-def all_gather_single(seat: Seat, output: Tensor, source: Tensor, opts: Any) -> GroupWork:
+def all_gather_single(comms: Comms, output: Tensor, source: Tensor, opts: Any) -> GroupWork:
     """``output`` becomes all ranks' ``source``, one after the other."""
     buffers.check(source, "all_gather")
     buffers.check(output, "all_gather")
@@ -54,132 +54,132 @@ def all_gather_single(seat: Seat, output: Tensor, source: Tensor, opts: Any) -> 
             f"all_gather: the input is {source.dtype}, the output {output.dtype}; "
             "both must have one dtype"
         )
-    if output.numel() != source.numel() * seat.world_size:
+    if output.numel() != source.numel() * comms.world_size:
         raise ValueError(
-            f"all_gather: the output must have {seat.world_size} times the input's "
+            f"all_gather: the output must have {comms.world_size} times the input's "
             f"{source.numel()} elements, one part per rank; it has {output.numel()}"
         )
-    if staging.is_staged(seat, source, seat.world_size):
+    if staging.is_staged(comms, source, comms.world_size):
         whole = Flat(output)
-        rows = list(whole.row.view(seat.world_size, -1))
-        return _gather_staged(seat, source, rows, [output], opts, [whole])
-    if seat.at_once(Operation.ALL_GATHER, opts, source, output):
-        return GroupWork((), [output], seat.completions)
+        rows = list(whole.row.view(comms.world_size, -1))
+        return _gather_staged(comms, source, rows, [output], opts, [whole])
+    if comms.at_once(Operation.ALL_GATHER, opts, source, output):
+        return GroupWork((), [output], comms.completions)
     mine, _ = buffers.on_host(source)
     array, is_shared = buffers.on_host(output)
-    timeout_s = seconds(opts, seat.timeout_s)
-    work = seat.communicator.run(Request(Operation.ALL_GATHER, mine, array, timeout_s=timeout_s))
+    timeout_s = seconds(opts, comms.timeout_s)
+    work = comms.communicator.run(Request(Operation.ALL_GATHER, mine, array, timeout_s=timeout_s))
     settle = None if is_shared else lambda: buffers.store(array, output)
-    return GroupWork((work,), [output], seat.completions, settle)
+    return GroupWork((work,), [output], comms.completions, settle)
 
 
-def all_gather(seat: Seat, outputs: Sequence[Tensor], source: Tensor, opts: Any) -> GroupWork:
+def all_gather(comms: Comms, outputs: Sequence[Tensor], source: Tensor, opts: Any) -> GroupWork:
     """``outputs[i]`` becomes rank i's ``source``."""
     buffers.check(source, "all_gather")
-    _one_each(seat, outputs, source, "all_gather", "output")
-    if staging.is_staged(seat, source, seat.world_size):
+    _one_each(comms, outputs, source, "all_gather", "output")
+    if staging.is_staged(comms, source, comms.world_size):
         for output in outputs:
             buffers.check(output, "all_gather")
-        return _gather_staged(seat, source, outputs, outputs, opts)
+        return _gather_staged(comms, source, outputs, outputs, opts)
     mine, _ = buffers.on_host(source)
     array = buffers.room_for(outputs, "all_gather")
-    timeout_s = seconds(opts, seat.timeout_s)
-    work = seat.communicator.run(Request(Operation.ALL_GATHER, mine, array, timeout_s=timeout_s))
+    timeout_s = seconds(opts, comms.timeout_s)
+    work = comms.communicator.run(Request(Operation.ALL_GATHER, mine, array, timeout_s=timeout_s))
     return GroupWork(
-        (work,), list(outputs), seat.completions, lambda: buffers.unpack(array, outputs)
+        (work,), list(outputs), comms.completions, lambda: buffers.unpack(array, outputs)
     )
 
 
-def gather(seat: Seat, outputs: Sequence[Tensor] | None, source: Tensor, opts: Any) -> GroupWork:
+def gather(comms: Comms, outputs: Sequence[Tensor] | None, source: Tensor, opts: Any) -> GroupWork:
     """On rank ``opts.rootRank``, ``outputs[i]`` becomes rank i's ``source``."""
     buffers.check(source, "gather")
     root = opts.rootRank
-    timeout_s = seconds(opts, seat.timeout_s)
-    is_root = seat.rank == root
+    timeout_s = seconds(opts, comms.timeout_s)
+    is_root = comms.rank == root
     if outputs and not is_root:
         raise ValueError(f"gather: requires empty output on non-root: rank {root} is the root")
     if is_root:
-        _one_each(seat, outputs or (), source, "gather", "output")
-    if staging.is_staged(seat, source, seat.world_size):
+        _one_each(comms, outputs or (), source, "gather", "output")
+    if staging.is_staged(comms, source, comms.world_size):
 
         def post(given: Array, room: Array) -> Work:
             into = room if is_root else None
-            return seat.communicator.run(
+            return comms.communicator.run(
                 Request(Operation.GATHER, given, into, root=root, timeout_s=timeout_s)
             )
 
         results = list(outputs or ())
-        return in_columns(seat, [source], results, post, world_parts=seat.world_size)
+        return in_columns(comms, [source], results, post, world_parts=comms.world_size)
     mine, _ = buffers.on_host(source)
     chosen = list(outputs or ())
     array = buffers.room_for(chosen, "gather") if is_root else None
-    work = seat.communicator.run(
+    work = comms.communicator.run(
         Request(Operation.GATHER, mine, array, root=root, timeout_s=timeout_s)
     )
     settle = None if array is None else lambda: buffers.unpack(array, chosen)
-    return GroupWork((work,), chosen, seat.completions, settle)
+    return GroupWork((work,), chosen, comms.completions, settle)
 
 
-def scatter(seat: Seat, output: Tensor, parts: Sequence[Tensor] | None, opts: Any) -> GroupWork:
+def scatter(comms: Comms, output: Tensor, parts: Sequence[Tensor] | None, opts: Any) -> GroupWork:
     """``output`` becomes ``parts[rank]`` of rank ``opts.rootRank``."""
     buffers.check(output, "scatter")
     root = opts.rootRank
     source: Array | None = None
-    if seat.rank == root:
+    if comms.rank == root:
         chosen = parts or ()
-        _one_each(seat, chosen, output, "scatter", "input")
+        _one_each(comms, chosen, output, "scatter", "input")
         for part in chosen:
             buffers.check(part, "scatter")
     elif parts:
         raise ValueError(f"scatter: requires empty input on non-root: rank {root} is the root")
-    timeout_s = seconds(opts, seat.timeout_s)
-    if staging.is_staged(seat, output, seat.world_size):
+    timeout_s = seconds(opts, comms.timeout_s)
+    if staging.is_staged(comms, output, comms.world_size):
 
         def post(given: Array, room: Array) -> Work:
-            kept = given if seat.rank == root else None
-            return seat.communicator.run(
+            kept = given if comms.rank == root else None
+            return comms.communicator.run(
                 Request(Operation.SCATTER, kept, room, root=root, timeout_s=timeout_s)
             )
 
-        return in_columns(seat, list(parts or ()), [output], post, world_parts=seat.world_size)
-    if seat.rank == root:
+        return in_columns(comms, list(parts or ()), [output], post, world_parts=comms.world_size)
+    if comms.rank == root:
         source = buffers.pack(parts or (), "scatter")
     array, is_shared = buffers.on_host(output)
-    work = seat.communicator.run(
+    work = comms.communicator.run(
         Request(Operation.SCATTER, source, array, root=root, timeout_s=timeout_s)
     )
     settle = None if is_shared else lambda: buffers.store(array, output)
-    return GroupWork((work,), [output], seat.completions, settle)
+    return GroupWork((work,), [output], comms.completions, settle)
 
 
 def all_to_all(
-    seat: Seat, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    comms: Comms, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
 ) -> GroupWork:
     """``inputs[i]`` goes to rank i, ``outputs[j]`` comes from rank j; any sizes, also none."""
     for name, tensors in (("output", outputs), ("input", inputs)):
-        if len(tensors) != seat.world_size:
+        if len(tensors) != comms.world_size:
             raise ValueError(
                 f"all_to_all: the {name} list has {len(tensors)} tensors; it needs one for each "
-                f"of the {seat.world_size} ranks"
+                f"of the {comms.world_size} ranks"
             )
         for tensor in tensors:
             buffers.check(tensor, "all_to_all")
     if any(staging.is_elsewhere(tensor) for tensor in (*outputs, *inputs)):
-        return _exchange_staged(seat, outputs, inputs, list(outputs), opts)
+        return _exchange_staged(comms, outputs, inputs, list(outputs), opts)
     received = [buffers.on_host(tensor) for tensor in outputs]
     sent = [buffers.on_host(tensor)[0] for tensor in inputs]
-    works = _exchange(seat, [array for array, _ in received], sent, opts)
+    works = _exchange(comms, [array for array, _ in received], sent, opts)
 
     def settle() -> None:
         for (array, is_shared), tensor in zip(received, outputs, strict=True):
             if not is_shared:
                 buffers.store(array, tensor)
 
-    return GroupWork(works, list(outputs), seat.completions, settle)
+    return GroupWork(works, list(outputs), comms.completions, settle)
 
 
 def all_to_all_single(
-    seat: Seat,
+    comms: Comms,
     output: Tensor,
     source: Tensor,
     output_sizes: Sequence[int] | None,
@@ -194,35 +194,35 @@ def all_to_all_single(
             f"all_to_all_single: the input is {source.dtype}, the output {output.dtype}; "
             "both must have one dtype"
         )
-    incoming = _bounds(seat, output, output_sizes, "output")
-    outgoing = _bounds(seat, source, input_sizes, "input")
+    incoming = _bounds(comms, output, output_sizes, "output")
+    outgoing = _bounds(comms, source, input_sizes, "input")
     if staging.is_elsewhere(output) or staging.is_elsewhere(source):
         whole, given = Flat(output), Flat(source)
         received = [whole.row[start:end] for start, end in incoming]
         sent = [given.row[start:end] for start, end in outgoing]
-        return _exchange_staged(seat, received, sent, [output], opts, [whole])
+        return _exchange_staged(comms, received, sent, [output], opts, [whole])
     array, is_shared = buffers.on_host(output)
     mine, _ = buffers.on_host(source)
     works = _exchange(
-        seat,
+        comms,
         [array[start:end] for start, end in incoming],
         [mine[start:end] for start, end in outgoing],
         opts,
     )
     settle = None if is_shared else lambda: buffers.store(array, output)
-    return GroupWork(works, [output], seat.completions, settle)
+    return GroupWork(works, [output], comms.completions, settle)
 
 
-def barrier(seat: Seat, opts: Any) -> GroupWork:
-    if seat.at_once(Operation.BARRIER, opts, None, None):
-        return GroupWork((), [], seat.completions)
-    timeout_s = seconds(opts, seat.timeout_s)
-    work = seat.communicator.run(Request(Operation.BARRIER, timeout_s=timeout_s))
-    return GroupWork((work,), [], seat.completions)
+def barrier(comms: Comms, opts: Any) -> GroupWork:
+    if comms.at_once(Operation.BARRIER, opts, None, None):
+        return GroupWork((), [], comms.completions)
+    timeout_s = seconds(opts, comms.timeout_s)
+    work = comms.communicator.run(Request(Operation.BARRIER, timeout_s=timeout_s))
+    return GroupWork((work,), [], comms.completions)
 
 
 def _gather_staged(
-    seat: Seat,
+    comms: Comms,
     source: Tensor,
     rows: Sequence[Tensor],
     outputs: Sequence[Tensor],
@@ -230,20 +230,20 @@ def _gather_staged(
     wholes: Sequence[Flat] = (),
 ) -> GroupWork:
     """``rows[i]`` becomes rank i's ``source``; ``wholes`` are what the rows are parts of."""
-    timeout_s = seconds(opts, seat.timeout_s)
+    timeout_s = seconds(opts, comms.timeout_s)
 
     def post(given: Array, room: Array) -> Work:
-        return seat.communicator.run(
+        return comms.communicator.run(
             Request(Operation.ALL_GATHER, given, room, timeout_s=timeout_s)
         )
 
     return in_columns(
-        seat, [source], rows, post, world_parts=seat.world_size, tensors=outputs, wholes=wholes
+        comms, [source], rows, post, world_parts=comms.world_size, tensors=outputs, wholes=wholes
     )
 
 
 def _exchange_staged(
-    seat: Seat,
+    comms: Comms,
     received: Sequence[Tensor],
     sent: Sequence[Tensor],
     outputs: Sequence[Tensor],
@@ -251,8 +251,8 @@ def _exchange_staged(
     wholes: Sequence[Flat] = (),
 ) -> GroupWork:
     """As ``_exchange``, each message through host memory as it comes and goes."""
-    timeout_s = seconds(opts, seat.timeout_s)
-    rank, world = seat.rank, seat.world_size
+    timeout_s = seconds(opts, comms.timeout_s)
+    rank, world = comms.rank, comms.world_size
     _check_own(rank, received[rank], sent[rank])
     given, made = [Flat(each) for each in sent], [Flat(each) for each in received]
     made[rank].row.copy_(given[rank].row)
@@ -268,29 +268,29 @@ def _exchange_staged(
         ) -> Sequence[Work]:  # fmt: skip
             room, data = buffers.as_array(coming), buffers.as_array(going)
             return (
-                seat.messages.recv(room, source, _EXCHANGE, timeout_s=timeout_s),
-                seat.messages.send(data, target, _EXCHANGE, timeout_s=timeout_s),
+                comms.messages.recv(room, source, _EXCHANGE, timeout_s=timeout_s),
+                comms.messages.send(data, target, _EXCHANGE, timeout_s=timeout_s),
             )
 
         crossings.append(
             Crossing([(given[target].row, going[0])], post, [(coming[0], made[source].row)])
         )
-    return cross(seat, lane, outputs, crossings, [*made, *wholes])
+    return cross(comms, lane, outputs, crossings, [*made, *wholes])
 
 
 def _exchange(
-    seat: Seat, received: Sequence[Array], sent: Sequence[Array], opts: Any
+    comms: Comms, received: Sequence[Array], sent: Sequence[Array], opts: Any
 ) -> list[Work]:
     """Messages between all pairs. Sizes may differ, so only the two ends of each know them."""
-    timeout_s = seconds(opts, seat.timeout_s)
-    rank, world = seat.rank, seat.world_size
+    timeout_s = seconds(opts, comms.timeout_s)
+    rank, world = comms.rank, comms.world_size
     _check_own(rank, received[rank], sent[rank])
     received[rank][:] = sent[rank]
     works = []
     for step in range(1, world):
         source, target = (rank - step) % world, (rank + step) % world
-        works.append(seat.messages.recv(received[source], source, _EXCHANGE, timeout_s=timeout_s))
-        works.append(seat.messages.send(sent[target], target, _EXCHANGE, timeout_s=timeout_s))
+        works.append(comms.messages.recv(received[source], source, _EXCHANGE, timeout_s=timeout_s))
+        works.append(comms.messages.send(sent[target], target, _EXCHANGE, timeout_s=timeout_s))
     return works
 
 
@@ -305,10 +305,10 @@ def _check_own(rank: int, received: Array | Tensor, sent: Array | Tensor) -> Non
 
 
 def _bounds(
-    seat: Seat, tensor: Tensor, sizes: Sequence[int] | None, name: str
+    comms: Comms, tensor: Tensor, sizes: Sequence[int] | None, name: str
 ) -> list[tuple[int, int]]:
     """Each rank's part of the flat ``tensor``, from sizes in rows (equal shares without)."""
-    world = seat.world_size
+    world = comms.world_size
     rows = tensor.shape[0] if tensor.dim() else tensor.numel()
     if not sizes:
         if rows % world:
@@ -337,11 +337,11 @@ def _bounds(
 
 
 def _one_each(
-    seat: Seat, tensors: Sequence[Tensor], like: Tensor, operation: str, name: str
+    comms: Comms, tensors: Sequence[Tensor], like: Tensor, operation: str, name: str
 ) -> None:
-    if len(tensors) != seat.world_size:
+    if len(tensors) != comms.world_size:
         raise ValueError(
             f"{operation}: the {name} list has {len(tensors)} tensors; it needs one for each of "
-            f"the {seat.world_size} ranks"
+            f"the {comms.world_size} ranks"
         )
     buffers.equal_parts(tensors, like, operation)

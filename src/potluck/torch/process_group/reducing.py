@@ -15,94 +15,94 @@ from potluck.engine.arrays.layout import Array
 from potluck.engine.request import Request
 from potluck.engine.work import Work
 from potluck.torch.process_group import buffers
+from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.options import check_reduction, reduction, seconds
-from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.staging import in_columns, in_pieces, is_staged
 from potluck.torch.process_group.work import GroupWork
 from potluck.types import ReduceOp
 
 
-def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
+def all_reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
     """In place on every rank."""
     buffers.check(tensor, "all_reduce")
     op, factor = reduction(opts)
     check_reduction(op, factor, tensor.dtype)
-    timeout_s = seconds(opts, seat.timeout_s)
+    timeout_s = seconds(opts, comms.timeout_s)
 
     def post(array: Array) -> Work:
         if factor is not None:
             array *= _scalar(factor, array)
-        work = seat.communicator.run(
+        work = comms.communicator.run(
             Request(Operation.ALL_REDUCE, array, array, _posted(op, array), timeout_s=timeout_s)
         )
-        return _averaged(work, op, array, seat.world_size)
+        return _averaged(work, op, array, comms.world_size)
 
-    if is_staged(seat, tensor):
-        return in_pieces(seat, tensor, post)
-    if _can_be_fast(op, factor, tensor) and seat.at_once(
+    if is_staged(comms, tensor):
+        return in_pieces(comms, tensor, post)
+    if _can_be_fast(op, factor, tensor) and comms.at_once(
         Operation.ALL_REDUCE, opts, tensor, tensor, op
     ):
-        return GroupWork((), [tensor], seat.completions)
+        return GroupWork((), [tensor], comms.completions)
     array, is_shared = buffers.on_host(tensor)
     work = post(array)
     settle = _settle(work, op, array, tensor, is_shared)
-    return GroupWork((work,), [tensor], seat.completions, settle)
+    return GroupWork((work,), [tensor], comms.completions, settle)
 
 
 def all_reduce_encoded(
-    seat: Seat, tensor: Tensor, codec: str, residual: Tensor | None
+    comms: Comms, tensor: Tensor, codec: str, residual: Tensor | None
 ) -> GroupWork:
     """The mean, in place on every rank, with ``codec`` on the wire."""
     buffers.check(tensor, "all_reduce_encoded")
     array, is_shared = buffers.on_host(tensor)
     kept = None if residual is None else buffers.as_array(residual)
-    work = seat.communicator.run(
+    work = comms.communicator.run(
         Request(
             Operation.ALL_REDUCE,
             array,
             array,
             ReduceOp.MEAN,
             encoding=Encoding(codec_of(codec), kept),
-            timeout_s=seat.timeout_s,
+            timeout_s=comms.timeout_s,
         )
     )
     settle = _settle(work, ReduceOp.MEAN, array, tensor, is_shared)
-    return GroupWork((work,), [tensor], seat.completions, settle)
+    return GroupWork((work,), [tensor], comms.completions, settle)
 
 
-def reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
+def reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
     """In place on rank ``opts.rootRank``; the others' tensors stay as they are."""
     buffers.check(tensor, "reduce")
     op, factor = reduction(opts)
     check_reduction(op, factor, tensor.dtype)
     root = opts.rootRank
-    timeout_s = seconds(opts, seat.timeout_s)
+    timeout_s = seconds(opts, comms.timeout_s)
 
     def post(array: Array) -> Work:
-        result = array if root == seat.rank else None
-        work = seat.communicator.run(
+        result = array if root == comms.rank else None
+        work = comms.communicator.run(
             Request(
                 Operation.REDUCE, array, result, _posted(op, array), root=root, timeout_s=timeout_s
             )
         )
-        return work if result is None else _averaged(work, op, array, seat.world_size)
+        return work if result is None else _averaged(work, op, array, comms.world_size)
 
-    if is_staged(seat, tensor):
-        return _reduce_staged(seat, tensor, post, factor, root)
+    if is_staged(comms, tensor):
+        return _reduce_staged(comms, tensor, post, factor, root)
     array, is_shared = buffers.on_host(tensor)
     if factor is not None:
         array = array * _scalar(factor, array)
         is_shared = False
     work = post(array)
-    settle = _settle(work, op, array, tensor, is_shared) if root == seat.rank else None
-    return GroupWork((work,), [tensor], seat.completions, settle)
+    settle = _settle(work, op, array, tensor, is_shared) if root == comms.rank else None
+    return GroupWork((work,), [tensor], comms.completions, settle)
 
 
 def _reduce_staged(
-    seat: Seat, tensor: Tensor, post: Callable[[Array], Work], factor: float | Tensor | None,
+    comms: Comms, tensor: Tensor, post: Callable[[Array], Work], factor: float | Tensor | None,
     root: int,
 ) -> GroupWork:  # fmt: skip
-    is_root = root == seat.rank
+    is_root = root == comms.rank
 
     def scaled(array: Array) -> Work:
         if factor is None:
@@ -112,10 +112,10 @@ def _reduce_staged(
         array *= _scalar(factor, array)
         return post(array)
 
-    return in_pieces(seat, tensor, scaled, writes=is_root)
+    return in_pieces(comms, tensor, scaled, writes=is_root)
 
 
-def reduce_scatter_single(seat: Seat, output: Tensor, source: Tensor, opts: Any) -> GroupWork:
+def reduce_scatter_single(comms: Comms, output: Tensor, source: Tensor, opts: Any) -> GroupWork:
     """``output`` becomes part ``rank`` of the combined ``source`` (world size times as long)."""
     buffers.check(source, "reduce_scatter")
     buffers.check(output, "reduce_scatter")
@@ -124,68 +124,68 @@ def reduce_scatter_single(seat: Seat, output: Tensor, source: Tensor, opts: Any)
             f"reduce_scatter: the input is {source.dtype}, the output {output.dtype}; "
             "both must have one dtype"
         )
-    if source.numel() != output.numel() * seat.world_size:
+    if source.numel() != output.numel() * comms.world_size:
         raise ValueError(
-            f"reduce_scatter: the input must have {seat.world_size} times the output's "
+            f"reduce_scatter: the input must have {comms.world_size} times the output's "
             f"{output.numel()} elements, one part per rank; it has {source.numel()}"
         )
-    if is_staged(seat, output, seat.world_size):
-        parts = source.detach().reshape(seat.world_size, -1)
-        return _scatter_staged(seat, output, list(parts), opts)
+    if is_staged(comms, output, comms.world_size):
+        parts = source.detach().reshape(comms.world_size, -1)
+        return _scatter_staged(comms, output, list(parts), opts)
     op, factor = reduction(opts)
     check_reduction(op, factor, output.dtype)
-    if _can_be_fast(op, factor, output) and seat.at_once(
+    if _can_be_fast(op, factor, output) and comms.at_once(
         Operation.REDUCE_SCATTER, opts, source, output, op
     ):
-        return GroupWork((), [output], seat.completions)
-    return _scatter_parts(seat, output, buffers.on_host(source)[0], opts)
+        return GroupWork((), [output], comms.completions)
+    return _scatter_parts(comms, output, buffers.on_host(source)[0], opts)
 
 
-def reduce_scatter(seat: Seat, output: Tensor, parts: Sequence[Tensor], opts: Any) -> GroupWork:
+def reduce_scatter(comms: Comms, output: Tensor, parts: Sequence[Tensor], opts: Any) -> GroupWork:
     """``output`` becomes the combination of all ranks' ``parts[rank]``."""
-    if len(parts) != seat.world_size:
+    if len(parts) != comms.world_size:
         raise ValueError(
             f"reduce_scatter: the input list has {len(parts)} tensors; it needs one for each of "
-            f"the {seat.world_size} ranks"
+            f"the {comms.world_size} ranks"
         )
     buffers.equal_parts(parts, output, "reduce_scatter")
-    if is_staged(seat, output, seat.world_size):
+    if is_staged(comms, output, comms.world_size):
         for part in (*parts, output):
             buffers.check(part, "reduce_scatter")
-        return _scatter_staged(seat, output, parts, opts)
-    return _scatter_parts(seat, output, buffers.pack(parts, "reduce_scatter"), opts)
+        return _scatter_staged(comms, output, parts, opts)
+    return _scatter_parts(comms, output, buffers.pack(parts, "reduce_scatter"), opts)
 
 
-def _scatter_parts(seat: Seat, output: Tensor, source: Array, opts: Any) -> GroupWork:
+def _scatter_parts(comms: Comms, output: Tensor, source: Array, opts: Any) -> GroupWork:
     buffers.check(output, "reduce_scatter")
-    post, op = _scattering(seat, output, opts)
+    post, op = _scattering(comms, output, opts)
     array, is_shared = buffers.on_host(output)
     work = post(source, array)
     settle = _settle(work, op, array, output, is_shared)
-    return GroupWork((work,), [output], seat.completions, settle)
+    return GroupWork((work,), [output], comms.completions, settle)
 
 
-def _scatter_staged(seat: Seat, output: Tensor, parts: Sequence[Tensor], opts: Any) -> GroupWork:
-    post, _ = _scattering(seat, output, opts)
-    return in_columns(seat, parts, [output], post, world_parts=seat.world_size)
+def _scatter_staged(comms: Comms, output: Tensor, parts: Sequence[Tensor], opts: Any) -> GroupWork:
+    post, _ = _scattering(comms, output, opts)
+    return in_columns(comms, parts, [output], post, world_parts=comms.world_size)
 
 
 def _scattering(
-    seat: Seat, output: Tensor, opts: Any
+    comms: Comms, output: Tensor, opts: Any
 ) -> tuple[Callable[[Array, Array], Work], ReduceOp]:
     """How one reduce_scatter of (all parts, result) is posted."""
     op, factor = reduction(opts)
     check_reduction(op, factor, output.dtype)
-    timeout_s = seconds(opts, seat.timeout_s)
+    timeout_s = seconds(opts, comms.timeout_s)
 
     def post(source: Array, array: Array) -> Work:
         if factor is not None:
             source = source * _scalar(factor, source)
         kind = _posted(op, array)
-        work = seat.communicator.run(
+        work = comms.communicator.run(
             Request(Operation.REDUCE_SCATTER, source, array, kind, timeout_s=timeout_s)
         )
-        return _averaged(work, op, array, seat.world_size)
+        return _averaged(work, op, array, comms.world_size)
 
     return post, op
 

@@ -16,25 +16,25 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from potluck.collectives.plan import Operation
 from potluck.engine.request import Request
 from potluck.torch.process_group import buffers
+from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.options import reduction, seconds
-from potluck.torch.process_group.seat import Seat
 from potluck.torch.process_group.work import GroupWork
 from potluck.types import ReduceOp
 
 
-def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
+def all_reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
     """In place; blocks until it is done. Only SUM."""
     op, factor = reduction(opts)
     if op is not ReduceOp.SUM or factor is not None:
         raise ValueError(f"all_reduce: sparse tensors can only be summed, not op={op.value}")
-    timeout_s = seconds(opts, seat.timeout_s)
+    timeout_s = seconds(opts, comms.timeout_s)
     mine = tensor.detach().cpu().coalesce()
-    counts = np.zeros(seat.world_size, dtype=np.int64)
+    counts = np.zeros(comms.world_size, dtype=np.int64)
     count = np.array([mine._nnz()], dtype=np.int64)
-    seat.communicator.run(Request(Operation.ALL_GATHER, count, counts, timeout_s=timeout_s)).wait()
+    comms.communicator.run(Request(Operation.ALL_GATHER, count, counts, timeout_s=timeout_s)).wait()
     most = int(counts.max())
-    indices = _gather(seat, mine.indices().t().contiguous(), most, timeout_s)
-    values = _gather(seat, mine.values(), most, timeout_s)
+    indices = _gather(comms, mine.indices().t().contiguous(), most, timeout_s)
+    values = _gather(comms, mine.values(), most, timeout_s)
     kept = [slice(rank * most, rank * most + int(n)) for rank, n in enumerate(counts)]
     total = torch.sparse_coo_tensor(
         torch.cat([indices[part] for part in kept]).t(),
@@ -44,14 +44,14 @@ def all_reduce(seat: Seat, tensor: Tensor, opts: Any) -> GroupWork:
     ).coalesce()
     with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
         tensor.copy_(total)  # a detached alias would keep its own indices
-    return GroupWork((), [tensor], seat.completions)
+    return GroupWork((), [tensor], comms.completions)
 
 
-def _gather(seat: Seat, rows: Tensor, most: int, timeout_s: float) -> Tensor:
+def _gather(comms: Comms, rows: Tensor, most: int, timeout_s: float) -> Tensor:
     """All ranks' rows, each rank's padded to ``most``."""
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
-    gathered = rows.new_empty((seat.world_size * most, *rows.shape[1:]))
+    gathered = rows.new_empty((comms.world_size * most, *rows.shape[1:]))
     given, room = buffers.as_array(padded), buffers.as_array(gathered)
-    seat.communicator.run(Request(Operation.ALL_GATHER, given, room, timeout_s=timeout_s)).wait()
+    comms.communicator.run(Request(Operation.ALL_GATHER, given, room, timeout_s=timeout_s)).wait()
     return gathered

@@ -19,7 +19,7 @@ from torch import Tensor
 from potluck.engine.arrays.layout import Array
 from potluck.engine.work import Work
 from potluck.torch.process_group import buffers
-from potluck.torch.process_group.seat import Seat
+from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.work import GroupWork
 
 PIECE_BYTES = 4 << 20
@@ -108,18 +108,18 @@ def lane_for(tensor: Tensor) -> Lane:
     return CudaLane(tensor.device) if tensor.device.type == "cuda" else PlainLane()
 
 
-def sent(seat: Seat, tensor: Tensor, post: Callable[[Array], Work]) -> GroupWork:
+def sent(comms: Comms, tensor: Tensor, post: Callable[[Array], Work]) -> GroupWork:
     """One message out of a device."""
-    return _message(seat, tensor, post, reads=True)
+    return _message(comms, tensor, post, reads=True)
 
 
-def received(seat: Seat, tensor: Tensor, post: Callable[[Array], Work]) -> GroupWork:
+def received(comms: Comms, tensor: Tensor, post: Callable[[Array], Work]) -> GroupWork:
     """One message into a device."""
-    return _message(seat, tensor, post, reads=False)
+    return _message(comms, tensor, post, reads=False)
 
 
 def _message(
-    seat: Seat, tensor: Tensor, post: Callable[[Array], Work], *, reads: bool
+    comms: Comms, tensor: Tensor, post: Callable[[Array], Work], *, reads: bool
 ) -> GroupWork:
     lane, flat = lane_for(tensor), Flat(tensor)
     host = lane.room([flat.row])
@@ -128,7 +128,7 @@ def _message(
         lambda: [post(buffers.as_array(host))],
         [] if reads else [(host[0], flat.row)],
     )
-    return cross(seat, lane, [tensor], [crossing], [] if reads else [flat])
+    return cross(comms, lane, [tensor], [crossing], [] if reads else [flat])
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
@@ -136,16 +136,16 @@ def is_elsewhere(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def is_staged(seat: Seat, tensor: Tensor, parts: int = 1) -> bool:
+def is_staged(comms: Comms, tensor: Tensor, parts: int = 1) -> bool:
     """Whether an operation on this many parts of the size of ``tensor`` goes through here.
 
     The same on all ranks for large ones, which are cut; small ones cross in one piece.
     """
-    return is_elsewhere(tensor) or (seat.has_devices and tensor.nbytes * parts > PIECE_BYTES)
+    return is_elsewhere(tensor) or (comms.has_devices and tensor.nbytes * parts > PIECE_BYTES)
 
 
 def cross(
-    seat: Seat, lane: Lane, tensors: Sequence[Tensor], crossings: Sequence[Crossing],
+    comms: Comms, lane: Lane, tensors: Sequence[Tensor], crossings: Sequence[Crossing],
     flats: Sequence[Flat] = (),
 ) -> GroupWork:  # fmt: skip
     """Fetch, post and bring back each of ``crossings``; then copy ``flats`` back."""
@@ -168,7 +168,7 @@ def cross(
 
     writes = any(crossing.puts for crossing in crossings)
     all_works = [work for works in posted for work in works]
-    work = GroupWork(all_works, tensors, seat.completions, bring_back if writes else None)
+    work = GroupWork(all_works, tensors, comms.completions, bring_back if writes else None)
     work.settles_itself = writes
     return work
 
@@ -187,7 +187,7 @@ class Flat:
 
 
 def in_pieces(
-    seat: Seat,
+    comms: Comms,
     tensor: Tensor,
     post: Callable[[Array], Work],
     *,
@@ -200,7 +200,7 @@ def in_pieces(
     """
     lane, flat = lane_for(tensor), Flat(tensor)
     crossings = []
-    for start, end in _cuts(seat, tensor, 1):
+    for start, end in _cuts(comms, tensor, 1):
         piece = flat.row[start:end]
         host = lane.room([piece])
         crossings.append(
@@ -210,11 +210,11 @@ def in_pieces(
                 [(host[0], piece)] if writes else [],
             )
         )
-    return cross(seat, lane, [tensor], crossings, [flat] if writes else [])
+    return cross(comms, lane, [tensor], crossings, [flat] if writes else [])
 
 
 def in_columns(
-    seat: Seat,
+    comms: Comms,
     sources: Sequence[Tensor],
     results: Sequence[Tensor],
     post: Callable[[Array, Array], Work],
@@ -233,7 +233,7 @@ def in_columns(
     lane = lane_for(first)
     given, made = [Flat(each) for each in sources], [Flat(each) for each in results]
     crossings = []
-    for start, end in _cuts(seat, first, world_parts):
+    for start, end in _cuts(comms, first, world_parts):
         reads = [flat.row[start:end] for flat in given]
         writes = [flat.row[start:end] for flat in made]
         source = lane.room(reads) if reads else first.new_empty(0, device="cpu")
@@ -246,13 +246,13 @@ def in_columns(
             )
         )
     shown = list(results if tensors is None else tensors)
-    return cross(seat, lane, shown, crossings, [*made, *wholes])
+    return cross(comms, lane, shown, crossings, [*made, *wholes])
 
 
-def _cuts(seat: Seat, tensor: Tensor, parts: int) -> Iterator[tuple[int, int]]:
+def _cuts(comms: Comms, tensor: Tensor, parts: int) -> Iterator[tuple[int, int]]:
     """Where the pieces of a tensor begin and end; at least one, also of nothing."""
     count = tensor.numel()
-    is_cut = seat.has_devices and tensor.nbytes * parts > PIECE_BYTES
+    is_cut = comms.has_devices and tensor.nbytes * parts > PIECE_BYTES
     length = max(1, PIECE_BYTES // tensor.element_size() // parts) if is_cut else count
     for start in range(0, max(1, count), max(1, length)):
         yield start, min(start + length, count)

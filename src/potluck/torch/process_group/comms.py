@@ -1,4 +1,4 @@
-"""A rank's seat in one process group: what every operation needs."""
+"""What every operation of a process group needs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from potluck.types import ReduceOp
 
 
 @dataclass(slots=True)
-class Seat:
-    """``messages`` carries point-to-point messages that belong to collectives, apart from the
+class Comms:
+    """One rank's communicators of one group.
+
+    ``messages`` carries point-to-point messages that belong to collectives, apart from the
     user's; ``timeout_s`` is the deadline of operations that name none; ``has_devices`` says that
-    some rank of the world has an accelerator."""
+    some rank of the world has an accelerator.
+    """
 
     communicator: Communicator
     messages: Communicator

@@ -1,6 +1,6 @@
-"""A rank's place at the table: what a plan's builder knows, and the arithmetic all builders share.
+"""What a plan's builder is given and returns, and the arithmetic that all builders share.
 
-Builders are plain functions ``(Seat) -> Draft``; :mod:`potluck.collectives.registry` turns a draft
+Builders are plain functions ``(Rank) -> Draft``; :mod:`potluck.collectives.registry` turns a draft
 into a :class:`~potluck.collectives.plan.Plan`.
 """
 
@@ -21,7 +21,7 @@ class Draft(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Rank:
     """One rank of ``world_size``. ``nodes[r]`` is the node index of rank ``r`` (hierarchical)."""
 
     world_size: int
@@ -31,7 +31,7 @@ class Seat:
 
     @property
     def position(self) -> int:
-        """How many places to the right of the root this rank sits."""
+        """How many places to the right of the root this rank is."""
         return (self.rank - self.root) % self.world_size
 
     def right(self, places: int = 1) -> int:
@@ -43,7 +43,7 @@ class Seat:
         return (self.rank - places) % self.world_size
 
     def rank_at(self, position: int) -> int:
-        """The rank that sits ``position`` places to the right of the root."""
+        """The rank that is ``position`` places to the right of the root."""
         return (self.root + position) % self.world_size
 
     def others(self) -> list[int]:
@@ -51,7 +51,7 @@ class Seat:
         return [self.right(i) for i in range(1, self.world_size)]
 
 
-Builder = Callable[[Seat], Draft]
+Builder = Callable[[Rank], Draft]
 
 
 def send(peer: int, chunk: int) -> Step:
