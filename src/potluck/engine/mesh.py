@@ -207,8 +207,11 @@ class Mesh:
                     f"rank {hello.rank} is connected already: is RANK set to the same number on "
                     "two workers?",
                 )
+            # Both ranks call each other at once: the lower rank's call wins, so that exactly one of
+            # the two calls is refused.
             if hello.rank in self._calling and group.rank < hello.rank:
                 return _refuse("collision", f"rank {group.rank} is calling rank {hello.rank}")
+            # Before WELCOME is sent, so that a second HELLO of this rank is refused meanwhile.
             self._linked.add(hello.rank)
         return Admission(
             Welcome(rank=group.rank, wire=self._wire),
@@ -235,6 +238,7 @@ class Mesh:
                 link = self._connect(rank, deadline)
             except Exception as failure:  # an address may be anything, and the loop must hear of it
                 error = failure
+                # The peer calls this rank, or has not formed this epoch yet: try again for a while.
                 if isinstance(failure, Refused) and failure.code in _LATE:
                     if self._wait_for_call(rank, failure, deadline):
                         return
@@ -253,7 +257,7 @@ class Mesh:
         with self._lock:
             self._calling.discard(rank)
             if rank in self._linked or self._is_closed.is_set():
-                return
+                return  # the peer's own call has come meanwhile, or no link is wanted any more
         self._give_up(rank, error)
 
     def _give_up(self, rank: int, error: BaseException) -> None:

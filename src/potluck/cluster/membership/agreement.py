@@ -1,7 +1,8 @@
-"""Which view a node uses, and its part in deciding the next: Paxos on a disk, over messages.
+"""``Agreement``: the view that a node uses, and its part in deciding the next view by Paxos.
 
-Knows no time-outs and no heartbeats: when to propose, and what, is ``protocol.py``'s. The model
-check drives this class, from all proposals in all orders.
+It knows no time-outs and no heartbeats: ``protocol.py`` decides when to propose, and which view.
+The model check (``tests/unit/cluster/membership/test_model.py``) drives this class through all
+orders of events.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from potluck.wire import nodes as wire
 from potluck.wire.nodes import HistoryRecord, Proposal, View, ViewMember
 
 HoldsLease = Callable[[ViewMember, float], bool]
-"""Whether a member may hold a lease from this node at a time: a word that it is not left out."""
+"""``holds_lease(member, now)``: whether the member may hold a lease from this node, which is the
+promise not to accept a view without it."""
 
 
 class ViewAgreement:
@@ -87,7 +89,7 @@ class ViewAgreement:
         ended: Collection[str],
         ends_at: float,
     ) -> None:
-        """Begin to have the view decided that ``build(epoch)`` makes; see ``PaxosInstance``."""
+        """Propose the view that ``build(epoch)`` makes; see ``PaxosInstance``."""
         assert self.paxos is not None
         subtracted = self.subtracted_nodes()
         effects = self.paxos.propose(
@@ -142,12 +144,12 @@ class ViewAgreement:
                 self._take(paxos.rejected_by(node, message), now)
 
     def _objection(self, proposal: Proposal, view: View, paxos: PaxosInstance, now: float) -> str:
-        """Why this node does not agree to ``proposal``; empty if it does."""
+        """Why this node does not accept ``proposal``; empty if it does."""
         if view.member(self.me) not in proposal.view.members:
             return "I am not in it"
         accepted = paxos.acceptor.accepted
         if accepted is not None and accepted.view == proposal.view:
-            return ""  # its objections came too late: that view may be decided
+            return ""  # it has accepted this view before, which may be decided: too late to object
         for member in proposal.view.members:
             if member.node in self._storage.record.banned:
                 return f"{member.node} is banned"
@@ -198,8 +200,8 @@ class ViewAgreement:
     # Decided views.
 
     def install(self, view: View, now: float, *, told: bool) -> None:
-        """Use ``view`` from now on. Nobody hears of it before it is on disk. ``told``: by another
-        node, which tells the rest as well."""
+        """Use ``view`` from now on. No node and no worker hears of it before it is on disk.
+        ``told``: another node told of the view, and tells the other nodes as well."""
         before = self.view
         self.view, self.paxos = view, PaxosInstance(self.me, view)
         self.subtracted &= set(view.members)
@@ -260,8 +262,9 @@ class ViewAgreement:
     # Recovery: members that ended, and what they had accepted.
 
     def asked_for_report(self, node: str, request: wire.RecoveryRequest) -> None:
-        """``node`` takes this node for a member of its view: tell it what is newer, or that this
-        node is no member any more, and what it had accepted as one."""
+        """``node`` counts this node as a member of its view. Answer with a newer view if there is
+        one; else with a recovery report: this node is no member any more, and what it had
+        accepted."""
         history, epoch = request.history, request.epoch
         if self.view is not None and self.view.history == history:
             if self.view.epoch > epoch:
@@ -275,7 +278,7 @@ class ViewAgreement:
     def reported(
         self, node: str, incarnation: int, report: wire.RecoveryReport, now: float
     ) -> None:
-        """``node`` is no member any more and told what it had accepted: subtract it."""
+        """``node`` is no member any more, and reports what it had accepted: subtract it."""
         view, paxos = self.view, self.paxos
         if view is None or paxos is None or report.history != view.history:
             return

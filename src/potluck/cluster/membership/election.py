@@ -1,7 +1,7 @@
-"""Who is senior, who is kept when links are broken, and what a majority is. Pure functions.
+"""Seniority, majorities, and which members are kept when links are broken. Pure functions.
 
-Seniority is the epoch a node came in with, then its id: survivors keep their order, newcomers come
-last, and the leader is the most senior.
+Seniority is the epoch in which a node joined, then its id. So remaining members keep their order,
+newcomers come last, and the leader is the most senior member.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Pair = frozenset[str]
 
 
 def by_seniority(members: Iterable[ViewMember]) -> tuple[ViewMember, ...]:
-    """The most senior first."""
+    """``members``, the most senior first."""
     return tuple(sorted(members, key=lambda member: member.seniority))
 
 
@@ -36,7 +36,7 @@ def has_majority(
 def explain_minority(
     members: Collection[ViewMember], acks: Collection[str], subtracted: Collection[str] = ()
 ) -> str:
-    """Why ``acks`` may not decide, for people."""
+    """Why ``acks`` may not decide, in words."""
     living = [member for member in by_seniority(members) if member.node not in subtracted]
     voting = sum(member.node in acks for member in living)
     text = f"only {voting} of {len(living)} nodes can be reached from here"
@@ -46,8 +46,9 @@ def explain_minority(
 
 
 def keep(members: Iterable[ViewMember], broken: Collection[Pair]) -> tuple[ViewMember, ...]:
-    """The members left when no two of them have a ``broken`` link: out goes who has the most broken
-    ones, of equals the least senior. All nodes with the same facts keep the same ones."""
+    """The members that remain when no two of them have a ``broken`` link. One by one the member
+    with the most broken links is left out, of equals the least senior. All nodes with the same
+    facts keep the same members."""
     kept = list(by_seniority(members))
     while True:
         names = {member.node for member in kept}
@@ -65,8 +66,8 @@ def keep(members: Iterable[ViewMember], broken: Collection[Pair]) -> tuple[ViewM
 def newcomers(
     links: dict[str, Collection[str]], members: Collection[str], candidates: Iterable[str]
 ) -> tuple[str, ...]:
-    """The candidates that may come in at once: linked both ways to all members and to each other.
-    ``links`` says for each node whom it has a working link with."""
+    """The candidates that may join together: linked in both directions to all members and to each
+    other. ``links`` gives for each node the nodes that it has a working link with."""
     chosen: list[str] = []
     for node in sorted(candidates):
         others = [*members, *chosen]

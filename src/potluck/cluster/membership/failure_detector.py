@@ -1,9 +1,10 @@
 """The failure detector: heartbeats in, findings out. No socket, no clock; times are seconds of one
 monotonic clock, of which only differences count.
 
-A link works when both directions do: I hear the peer, and it echoes what I said lately. One that
-has not worked for an adaptive while is suspected, and others are asked to reach the node before
-its status changes. What a peer's echo proves (a *lease*) is in ``docs/membership.md``.
+A link works when both directions work: the peer is heard, and it echoes recent heartbeats of this
+node. The peer of a link that has not worked for an adaptive time is suspected, and other peers are
+asked to reach it before its status changes. What a peer's echo proves (a *lease*) is in
+``docs/membership.md``.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from potluck.wire.nodes import Heartbeat
 
 
 class Status(StrEnum):
-    """What I know of a peer."""
+    """What this node knows about a peer."""
 
     NEW = "new"
     """not heard in both directions yet"""
     UP = "up"
     """the link works"""
     SUSPECT = "suspect"
-    """the link stopped working; others are being asked"""
+    """the link stopped working; other peers are being asked to reach it"""
     CUT = "cut"
-    """others reach it, I don't"""
+    """others reach it, this node does not"""
     SILENT = "silent"
-    """nobody reaches it"""
+    """no node reaches it"""
     DEAD = "dead"
     """its agent has ended"""
 
@@ -73,9 +74,9 @@ Finding = Changed | ProbeIndirectly
 
 @dataclass(slots=True)
 class PeerHealth:
-    """One other node, in its present incarnation. ``latency_s`` is one way; it and ``deviation_s``
-    are exponential means, and so are ``gap_s`` and ``gap_deviation_s``, of the time
-    between heartbeats."""
+    """One other node, in its present incarnation. ``latency_s`` (one way) and its ``deviation_s``
+    are exponential means; so are ``gap_s``, the time between heartbeats, and
+    ``gap_deviation_s``."""
 
     node: str
     incarnation: int
@@ -127,17 +128,17 @@ class FailureDetector:
         return tuple(sorted(name for name, peer in self.peers.items() if peer.status is Status.UP))
 
     def has_lease(self, node: str, now: float) -> bool:
-        """Whether ``node`` can't have agreed to a view without me so far."""
+        """Whether ``node`` has certainly not accepted a view without this node so far."""
         peer = self.peers.get(node)
         return peer is not None and now - peer.leased_at <= self.timing.lease_s
 
     def has_granted(self, node: str, now: float) -> bool:
-        """Whether ``node`` may still hold a lease from me."""
+        """Whether ``node`` may still hold a lease from this node."""
         peer = self.peers.get(node)
         return peer is not None and now - peer.granted_at < self.timing.grant_s
 
     def meet(self, node: str, incarnation: int) -> None:
-        """There is a connection to this incarnation of ``node``: send it heartbeats from now on."""
+        """There is a link to this incarnation of ``node``: send it heartbeats from now on."""
         peer = self.peers.get(node)
         if peer is None or incarnation > peer.incarnation:
             self.peers[node] = PeerHealth(node, incarnation)
@@ -152,8 +153,8 @@ class FailureDetector:
         return self.number
 
     def echo(self, node: str, now: float) -> tuple[int, float, bool]:
-        """What my heartbeat to ``node`` echoes, for how long I have held it, and whether it grants
-        a lease."""
+        """The echo in the next heartbeat to ``node``: the number of its newest heartbeat, the
+        seconds since that came, and whether the echo grants a lease."""
         peer = self.peers[node]
         if not peer.number:
             return 0, 0.0, False
@@ -162,7 +163,7 @@ class FailureDetector:
         return peer.number, now - peer.heard_at, not peer.lease_withheld
 
     def withhold_leases(self, nodes: Iterable[str]) -> None:
-        """Grant leases to all but these."""
+        """Grant leases to all peers except ``nodes``."""
         chosen = set(nodes)
         for name, peer in self.peers.items():
             peer.lease_withheld = name in chosen
@@ -172,10 +173,11 @@ class FailureDetector:
     def heard(
         self, node: str, incarnation: int, beat: Heartbeat, now: float, *, same_view: bool = True
     ) -> list[Finding]:
-        """A heartbeat came in. What is old, doubled, or of an ended incarnation changes nothing.
+        """A heartbeat came in. An old or doubled one, or one of an ended incarnation, has no
+        effect.
 
-        ``same_view``: it comes from a node that uses no newer view than I do. From another it
-        grants me no lease: that view may be without me.
+        ``same_view``: the sender uses no newer view than this node. If it does, the heartbeat
+        grants no lease: that view may be without this node.
         """
         peer = self.peers.get(node)
         if peer is None or incarnation > peer.incarnation:
@@ -199,7 +201,7 @@ class FailureDetector:
         return self._set_status(peer, Status.UP, f"{node} is heard, and hears me")
 
     def refused(self, node: str, incarnation: int, now: float) -> list[Finding]:
-        """The host of ``node`` answered that nobody listens there: that incarnation is over."""
+        """The host of ``node`` refused a connection to its agent: that incarnation has ended."""
         peer = self.peers.get(node)
         if peer is None or peer.incarnation != incarnation or peer.status is Status.DEAD:
             return []
@@ -207,7 +209,7 @@ class FailureDetector:
         return self._set_status(peer, Status.DEAD, f"the agent of {node} has ended")
 
     def reached(self, target: str, now: float) -> list[Finding]:
-        """Another peer reached ``target`` when I asked."""
+        """Another peer, asked by this node, reached ``target``."""
         peer = self.peers.get(target)
         if peer is None or peer.status not in (Status.SUSPECT, Status.CUT, Status.SILENT):
             return []
@@ -217,9 +219,9 @@ class FailureDetector:
         return self._set_status(peer, Status.CUT, f"{target} is reached by others, not from here")
 
     def tick(self, now: float, late_s: float) -> list[Finding]:
-        """Time has passed; ``late_s`` is how much later I was called than I had asked for."""
+        """Time has passed; ``late_s`` is by how much this call came later than it was due."""
         if late_s > self.timing.late_s:
-            # What they sent meanwhile lies unread: being late is my fault, not theirs.
+            # This node was too busy: the peers' heartbeats of that time are still unread.
             excuse = now + min(late_s, self.timing.min_suspicion_s)
             self._excused_until = max(self._excused_until, excuse)
         findings: list[Finding] = []
@@ -256,7 +258,7 @@ class FailureDetector:
         return [Changed(peer.node, status, reason)]
 
     def _patience(self, peer: PeerHealth) -> float:
-        """How long a link may not work before it is suspected, from how it behaved so far."""
+        """How long a link may not work before its peer is suspected, adapted to its past gaps."""
         timing = self.timing
         extra = max(0.0, peer.gap_s - timing.beat_s) + 4 * peer.gap_deviation_s
         wanted = timing.min_suspicion_s + extra + 2 * peer.latency_s + 4 * peer.deviation_s

@@ -1,5 +1,6 @@
-"""When nodes meet that do not share a history: whom a newcomer asks to be let in, who founds one,
-which of two gives way. Pure; the facts are the peers' last heartbeats."""
+"""What happens when nodes of different histories meet: which history a node without a view asks to
+join, which node founds one, which of two clusters merges into the other. Pure; the facts are the
+peers' last heartbeats."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from potluck.wire.nodes import View
 
 @dataclass(frozen=True, slots=True)
 class ObservedCluster:
-    """A history as seen from here. ``whole``: all its members have a link with me."""
+    """A history as observed here. ``whole``: all its members have a link with this node."""
 
     history: str
     fork_of: str
@@ -25,21 +26,22 @@ class ObservedCluster:
         return len(self.nodes) >= self.size
 
     def outranks(self, other: ObservedCluster) -> bool:
-        """Who stays when two meet: no fork, one with jobs, the larger, the lesser name."""
+        """Whether this cluster stays when it meets ``other``. In this order: it is no fork; it has
+        jobs; it is larger; its history has the lesser name."""
         mine = (not self.fork_of, self.busy, self.size)
         theirs = (not other.fork_of, other.busy, other.size)
         return mine > theirs or (mine == theirs and self.history < other.history)
 
 
 def own_cluster(view: View) -> ObservedCluster:
-    """My own."""
+    """The cluster of this node, which uses ``view``."""
     return ObservedCluster(
         view.history, view.fork_of, bool(view.groups), len(view.members), view.nodes
     )
 
 
 def observe(peers: Iterable[PeerHealth]) -> list[ObservedCluster]:
-    """The histories that peers with a working link use and that can decide."""
+    """The histories of peers with a working link, except those that are paused."""
     newest: dict[str, list[PeerHealth]] = {}
     for peer in peers:
         beat = peer.last
@@ -61,7 +63,7 @@ def observe(peers: Iterable[PeerHealth]) -> list[ObservedCluster]:
 
 
 def history_to_join(observed: Iterable[ObservedCluster]) -> str:
-    """The history a node without one asks to be let in to; empty if there is none."""
+    """The history that a node without a view asks to join; empty if there is none."""
     best: ObservedCluster | None = None
     for cluster in observed:
         if cluster.whole and (best is None or cluster.outranks(best)):
@@ -70,8 +72,8 @@ def history_to_join(observed: Iterable[ObservedCluster]) -> str:
 
 
 def may_found(me: str, peers: Iterable[PeerHealth], observed: Iterable[ObservedCluster]) -> bool:
-    """Whether it is on me to found a history: nobody here has one, and of those who have a link
-    with me and want none either I have the least name."""
+    """Whether node ``me`` is to found a history: no history is observed, and of the nodes that are
+    linked with it and ask to join none, it has the least id."""
     if any(True for _ in observed):
         return False
     rivals = [p.last for p in peers if p.status is Status.UP and p.node < me]
@@ -81,8 +83,8 @@ def may_found(me: str, peers: Iterable[PeerHealth], observed: Iterable[ObservedC
 def cluster_to_join(
     view: View, paused: bool, peers: dict[str, PeerHealth], observed: Iterable[ObservedCluster]
 ) -> ObservedCluster | None:
-    """The history that mine should join as a whole, None if it stays. All of mine that are here
-    must have a link with all of the other."""
+    """The cluster that this node's cluster should merge into, None if it stays. All present members
+    of this one must be linked with all members of the other."""
     mine = own_cluster(view)
     for cluster in observed:
         if cluster.history == view.history or not cluster.whole:

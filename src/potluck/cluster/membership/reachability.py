@@ -1,5 +1,8 @@
-"""How the members of a view stand, as one of them sees it: who is here, who is out, which links
-between them are broken and for how long. Pure."""
+"""Reachability: which members of a view can reach each other, as one member sees it. Pure.
+
+It says which members are kept, which are out and why, which links between members are broken and
+for how long.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from potluck.wire.nodes import View, ViewMember
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """``kept`` are the members that can all reach each other, me among them if I can. ``out``: why
-    each of the others is not kept. ``undecided``: who is being asked about. ``broken``: links that
-    don't work between members that are here; they count once they have ``lasted``."""
+    """``kept`` are the members that can all reach each other; this node is one of them if it can
+    reach the others. ``out`` says why each other member is not kept. ``ended`` are those whose
+    agents have ended. ``undecided`` are suspected members that others are being asked to reach.
+    ``broken`` are links between present members that don't work; they count once they have
+    ``lasted``. ``majority``: whether the reached members may decide."""
 
     kept: tuple[ViewMember, ...]
     out: dict[str, str]
@@ -27,7 +32,7 @@ class Reachability:
 
 
 class ReachabilityTracker:
-    """Remembers since when links are broken."""
+    """Assesses the reachability of ``me``, and remembers since when each link has been broken."""
 
     def __init__(self, me: str, detector: FailureDetector) -> None:
         self.me = me
@@ -43,7 +48,8 @@ class ReachabilityTracker:
         installed_at: float,
         now: float,
     ) -> Reachability:
-        """How the members of ``view`` stand. ``subtracted``: those whose end hides no decision."""
+        """The reachability of the members of ``view``. ``subtracted`` are members whose end hides
+        no decision."""
         detector, me = self.detector, self.me
         here: list[ViewMember] = []
         out: dict[str, str] = {}
@@ -106,7 +112,7 @@ class ReachabilityTracker:
         )
 
     def _broken(self, here: list[ViewMember], unheard: set[str]) -> frozenset[Pair]:
-        """Links between members that are here, of which an end says that they don't work."""
+        """The links between present members that one end reports as not working."""
         rows: dict[str, Collection[str]] = {}
         for member in here:
             peer = self.detector.peers.get(member.node)
@@ -118,7 +124,7 @@ class ReachabilityTracker:
             for b in names[i + 1 :]:
                 if b not in rows[a] or a not in rows[b]:
                     broken.add(frozenset((a, b)))
-        for node in unheard:  # their own heartbeats don't arrive: the others' word counts
+        for node in unheard:  # its own heartbeats don't arrive here: what the others report counts
             for a in names:
                 if node not in rows[a]:
                     broken.add(frozenset((a, node)))

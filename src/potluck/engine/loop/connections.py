@@ -170,12 +170,14 @@ class Connections:
             if connection.write(source):
                 self.dirty.add(connection.rank)
         except LinkError as error:
-            self._read(connection, route)  # its last words may name another rank, which it has lost
+            # The peer's ABORT may lie unread: it may name another rank, whose loss is the cause.
+            self._read(connection, route)
             if self.by_rank.get(connection.rank) is connection:
                 self._ended(connection, error)
             return
         if connection.is_blocked != was_blocked:
             self.watch(connection)
+        # A blocked link has room again: the links that paused for it may go on.
         if was_blocked and not connection.is_blocked:
             self.dirty |= self.held
             self.held.clear()

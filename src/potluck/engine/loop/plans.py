@@ -101,7 +101,8 @@ class Plans:
             yield late.deadline
 
     def _oldest(self) -> list[RunningPlan]:
-        """The first operation of each channel: the ones behind it may only wait for it."""
+        """The first operation of each channel. Later operations of the channel may be waiting for
+        it only, so they are not queried."""
         first: dict[int, RunningPlan] = {}
         for running in self._running.values():
             first.setdefault(running.channel, running)
@@ -126,6 +127,8 @@ class Plans:
         peer, flow = connection.rank, self._connections.flow(connection.rank)
         if self._state.error is not None:
             return None
+        # The oldest operation first, so that it ends first. One that can send nothing on this link
+        # now does not hold up the later ones (rule 3).
         for running in self._running.values():
             segment = running.next_send(peer)
             if segment is None:

@@ -207,6 +207,7 @@ class RunningPlan:
     # -- inside
 
     def _is_ready(self, step: int, segment: int) -> bool:
+        # Rule 1, for one segment: the step before this one on the same chunk has finished it.
         previous = self.compiled.previous[step]
         return previous < 0 or self._done[previous] > segment
 
