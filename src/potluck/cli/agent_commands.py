@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.errors import PotluckError
-
 if TYPE_CHECKING:
     from potluck.wire.local import Request
 
@@ -51,11 +49,7 @@ def _ask(request: Request) -> None:
     from potluck.settings import load_settings
     from potluck.wire.local import CommandResult
 
-    try:
-        answer = asyncio.run(ask_agent(load_settings(), request, timeout_s=_ANSWER_S))
-    except PotluckError as error:
-        typer.echo(f"potluck: {error}", err=True)
-        raise typer.Exit(2) from None
+    answer = asyncio.run(ask_agent(load_settings(), request, timeout_s=_ANSWER_S))
     assert isinstance(answer, CommandResult)
     typer.echo(f"potluck: {answer.text}", err=not answer.ok)
     if not answer.ok:

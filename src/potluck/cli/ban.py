@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from potluck.errors import ConfigurationError, PotluckError
-
-if TYPE_CHECKING:
-    from potluck.cluster.trust.store import TrustStore
-    from potluck.settings import Settings
+from potluck.errors import ConfigurationError
 
 _Node = Annotated[
     str,
@@ -36,22 +32,13 @@ def ban(
     the machine back, remove ~/.potluck/node_keypair there, and let it join again.
     """
     from potluck.cluster.trust.credentials import load_credentials
-
-    try:
-        store, settings = _store()
-        found = store.find(node)
-        if found == load_credentials(settings).node_id:
-            raise ConfigurationError("this is the node you are on: it can't ban itself")
-        is_new = store.ban(found, reason)
-    except PotluckError as error:
-        typer.echo(f"potluck: {error}", err=True)
-        raise typer.Exit(2) from None
-    typer.echo(f"Node {found[:12]} is banned{'' if is_new else ' already'} on this machine.")
-
-
-def _store() -> tuple[TrustStore, Settings]:
     from potluck.cluster.trust.store import TrustStore
     from potluck.settings import load_settings
 
     settings = load_settings()
-    return TrustStore(settings.home), settings
+    store = TrustStore(settings.home)
+    found = store.find(node)
+    if found == load_credentials(settings).node_id:
+        raise ConfigurationError("this is the node you are on: it can't ban itself")
+    is_new = store.ban(found, reason)
+    typer.echo(f"Node {found[:12]} is banned{'' if is_new else ' already'} on this machine.")

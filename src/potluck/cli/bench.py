@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from potluck.cli.files import check_writable
-from potluck.errors import ConfigurationError, PotluckError
+from potluck.cli.files import as_json, check_writable
+from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from potluck.bench.comparison import Plan
@@ -90,42 +90,35 @@ def bench(
     from potluck.bench.machine import heading, machine
     from potluck.bench.table import Table, is_right
 
-    try:
-        check_writable("--json", json)
-        _check_plot(plot)
-        machines = _names(peers)
-        _check_rank(machines, rank)
-        workers = str(len(machines)) if machines else workers
-        plan, missing = _plan(operation, against, workers, sizes, rounds, round_seconds)
-        _check_memory(plan, num_workers=1 if machines else max(plan.world_sizes))
-        typer.echo(heading(machine()))
-        with _place(machines, rank) as place:
-            plan, missing = _agreed(place, plan, missing)
-            for name, why in missing.items():
-                typer.echo(f"left out: {name}: {why}")
-            table = Table(plan.peers)
-            typer.echo(f"\n{table.head()}")
-            with _progress() as (report, show):
-                result = compare(
-                    plan,
-                    placement=place,
-                    report=report,
-                    on_row=lambda row: show(table.line(row)),
-                )
-        result["left_out"] |= missing
-        typer.echo(f"\n{table.foot(result)}")
-        if json is not None:
-            import msgspec
+    check_writable("--json", json)
+    _check_plot(plot)
+    machines = _names(peers)
+    _check_rank(machines, rank)
+    workers = str(len(machines)) if machines else workers
+    plan, missing = _plan(operation, against, workers, sizes, rounds, round_seconds)
+    _check_memory(plan, num_workers=1 if machines else max(plan.world_sizes))
+    typer.echo(heading(machine()))
+    with _place(machines, rank) as place:
+        plan, missing = _agreed(place, plan, missing)
+        for name, why in missing.items():
+            typer.echo(f"left out: {name}: {why}")
+        table = Table(plan.peers)
+        typer.echo(f"\n{table.head()}")
+        with _progress() as (report, show):
+            result = compare(
+                plan,
+                placement=place,
+                report=report,
+                on_row=lambda row: show(table.line(row)),
+            )
+    result["left_out"] |= missing
+    typer.echo(f"\n{table.foot(result)}")
+    if json is not None:
+        json.write_bytes(as_json(result) + b"\n")
+    if plot is not None:
+        from potluck.bench.plot import draw
 
-            text = msgspec.json.format(msgspec.json.encode(result), indent=2)
-            json.write_bytes(text + b"\n")
-        if plot is not None:
-            from potluck.bench.plot import draw
-
-            draw(result, plot)
-    except PotluckError as error:
-        typer.echo(f"potluck: {error}", err=True)
-        raise typer.Exit(2) from None
+        draw(result, plot)
     raise typer.Exit(0 if is_right(result) else 1)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from potluck import native
+from potluck.cli.files import print_json
 
 _OPTIONAL = {"torch": "torch", "scikit-learn": "sklearn", "mpi4py": "mpi", "matplotlib": "bench"}
 """Packages by name, with the extra that brings each."""
@@ -25,9 +26,7 @@ def doctor(
     """
     found = examine()
     if json:
-        import msgspec
-
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print_json(found)
         return
     typer.echo(f"potluck {found['potluck']}, Python {found['python']}, {found['platform']}")
     typer.echo(f"{'engine':<12}  {native.describe()}")

@@ -1,9 +1,13 @@
-"""Files that a command is to write: a complaint before its work is worth more than after it."""
+"""What a command writes: JSON, and files that are checked before its work begins."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
 
 from potluck.errors import ConfigurationError
 
@@ -19,3 +23,13 @@ def check_writable(option: str, path: Path | None) -> None:
         raise ConfigurationError(f"{option} {path}: that is a directory; name a file in it")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigurationError(f"{option} {path}: you may not write there")
+
+
+def as_json(value: Any) -> bytes:
+    """``value`` for programs, in lines that people can read as well."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2)
+
+
+def print_json(value: Any) -> None:
+    """Write ``value`` to stdout."""
+    typer.echo(as_json(value).decode())

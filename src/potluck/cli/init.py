@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from potluck.errors import PotluckError
+from potluck.cli.files import print_json
 
 
 def init(
@@ -25,20 +25,14 @@ def init(
     from potluck.cluster.trust.secret import SECRET_FILE
     from potluck.settings import load_settings
 
-    try:
-        settings = load_settings()
-        given = "POTLUCK_PSK" if settings.psk is not None else "POTLUCK_PASSPHRASE"
-        is_given = settings.psk is not None or settings.passphrase is not None
-        path = settings.home / SECRET_FILE
-        existed = path.exists()
-        credentials = load_credentials(settings)
-    except PotluckError as error:
-        typer.echo(f"potluck: {error}", err=True)
-        raise typer.Exit(2) from None
+    settings = load_settings()
+    given = "POTLUCK_PSK" if settings.psk is not None else "POTLUCK_PASSPHRASE"
+    is_given = settings.psk is not None or settings.passphrase is not None
+    path = settings.home / SECRET_FILE
+    existed = path.exists()
+    credentials = load_credentials(settings)
     made = not is_given and not existed
     if json:
-        import msgspec
-
         facts = {
             "version": 1,
             "node": credentials.node_id,
@@ -46,7 +40,7 @@ def init(
             "home": str(settings.home),
             "made": made,
         }
-        typer.echo(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+        print_json(facts)
         return
     if is_given:
         typer.echo(f"The cluster's secret comes from {given}.")

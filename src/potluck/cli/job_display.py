@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.console import Group as RichGroup
 
-    from potluck.cluster.job_client import Watched, Watcher
+    from potluck.cluster.run import JobClient, Watcher
     from potluck.wire.control import Samples
 
 _log = logging.getLogger(__name__)
@@ -102,10 +102,10 @@ class _Written:
     """What both views have: a job to look at, and a thread to write with."""
 
     def __init__(self) -> None:
-        self._job: Watched | None = None
+        self._job: JobClient | None = None
         self._writer: Writer | None = None
 
-    def begin(self, job: Watched) -> None:
+    def begin(self, job: JobClient) -> None:
         import asyncio
 
         loop = asyncio.get_running_loop()
@@ -163,7 +163,7 @@ class LiveView(_Written):
             transient=True,
         )
 
-    def begin(self, job: Watched) -> None:
+    def begin(self, job: JobClient) -> None:
         super().begin(job)
         self._live.start()
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.errors import ConfigurationError, PotluckError
+from potluck.cli.files import print_json
+from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from potluck.settings import Settings
@@ -61,14 +62,9 @@ def join(
         given = asyncio.run(_ask(settings, code, address, wait))
         kept = replace_secret(settings.home, given.psk)
         TrustStore(settings.home).meet(given.node, given.name)
-    except PotluckError as error:
-        typer.echo(f"potluck: {error}", err=True)
-        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if json:
-        import msgspec
-
         facts = {
             "version": 1,
             "node": given.node,
@@ -76,7 +72,7 @@ def join(
             "namespace": namespace_of(given.psk),
             "kept": str(kept) if kept else None,
         }
-        typer.echo(msgspec.json.format(msgspec.json.encode(facts), indent=2).decode())
+        print_json(facts)
         return
     typer.echo(f"This machine is in the cluster of {given.name or 'node ' + given.node[:12]} now.")
     if kept is not None:

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from potluck.cli.agent_commands import continue_, rotate
 from potluck.cli.ban import ban
@@ -22,8 +23,19 @@ from potluck.cli.pair import pair
 from potluck.cli.run import run
 from potluck.cli.status import status
 from potluck.cli.up import up
-from potluck.errors import ConfigurationError
+from potluck.errors import PotluckError
 from potluck.system import need_posix
+
+
+class _Group(TyperGroup):
+    """What potluck can't do is one sentence on stderr, and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PotluckError as error:
+            typer.echo(f"potluck: {error}", err=True)
+            raise typer.Exit(2) from None
 
 
 class _Commands(typer.Typer):
@@ -61,6 +73,7 @@ def _open_closed_streams() -> None:
 
 app = _Commands(
     name="potluck",
+    cls=_Group,
     help="Train on the machines you already own.",
     epilog="Begin with: potluck run --workers 4 train.py",
     no_args_is_help=True,
@@ -123,8 +136,4 @@ def main(
         if isinstance(stream, io.TextIOWrapper):  # a worker may write what this terminal can't show
             stream.reconfigure(errors="backslashreplace")
     if context.invoked_subcommand != "doctor":
-        try:
-            need_posix(f"potluck {context.invoked_subcommand}")
-        except ConfigurationError as error:
-            typer.echo(f"potluck: {error}", err=True)
-            raise typer.Exit(2) from error
+        need_posix(f"potluck {context.invoked_subcommand}")

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from potluck.errors import PotluckError
-
 if TYPE_CHECKING:
     from potluck.cluster.trust.pairing import Code
     from potluck.settings import Settings
@@ -42,9 +40,6 @@ def pair(
     code = new_code()
     try:
         newcomer = asyncio.run(_wait(load_settings(), code, minutes, port, json))
-    except PotluckError as error:
-        typer.echo(f"potluck: {error}", err=True)
-        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("potluck: given up; the code is void", err=True)
         raise typer.Exit(130) from None

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from potluck.cli.files import check_writable
-from potluck.errors import ConfigurationError, PotluckError
+from potluck.cli.files import as_json, check_writable
+from potluck.errors import ConfigurationError
 
 
 class OnLoss(StrEnum):
@@ -132,58 +131,54 @@ def run(
     from potluck.cli.job_display import watcher_for
     from potluck.cli.report import print_summary
     from potluck.cluster.home.node_state import find_agent
-    from potluck.cluster.jobs.chaos import parse_chaos
-    from potluck.cluster.run import Options, run_job
+    from potluck.cluster.jobs.chaos import check_ranks, parse_chaos
+    from potluck.cluster.run import checked, run_job
     from potluck.cluster.topology.hardware import own_accelerators
     from potluck.settings import load_settings
+    from potluck.wire.local import RunRequest
 
-    try:
-        options = Options(
-            script=script,
-            arguments=tuple(arguments or ()),
-            num_workers=1 if workers is None else workers,
-            max_nodes=nodes,
-            max_restarts=max_restarts,
-            restarts_worlds=on_loss is OnLoss.RESTART,
-            wait_s=wait,
-            min_workers=min_workers,
-            min_nodes=min_nodes or 1,
-            chaos=parse_chaos(chaos),
+    faults = parse_chaos(chaos)
+    settings = load_settings(peer_timeout_s=peer_timeout, wire=wire)
+    asked = RunRequest(
+        script=str(script),
+        arguments=tuple(arguments or ()),
+        per_node=1 if workers is None else workers,
+        max_nodes=nodes,
+        max_restarts=max_restarts,
+        restarts_worlds=on_loss is OnLoss.RESTART,
+        wait_s=wait,
+        min_workers=min_workers,
+        min_nodes=settings.min_peers + 1 if min_nodes is None else min_nodes,
+        peer_timeout_s=settings.peer_timeout_s,
+        chaos=chaos,
+        wire=settings.wire,
+    )
+    request = checked(asked)
+    check_writable("--json", json)
+    hint = idle_accelerators(own_accelerators(), workers, os.environ)
+    if hint:
+        typer.echo(f"potluck: {hint}", err=True)
+    agent = find_agent(settings.home)
+    if max(nodes, request.min_nodes) > 1 and agent is None:
+        given = f"POTLUCK_MIN_PEERS={settings.min_peers}"
+        if nodes > 1:
+            given = f"--nodes {nodes}"
+        elif min_nodes is not None:
+            given = f"--min-nodes {min_nodes}"
+        raise ConfigurationError(
+            f"{given}: this machine is in no cluster; start its agent with: potluck up"
         )
-        options.check()
-        check_writable("--json", json)
-        hint = idle_accelerators(own_accelerators(), workers, os.environ)
-        if hint:
-            typer.echo(f"potluck: {hint}", err=True)
-        settings = load_settings(peer_timeout_s=peer_timeout, wire=wire)
-        if min_nodes is None:
-            options = replace(options, min_nodes=settings.min_peers + 1)
-            options.check()
-        agent = find_agent(settings.home)
-        if max(nodes, options.min_nodes) > 1 and agent is None:
-            given = f"POTLUCK_MIN_PEERS={settings.min_peers}"
-            if nodes > 1:
-                given = f"--nodes {nodes}"
-            elif min_nodes is not None:
-                given = f"--min-nodes {min_nodes}"
-            raise ConfigurationError(
-                f"{given}: this machine is in no cluster; start its agent with: potluck up"
-            )
-        if min_workers > options.num_workers and agent is None:
-            raise ConfigurationError(
-                f"--min-workers {min_workers} is more than the {options.num_workers} of --workers"
-            )
-        summary = run_job(options, settings, watcher_for(sys.stdout, plain=plain), agent)
-    except PotluckError as error:
-        typer.echo(f"potluck: {error}", err=True)
-        raise typer.Exit(2) from None
+    if min_workers > request.per_node and agent is None:
+        raise ConfigurationError(
+            f"--min-workers {min_workers} is more than the {request.per_node} of --workers"
+        )
+    if agent is None:
+        check_ranks(faults, request.per_node)
+    summary = run_job(request, settings, watcher_for(sys.stdout, plain=plain), agent)
     print_summary(summary)
     if json is not None:
-        import msgspec
-
-        text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
         try:
-            json.write_bytes(text + b"\n")
+            json.write_bytes(as_json(summary) + b"\n")
         except OSError as error:
             typer.echo(f"potluck: the summary can't be written: {error}", err=True)
             raise typer.Exit(summary.exit_code or 2) from None

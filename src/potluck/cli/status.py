@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from msgspec import structs
 
+from potluck.cli.files import print_json
 from potluck.cli.nodes import ask_jobs, ask_nodes, show_jobs, show_nodes
 from potluck.errors import PotluckError
 
@@ -43,19 +44,12 @@ def status(
     """
     from potluck.settings import load_settings
 
-    try:
-        settings = load_settings()
-        cluster, jobs, silent = asyncio.run(_ask_all(settings))
-    except PotluckError as error:
-        typer.echo(f"potluck: {error}", err=True)
-        raise typer.Exit(2) from None
+    settings = load_settings()
+    cluster, jobs, silent = asyncio.run(_ask_all(settings))
     for reason in silent:
         typer.echo(f"potluck: {reason}", err=True)
     if json:
-        import msgspec
-
-        text = msgspec.json.encode({"version": SCHEMA_VERSION, "cluster": cluster, "jobs": jobs})
-        typer.echo(msgspec.json.format(text, indent=2).decode())
+        print_json({"version": SCHEMA_VERSION, "cluster": cluster, "jobs": jobs})
         return
     if cluster is not None:
         show_nodes(cluster)

@@ -47,9 +47,8 @@ def up(
     try:
         settings = load_settings(discovery_port=port, peers=peers)
         asyncio.run(_run(settings))
-    except PotluckError as error:
-        typer.echo(f"potluck: {error}", err=True)
-        raise typer.Exit(2) from None
+    except PotluckError:
+        raise
     except Exception as error:
         traceback.print_exc()
         typer.echo(

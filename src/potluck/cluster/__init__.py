@@ -2,7 +2,7 @@
 
 Each folder may import those below it; the last five do not know each other:
 
-- ``run.py``, ``job_client.py``: ``potluck run``, from its options to its summary
+- ``run.py``: ``potluck run``, from its options to its summary
 - ``node_agent.py``: the agent of ``potluck up`` or of one ``potluck run``
 - ``report.py``: the cluster as this node sees it, for the commands
 - ``jobs``: running a script's workers

@@ -24,7 +24,7 @@ from potluck.cluster.home.private_state import PrivateState
 from potluck.cluster.jobs.dispatcher import JobDispatcher
 from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.log import JobLog
-from potluck.cluster.jobs.runtime import launcher_of
+from potluck.cluster.jobs.process import launcher_of
 from potluck.cluster.links.local import CLIENT, Client, Commands
 from potluck.cluster.links.peers import KIND, ControlLinks
 from potluck.cluster.membership import events

@@ -1,124 +1,232 @@
-"""A job from its options to its summary."""
+"""``potluck run``: a job from what was asked for to its summary, the command's side.
+
+The job is run by this machine's agent (``potluck up``) on its cluster, or, on a machine without
+one, by a private agent in the same process.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
 
 from potluck.cluster.home.node_state import AgentRecord
-from potluck.cluster.job_client import JobClient, Watcher, run_alone, run_by_agent
-from potluck.cluster.jobs.chaos import ChaosPlan, check_ranks
 from potluck.cluster.jobs.summary import Summary
-from potluck.errors import ConfigurationError
+from potluck.cluster.links.local import call_agent, read_reply
+from potluck.cluster.node_agent import NodeAgent
+from potluck.errors import ConfigurationError, LinkError
 from potluck.settings import Settings
 from potluck.system import SIGHUP
+from potluck.transport import aio
+from potluck.wire import jobs, local
+from potluck.wire.control import StatusReply
 from potluck.wire.local import RunRequest
 
-MAX_WORKERS = 256
 
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What to run, and how. ``num_workers`` are those of one node, ``max_nodes`` 0 means all, and
-    ``min_nodes`` are to be there within ``wait_s``. The rest as in ``roster.JobPolicy``."""
-
-    script: Path
-    arguments: tuple[str, ...] = ()
-    num_workers: int = 1
-    max_nodes: int = 0
-    max_restarts: int = 3
-    restarts_worlds: bool = True
-    wait_s: float = 60.0
-    min_workers: int = 1
-    min_nodes: int = 1
-    chaos: ChaosPlan = field(default_factory=lambda: ChaosPlan([]))
-
-    def check(self) -> None:
-        """ConfigurationError, with what to do, if this can't be run."""
-        if not 1 <= self.num_workers <= MAX_WORKERS:
-            raise ConfigurationError(
-                f"--workers {self.num_workers}: a number from 1 to {MAX_WORKERS} is needed"
-            )
-        if self.max_restarts < 0:
-            raise ConfigurationError(f"--max-restarts {self.max_restarts}: 0 or more is needed")
-        if self.min_workers < 1:
-            raise ConfigurationError(f"--min-workers {self.min_workers}: 1 or more is needed")
-        if not 0 <= self.wait_s < float("inf"):
-            raise ConfigurationError(f"--wait {self.wait_s:g}: seconds, 0 or more, are needed")
-        if self.max_nodes and self.min_nodes > self.max_nodes:
-            raise ConfigurationError(
-                f"--min-nodes {self.min_nodes} is more than --nodes {self.max_nodes}"
-            )
-        try:
-            here = Path.cwd()
-        except FileNotFoundError:
-            raise ConfigurationError(
-                "the directory that this was called in has been removed; change to another one"
-            ) from None
-        if not self.script.is_file():
-            what = "is no file" if self.script.exists() else "does not exist"
-            what = "is a directory" if self.script.is_dir() else what
-            raise ConfigurationError(f"the script {str(self.script)!r} {what} (seen from {here})")
-
-    def request(self, settings: Settings, *, is_local: bool) -> RunRequest:
-        """What an agent is asked for. A local job runs the script where it is; else the folder that
-        it is in travels to the nodes."""
-        script = self.script.absolute()
-        return RunRequest(
-            folder="" if is_local else str(script.parent),
-            script=str(self.script) if is_local else script.name,
-            arguments=self.arguments,
-            directory=str(Path.cwd()),
-            per_node=self.num_workers,
-            max_nodes=self.max_nodes,
-            max_restarts=self.max_restarts,
-            peer_timeout_s=settings.peer_timeout_s,
-            chaos="; ".join(str(fault) for fault in self.chaos.waiting),
-            wire=settings.wire,
-            restarts_worlds=self.restarts_worlds,
-            wait_s=self.wait_s,
-            min_workers=self.min_workers,
-            min_nodes=self.min_nodes,
+def checked(request: RunRequest) -> RunRequest:
+    """``request``, given in this directory; ConfigurationError, with what to do, if it can't be
+    run."""
+    if not 1 <= request.per_node <= jobs.MAX_PER_NODE:
+        raise ConfigurationError(
+            f"--workers {request.per_node}: a number from 1 to {jobs.MAX_PER_NODE} is needed"
         )
+    if request.max_restarts < 0:
+        raise ConfigurationError(f"--max-restarts {request.max_restarts}: 0 or more is needed")
+    if request.min_workers < 1:
+        raise ConfigurationError(f"--min-workers {request.min_workers}: 1 or more is needed")
+    if not 0 <= request.wait_s < float("inf"):
+        raise ConfigurationError(f"--wait {request.wait_s:g}: seconds, 0 or more, are needed")
+    if request.max_nodes and request.min_nodes > request.max_nodes:
+        raise ConfigurationError(
+            f"--min-nodes {request.min_nodes} is more than --nodes {request.max_nodes}"
+        )
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        raise ConfigurationError(
+            "the directory that this was called in has been removed; change to another one"
+        ) from None
+    script = Path(request.script)
+    if not script.is_file():
+        what = "is no file" if script.exists() else "does not exist"
+        what = "is a directory" if script.is_dir() else what
+        raise ConfigurationError(f"the script {str(script)!r} {what} (seen from {here})")
+    return msgspec.structs.replace(request, directory=str(here))
+
+
+class Watcher(Protocol):
+    """Who looks on. All calls come from the event loop and must not block."""
+
+    def begin(self, job: JobClient) -> None:
+        """The job is about to start; ``job`` answers questions from now on."""
+
+    def line(self, worker: str, stream: str, text: str) -> None:
+        """A worker wrote a line to ``stdout`` or ``stderr``."""
+
+    def note(self, text: str) -> None:
+        """Something happened."""
+
+    def end(self) -> None:
+        """The job is over. Called once, whatever happened."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more lines have come than it can take: workers' output waits meanwhile."""
+
+
+class JobClient:
+    """The command that waits for a job (``links.local.Client``), which ``watcher`` looks at.
+    ``workers`` is what stands in front of their lines."""
+
+    def __init__(self, script: str, workers: tuple[str, ...], watcher: Watcher) -> None:
+        """``workers`` are those that are known before the agent tells of any."""
+        self.workers = workers
+        self.summary: asyncio.Future[Summary] = asyncio.get_running_loop().create_future()
+        self._status = StatusReply("", "", 0, script, time.time(), 0, -1, None, (), ())
+        self._watcher = watcher
+        self._order: Callable[[int], None] | None = None
+        self._early: list[int] = []
+
+    @property
+    def is_behind(self) -> bool:
+        return self._watcher.is_behind
+
+    def status(self) -> StatusReply:
+        """The job as the agent told of it last."""
+        return self._status
+
+    def interrupt(self, number: int) -> None:
+        """End the job: by ``number`` first, by SIGKILL the second time."""
+        if self._order is None:
+            self._early.append(number)
+        else:
+            self._order(number)
+
+    def interrupts_by(self, order: Callable[[int], None]) -> None:
+        """The agent has the job: ``order(number)`` interrupts it."""
+        self._order = order
+        for number in self._early:
+            order(number)
+
+    def send(self, message: local.Reply) -> None:
+        """The agent tells this."""
+        match message:
+            case jobs.JobNote(_, text):
+                self._watcher.note(text)
+            case jobs.Shown(_, worker, stream, text):
+                self._watcher.line(worker, stream, text)
+            case jobs.JobStatus(status):
+                self._status = status
+                self.workers = tuple(
+                    f"{each.worker} {each.node}".strip() for each in status.workers
+                )
+            case jobs.JobEnded(_, _, summary):
+                self.summary.set_result(msgspec.json.decode(summary, type=Summary))
+            case local.CommandResult(_, text):
+                self.summary.set_exception(ConfigurationError(text))
+            case _:
+                pass
 
 
 def run_job(
-    options: Options, settings: Settings, watcher: Watcher, agent: AgentRecord | None
+    request: RunRequest, settings: Settings, watcher: Watcher, agent: AgentRecord | None
 ) -> Summary:
     """Run the job to its end: by this machine's ``agent`` on its cluster; without one here, by a
-    private agent in this process.
+    private agent in this process, which runs the script where it is.
 
     Must be called on the main thread; takes over SIGINT, SIGTERM and SIGHUP meanwhile.
     ConfigurationError or IdentityError if the job can't begin; LinkError if ``agent`` is lost.
     """
-    options.check()
-    if agent is None:
-        check_ranks(options.chaos, options.num_workers)
-    return asyncio.run(_run(options, settings, watcher, agent))
+    return asyncio.run(_run(request, settings, watcher, agent))
 
 
 async def _run(
-    options: Options, settings: Settings, watcher: Watcher, agent: AgentRecord | None
+    request: RunRequest, settings: Settings, watcher: Watcher, agent: AgentRecord | None
 ) -> Summary:
-    request = options.request(settings, is_local=agent is None)
-    known = () if agent is not None else tuple(map(str, range(options.num_workers)))
-    client = JobClient(str(options.script), known, watcher)
+    known = () if agent is not None else tuple(map(str, range(request.per_node)))
+    client = JobClient(request.script, known, watcher)
     watcher.begin(client)
     try:
-        with signals(client.interrupt):
+        with _signals(client.interrupt):
             if agent is None:
-                return await run_alone(settings, request, client)
-            return await run_by_agent(agent, settings, request, client)
+                return await _run_alone(settings, request, client)
+            script = Path(request.script).absolute()
+            request = msgspec.structs.replace(
+                request, folder=str(script.parent), script=script.name
+            )
+            return await _run_by_agent(agent, settings, request, client)
     finally:
         watcher.end()
 
 
+async def _run_by_agent(
+    agent: AgentRecord, settings: Settings, request: RunRequest, client: JobClient
+) -> Summary:
+    """Have ``agent`` run the job on its cluster.
+
+    LinkError if it goes away meanwhile; ConfigurationError if the cluster does not take the job.
+    """
+    main, num_interrupts = asyncio.current_task(), 0
+    assert main is not None
+
+    def interrupt(number: int) -> None:
+        """The third time, leave."""
+        nonlocal num_interrupts
+        num_interrupts += 1
+        writer.write(local.REQUEST.encode(local.InterruptRequest(number)))
+        if num_interrupts >= 3:
+            main.cancel()
+
+    reader, writer = await call_agent(settings, agent)
+    try:
+        writer.write(local.REQUEST.encode(request))
+        client.interrupts_by(interrupt)
+        while not client.summary.done():
+            client.send(await read_reply(reader))
+        return client.summary.result()
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise LinkError(
+            "this machine's agent has ended; if others are left, they go on with the job: see "
+            "`potluck status` there"
+        ) from error
+    except asyncio.CancelledError:
+        raise LinkError(
+            "left without waiting for the end; `potluck status` shows what still runs"
+        ) from None
+    finally:
+        await aio.end(writer)
+
+
+async def _run_alone(settings: Settings, request: RunRequest, client: JobClient) -> Summary:
+    """Run the job on this machine alone, by a private agent that lives as long as the job."""
+    agent = NodeAgent(settings, on_note=lambda text: None, is_private=True)
+    running = asyncio.create_task(agent.run())
+    ready = asyncio.create_task(agent.ready.wait())
+    try:
+        await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            await agent.jobs.submit(request, client)
+            client.interrupts_by(partial(agent.jobs.interrupt, client))
+            ends: set[asyncio.Future[Any]] = {running, client.summary}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()  # why the agent broke
+        return client.summary.result()
+    finally:
+        for task in (ready, running):
+            task.cancel()
+        await asyncio.gather(ready, running, return_exceptions=True)
+
+
 @contextlib.contextmanager
-def signals(interrupt: Callable[[int], None]) -> Iterator[None]:
+def _signals(interrupt: Callable[[int], None]) -> Iterator[None]:
     """Have signals that ask for the end passed to ``interrupt``."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM, SIGHUP)

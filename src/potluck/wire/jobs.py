@@ -18,6 +18,7 @@ from potluck.wire.messages import SEALED
 from potluck.wire.names import Digest, Name, Text, Versions
 
 MAX_ARGUMENTS = 1024
+MAX_PER_NODE = 256
 MAX_PLACES = 4096
 MAX_JOBS = 64
 MAX_SUMMARY = 512 * 1024
@@ -28,26 +29,15 @@ Workers = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PLACES)]
 Line = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 
 
-class JobSpec(msgspec.Struct, frozen=True):
-    """What is to be run, and how.
+class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the operator chose: the command was given in ``directory``; ``per_node`` workers run on
+    each of at most ``max_nodes`` nodes (0: all). ``max_restarts``, ``restarts_worlds``, ``wait_s``
+    and ``min_workers`` as in ``roster.JobPolicy``; ``chaos`` as in ``jobs.chaos``."""
 
-    ``script`` is a path below the folder that travels as ``package``; ``below`` is where in that
-    folder the command was given (empty: elsewhere), and ``directory`` where on the ``starter``.
-    A job without a ``package`` is local: ``script`` is a path of the starter, and runs only there.
-    ``per_node`` workers run on each of at most ``max_nodes`` nodes (0: all). ``versions`` are the
-    starter's. ``started`` is Unix time. ``restarts_worlds``, ``wait_s`` and ``min_workers`` as in
-    ``roster.JobPolicy``.
-    """
-
-    job: Job
     script: Text
-    arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)]
-    package: Digest | None
-    starter: Name
-    versions: Versions
-    below: Text = ""
+    arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)] = ()
     directory: Text = ""
-    per_node: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    per_node: Annotated[int, msgspec.Meta(ge=1, le=MAX_PER_NODE)] = 1
     max_nodes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     max_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
     restarts_worlds: bool = True
@@ -56,6 +46,22 @@ class JobSpec(msgspec.Struct, frozen=True):
     peer_timeout_s: float = 30.0
     chaos: Text = ""
     wire: Name = SEALED
+
+
+class JobSpec(JobOptions, frozen=True, kw_only=True):
+    """What is to be run, and how.
+
+    ``script`` is a path below the folder that travels as ``package``; ``below`` is where in that
+    folder the command was given (empty: elsewhere). A job without a ``package`` is local:
+    ``script`` is a path of the ``starter``, and runs only there. ``versions`` are the starter's.
+    ``started`` is Unix time.
+    """
+
+    job: Job
+    package: Digest | None
+    starter: Name
+    versions: Versions
+    below: Text = ""
     master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     started: float = 0.0
 
@@ -171,14 +177,6 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     attempt: int
 
 
-class StopWorkers(msgspec.Struct, frozen=True, tag=True):
-    """Ask ``workers`` to end."""
-
-    job: Job
-    workers: Workers
-    reason: control.Text
-
-
 class SignalWorkers(msgspec.Struct, frozen=True, tag=True):
     """Send ``workers`` a signal."""
 
@@ -188,7 +186,7 @@ class SignalWorkers(msgspec.Struct, frozen=True, tag=True):
 
 
 class TellWorkers(msgspec.Struct, frozen=True, tag=True):
-    """Pass ``message`` on to ``workers``."""
+    """Pass ``message`` on to ``workers``. Stop reaches by SIGTERM those that have no link."""
 
     job: Job
     workers: Workers
@@ -274,7 +272,7 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     text: Line
 
 
-FromLeader = Order | JobList | StartWorker | StopWorkers | SignalWorkers | TellWorkers | JobStatus
+FromLeader = Order | JobList | StartWorker | SignalWorkers | TellWorkers | JobStatus
 ToStarter = Submitted | Shown | JobNote | JobEnded
 FromNode = Reported | Happened | Output
 ToLeader = Submit | InterruptJob | FromNode

@@ -9,21 +9,11 @@ import msgspec
 from potluck.wire.control import StatusReply
 from potluck.wire.facts import MAX_LINKS, LinkFacts
 from potluck.wire.format import MessageFormat
-from potluck.wire.jobs import (
-    MAX_ARGUMENTS,
-    MAX_JOBS,
-    JobEnded,
-    JobNote,
-    JobStatus,
-    Line,
-    Shown,
-)
+from potluck.wire.jobs import MAX_JOBS, JobEnded, JobNote, JobOptions, JobStatus, Shown
 from potluck.wire.names import Name, Text
 from potluck.wire.nodes import MAX_NODES
 
 MAX_MESSAGE = 1 << 20
-
-Path = Text
 
 
 class NodesRequest(msgspec.Struct, frozen=True, tag=True):
@@ -38,28 +28,15 @@ class ContinueRequest(msgspec.Struct, frozen=True, tag=True):
     """This paused node is to go on without the others; answer with CommandResult."""
 
 
-class RunRequest(msgspec.Struct, frozen=True, tag=True):
-    """Run ``script``, a path below ``folder``, on the cluster. Answered with CommandResult if it
-    can't be; else with JobNote, Shown and JobStatus as things happen, and JobEnded at the end.
+class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
+    """Run ``script``, a path below ``folder``, on the cluster, which must have ``min_nodes`` within
+    ``wait_s``. Answered with CommandResult if it can't be; else with JobNote, Shown and JobStatus
+    as things happen, and JobEnded at the end.
 
-    An empty ``folder`` makes it a local job (``JobSpec.is_local``). ``directory`` is where the
-    command was given; the cluster must have ``min_nodes`` within
-    ``wait_s``; the rest as in ``JobSpec``.
+    An empty ``folder`` makes it a local job (``JobSpec.is_local``).
     """
 
-    folder: Path
-    script: Path
-    arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)]
-    directory: Path
-    per_node: int
-    max_nodes: int
-    max_restarts: int
-    peer_timeout_s: float
-    chaos: Text
-    wire: Name
-    restarts_worlds: bool = True
-    wait_s: float = 60.0
-    min_workers: int = 1
+    folder: Text = ""
     min_nodes: int = 1
 
 

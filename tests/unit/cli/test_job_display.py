@@ -26,7 +26,7 @@ from potluck.wire.control import Samples, StatusReply, WorkerStatus
 
 
 class Job:
-    """A job to look at (``Watched``)."""
+    """A job to look at (``JobClient``)."""
 
     workers = ("0", "1")
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from potluck.cli.run import idle_accelerators
-from potluck.cluster.run import Options
+from potluck.cluster.run import checked
 from potluck.errors import ConfigurationError
+from potluck.wire.local import RunRequest
 
 
 def test_gpus_that_one_worker_leaves_idle_are_named_with_what_uses_them() -> None:
@@ -42,4 +43,4 @@ def test_a_directory_that_was_removed_is_said(
     monkeypatch.chdir(gone)
     gone.rmdir()
     with pytest.raises(ConfigurationError, match="was called in has been removed; change to"):
-        Options(script).check()
+        checked(RunRequest(script=str(script)))

@@ -27,8 +27,8 @@ from potluck.cluster.jobs.membership_loop import MembershipLoop, policy_of, take
 from potluck.cluster.jobs.orders import WorkerOrders
 from potluck.cluster.jobs.output_relay import OutputRelay
 from potluck.cluster.jobs.placement import place
+from potluck.cluster.jobs.process import free_port
 from potluck.cluster.jobs.roll_call import RollCall
-from potluck.cluster.jobs.runtime import free_port
 from potluck.cluster.jobs.status import missing_workers, status_of
 from potluck.cluster.jobs.summary import encode_summary, summarize
 from potluck.cluster.topology.versions import differences
@@ -430,7 +430,7 @@ class JobController:
     def _begin_world(self, action: events.BeginWorld) -> None:
         port = self.world.master_port
         if action.number != self.world.number:
-            port = free_port("")  # no store of the world before listens there
+            port = free_port()  # no store of the world before listens there
         restarts = self.state.world.restarts
         self.world = jobs.WorldSpec(action.number, action.members, restarts, action.is_fixed, port)
         for node in sorted(self._nodes):

@@ -22,7 +22,7 @@ from potluck.cluster.jobs.early import EarlyOrders
 from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.jobs.placement import place
-from potluck.cluster.jobs.runtime import free_port
+from potluck.cluster.jobs.process import free_port
 from potluck.cluster.links.local import Client
 from potluck.cluster.membership import events
 from potluck.cluster.topology.versions import own_versions
@@ -98,25 +98,15 @@ class JobDispatcher:
             package = await self._code_store.take_in(Path(request.folder), request.script)
             with contextlib.suppress(ValueError):
                 below = Path(request.directory).relative_to(request.folder).as_posix()
+        chosen = {name: getattr(request, name) for name in jobs.JobOptions.__struct_fields__}
         spec = jobs.JobSpec(
+            **chosen,
             job=job,
-            script=request.script,
-            arguments=request.arguments,
             package=package,
             starter=host.me,
             versions=own_versions(),
             below=below,
-            directory=request.directory,
-            per_node=request.per_node,
-            max_nodes=request.max_nodes,
-            max_restarts=request.max_restarts,
-            peer_timeout_s=request.peer_timeout_s,
-            chaos=request.chaos,
-            wire=request.wire,
-            restarts_worlds=request.restarts_worlds,
-            wait_s=request.wait_s,
-            min_workers=request.min_workers,
-            master_port=free_port(""),
+            master_port=free_port(),
             started=time.time(),
         )
         self._watched[job] = _Watched(spec, client)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.jobs.log import JobLog
-from potluck.cluster.jobs.runtime import ProcessLauncher
+from potluck.cluster.jobs.process import Launch
 from potluck.cluster.links.local import Commands
 from potluck.cluster.links.peers import ControlLinks
 from potluck.cluster.names import NodeNames
@@ -19,14 +19,14 @@ from potluck.wire import jobs
 class JobHost:
     """The parts of the agent of node ``me``. ``port`` is the agent's, ``bind`` the address on which
     its workers listen (empty: all interfaces). ``launcher`` makes the launcher of a job's workers
-    (``runtime.launcher_of``). ``note`` shows a line to people at this machine; ``log`` keeps lines
+    (``process.launcher_of``). ``note`` shows a line to people at this machine; ``log`` keeps lines
     of jobs whose starter has gone."""
 
     me: str
     port: int
     bind: str
     names: NodeNames
-    launcher: Callable[..., ProcessLauncher]
+    launcher: Callable[..., Launch]
     links: ControlLinks
     plane: ControlPlane
     surveyor: Surveyor

@@ -87,8 +87,6 @@ class LocalRunner:
             match message:
                 case jobs.StartWorker(_, worker, attempt):
                     self._start(job, job.workers, worker, attempt)
-                case jobs.StopWorkers(_, workers, reason):
-                    job.workers.stop(workers, reason)
                 case jobs.SignalWorkers(_, workers, number):
                     job.workers.signal(workers, number)
                 case jobs.TellWorkers(_, workers, told):
@@ -126,14 +124,14 @@ class LocalRunner:
         else:
             if self.jobs.get(job_id) is not job:
                 return
-            launcher = self._host.launcher(
+            launch = self._host.launcher(
                 spec,
                 folder,
                 is_starter=spec.starter == self._host.me,
-                sink=lambda worker, stream, text: self._line(job, worker, stream, text),
+                sink=partial(self._line, job),
                 is_behind=self._is_behind,
             )
-            job.workers = LocalWorkers(job_id, launcher, partial(self._happened, job))
+            job.workers = LocalWorkers(job_id, launch, partial(self._happened, job))
         self._report(job)
 
     async def _bring(self, spec: jobs.JobSpec, package: bytes) -> None:

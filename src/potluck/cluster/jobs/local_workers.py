@@ -12,9 +12,8 @@ import signal
 from collections.abc import Callable, Sequence
 
 from potluck.background import Tasks
-from potluck.cluster.jobs.process import WorkerProcess
+from potluck.cluster.jobs.process import Launch, WorkerProcess
 from potluck.cluster.jobs.pulse import Pulse
-from potluck.cluster.jobs.runtime import ProcessLauncher
 from potluck.cluster.links.control import ControlLink
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 from potluck.system import SIGKILL
@@ -40,11 +39,9 @@ class LocalWorkers:
     """Starts, hears, tells and ends the workers of ``job`` on this machine. ``report`` is told
     what becomes of them."""
 
-    def __init__(
-        self, job: str, launcher: ProcessLauncher, report: Callable[[jobs.Event], None]
-    ) -> None:
+    def __init__(self, job: str, launch: Launch, report: Callable[[jobs.Event], None]) -> None:
         self.job = job
-        self._launcher = launcher
+        self._launch = launch
         self._report = report
         self._processes: dict[str, WorkerProcess] = {}
         self._alive: set[str] = set()
@@ -81,7 +78,7 @@ class LocalWorkers:
             self._tasks.start(self._exited(worker, code, attempt))
 
         try:
-            process = self._launcher.start(worker, attempt, variables, on_exit)
+            process = self._launch(worker, variables, on_exit)
         except ConfigurationError as error:
             self._say(str(error))
             self._report(jobs.Exited(worker, 127, attempt))
@@ -92,18 +89,16 @@ class LocalWorkers:
         self._report(jobs.Started(worker, attempt, process.pid))
 
     def tell(self, workers: Sequence[str], message: control.FromAgent) -> None:
-        """Send ``message`` to those of ``workers`` that have a link here."""
+        """Send ``message`` to those of ``workers`` that have a link here; those that have none
+        are asked to stop by SIGTERM."""
         for worker in workers:
             link = self._links.get(worker)
             if link is not None:
                 link.send(message)
                 if isinstance(message, control.Probe):
                     self._pulse.probed(worker, self.pid(worker))
-
-    def stop(self, workers: Sequence[str], reason: str) -> None:
-        """Ask ``workers`` to end: over their links, by SIGTERM those that have none."""
-        self.signal([worker for worker in workers if worker not in self._links], signal.SIGTERM)
-        self.tell(workers, control.Stop(control.clip(reason)))
+            elif isinstance(message, control.Stop):
+                self.signal((worker,), signal.SIGTERM)
 
     def signal(self, workers: Sequence[str], number: int) -> None:
         """Send a signal to the processes of ``workers``."""

@@ -41,7 +41,7 @@ class WorkerOrders:
         self._host.links.send(self._node_of(worker), jobs.StartWorker(self._job, worker, attempt))
 
     def tell(self, workers: Sequence[str], message: control.FromAgent) -> None:
-        """Send ``message`` to those of ``workers`` that have a link to their agent."""
+        """Send ``message`` to ``workers``; see ``jobs.TellWorkers``."""
         for node, names in self._by_node(workers).items():
             self._host.links.send(node, jobs.TellWorkers(self._job, names, message))
 
@@ -63,9 +63,7 @@ class WorkerOrders:
 
     def stop(self, workers: tuple[str, ...], reason: str) -> None:
         """Ask ``workers`` to end, then end them by SIGTERM, then by SIGKILL."""
-        for node, names in self._by_node(workers).items():
-            stop = jobs.StopWorkers(self._job, names, control.clip(reason))
-            self._host.links.send(node, stop)
+        self.tell(workers, control.Stop(control.clip(reason)))
         self._later(workers, _STOP_GRACE_S, signal.SIGTERM)
         self._later(workers, 2 * _STOP_GRACE_S, SIGKILL)
 

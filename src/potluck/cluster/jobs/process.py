@@ -1,4 +1,7 @@
-"""Real worker processes: started, watched, signalled, ended, and nothing of them left behind."""
+"""Real worker processes: started, watched, signalled, ended, and nothing of them left behind.
+
+``launcher_of`` says how: which command, in which directory, with which environment.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,20 @@ import asyncio
 import contextlib
 import errno
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from potluck.background import start_thread
 from potluck.cluster.jobs.output import PipeReader
 from potluck.errors import ConfigurationError
-from potluck.system import SIGKILL, need_posix, wait_for_exit
+from potluck.settings import Settings
+from potluck.system import SIGKILL, need_posix, usable_cpus, wait_for_exit
+from potluck.wire.jobs import JobSpec
 
 _SHIM = Path(__file__).with_name("shim.py")
 _LAST_WORDS_S = 1.0
@@ -129,3 +136,61 @@ class WorkerProcess:
         code = self._popen.wait()
         self._exited.set()
         self._on_exit(code)
+
+
+Launch = Callable[[str, dict[str, str], Callable[[int], None]], WorkerProcess]
+"""``launch(worker, variables, on_exit)``; ConfigurationError if the worker can't be started."""
+
+
+def launcher_of(
+    settings: Settings,
+    spec: JobSpec,
+    folder: Path | None,
+    *,
+    is_starter: bool,
+    sink: Callable[[str, str, str], None],
+    is_behind: Callable[[], bool],
+) -> Launch:
+    """Starts the workers of ``spec`` on one node, from ``folder``. ``sink(worker, stream, line)``
+    gets their output.
+
+    They run in that folder; on the machine where ``potluck run`` was called they run in that
+    directory, so that what they write is found there. A local job, which has no ``folder``, runs as
+    if the script had been started by hand there.
+    """
+    script, directory = spec.script, Path(spec.directory)
+    if folder is not None:
+        script = str(folder / spec.script)
+        if not (is_starter and directory.is_dir()):
+            directory = folder / spec.below
+    given = {name: value for name, value in os.environ.items() if value}
+    environment = os.environ | {
+        "POTLUCK_HOME": str(settings.home.absolute()),
+        "POTLUCK_PEER_TIMEOUT_S": repr(spec.peer_timeout_s),
+        "PYTHONUNBUFFERED": given.get("PYTHONUNBUFFERED", "1"),
+        "OMP_NUM_THREADS": given.get(
+            "OMP_NUM_THREADS", str(max(1, len(usable_cpus()) // spec.per_node))
+        ),
+    }
+
+    def launch(
+        worker: str, variables: dict[str, str], on_exit: Callable[[int], None]
+    ) -> WorkerProcess:
+        return WorkerProcess(
+            [sys.executable, script, *spec.arguments],
+            environment | variables,
+            sink=partial(sink, worker),
+            is_behind=is_behind,
+            on_exit=on_exit,
+            directory=directory,
+        )
+
+    return launch
+
+
+def free_port() -> int:
+    """A port for scripts that use torch.distributed by themselves; potluck does not use it."""
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        port: int = sock.getsockname()[1]
+        return port

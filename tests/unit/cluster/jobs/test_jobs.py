@@ -103,7 +103,9 @@ class Machine:
 
 
 def spec(package: bytes, starter: str) -> jobs.JobSpec:
-    return jobs.JobSpec("job", "train.py", (), package, starter, own_versions())
+    return jobs.JobSpec(
+        job="job", script="train.py", package=package, starter=starter, versions=own_versions()
+    )
 
 
 def view(*nodes: str, epoch: int = 3) -> View:
@@ -407,7 +409,7 @@ def test_a_job_that_another_leader_took_over_is_not_submitted_again(tmp_path: Pa
         (tmp_path / "code" / "train.py").write_text("print('hello')")
         install(machine, all_jobs, view(LEADER, EVE, ME))
         terminal, folder = Terminal(), str(tmp_path / "code")
-        request = local.RunRequest(folder, "train.py", (), folder, 1, 0, 3, 30.0, "", "sealed")
+        request = local.RunRequest(folder=folder, script="train.py", directory=folder)
         job = await all_jobs.submit(request, terminal)
         install(machine, all_jobs, view(EVE, ME, epoch=4))
         status = control.StatusReply(job, EVE, 0, "train.py", 0.0, 4, 7, None, (), ())
@@ -435,9 +437,7 @@ def test_a_script_that_does_not_travel_is_refused_before_anybody_hears_of_the_jo
         (folder / "train.py").symlink_to(tmp_path / "train.py")
         install(machine, all_jobs, view(LEADER, ME))
         machine.sent.clear()
-        request = local.RunRequest(
-            str(folder), "train.py", (), str(folder), 1, 0, 3, 30.0, "", "sealed"
-        )
+        request = local.RunRequest(folder=str(folder), script="train.py", directory=str(folder))
         with pytest.raises(ConfigurationError) as caught:
             await all_jobs.submit(request, Terminal())
         assert str(caught.value) == (

@@ -18,8 +18,8 @@ class Machine:
     def __init__(self) -> None:
         self.heard: list[jobs.Event] = []
 
-    def start(
-        self, worker: str, attempt: int, environment: dict[str, str], on_exit: Callable[[int], None]
+    def launch(
+        self, worker: str, variables: dict[str, str], on_exit: Callable[[int], None]
     ) -> Machine:
         return self
 
@@ -37,7 +37,7 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
     machine = Machine()
 
     async def story() -> None:
-        workers = LocalWorkers("job", machine, machine.happened)
+        workers = LocalWorkers("job", machine.launch, machine.happened)
         for worker in "01":
             workers.start(worker, 0, {})
 

@@ -14,7 +14,13 @@ from potluck.wire.nodes import JobGroup
 def spec(per_node: int = 1, max_nodes: int = 0, starter: str = "b") -> JobSpec:
     versions = Versions("3.12", "1", "2.9", "2.0", "x86_64")
     return JobSpec(
-        "job", "train.py", (), bytes(32), starter, versions, per_node=per_node, max_nodes=max_nodes
+        job="job",
+        script="train.py",
+        package=bytes(32),
+        starter=starter,
+        versions=versions,
+        per_node=per_node,
+        max_nodes=max_nodes,
     )
 
 
