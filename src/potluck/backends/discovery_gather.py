@@ -1,9 +1,9 @@
 """How processes that know of each other agree on a group, the first or the next.
 
-One of them gathers it: at first the process with the lowest id, later the most senior member that
-is left. The others ask to be let in, and wait for its answer. The gathering process calls those
-that have not come: a process that is gone is not waited for. ``discovery_situations.py`` says what
-is enough.
+One process gathers the group: for the first group the process with the lowest id, for later ones
+the most senior remaining member. The others ask it to be let in, and wait for its answer. It probes
+processes that have not come: a process that has ended is not waited for.
+``discovery_situations.py`` says when the group is complete.
 """
 
 from __future__ import annotations

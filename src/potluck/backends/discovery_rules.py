@@ -1,10 +1,10 @@
-"""When processes that found each other are a group. Pure; times are seconds of one clock.
+"""The rules by which processes that found each other form a group. Pure; times are seconds of one
+clock.
 
-The first group: all processes found, once there are enough and no new one has been found for a
-while. The next ones: the remaining members of the last group, if they are a majority of it, and of
-each group that was agreed on since, not counting processes that are certainly gone. In an even
-split the half with the most senior process goes on. So a network that is cut never trains on both
-sides.
+The first group has all processes that were found, once there are enough and no new process has been
+found for a while. A later group has the remaining members of the last one, if they are a majority
+of it and of each group that was agreed on since, not counting processes that are certainly gone. In
+an even split the half with the most senior process goes on. So no two sides of a cut network train.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 SETTLE_S = 2.0
-"""The first group is formed when no new process has been found for so long: a beacon's interval."""
+"""Seconds without a new process before the first group is formed: a beacon's interval."""
 
 SILENT_S = 5.0
-"""A member that has not answered for so long is left out of the next group."""
+"""Seconds without an answer after which a member is left out of the next group."""
 
 ESTABLISHED_S = 5.0
-"""A group that goes on for so long after it was met is not about to end."""
+"""A group that has refused this process for so many seconds is not about to end."""
 
 
 @dataclass(slots=True)
@@ -33,8 +33,8 @@ class FirstGroup:
     _since: float = float("-inf")
 
     def is_complete(self, known: Collection[str], joined: Collection[str], now: float) -> bool:
-        """Whether to form it now, of the processes that ``joined``. ``known`` are all others that
-        were found: none is left behind, but for those beyond ``world_size``."""
+        """Whether to form the group now, of the processes that ``joined``. ``known`` are all others
+        that were found: the group waits for them, up to ``world_size``."""
         if self.world_size:
             return len(joined) >= self.world_size - 1
         seen = frozenset((*known, *joined))
@@ -51,8 +51,8 @@ class NextGroup:
     members: Sequence[str]
     gone: set[str] = field(default_factory=set)
     attempts: Collection[Sequence[str]] = ()
-    """Groups that were agreed on since and may have come about: those that go on need a majority of
-    each, or two groups could."""
+    """Groups that were agreed on since and may exist on some hosts. The next group needs a majority
+    of each, or two groups could go on."""
     _silent: dict[str, float] = field(default_factory=dict)
 
     def answered(self, member: str) -> None:

@@ -79,11 +79,11 @@ class Search:
         self._thread = start_thread(self._run, name="potluck-discovery", on_broken=peers.broke)
 
     def complaint(self) -> str:
-        """What went wrong with those that were found, for an error text; empty if nothing did."""
+        """The last failure with a process that was found, for an error text; empty if none."""
         return f" (the last that was found: {self._failure})" if self._failure else ""
 
     def lost(self, instance: str) -> None:
-        """Nobody answers as ``instance`` any more: look for it again."""
+        """The process ``instance`` does not answer any more: look for it again."""
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(self._look_again, instance)
 

@@ -1,5 +1,6 @@
-"""Which group is wanted: the first, of processes that have found each other, or the next, of the
-remaining members of the last one. What is enough for either: ``discovery_rules.py``.
+"""The two situations in which a group is formed: the first group, of processes that have found each
+other, and a later group, of the remaining members of the last one. ``discovery_rules.py`` says when
+each is complete.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from potluck.wire.gathering import Attempt, Formed, Joining, Participant
 
 
 class Found(Enum):
-    """What came of calling a process."""
+    """The outcome of calling a process."""
 
     RUNS = auto()
     GONE = auto()
@@ -42,7 +43,7 @@ class Situation(Protocol):
         """The processes that have not come and may yet."""
 
     def heard(self, instance: str, found: Found) -> None:
-        """What came of calling a process."""
+        """A process was called, with the outcome ``found``."""
 
     def learn(self, arrival: Arrival[Joining]) -> None:
         """Take in what an arrival says: its last group, or the processes that it has found.
@@ -50,7 +51,7 @@ class Situation(Protocol):
         Evicted if that group was formed without this process."""
 
     def attempted(self, attempt: Attempt) -> None:
-        """A group was agreed on that may have come about."""
+        """A group was agreed on that may exist on some hosts."""
 
     def is_complete(self, joined: list[str]) -> bool:
         """Whether the group is formed now."""

@@ -1,7 +1,7 @@
 """``InProcessBackend``: the workers are threads of one process. Real semantics, no network.
 
-The hub plays the part of the agent: it knows who is alive, forms groups, and can kill a member
-(its links are cut, nothing else) or let a newcomer join.
+The hub has the part of the agent: it knows which members are alive, forms groups, and can kill a
+member (its links are cut, nothing else) or let a newcomer join.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from potluck.wire.messages import Refusal
 
 
 class Hub:
-    """Who is in, and the links between them. Thread-safe."""
+    """The members and the links between them. Thread-safe."""
 
     def __init__(self, world_size: int, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._changed = threading.Condition()
@@ -164,7 +164,8 @@ class Hub:
         other.deliver(group.rank, theirs)
 
     def _waiting_for(self, worker: str, before: int | None = None) -> list[tuple[_Connector, int]]:
-        """Who waits for a link to ``worker``, in an epoch before that one, and as which rank."""
+        """The connectors that wait for a link to ``worker``, each with the rank of ``worker``
+        there; only of epochs before ``before``, if that is given."""
         return [
             (connector, rank)
             for connector in self._connectors.values()
@@ -175,7 +176,7 @@ class Hub:
 
 
 def _stale(group: Group) -> Refused:
-    """What a member of ``group`` tells those who knock in an earlier epoch, as over TCP."""
+    """The refusal of a member of ``group`` to a caller of an earlier epoch, as over TCP."""
     return Refused(f"worker {group.me.worker} is in epoch {group.epoch}", code="stale")
 
 

@@ -1,7 +1,7 @@
-"""What Gloo, NCCL and MPI are to us: blocking calls on flat arrays, and what they can't do.
+"""``Library``: the interface to Gloo, NCCL and MPI, with blocking calls on flat arrays.
 
-What a library can't combine as we do (bfloat16 in MPI, the maximum of floats with a NaN among them)
-is exchanged as bytes and combined by our own kernels, in rank order.
+Reductions that a library can't do as potluck does (bfloat16 in MPI, the maximum of floats with a
+NaN among them) are exchanged as bytes and combined by potluck's own kernels, in rank order.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class Library(Protocol):
 
     @property
     def collectives(self) -> Mapping[Operation, Collective]:
-        """What carries out each operation. A reduction may be missing; it is then exchanged."""
+        """The function for each operation. A reduction may be missing; its bytes are exchanged."""
 
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
-        """Whether the library combines this itself, as potluck does. TypeError if nobody can."""
+        """Whether the library combines this dtype by ``op`` with potluck's result. TypeError if
+        potluck can't combine it either."""
 
     def settle(self) -> None:
-        """Called by whoever calls an operation: what computes its arrays must end first."""
+        """Called before an operation: waits for work that still computes its arrays (on a GPU)."""
 
     def check_message(self, peer: int, tag: int) -> None:
         """ValueError for a sender or tag that the library has no word for."""

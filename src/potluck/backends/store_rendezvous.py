@@ -1,8 +1,8 @@
 """How ranks that share a store of keys and values meet: each writes down where it listens.
 
 The store (torch's TCPStore or FileStore, torchrun's) carries addresses and public names only.
-potluck's own links are mutual TLS under the cluster secret, and whoever writes an address into the
-store without holding that secret is refused by them.
+potluck's own links are mutual TLS under the cluster secret, so a process that writes an address
+into the store without holding that secret is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every backend over TCP has: one listener, one switchboard, one way to a communicator."""
+"""``TcpBase``: the listener and switchboard of a backend over TCP, which open its communicators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TcpBase:
     """This process's listener and the communicators that answer on it, one after the other.
 
     If the listener breaks, the present group ends on all ranks with the reason, and no other can be
-    opened: nobody could link to this process any more.
+    opened: no rank could link to this process any more.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
-"""Recursive doubling: pairs exchange all they have, then pairs of pairs, and so on.
+"""Recursive doubling: pairs of ranks exchange all their data, then pairs of pairs, and so on.
 
-``log2 w`` hops for all_reduce, and one with two ranks: the least there is, for every rank computes
-the whole result itself. That is also its price: ``n log2 w`` bytes from each rank, so it is for
-small data, and only for what gives the same bits whoever computes it, which is a sum (of two
-values: in either order), less the payload of a NaN. Where ``w`` is no power of two, the ranks
-beyond the last one hand their data to a partner before, and get the result after (Thakur,
-Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005).
+An all_reduce takes ``log2 w`` hops, the fewest possible, because every rank computes the whole
+result itself. For the same reason each rank sends ``n log2 w`` bytes, so it is for small data; and
+it is only for operations that give the same bits on every rank: sums (of two values, in either
+order), except for the payload of a NaN. Where ``w`` is no power of two, the ranks beyond the last
+power of two give their data to a partner first, and get the result at the end (Thakur, Rabenseifner
+and Gropp, "Optimization of collective communication operations in MPICH", 2005).
 
-Partners send to each other at the same time, so what comes from one is kept until one's own is
-sent: the one algorithm here that needs buffers.
+Partners send at the same time, so the data of one is kept until its partner's own data is sent:
+this is the only algorithm here that needs buffers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from potluck.collectives.plan import Operation, Step
 from potluck.types import ReduceOp
 
 MAX_BYTES = 16 * 1024
-"""The most data for which it is chosen: on four hosts at 1 Gbit/s it beats ``direct`` up to here
-and loses from 64 KiB on (measured)."""
+"""The largest size for which doubling is chosen: on four hosts at 1 Gbit/s it beats ``direct`` up
+to here and loses from 64 KiB on (measured)."""
 
 OPS = frozenset({ReduceOp.SUM, ReduceOp.MEAN})
-"""What gives the same bits whoever combines."""
+"""The reductions that give the same bits whichever rank combines."""
 
 ONLY_SUMS = (
     "algorithm='doubling' is for op='sum' and op='mean': in it every rank combines for itself"

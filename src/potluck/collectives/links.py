@@ -17,7 +17,7 @@ class Wire(NamedTuple):
     """One direction between two ranks."""
 
     alpha_s: float
-    """Seconds a byte is on its way (latency). Nobody is kept busy by it."""
+    """Seconds a byte is on its way (latency), in which neither rank is busy."""
     beta_s_per_byte: float
     """Seconds per byte (one over the bandwidth); sender and receiver are busy that long."""
 

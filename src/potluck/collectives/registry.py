@@ -56,7 +56,7 @@ def build_plan(
     root: int = 0,
     nodes: tuple[int, ...] | None = None,
 ) -> Plan:
-    """:func:`make_plan` without the cache, for those who look at the plans of all ranks once."""
+    """:func:`make_plan` without the cache, for code that reads the plans of all ranks once."""
     operation, algorithm = Operation(operation), Algorithm(algorithm)
     builder = _BUILDERS.get(algorithm, {}).get(operation)
     if builder is None:

@@ -95,7 +95,7 @@ def reconcile(standings: Sequence[Standing]) -> Resolution:
 
     Histories are ordered by (epoch, step); the newest one counts. A pending step of that history
     counts if any member knows that it was committed, or if every member of that history holds it:
-    then nobody can know another outcome. Whoever is still behind receives the state.
+    then no rank can know another outcome. Members that are still behind receive the state.
     """
     ranks = range(len(standings))
     holders = [rank for rank in ranks if standings[rank].committed >= 0]

@@ -209,7 +209,7 @@ class DistributedContext(Collectives):
         )
 
     def report(self, **facts: Any) -> None:
-        """Tell whoever watches the job; never blocks, never fails, and no other rank need call it.
+        """Report facts about this job. Never blocks, never fails; other ranks need not call it.
 
         ``step`` (committed steps), ``loss``, ``samples_per_s``, ``device``, and
         ``committed_samples`` of ``total_samples`` are shown while the job runs, ``event`` alone is

@@ -1,7 +1,7 @@
 """The numbers of one context: collectives, failures, links, and the group they belong to.
 
 Recording is plain integers behind one lock, about a microsecond, because it stands in the path of
-every collective. Prometheus comes in only when somebody asks for its text (``prometheus.py``).
+every collective. Prometheus is imported only when its text is asked for (``prometheus.py``).
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class CollectiveMeter:
 
 
 class LinkMeter:
-    """What crossed one link. Its one writer (the progress loop) adds to the fields directly.
+    """Counts the traffic of one link. Its one writer, the progress loop, adds to the fields
+    directly.
 
     Bytes are payload and frame headers as handed to the link, before TLS. A message is a frame.
-    ``bytes_in_shared_memory`` is the part of ``bytes_sent`` that went through shared memory. A
-    loop that counts elsewhere is asked when somebody looks (``follow``).
+    ``bytes_in_shared_memory`` is the part of ``bytes_sent`` that went through shared memory. The
+    native loop has counters of its own, which are read when the meter is (``follow``).
     """
 
     FIELDS = (

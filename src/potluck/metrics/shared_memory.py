@@ -1,4 +1,5 @@
-"""What went through shared memory, as the native core counts it: read when somebody asks."""
+"""Counts of calls through shared memory. The native core counts; its counters are read on
+demand."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class GradScaler:
     """Scales the loss for float16 and skips the steps that overflow: torch.amp's, for many ranks.
 
     Whether a step overflows is decided from the reduced gradients, which are equal bit by bit on
-    all ranks: one rank's infinity is everybody's after the reduction, so all skip or none, and
-    nothing is communicated. (Gradients that are sharded, DTensors, cost one all_reduce of one
-    number.) All optimizers of an ElasticLoop step together or not at all.
+    all ranks: one rank's infinity is in all ranks' gradients after the reduction. So all skip or
+    none, and nothing more is communicated. (Gradients that are sharded, DTensors, cost one
+    all_reduce of one number.) All optimizers of an ElasticLoop step together or not at all.
 
     Give it to the loop as ``also={"scaler": scaler}``: then its state goes to newcomers and into
     checkpoints, and a skipped step is a committed one (``job.num_skipped`` counts them).

@@ -49,8 +49,8 @@ class ElasticLoop(Recorded):
     first axis. ``optimizer`` may be several; their ``step`` takes no closure. ``also`` names other
     objects with state_dict and load_state_dict (schedulers, a GradScaler) that belong to the
     state. Newcomers receive that state; ``checkpoint`` (a directory, or a CheckpointStore with
-    options) also keeps it on disk, with each rank's random state, and a training of which nobody
-    is left goes on from there, in a world of any size.
+    options) also keeps it on disk, with each rank's random state. A training that has lost all its
+    ranks goes on from there, in a world of any size.
 
     ``policy`` also says whether shares follow the workers' speeds and the batch size the
     gradient's noise. ``callbacks`` are objects with methods such as ``on_epoch_end(epoch, loss)``,
@@ -142,7 +142,7 @@ class ElasticLoop(Recorded):
         return self._core.step()
 
     def log(self, **facts: Any) -> None:
-        """Tell whoever watches; ``loss``, before ``optimizer.step()``, becomes the global loss.
+        """Report facts. ``loss``, before ``optimizer.step()``, becomes the loss of all ranks.
 
         Outside of a step the facts are those of the whole training: ``test_accuracy=0.98``.
         """

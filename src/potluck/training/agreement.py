@@ -1,8 +1,9 @@
 """Between steps: the members of a group become equal, and stay together.
 
-After a change of the group every member says where it stands (``context/commit.py`` decides
-what counts); whoever is behind receives the state of the most senior rank that is up to date. If
-nobody has a state, the newest checkpoint is loaded by whoever has it.
+After a change of the group every member tells how many steps it has committed, and
+``context/commit.py`` decides which steps count. Members that are behind receive the state of the
+most senior rank that is up to date. If no member has a state, the rank with the newest checkpoint
+loads it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Agreement:
         """Form the next group if one is due, and decide with its members what counts.
 
         ``pending`` is the epoch of the vote whose outcome this rank has lost, 0 for none. Also
-        returns the loss of the last step that counts, NaN if nobody here knows it.
+        returns the loss of the last step that counts, NaN if no member knows it.
         """
         began = time.monotonic()
         reformed = self.cause is not None or self.newcomers
@@ -109,7 +110,7 @@ class Agreement:
         return resolution, next(iter(losses), math.nan)
 
     def bring_up_to_date(self) -> None:
-        """Hand the state of whoever is up to date to whoever is not."""
+        """Send the state of a member that is up to date to the members that are not."""
         resolution = self._resolution
         if resolution is None:
             return
@@ -167,7 +168,7 @@ class Agreement:
             self._complain(error)
 
     def compare_at_the_end(self) -> None:
-        """Nobody leaves before everybody is done, and with equal parameters."""
+        """Return when all ranks are done. Diverged if their parameters differ."""
         mine = np.frombuffer(bytes.fromhex(self._replica.fingerprint()), np.uint8)
         hashes = self._ctx.all_gather(mine.copy()).reshape(-1, len(mine))
         different = [str(rank) for rank, other in enumerate(hashes) if (other != hashes[0]).any()]
@@ -191,7 +192,7 @@ class Agreement:
             self._progress.noise = NoiseEstimate(float(row[5]), float(row[6]), int(row[7]))
 
     def _start_afresh(self) -> int:
-        """Nobody has a state: the rank with the newest checkpoint loads it. Returns that rank."""
+        """No rank has a state: the rank with the newest checkpoint loads it. Returns that rank."""
         found = self._store.load_latest() if self._store is not None else None
         mine = np.array([found.step if found else -1], np.int64)
         source = int(np.argmax(self._ctx.all_gather(mine).reshape(-1)))

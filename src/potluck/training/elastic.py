@@ -6,13 +6,13 @@
             job.commit(loss=loss)      # returns once every rank has voted ok
             weights -= rate * gradient
 
-Nothing may be applied before ``commit`` returns. When a peer is lost before that, the block ends
-early, the survivors form the next group, and the same samples are handed out again. When a peer is
-lost *during* the vote, ``commit`` itself forms the next group and asks it for the outcome: it
-returns if the step counts and ends the block if it does not (``context/commit.py`` decides).
-Between steps (``agreement.py``) newcomers are let in: every member says where it stands, and
-whoever is behind receives the state of the most senior rank that is up to date. Then ranks may
-change the shares and the batch size together (``pace.py``), and write a checkpoint.
+No gradient may be applied before ``commit`` returns. When a peer is lost before that, the block
+ends early, the survivors form the next group, and the same samples are handed out again. When a
+peer is lost *during* the vote, ``commit`` itself forms the next group and asks it for the outcome:
+it returns if the step counts and ends the block if it does not (``context/commit.py`` decides).
+Between steps (``agreement.py``) newcomers are let in: every member tells how many steps it has
+committed, and members that are behind receive the state of the most senior rank that is up to date.
+Then ranks may change the shares and the batch size together (``pace.py``), and write a checkpoint.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class ElasticLoop(Recorded):
             self._tell_of_step()
 
     def log(self, **facts: Any) -> None:
-        """Tell whoever watches. ``loss`` in a step, before its commit, becomes the global loss."""
+        """Report facts. ``loss`` in a step, before its commit, becomes the loss of all ranks."""
         if self._open and not self._counted:
             self._told.update(facts)
         else:
@@ -288,7 +288,7 @@ class ElasticLoop(Recorded):
     def _ask_the_next_group(self, error: GroupError, pending: int) -> float:
         """The outcome of the vote of epoch ``pending`` was lost; returns if the step counts.
 
-        Then the result is its loss, NaN if nobody knows it.
+        Then the result is its loss, NaN if no rank knows it.
         """
         while True:
             self._lost(error)
@@ -393,9 +393,9 @@ class ElasticLoop(Recorded):
     def _settle(self, *, at_step: bool = False) -> CheckpointError | None:
         """Return in a group whose members all stand where this rank stands, and have saved.
 
-        ``at_step``: the next step follows, whatever happens. Then newcomers who wait are let in,
-        and if that is the end, nobody returns before all are there. The result is why a checkpoint
-        that was due could not be written, if one could not.
+        ``at_step``: this is the point between two steps. Then waiting newcomers are let in, and at
+        the end of the training no rank returns before all are there. The result is the error of a
+        checkpoint that was due and could not be written.
         """
         agreement = self._agreement
         while True:

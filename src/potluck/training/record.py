@@ -1,4 +1,4 @@
-"""What a training has come to, as whoever watches the loop reads it.
+"""The record of a training: losses, steps and samples, as a script reads them from the loop.
 
 ``Record`` holds the values of one loop; ``Recorded`` are the properties that every loop built on it
 has, so that ``potluck.training.ElasticLoop`` and ``potluck.torch.ElasticLoop`` read alike.

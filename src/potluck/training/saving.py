@@ -26,7 +26,7 @@ def save(ctx: DistributedContext, store: CheckpointStore, state: State, step: in
     """Write ``state``, which all ranks hold, as the checkpoint of ``step``. Every rank calls it.
 
     Rank 0 writes, or, if the store is sharded, each rank its part; then all wait for the slowest,
-    so that nobody takes a rank with a slow disk for a lost one. CheckpointError on a rank whose
+    so that a rank with a slow disk is not taken for a lost one. CheckpointError on a rank whose
     write failed (of an asynchronous store: whose last write failed); elsewhere the result says
     which rank it was, and why. It is empty if none failed.
     """

@@ -1,4 +1,4 @@
-"""Shares for unlike machines: who computes how many samples of a batch. Pure.
+"""Shares for unlike machines: how many samples of a batch each rank computes. Pure.
 
 A step lasts as long as its slowest rank, so samples are dealt out such that all ranks end at the
 same time. A rank's time is a line: a fixed part (the optimizer, packing gradients) and a part per
@@ -89,15 +89,15 @@ def fit(steps: Iterable[tuple[int, float]]) -> Cost | None:
 def apportion(size: int, costs: Sequence[Cost]) -> tuple[int, ...]:
     """How many of ``size`` samples each rank gets: the split whose slowest rank is fastest.
 
-    Nobody gets nothing unless there are fewer samples than ranks, since a rank without samples
-    shows no speed. Ties go to the lower rank, so equal costs give equal shares and the first
-    ranks one more.
+    Every rank gets at least one sample if there are enough, since a rank without samples shows no
+    speed. Ties go to the lower rank, so equal costs give equal shares and the first ranks one more.
     """
     if size < 0 or not costs or not all(map(_is_possible, costs)):
         raise ValueError(f"{size} samples can't be dealt out by costs {list(costs)}")
     ranks = range(len(costs))
     least = 1 if size >= len(costs) else 0
-    # What everybody certainly gets, then one at a time to whoever would be done with it first.
+    # The number that each rank certainly gets; then one sample at a time to the rank that would be
+    # done with it first.
     end = _common_end(size, costs)
     counts = [max(math.floor((end - c.fixed_s) / c.sample_s), least) for c in costs]
     while sum(counts) < size:

@@ -235,7 +235,8 @@ def check_node(node: str, peer: str, credentials: Credentials) -> None:
 
 
 def objection(hello: Hello, node: str, credentials: Credentials) -> Refusal | None:
-    """Why a server must refuse ``hello`` from ``node`` whoever it is for, or None."""
+    """Why a server must refuse ``hello`` from ``node``, whatever the kind of connection, or
+    None."""
     why = credentials.objects_to(node)
     if why is not None:
         return Refusal("banned", why)

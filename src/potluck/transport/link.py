@@ -1,4 +1,4 @@
-"""What a link is: an ordered, reliable, authenticated byte channel between two ranks.
+"""``Link``: an ordered, reliable, authenticated byte channel between two ranks.
 
 Links never block. One thread, the progress loop of the engine, makes every call on a link after
 the handshake. Implementations: ``inproc.py`` (threads of one process), ``tcp.py`` (TLS 1.3),
@@ -24,7 +24,7 @@ class Link(Protocol):
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for errors: ``10.0.0.7:52416 (node 3f2a91)``."""
+        """The other end, for errors: ``10.0.0.7:52416 (node 3f2a91)``."""
 
     def fileno(self) -> int:
         """A descriptor to select on, or -1: then the link calls its waker instead."""
@@ -35,15 +35,16 @@ class Link(Protocol):
     def send(self, data: memoryview) -> int:
         """Take some bytes of ``data``; 0 means: full now, try when writable.
 
-        What it does not take must be offered again, before anything else and no shorter: TLS may
-        have committed to it. An empty view is 0. Raises LinkError when the link has ended.
+        Bytes that were not taken must be offered again, before any others and no fewer: TLS may
+        have encrypted them already. An empty view gives 0. Raises LinkError when the link has
+        ended.
         """
 
     def recv_into(self, buffer: memoryview) -> int:
         """Put some bytes into ``buffer``; 0 means: none now.
 
-        Raises LinkError at the end, after the bytes that came before it. What a call has to say may
-        be spread over several: go on until 0 or the error.
+        Raises LinkError at the end of the link, after the bytes that came before it. One call may
+        give only part of what has come: call again until 0 or the error.
         """
 
     @property

@@ -43,10 +43,10 @@ _DRAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What ``admit`` decides: the answer, and who takes the link once WELCOME is written.
+    """What ``admit`` decides: the answer, and what takes the link once WELCOME is written.
 
-    Exactly one of ``deliver`` and ``withdraw`` follows a Welcome: the second if the caller was gone
-    before it could be told.
+    After a Welcome exactly one of ``deliver`` and ``withdraw`` is called; ``withdraw`` if the
+    caller hung up before WELCOME was written.
     """
 
     answer: Welcome | Refusal
@@ -63,7 +63,7 @@ class Listener:
 
     ``host`` "" means all interfaces. Until ``serve`` is called, peers that proved themselves wait.
     ConfigurationError if the port can't be had. ``on_broken(error)`` is called, on the listener's
-    thread, with a LinkError if that thread breaks: the port is closed then, nobody can call here.
+    thread, with a LinkError if that thread breaks: the port is then closed, so no peer can call.
     """
 
     def __init__(

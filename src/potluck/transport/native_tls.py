@@ -114,4 +114,4 @@ class NativeTlsSocket(socket.socket):
 
 
 TlsSocket = ssl.SSLSocket | NativeTlsSocket
-"""A connection under TLS, whoever makes it."""
+"""A connection under TLS, of Python's ``ssl`` or of the native core."""

@@ -1,8 +1,8 @@
-"""A link in clear text: greeted under mutual TLS 1.3, from WELCOME on the bytes go as they are.
+"""A link in clear text: the greeting is under mutual TLS 1.3, the bytes after WELCOME are plain.
 
-For a cable between two machines that trust it (``POTLUCK_WIRE=plain``). Who may join is decided as
-ever; what is sent afterwards, anybody on the wire can read, and change. The engine adds checksums
-(``engine/loop/connection.py``), which find accidents and stop nobody.
+For a cable between two machines that is trusted (``POTLUCK_WIRE=plain``). Peers are authenticated
+as ever, but an attacker on the wire can read and change the bytes that follow. The engine adds
+checksums (``engine/loop/connection.py``), which find accidents and no attacks.
 """
 
 from __future__ import annotations

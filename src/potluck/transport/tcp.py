@@ -57,7 +57,7 @@ class TcpLink:
     def stream(self) -> Any:
         """The native core's end of this link, None if Python's ``ssl`` has it.
 
-        Whoever takes that over makes no other call here but ``close``, and that once it has let go.
+        A loop that takes it over makes no other call here but ``close``, when it no longer uses it.
         """
         return self._sock.stream if isinstance(self._sock, NativeTlsSocket) else None
 

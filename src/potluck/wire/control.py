@@ -67,11 +67,11 @@ class Installed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """My group ``epoch`` does not work any more and I have left it; I want a later view.
+    """The worker has left its group ``epoch``, which does not work any more, and wants a later one.
 
-    ``rank`` is the member I blame (-1: nobody). ``certain`` says that its link ended; otherwise it
-    was silent for too long. ``step`` is the training step it happened in, counted from 0 (-1:
-    unknown).
+    ``rank`` is the member that it blames (-1: none). ``certain`` says that the link to that member
+    ended; otherwise the member was silent for too long. ``step`` is the training step in which it
+    happened, counted from 0 (-1: unknown).
     """
 
     worker: Name
@@ -83,10 +83,10 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerProgress(msgspec.Struct, frozen=True, tag=True):
-    """What the training loop last said about itself. ``step`` is the number of committed steps,
-    -1 while there is nothing to say about it; ``epoch`` that of the group in which the last of
-    them was committed; ``committed_samples`` of ``total_samples`` are the samples of these steps
-    (0: not told); ``facts`` are those that are new."""
+    """The newest facts about a training loop. ``step`` is the number of committed steps, -1 if not
+    told; ``epoch`` that of the group in which the last of them was committed; ``committed_samples``
+    of ``total_samples`` are the samples of these steps (0: not told); ``facts`` are the new
+    ones."""
 
     worker: Name
     epoch: int = 0

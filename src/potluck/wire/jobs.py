@@ -97,7 +97,7 @@ Places = Annotated[tuple[WorkerPlace, ...], msgspec.Meta(max_length=MAX_PLACES)]
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Somebody on my node wants this job run. Answer with Submitted."""
+    """A command on the sender's node wants this job run. Answered with Submitted."""
 
     spec: JobSpec
 

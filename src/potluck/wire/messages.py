@@ -37,7 +37,7 @@ class LinkMemoryOffer(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Who calls, and what for.
+    """The caller's first message: its identity in the job, and the kind of connection it wants.
 
     ``kind`` is ``data`` (rank to rank), ``control`` (to an agent) or ``rendezvous`` (to rank
     0, which tells everyone's address; ``port`` is where the caller listens, ``world_size`` what it

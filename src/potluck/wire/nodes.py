@@ -57,7 +57,8 @@ class JobGroup(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """Who is in, agreed on by the members of the view before it.
+    """The nodes of the cluster and the groups of its jobs, agreed on by the members of the view
+    before.
 
     ``members`` are in order of seniority. ``fork_of`` names the history that this one left by the
     operator's order, empty otherwise.
@@ -220,7 +221,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decided(msgspec.Struct, frozen=True, tag=True):
-    """``view`` is agreed on. Who is not in it is out."""
+    """``view`` is agreed on. A node that is not in it is no member any more."""
 
     view: View
 

@@ -1,10 +1,9 @@
-"""All that agents say to each other over a control link, after the greeting.
+"""The messages between agents, after the greeting.
 
-Each message is a tagged msgpack struct behind a little-endian u32 length of at most
-``MAX_MESSAGE`` (1 MiB), checked before anything is allocated. What they decide together is in
-``nodes.py``, what they say about jobs in ``jobs.py``, about machines and links
-in ``facts.py``; here is what else they exchange: who they
-are, new secrets, and a script's folder.
+Each message is a tagged msgpack struct behind a little-endian u32 length of at most ``MAX_MESSAGE``
+(1 MiB), checked before anything is allocated. Messages of the membership protocol are in
+``nodes.py``, about jobs in ``jobs.py``, about machines and links in ``facts.py``. Here are the
+rest: introductions, new secrets, and code packages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``GlooBackend`` and ``NcclBackend``: who may use them, and where their ranks meet."""
+"""``GlooBackend`` and ``NcclBackend``: what they need, and where their ranks meet."""
 
 from __future__ import annotations
 

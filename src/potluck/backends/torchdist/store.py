@@ -26,7 +26,7 @@ _ROLL_CALL_S = 0.4
 def open_store(launched: LaunchedRank, timeout_s: float, *, is_client: bool = False) -> Any:
     """torch's TCPStore at the world's address; rank 0 hosts it, unless torchrun does.
 
-    ConfigurationError if the port is taken, LinkError if nobody listens there.
+    ConfigurationError if the port is taken, LinkError if no process listens there.
     """
     dist: Any = require("torch.distributed", "torch")
 
@@ -73,7 +73,7 @@ class StoreMessage(msgspec.Struct):
 class Word:
     """Words between the ranks about the end of their group: each listens on a thread.
 
-    A store that is gone says nothing; then the links tell who is lost.
+    When the store is gone no words arrive; the links then show which rank is lost.
     """
 
     def __init__(self, launched: LaunchedRank, store: Any, job: str, timeout_s: float) -> None:

@@ -90,7 +90,7 @@ class CudaLane:
             piece.record_stream(self._stream)
 
     def finish(self) -> None:
-        # Whoever waits may be on another thread and stream than the caller: done means done.
+        # The waiting thread may use another stream than the caller, so the copy must be complete.
         self._stream.synchronize()
 
 

@@ -146,7 +146,7 @@ class GroupWork(dist.Work):
         if torch._C._current_graph_task_id() != -1:
             # C++ code that waits for a future (torch's DDP) turns any error into its own. So the
             # backward that we are in ends with the error as it is, just before that code looks.
-            # It completes the future too, if nobody was faster: that spares a change of threads.
+            # It also completes the future, unless another thread has: that spares a thread switch.
             torch.autograd.Variable._execution_engine.queue_callback(future.end_backward)
         if self._has_ended():
             future.complete()
@@ -189,7 +189,7 @@ class GroupWork(dist.Work):
 
 @untraced
 class GroupFuture(torch.futures.Future[Any]):
-    """The future of a GroupWork. Whoever waits for it in Python completes it himself."""
+    """The future of a GroupWork. A Python thread that waits for it completes it itself."""
 
     def __init__(self, work: GroupWork) -> None:
         super().__init__()
