@@ -159,7 +159,7 @@ class NodeAgent:
             port=self.port,
             notes=lambda: self._notes,
         )
-        # To whoever has a link: who is let in asks before all others know that it is in.
+        # Served to every linked node: a new member may ask before this node knows that it is one.
         code_store = CodeStore(settings.home / "code_store", links.send)
         links.on(peers.PackageMessage, code_store.received)
         links.on_ended.append(lambda node, incarnation, reason: code_store.lost(node))

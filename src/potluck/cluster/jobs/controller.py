@@ -1,8 +1,8 @@
-"""The controller of one job, on the node that leads the cluster.
+"""``JobController``: leads one job, on the node that leads the cluster.
 
-What becomes of the job's workers on all nodes is told to ``groups.membership``, and what that
-decides is carried out: orders to workers (``orders.py``), groups that the nodes are to agree on
-(``group_agreement.py``), lines for people (``output_relay.py``).
+Reports about the job's workers, from all nodes, are events for ``groups.membership``. The actions
+that it decides are carried out here: orders to workers (``orders.py``), groups that the nodes are
+to agree on (``group_agreement.py``), lines for people (``output_relay.py``).
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ class JobController:
 
     @property
     def state(self) -> State:
-        """What membership knows of the job."""
+        """The state of the job's membership."""
         return self._loop.state
 
     @property
     def crash(self) -> Exception | None:
-        """What broke here, and so ended the job."""
+        """The error of potluck's own that ended the job, None if there was none."""
         return self._loop.crash
 
     @property
@@ -128,7 +128,7 @@ class JobController:
         return {each.worker: each.node for each in self.places}
 
     def close(self) -> None:
-        """Nothing is decided any more; no timer and no task stays."""
+        """Decide nothing any more; end all timers and tasks."""
         self._loop.close()
         self._roll_call.close()
         self._orders.close()
@@ -155,16 +155,16 @@ class JobController:
         self._loop.over.set()
 
     def order(self, node: str) -> None:
-        """Tell ``node`` (again) what the job is."""
+        """Send ``node`` the job and its places, maybe not for the first time."""
         self._host.links.send(node, jobs.Order(self.spec, self.places, self.world))
 
     def hold(self) -> None:
-        """No majority can be reached: what nodes tell waits."""
+        """No majority can be reached: keep the nodes' messages until ``installed``."""
         self._held = self._held or deque(maxlen=10_000)
 
     def installed(self, view: View) -> None:
-        """``view`` is the one to use, maybe again after a pause: what it says of the job's group,
-        and of its nodes."""
+        """``view`` is used from now on, or again after a pause: take over the job's group and nodes
+        from it."""
         held, self._held = self._held or (), None
         for node, message in held:
             self.received(node, message)
@@ -216,10 +216,10 @@ class JobController:
         if want is not None:
             self._host.plane.handle(want)
 
-    # What the nodes tell.
+    # Messages of the nodes.
 
     def received(self, node: str, message: jobs.FromNode) -> None:
-        """``node`` told this of its workers."""
+        """``node`` sent ``message`` about its workers."""
         if self._held is not None:
             self._held.append((node, message))
             return
@@ -278,8 +278,8 @@ class JobController:
         self._act(self._first_actions)
 
     def _compare(self, name: str, is_alive: bool) -> None:
-        """The node of worker ``name`` says whether its process runs. The node may not have heard
-        of the newest order, or have lost the process."""
+        """The node of worker ``name`` reported whether its process runs. If that differs from the
+        state here, the node has not got the newest order, or has lost the process."""
         if not self._knows(name):
             self._loop.handle(events.Placed(name))
             return
@@ -299,7 +299,7 @@ class JobController:
             self._loop.handle(events.Away((name,), f"worker {name} did not outlive its agent"))
             self._loop.handle(events.Placed(name))
 
-    # What becomes of the workers.
+    # Events of the workers.
 
     def _happened(self, event: jobs.Event, node: str) -> None:
         now, worker = time.monotonic(), self.state.worker(event.worker)
@@ -355,7 +355,7 @@ class JobController:
         self._loop.state = replace(self.state, ring=ring)
 
     def _look_at_members(self, epoch: int) -> None:
-        """A member waits for long: have the agents of all members look whether they run."""
+        """A member waits for long: have the agents of all members probe them."""
         group, now = self.state.group(epoch), time.monotonic()
         if group is not None and now - self._looked_at >= _LOOK_AGAIN_S:
             self._looked_at = now
@@ -375,7 +375,7 @@ class JobController:
         self._orders.tell((worker,), control.ChaosDone(step))
 
     def interrupted(self, message: jobs.InterruptJob) -> None:
-        """The operator wants the end."""
+        """The operator wants the job to end."""
         while self.num_interrupts < message.times:
             self.num_interrupts += 1
             if not self.has_begun:
@@ -383,7 +383,7 @@ class JobController:
                 return
             self._loop.handle(events.Interrupted(message.number))
 
-    # What was decided.
+    # Actions that were decided.
 
     def _act(self, actions: Sequence[events.Action]) -> None:
         for action in actions:
@@ -451,7 +451,7 @@ class JobController:
     # For people.
 
     def note(self, text: str) -> None:
-        """Something happened that people want to know."""
+        """Show a line to people, and keep it for the summary."""
         self._journal.note(text, time.monotonic())
         self._output.note(text)
 
@@ -475,7 +475,7 @@ class JobController:
         await self._output.all_read(lambda worker: self.node_of[worker] in self._nodes)
 
     def summary(self) -> jobs.JobEnded:
-        """How it ended."""
+        """The end of the job, with its summary and exit code."""
         made = summarize(
             job=self.spec.job,
             script=self.spec.script,

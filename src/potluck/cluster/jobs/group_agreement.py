@@ -1,8 +1,8 @@
-"""Which groups of a job the cluster's nodes have agreed on, and who holds the job's state. Pure.
+"""Which groups of a job the nodes have agreed on, and which workers hold the job's state. Pure.
 
-``groups.membership`` announces a group; it counts once the nodes have accepted a view that has it.
-They need to know which members hold the state of the group before: without one of those a job may
-begin afresh only if all that held it are known to have ended.
+``groups.membership`` announces a group; the group counts once the nodes have accepted a view that
+has it. The nodes need to know which members hold the state of the group before: a group without any
+of them may begin afresh only if all holders are known to have ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GroupAgreement:
         self._holders: set[str] = set()
         self._ended: set[str] = set()
 
-    # What becomes of the workers.
+    # Events of the workers.
 
     def take(self, event: jobs.Event, joined: int) -> bool:
         """``event`` became of its worker, a member since the view of ``joined``. Returns whether it
@@ -41,7 +41,7 @@ class GroupAgreement:
         if self.group is None:
             return False
         if isinstance(event, control.Installed):
-            # All begin with the same: who is in the first group holds what there is.
+            # All members of the first group begin with the same state, so all of them hold it.
             return event.epoch == self.group.epoch == self.group.origin
         if isinstance(event, control.WorkerProgress):
             return event.step >= 0 and event.epoch >= joined
@@ -53,7 +53,8 @@ class GroupAgreement:
         self._holders.discard(worker)
 
     def away(self, workers: Iterable[str]) -> None:
-        """The nodes of ``workers`` left the cluster's view: what they hold is not known."""
+        """The nodes of ``workers`` left the cluster's view: it is not known what these workers
+        hold."""
         self._holders.difference_update(workers)
 
     # What to have agreed on.
@@ -61,11 +62,12 @@ class GroupAgreement:
     def announced(
         self, action: Announce, dead: Collection[str], paths: tuple[MeasuredPath, ...]
     ) -> WantGroup:
-        """Membership announced a group. ``dead`` are nodes whose workers are known to be gone."""
+        """Membership announced a group; returns what to ask of the nodes. ``dead`` are nodes whose
+        workers are known to have ended."""
         self._announced.append(action)
         if action.world is not None:
             # A fixed world's members hold what they need: the state of the world before is in the
-            # script's checkpoint, and nobody waits for those that had it.
+            # script's checkpoint, and no member waits for workers that had it.
             kept, fresh = tuple(each.worker for each in action.members), True
         else:
             members = () if self.group is None else self.group.members
@@ -89,7 +91,8 @@ class GroupAgreement:
         )
 
     def settled(self) -> WantGroup | None:
-        """Put on record that all members hold the state by now; None while they do not."""
+        """A request to record in the view that all members hold the state; None while they do
+        not."""
         group = self.group
         if group is None or not group.entering or self._announced:
             return None
@@ -98,13 +101,13 @@ class GroupAgreement:
         names = tuple(member.worker for member in group.members)
         return WantGroup(self._job, group.members, names, f"all of job {self._job} hold its state")
 
-    # What the nodes agreed on.
+    # Answers of the nodes.
 
     def installed(
         self, group: JobGroup, reason: str
     ) -> tuple[list[Agreed | NotAgreed], tuple[str, ...]]:
-        """A view with ``group`` is in use, for this ``reason``: what to tell membership, and which
-        workers came in with the group."""
+        """A view with ``group`` is in use, for this ``reason``. Returns the events for membership,
+        and the workers that came in with the group."""
         is_new = self.group is None or group.epoch > self.group.epoch
         self.group = group
         if not is_new:

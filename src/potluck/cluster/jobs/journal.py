@@ -1,7 +1,7 @@
-"""What happened in a job, in words and figures: notes, recoveries, each worker's last facts. Pure.
+"""The journal of a job: notes, recoveries, and each worker's last facts. Pure.
 
-The agent tells it what it does and hears; the views, the status and the summary read it. Times are
-in the clock of ``now``, in seconds.
+The job's controller writes it; the live table, the status and the summary read it. Times are in the
+clock of ``now``, in seconds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WorkerFacts:
 
 
 class Journal:
-    """The story of one job so far."""
+    """What has happened in one job so far."""
 
     def __init__(self, workers: Sequence[str], now: float) -> None:
         self.began = now

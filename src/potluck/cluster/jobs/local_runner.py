@@ -1,9 +1,8 @@
-"""The jobs of the cluster as one node takes part in them: it fetches a job's folder, runs the
-workers that are placed here, gives them the groups that the cluster's view holds, and tells the
-leader what they say.
+"""``LocalRunner``: runs the workers of all jobs that are placed on one node.
 
-All it does with a job it was ordered to by the leader of its own view: nobody else can make this
-node run anything.
+It fetches a job's folder, starts and stops the workers here, gives them the groups that the
+cluster's view holds, and reports to the leader. It takes orders only from the leader of its own
+view: no other node can make this one run anything.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class LocalRunner:
     # What the leader orders.
 
     def received(self, message: jobs.FromLeader) -> None:
-        """The leader of this node's view said ``message``."""
+        """The leader of this node's view sent ``message``."""
         if isinstance(message, jobs.Order):
             self._order(message)
         elif isinstance(message, jobs.JobList):
@@ -106,7 +105,7 @@ class LocalRunner:
             job.preparing = self._tasks.start(self._prepare(job))
 
     async def _prepare(self, job: LocalJob) -> None:
-        """Have the folder here, then be ready to start workers."""
+        """Fetch the folder if needed, make the job's ``LocalWorkers``, and report to the leader."""
         spec, job_id = job.spec, job.spec.job
         folder: Path | None = None
         try:
@@ -135,8 +134,8 @@ class LocalRunner:
         self._report(job)
 
     async def _bring(self, spec: jobs.JobSpec, package: bytes) -> None:
-        """Get the package from the starter, or the leader. Either may still have to hear that this
-        node is in the view, or have the package itself: they are asked again for a while."""
+        """Fetch the package from the starter or the leader. Either may not know yet that this node
+        is in the view, or may not have the package itself yet: both are asked again for a while."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _BRING_S
         while True:
@@ -160,7 +159,8 @@ class LocalRunner:
         workers.start(worker, attempt, self._variables(job, worker))
 
     def _variables(self, job: LocalJob, worker: str) -> dict[str, str]:
-        """Where ``worker`` is in its world. One that came later has the place after all others."""
+        """The variables that tell ``worker`` its rank in its world. Workers that came later have
+        ranks after all others."""
         node_of = {place.worker: place.node for place in job.places}
         members = job.world.members
         if worker not in members:
@@ -180,7 +180,7 @@ class LocalRunner:
         }
 
     def _report(self, job: LocalJob) -> None:
-        """Tell the leader all that it may not know of this job's workers here."""
+        """Report to the leader everything about this job's workers here that it may not know."""
         name, say, alive = job.spec.job, self._host.to_leader, job.alive
         for event in job.reports.ended():
             say(jobs.Happened(name, event))
@@ -208,7 +208,7 @@ class LocalRunner:
     # What the cluster agreed on.
 
     def installed(self, view: View) -> None:
-        """Give each new group to its members here; say anew where the workers stand."""
+        """Give each new group of ``view`` to its members here."""
         for job_id, job in self.jobs.items():
             group = view.group(job_id)
             if group is None or (job.group is not None and group.epoch <= job.group.epoch):
@@ -234,7 +234,7 @@ class LocalRunner:
                     job.workers.tell((name,), told)
 
     def hold(self, reason: str) -> None:
-        """This node is in no view that counts: end the groups, let the workers wait."""
+        """This node is paused, or in no view: end the groups here, and have their workers wait."""
         for job in self.jobs.values():
             if job.workers is None:
                 continue
@@ -250,13 +250,14 @@ class LocalRunner:
             self._drop(job_id)
 
     def resync(self) -> None:
-        """The state of the workers here must not go on: they are started anew, by and by."""
+        """The workers here have a state that was dropped (of a fork): kill them; the leader has
+        them started again."""
         for job in self.jobs.values():
             if job.workers is not None:
                 job.workers.signal(job.alive, SIGKILL)
 
     def say_again(self) -> None:
-        """There is a leader to talk to, maybe another one."""
+        """There is a leader again, maybe another one: report all jobs to it."""
         for job in self.jobs.values():
             if job.workers is not None or job.error:
                 self._report(job)
@@ -277,7 +278,7 @@ class LocalRunner:
         hello: Hello,
         node: str,
     ) -> None:
-        """A worker of this machine calls."""
+        """A worker of this machine has connected: give the connection to its job's workers."""
         job = self.jobs.get(hello.job)
         if job is None or job.workers is None:
             refusal = Refusal("job", f"this node runs no job {hello.job!r}")

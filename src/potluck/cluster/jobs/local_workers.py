@@ -1,7 +1,7 @@
-"""The workers of one job on one node: their processes, and the control links they talk over.
+"""``LocalWorkers``: the workers of one job on one node, their processes and their control links.
 
-Nothing is decided here. What the workers say and how they end is told in the order in which it
-happened; what is to be done with them the job's controller says.
+Decides nothing: messages of the workers and the ends of their processes are reported in the order
+in which they happened; the job's controller orders what is done.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def world_variables(rank: int, world_size: int, number: int) -> dict[str, str]:
 
 
 class LocalWorkers:
-    """Starts, hears, tells and ends the workers of ``job`` on this machine. ``report`` is told
-    what becomes of them."""
+    """Starts and ends the workers of ``job`` on this machine, and passes messages to and from them.
+    ``report(event)`` gets each event."""
 
     def __init__(self, job: str, launch: Launch, report: Callable[[jobs.Event], None]) -> None:
         self.job = job
@@ -65,7 +65,7 @@ class LocalWorkers:
     # What the controller orders.
 
     def start(self, worker: str, attempt: int, environment: dict[str, str]) -> None:
-        """Start ``worker`` with these variables. One that can't be ends with code 127."""
+        """Start ``worker`` with these variables. If it can't be started, its exit code is 127."""
         unlinked = self._unlinked[worker] = asyncio.Event()
         unlinked.set()
         variables = environment | {
@@ -107,7 +107,7 @@ class LocalWorkers:
                 self._processes[worker].signal(number)
 
     async def put_away(self) -> None:
-        """Whatever happened: no process, link or task stays. Nothing more is reported."""
+        """End all processes, links and tasks. Nothing more is reported."""
         self._pulse.close()
         self._tasks.cancel()
         await self._tasks.ended()
@@ -118,7 +118,7 @@ class LocalWorkers:
         for link in list(self._links.values()):
             link.abort()
 
-    # Who calls.
+    # Connections of workers.
 
     async def greeted(
         self,
@@ -126,7 +126,7 @@ class LocalWorkers:
         writer: asyncio.StreamWriter,
         hello: Hello,
     ) -> None:
-        """A worker of this job calls: answer, and listen until it ends."""
+        """A worker of this job has connected: answer, and take its messages until the link ends."""
         refusal = self._objection(hello)
         await aio.write_greeting(writer, refusal or Welcome())
         if refusal is not None:
@@ -170,13 +170,15 @@ class LocalWorkers:
                 raise
 
     async def _hung_up(self, worker: str, process: WorkerProcess | None) -> None:
-        """The link ended. Mostly the process has, too, and its exit tells more."""
+        """The link ended. Mostly the process has ended as well, and its exit code says more: wait
+        for that a moment."""
         await asyncio.sleep(_LAST_MESSAGES_S)
         if self._processes.get(worker) is process and worker not in self._links:
             self._report(jobs.Disconnected(worker))
 
     async def _exited(self, worker: str, code: int, attempt: int) -> None:
-        """A death by signal counts at once; an exit may have been explained just before it."""
+        """The process ended. A death by signal is reported at once; before an exit the worker may
+        have sent its reason, which is read first."""
         process = self._processes[worker]
         if code >= 0:
             with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""What jobs wrote that nobody was there to see: ``<home>/logs/<job>.log``, bounded."""
+"""Logs of jobs whose starter has gone: ``<home>/logs/<job>.log``, bounded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEPT_LOGS = 8
 
 
 class JobLog:
-    """The logs below ``home``. A log that is full takes no more; the oldest go."""
+    """The logs below ``home``. A full log takes no more lines; the oldest logs are removed."""
 
     def __init__(self, home: Path) -> None:
         self._folder = home / "logs"

@@ -1,4 +1,4 @@
-"""``groups.membership`` at work: events one after the other, and time."""
+"""``MembershipLoop``: runs the pure ``groups.membership`` with real events and real time."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def taken_over(
 
 
 class MembershipLoop:
-    """Has ``act`` do what follows from each event. ``over`` is set when the job has ended, or
-    ``crash`` is what ended it."""
+    """Gives the actions that follow from each event to ``act``. ``over`` is set when the job has
+    ended; ``crash`` is then the exception that ended it, if one did."""
 
     def __init__(self, state: State, act: Callable[[Sequence[events.Action]], None]) -> None:
         self.state = state
@@ -61,7 +61,7 @@ class MembershipLoop:
         self._wakeup: asyncio.TimerHandle | None = None
 
     def handle(self, event: events.Event) -> None:
-        """Decide about ``event``, and then about those that an action brought about."""
+        """Handle ``event``, then the events that its actions have caused."""
         self._events.append(event)
         if self._is_handling or self._is_closed or self.crash is not None:
             return
@@ -71,7 +71,7 @@ class MembershipLoop:
                 event = self._events.popleft()
                 self.state, actions = membership.handle(self.state, event, time.monotonic())
                 self._act(actions)
-        except Exception as error:  # whoever called can't help it: who waits for the end raises it
+        except Exception as error:  # not the caller's fault: raised where the end is waited for
             self.crash = error
             self.over.set()
         finally:
@@ -81,7 +81,7 @@ class MembershipLoop:
             self.over.set()
 
     def close(self) -> None:
-        """Nothing is decided any more; no timer stays."""
+        """Decide nothing any more; end the timer."""
         self._is_closed = True
         if self._wakeup is not None:
             self._wakeup.cancel()

@@ -1,4 +1,4 @@
-"""What is to be done with the workers of a job, as messages to the nodes that they are on."""
+"""``WorkerOrders``: sends orders for a job's workers to the nodes that they are on."""
 
 from __future__ import annotations
 
@@ -51,13 +51,15 @@ class WorkerOrders:
             self._host.links.send(node, jobs.SignalWorkers(self._job, names, number))
 
     def terminate(self, workers: tuple[str, ...]) -> None:
-        """End ``workers`` by SIGTERM, and by SIGKILL what has not ended after a grace period."""
+        """End ``workers`` by SIGTERM, and by SIGKILL those that have not ended after a grace
+        period."""
         self.signal(workers, signal.SIGTERM)
         self._later(workers, _STOP_GRACE_S, SIGKILL)
 
     def interrupt(self, workers: tuple[str, ...], number: int) -> None:
-        """Pass on the operator's signal; by SIGKILL ends what has not after a grace period."""
-        # Python ignores SIGPIPE: that nobody reads the output is news to the command alone.
+        """Pass on the operator's signal; SIGKILL to workers that have not ended after a grace
+        period."""
+        # The command got SIGPIPE because its output is not read. Python workers ignore that signal.
         self.signal(workers, signal.SIGTERM if number == SIGPIPE else number)
         self._later(workers, _INTERRUPT_GRACE_S, SIGKILL)
 
@@ -73,7 +75,7 @@ class WorkerOrders:
         asyncio.get_running_loop().call_later(seconds, self.signal, workers, SIGCONT)
 
     def close(self) -> None:
-        """No task stays."""
+        """End all tasks."""
         self._tasks.cancel()
 
     def _later(self, workers: tuple[str, ...], delay_s: float, number: int) -> None:

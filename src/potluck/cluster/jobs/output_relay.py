@@ -1,4 +1,4 @@
-"""What the workers of a job write, and what happens to it, on its way to whoever started it."""
+"""The output of a job's workers, on its way from the leader to the command that started the job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OUTPUT_S = 5.0
 
 
 class OutputRelay:
-    """The output of the job of ``spec``. It goes to the starter while ``is_starter_here()``, else
+    """Passes on the output of the job of ``spec``: to the starter while ``is_starter_here()``, else
     to a log. ``last_words`` are the newest lines of each worker's stderr."""
 
     def __init__(
@@ -37,7 +37,7 @@ class OutputRelay:
         self.last_words.pop(worker, None)
 
     def exited(self, worker: str, attempt: int) -> None:
-        """A process ended; its last lines may still be on their way."""
+        """A process ended; its last lines may still be under way."""
         self._exited.add((worker, attempt))
 
     def ended(self, worker: str, attempt: int) -> None:
@@ -65,7 +65,7 @@ class OutputRelay:
         self._host.links.send(self._spec.starter, shown)
 
     def note(self, text: str) -> None:
-        """Something happened that people want to know."""
+        """Show a line to people."""
         job, starter = self._spec.job, self._spec.starter
         if self._is_starter_here():
             self._host.links.send(starter, jobs.JobNote(job, control.clip(text)))
@@ -75,9 +75,9 @@ class OutputRelay:
             self._host.note(f"job {job}: {text}"[:4096])
 
     async def all_read(self, is_here: Callable[[str], bool]) -> None:
-        """Return when all that ended workers wrote was passed on, but for those whose node is not
-        here. A node that is slow does not hold the end of the job up for long; a command that reads
-        slowly may."""
+        """Return when all output of ended workers was passed on, except that of nodes that have
+        left. A slow node delays the end of the job a few seconds at most; a command that reads
+        slowly may delay it longer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if self._spec.is_local else _OUTPUT_S):
                 while any(is_here(worker) for worker, _ in self._exited - self._read):

@@ -85,7 +85,7 @@ class WorkerProcess:
     def signal(self, number: int) -> None:
         """Send ``number`` to the worker and all processes it started."""
         need_posix("a worker process")
-        if not self._is_reaped:  # until then its number belongs to nobody else
+        if not self._is_reaped:  # from then on its process id may be another process's
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
@@ -99,7 +99,7 @@ class WorkerProcess:
                         await reader.ended.wait()
                 except TimeoutError:
                     if not self._is_behind():
-                        break  # somebody it started, in a session of its own, keeps the pipe open
+                        break  # a process that it started, in another session, holds the pipe open
         for reader in self._readers:
             reader.close()
         for pipe in (self._popen.stdout, self._popen.stderr):
@@ -122,7 +122,8 @@ class WorkerProcess:
         self._loop.call_soon_threadsafe(self._reap, -1)
 
     def _not_watched(self, error: BaseException) -> None:
-        """Nobody would see its end: it ends now. The loop may have been closed, with the job."""
+        """The thread that waits for the process broke: its end would not be noticed, so it is
+        killed now. The loop may have been closed, with the job."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.signal, SIGKILL)
             self._loop.call_soon_threadsafe(self._reap, -1)

@@ -7,7 +7,7 @@ reports as stopped (SIGSTOP, a debugger) at the probe and again ``ANSWER_S`` lat
 processor time between the two looks, is blamed.
 
 A process that waits for a disk, as in a machine that swaps, may come back at any moment: people are
-told, and nobody is blamed.
+told, and no worker is blamed.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def status_of(
 
 
 def missing_workers(state: State, *, pids: Mapping[str, int], called: Callable[[str], str]) -> str:
-    """Whom the first group waits for; empty if it has formed, or nobody is ready."""
+    """The workers that the first group waits for, in words; empty if the group has formed, or no
+    worker is ready."""
     ready, missing = state.having(Phase.READY), state.having(*EXPECTED)
     if not ready or not missing or state.having(Phase.MEMBER) or state.stopping:
         return ""

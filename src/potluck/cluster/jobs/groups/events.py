@@ -1,9 +1,7 @@
-"""What can happen to a membership (events), and what is to be done about it (actions).
+"""The events that membership takes, and the actions that it gives.
 
-What becomes of a worker is told by the messages of ``wire.control`` and ``wire.jobs``, which are
-events as they stand; the others are here.
-
-Every action carries the reason for it, in words a person can read.
+Events of one worker are the messages of ``wire.control`` and ``wire.jobs``, as they came; the other
+events are here. Every action has its reason, in words for people.
 """
 
 from __future__ import annotations

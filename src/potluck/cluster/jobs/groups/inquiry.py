@@ -1,7 +1,9 @@
-"""The inquiry: a group does not work and nobody is known to be dead. Who is to blame?
+"""The inquiry: finds the members to blame when a group does not work and no member is known to have
+ended.
 
-All members are probed. A member that does not answer is evicted; if all answer, those who are
-blamed and not blocked themselves; if nobody is to blame, the same members get a new epoch.
+All members are probed. A member that does not answer is evicted. If all answer, the members that
+are blamed and not blocked themselves are evicted. If no member is to blame, the same members get a
+new epoch.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def judge(turn: Turn) -> None:
 
 
 def _conclude(turn: Turn, inquiry: Inquiry, members: set[str]) -> None:
-    """Everybody answered the probe: evict who holds the others up, or renew their group."""
+    """All members answered the probe: evict those that hold the others up, or renew the group."""
     silences = [report for report in inquiry.reports if not report.certain]
     excused = inquiry.blocked | {report.worker for report in inquiry.reports}
     for report in silences:

@@ -1,23 +1,23 @@
-"""Who is in, who is out, and why: the pure core of membership.
+"""The membership of a job's groups: which workers are in, which are out, and why. Pure.
 
 ``handle(state, event, now) -> (state, actions)`` sees no socket, process, clock or disk. ``now``
 is any monotonic clock in seconds. Rules:
 
-- The epoch only rises. The first view waits for all expected workers.
-- A view's members are in order of seniority (the view they joined in, then their name), so
+- The epoch only rises. The first group waits for all expected workers.
+- A group's members are in order of seniority (the epoch they joined in, then their name), so
   rank 0 is the leader; where links were measured the others follow the ring that avoids slow ones.
-- An exit is certain death: at once a view of the others. Silence is not: a report of it starts an
-  inquiry. Members that do not answer a probe are evicted; if all answer, those who are blamed and
-  are not blocked themselves (in a ring, everybody blames a neighbour); if nobody is to blame, the
-  same members get a new epoch.
-- A newcomer enters by a new view once all members are in the present one. Members in a working
-  group go over to it between two steps; only a group with a lost member is ended under them.
-- Where nodes share a job, an announced group counts once they agreed on it (``Agreed``), and they
-  may go on without the workers of a lost node; those are away until their node is back.
-- Killed by a signal: started again, up to ``max_restarts`` times; then the others go on alone. An
-  exit with a code above 0, or code that raised: the job fails. After the first member has
-  finished nobody is let in or started again; a member that had not yet received the job's state
-  is stopped.
+- An exit is certain death: the other members get a new group at once. Silence is not: a report of
+  it starts an inquiry. A member that does not answer a probe is evicted. If all answer, the members
+  that are blamed and not blocked themselves are evicted (in a ring, each rank blames its
+  neighbour). If no member is to blame, the same members get a new epoch.
+- A newcomer enters by a new group once all members are in the present one. Members of a working
+  group go over to the new one between two steps; only a group with a lost member is ended at once.
+- An announced group counts once the nodes have agreed on it (``Agreed``). The nodes may agree on a
+  group without the workers of a lost node, which are away until their node is back.
+- A worker that was killed by a signal is started again, up to ``max_restarts`` times; then the
+  others go on alone. An exit with a code above 0, or code that raised, fails the job. After the
+  first member has finished no worker is let in or started again; a member that had not yet received
+  the job's state is stopped.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def take_over(
     members: Iterable[Member],
     world: WorldState | None = None,
 ) -> State:
-    """A job whose leader is gone, as the next one finds it: the group of ``epoch`` in the nodes'
-    view, in rank order, and the ``world`` that the workers were started for. All else its agents
-    tell again: who is ready, installed, or has ended."""
+    """The state of a job with which a new leader begins: the group of ``epoch`` in the nodes' view,
+    in rank order, and the ``world`` that the workers were started for. The agents report the rest
+    again: which workers are ready, have installed a group, or have ended."""
     group = tuple(members)
     names = tuple(names)
     world = world or WorldState(names)
@@ -99,8 +99,8 @@ def take_over(
 
 
 def handle(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
-    """The state after ``event`` and what is to be done, in this order. Never raises for an event
-    that comes late, twice or from a worker that is out."""
+    """The state after ``event``, and the actions to carry out in this order. Never raises for an
+    event that comes late, twice or from a worker that is out."""
     turn = _Turn(state, now)
     turn.take(event)
     turn.settle()

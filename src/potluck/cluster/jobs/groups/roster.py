@@ -13,7 +13,7 @@ from potluck.types import Member
 
 
 class Phase(StrEnum):
-    """Where a worker stands, from the membership's side."""
+    """What membership knows about a worker."""
 
     STARTING = "starting"
     """its process runs and has not asked for a view yet"""
@@ -127,7 +127,7 @@ class LossReport:
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """Somebody's group does not work and nobody is known to be dead: who is to blame?
+    """A group does not work and no member is known to have ended: which members are to blame?
 
     ``waiting`` have not answered the probe; ``blocked`` answered that they wait themselves. When
     all have answered, ``closing_at`` leaves a moment for their own reports to arrive.

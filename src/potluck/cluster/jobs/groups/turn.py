@@ -81,7 +81,7 @@ class Turn:
         self.stop_workers(reason, number)
 
     def stop_workers(self, reason: str, number: int, spared: Phase | None = None) -> None:
-        """Ask all but the ``spared`` to end; nobody is started any more."""
+        """Ask all workers but the ``spared`` to end; no worker is started any more."""
         stopped = []
         for worker in self.state.workers:
             if worker.phase in (Phase.WAITING, Phase.AWAY, Phase.SPARE):

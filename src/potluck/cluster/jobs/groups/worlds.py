@@ -4,7 +4,7 @@ Such a script calls torch's ``init_process_group`` and then needs every rank; or
 ends at its first loss, and so shows that it is not elastic. Rules:
 
 - Its ranks meet in a group that is announced once all workers of the world are ready. A worker that
-  dies before that is started again alone: nobody depends on it yet.
+  dies before that is started again alone: no other rank depends on it yet.
 - A world that lost a member after that, or a member's machine before, is *ended*: its processes are
   stopped. When they have ended, all workers that can be had are started as the next world, with
   ranks and a world size of its own. The script resumes from its own checkpoint.
