@@ -49,6 +49,14 @@ def start_task(
     return asyncio.get_running_loop().create_task(guarded(), name=name)
 
 
+async def stop(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel ``tasks``, but for None, and wait for their end; what they raise is dropped."""
+    present = [task for task in tasks if task is not None]
+    for task in present:
+        task.cancel()
+    await asyncio.gather(*present, return_exceptions=True)
+
+
 class Tasks:
     """The tasks that one object has under way: an event loop alone would not keep them alive."""
 
@@ -70,6 +78,9 @@ class Tasks:
     async def ended(self) -> None:
         """Wait until all that are under way have ended; what they raise is dropped."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
 
     def __iter__(self) -> Iterator[asyncio.Task[None]]:
         return iter(list(self._tasks))

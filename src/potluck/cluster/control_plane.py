@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from potluck.background import OnBroken, start_task
+from potluck.background import OnBroken, start_task, stop
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.home.private_state import PrivateState
 from potluck.cluster.links.peers import ControlLinks
@@ -68,9 +68,7 @@ class ControlPlane:
         """Decide nothing more. No timer and no task stays."""
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await stop(*self._tasks)
 
     # What the other parts of the agent ask.
 

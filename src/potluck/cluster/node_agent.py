@@ -18,7 +18,7 @@ from typing import Any
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.discovery.advert import Presence, new_instance
-from potluck.cluster.discovery.finder import Finder
+from potluck.cluster.discovery.finder import Finder, looking_around
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.home.private_state import PrivateState
 from potluck.cluster.jobs.dispatcher import JobDispatcher
@@ -102,16 +102,13 @@ class NodeAgent:
             closing = self._connect(state)
             state.listening(self.port)
             presence = Presence(lambda: self.credentials.advert_keys, self.port, new_instance())
-            for finder in self._finders:
-                await finder.start(presence, self.links.heard)
-            self.plane.start()
-            if self._is_private:
-                self.plane.handle(events.FoundHistory())
-            self.ready.set()
-            await self._crash
+            async with looking_around(self._finders, presence, self.links.heard):
+                self.plane.start()
+                if self._is_private:
+                    self.plane.handle(events.FoundHistory())
+                self.ready.set()
+                await self._crash
         finally:
-            for finder in self._finders:
-                await finder.close()
             for close in closing:
                 await close()
             if server is not None:

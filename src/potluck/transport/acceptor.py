@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from potluck.background import why
+from potluck.background import Tasks, stop, why
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.transport.failures import translated
 from potluck.transport.rate import RateLimitedLog
@@ -88,7 +88,7 @@ class Acceptor:
         self._limits = limits
         self._awaits = awaits
         self._complain = RateLimitedLog(_log)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._unauthenticated: dict[Caller, asyncio.Task[None]] = {}  # in order of arrival
 
     async def run(self) -> None:
@@ -103,10 +103,7 @@ class Acceptor:
                     await asyncio.sleep(_PAUSE_S)
         finally:
             self._sock.close()
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await stop(*self._tasks)
 
     def _accept(self) -> None:
         for _ in range(_BURST):
@@ -121,14 +118,11 @@ class Acceptor:
 
     def _start(self, caller: Caller) -> None:
         def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
             self._unauthenticated.pop(caller, None)
             if not caller.is_handed_over:
                 caller.sock.close()
 
-        task = asyncio.create_task(self._run(caller))
-        self._tasks.add(task)
-        self._unauthenticated[caller] = task
+        task = self._unauthenticated[caller] = self._tasks.start(self._run(caller))
         task.add_done_callback(ended)
 
     def _drop_one(self) -> None:

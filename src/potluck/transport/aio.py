@@ -11,7 +11,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from potluck.background import OnBroken, start_task
+from potluck.background import OnBroken, start_task, stop
 from potluck.errors import LinkError, ProtocolError
 from potluck.transport.acceptor import LIMITS, Acceptor, Caller, Limits, listening_socket
 from potluck.transport.credentials import (
@@ -126,8 +126,7 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening and end every connection; waits until their tasks are gone."""
-        self._accepting.cancel()
-        await asyncio.gather(self._accepting, return_exceptions=True)
+        await stop(self._accepting)
         self._sock.close()  # of a task that had not begun
 
     async def _greet(self, caller: Caller) -> None:

@@ -17,7 +17,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 
-from potluck.background import why
+from potluck.background import stop, why
 from potluck.cluster.discovery.advert import (
     BEACON_BYTES,
     Advert,
@@ -69,10 +69,7 @@ class Beacon:
         self._task = asyncio.create_task(self._speak())
 
     async def close(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await stop(self._task)
         self._shut()
 
     async def _speak(self) -> None:

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from potluck.background import Tasks, stop
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.hints import HintBook
 
@@ -22,7 +23,7 @@ class HintCaller:
     def __init__(self, call: Callable[[Hint], Call]) -> None:
         self.book = HintBook()
         self._call = call
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls = Tasks()
         self._changed = asyncio.Event()
 
     def heard(self, hint: Hint) -> None:
@@ -36,9 +37,7 @@ class HintCaller:
 
     def start(self, call: Call) -> None:
         """Run ``call`` at once, counted among the calls under way."""
-        task = asyncio.get_running_loop().create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._ended)
+        self._calls.start(call).add_done_callback(lambda _: self.wake())
 
     async def run(self) -> None:
         """Call until cancelled; then end the calls under way."""
@@ -55,11 +54,4 @@ class HintCaller:
                     async with asyncio.timeout(None if at is None else max(0.01, at - now)):
                         await self._changed.wait()
         finally:
-            calls = list(self._calls)
-            for task in calls:
-                task.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._calls.discard(task)
-        self.wake()
+            await stop(*self._calls)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from potluck.cluster.discovery.advert import Hint, Presence
@@ -27,3 +28,17 @@ class Finder(Protocol):
 
     async def close(self) -> None:
         """Withdraw the advert where the protocol can, and release everything. Idempotent."""
+
+
+@contextlib.asynccontextmanager
+async def looking_around(
+    finders: Sequence[Finder], presence: Presence, on_hint: OnHint
+) -> AsyncIterator[None]:
+    """All ``finders`` at work while the body runs."""
+    try:
+        for finder in finders:
+            await finder.start(presence, on_hint)
+        yield
+    finally:
+        for finder in finders:
+            await finder.close()

@@ -17,6 +17,7 @@ from typing import Any
 from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
+from potluck.background import stop
 from potluck.cluster.discovery.advert import INSTANCE_BYTES, TAG_BYTES, Advert, Hint, Presence
 from potluck.cluster.discovery.finder import OnHint
 from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
@@ -61,11 +62,7 @@ class Mdns:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        task, self._task = self._task, None
-        tasks = [*filter(None, (task,)), *self._resolving.values()]
-        for each in tasks:
-            each.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(self._task, *self._resolving.values())
         if self._browser is not None:
             await self._browser.async_cancel()
         if self._zeroconf is not None:

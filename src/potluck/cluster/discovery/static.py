@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Sequence
 
+from potluck.background import stop
 from potluck.cluster.discovery.advert import Hint, Presence
 from potluck.cluster.discovery.finder import OnHint
 from potluck.errors import ConfigurationError
@@ -37,10 +38,7 @@ class StaticPeers:
         self._task = asyncio.create_task(self._resolve(on_hint))
 
     async def close(self) -> None:
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await stop(self._task)
 
     async def _resolve(self, on_hint: OnHint) -> None:
         loop = asyncio.get_running_loop()

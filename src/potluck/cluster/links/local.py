@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from potluck.background import Tasks, stop
 from potluck.cluster.home.node_state import AgentRecord, find_agent
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.errors import ConfigurationError, LinkError
@@ -80,7 +81,7 @@ class Commands:
         """Serve the connection of a command: answer its requests until it leaves."""
         await aio.write_greeting(writer, Welcome())
         client = _Connected(writer)
-        tasks: set[asyncio.Task[None]] = set()
+        tasks = Tasks()
 
         def answered(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -89,13 +90,10 @@ class Commands:
 
         try:
             while (request := await read_request(reader)) is not None:
-                task = asyncio.create_task(self._answers[type(request)](request, client))
+                task = tasks.start(self._answers[type(request)](request, client))
                 task.add_done_callback(answered)
-                tasks.add(task)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await stop(*tasks)
             for tell in self.on_gone:
                 tell(client)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
-from potluck.background import OnBroken, Tasks, start_task
+from potluck.background import OnBroken, Tasks, start_task, stop
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.caller import HintCaller
 from potluck.cluster.discovery.interfaces import interface_of
@@ -176,10 +176,7 @@ class ControlLinks:
     async def close(self) -> None:
         """End all links and calls. Nothing more is told."""
         self._is_closed = True
-        tasks = [self._caller, *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await stop(self._caller, *self._tasks)
 
     # Calls of peers.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
+from potluck.background import stop
 from potluck.cluster.links.peers import ControlLinks
 from potluck.cluster.membership.failure_detector import FailureDetector, Status
 from potluck.cluster.topology.graph import Topology
@@ -64,8 +65,7 @@ class Surveyor:
 
     async def close(self) -> None:
         """Nothing is measured or told any more."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await stop(self._task)
 
     # Messages and links.
 

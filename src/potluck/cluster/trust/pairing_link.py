@@ -13,9 +13,9 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from potluck.background import start_task, why
+from potluck.background import start_task, stop, why
 from potluck.cluster.discovery.advert import Hint, Presence, new_instance
-from potluck.cluster.discovery.finder import Finder
+from potluck.cluster.discovery.finder import Finder, looking_around
 from potluck.cluster.trust.pairing import Code, Exchange, Sealing
 from potluck.errors import LinkError, PotluckError, ProtocolError, WrongCode
 from potluck.transport.acceptor import LIMITS, Acceptor, Caller, listening_socket
@@ -50,19 +50,16 @@ async def hand_over(
     host = _Host(code, secret, listening_socket("", port))
     presence = Presence(lambda: [code.advert_key], host.port, new_instance())
     try:
-        for finder in finders:
-            await finder.start(presence, lambda hint: None)
-        on_waiting(host.port)
-        async with asyncio.timeout(expires_s):
-            return await host.outcome
+        async with looking_around(finders, presence, lambda hint: None):
+            on_waiting(host.port)
+            async with asyncio.timeout(expires_s):
+                return await host.outcome
     except TimeoutError:
         raise WrongCode(
             f"the code has expired: nobody used it within {expires_s:g} s; run `potluck pair` again"
         ) from None
     finally:
         await host.close()
-        for finder in finders:
-            await finder.close()
 
 
 class _Host:
@@ -79,8 +76,7 @@ class _Host:
         self._accepting = start_task(acceptor.run, name="pairing", on_broken=self._broke)
 
     async def close(self) -> None:
-        self._accepting.cancel()
-        await asyncio.gather(self._accepting, return_exceptions=True)
+        await stop(self._accepting)
         self._sock.close()  # of a task that had not begun
         if self.outcome.done() and not self.outcome.cancelled():
             self.outcome.exception()  # seen, also if a timeout came first
@@ -165,10 +161,8 @@ async def take_over(
     search = _Search(code, me)
     presence = Presence(lambda: [code.advert_key], 0, new_instance())
     try:
-        for finder in finders:
-            await finder.start(presence, search.heard)
-        async with asyncio.timeout(timeout_s):
-            return await search.outcome()
+        async with looking_around(finders, presence, search.heard), asyncio.timeout(timeout_s):
+            return await search.outcome
     except TimeoutError:
         reached = f" ({search.failure})" if search.failure else ""
         raise LinkError(
@@ -177,8 +171,6 @@ async def take_over(
             "its address, as `potluck pair` shows it: potluck join CODE --address HOST:PORT"
         ) from None
     finally:
-        for finder in finders:
-            await finder.close()
         await search.close()
 
 
@@ -189,7 +181,7 @@ class _Search:
         self.failure = ""
         self._code = code
         self._me = me
-        self._outcome: asyncio.Future[wire.Handover] = asyncio.get_running_loop().create_future()
+        self.outcome: asyncio.Future[wire.Handover] = asyncio.get_running_loop().create_future()
         self._calls: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._asking = asyncio.Lock()
         self._wrong: set[str] = set()
@@ -202,16 +194,10 @@ class _Search:
         self._calls[place] = task
         task.add_done_callback(lambda _: self._calls.pop(place, None))
 
-    async def outcome(self) -> wire.Handover:
-        return await self._outcome
-
     async def close(self) -> None:
-        tasks = list(self._calls.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._outcome.done() and not self._outcome.cancelled():
-            self._outcome.exception()
+        await stop(*self._calls.values())
+        if self.outcome.done() and not self.outcome.cancelled():
+            self.outcome.exception()
 
     async def _call(self, hint: Hint) -> None:
         try:
@@ -219,7 +205,7 @@ class _Search:
                 streams = await stack.enter_async_context(_connected(hint.host, hint.port))
                 since = asyncio.get_running_loop().time()
                 await stack.enter_async_context(self._asking)
-                if self._outcome.done() or hint.instance in self._wrong:
+                if self.outcome.done() or hint.instance in self._wrong:
                     return
                 if asyncio.get_running_loop().time() - since > _PATIENT_S:
                     # Others were asked meanwhile, and this host has dropped who said nothing.
@@ -231,12 +217,12 @@ class _Search:
 
     async def _guess(self, hint: Hint, streams: Streams) -> None:
         try:
-            self._outcome.set_result(await _ask(streams, self._code, self._me))
+            self.outcome.set_result(await _ask(streams, self._code, self._me))
         except WrongCode as error:
             self.failure = str(error)
             self._wrong.add(hint.instance)
             if len(self._wrong) >= MAX_GUESSES:
-                self._outcome.set_exception(error)
+                self.outcome.set_exception(error)
 
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
