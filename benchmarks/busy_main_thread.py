@@ -29,9 +29,10 @@ from common.placements import InHosts
 import potluck
 from potluck.bench.channel import Channel
 from potluck.bench.crew import Crew
-from potluck.bench.machine import cores, machine
+from potluck.bench.machine import machine
 from potluck.bench.peers import PEERS, Peer
 from potluck.bench.placement import Here
+from potluck.system import usable_cpus
 from support import hosts
 
 BUCKET_BYTES = 25 << 20
@@ -57,7 +58,9 @@ def measure(quick: bool, say: script.Say) -> script.Measured:
         if is_claimed:
             found.append(claims.at_most(what, "<= 1.1x", 1.1, [("", busy / idle)]))
         else:
-            found.append(Claim(what, f"- ({cores()} cores)", f"{busy / idle:.3g}x", None))
+            found.append(
+                Claim(what, f"- ({len(usable_cpus())} cores)", f"{busy / idle:.3g}x", None)
+            )
     return result, found
 
 

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 from types import ModuleType
 
 from potluck.errors import MissingDependency
+
+
+def installed(package: str) -> str:
+    """The version of a package that is installed, which is not imported; empty if it is not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def require(module: str, extra: str, also: str = "") -> ModuleType:

@@ -11,8 +11,9 @@ import contextlib
 import ipaddress
 import os
 import socket
-from pathlib import Path
 from typing import Any
+
+from potluck.transport.memory import boot_id
 
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address of RFC 5737 (documentation): nothing is sent there, the system only picks a route."""
@@ -32,8 +33,8 @@ def own_address(store: Any) -> str:
     """The host under which other ranks reach this process."""
     server = store_server(store)
     if server is None:
-        return _towards(*_ELSEWHERE) or LOOPBACK
-    address = _towards(*server)
+        return address_towards(*_ELSEWHERE) or LOOPBACK
+    address = address_towards(*server)
     if address is None:
         return LOOPBACK
     if _is_loopback(address) and not _is_loopback(server[0]):
@@ -45,16 +46,14 @@ def own_address(store: Any) -> str:
 
 def machine() -> str:
     """What two processes have in common if, and only if, the loopback joins them."""
-    boot = ""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     network = ""
     with contextlib.suppress(OSError):
         network = os.readlink("/proc/self/ns/net")
-    return f"{boot or socket.gethostname()} {network}"
+    return f"{boot_id() or socket.gethostname()} {network}"
 
 
-def _towards(host: str, port: int) -> str | None:
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's address on the route to ``host``; nothing is sent. None if there is none."""
     with contextlib.suppress(OSError):
         kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as sock:

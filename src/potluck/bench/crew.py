@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from potluck.bench.channel import Channel, ChannelClosed, Switchboard
@@ -157,13 +156,8 @@ class Crew:
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
             self.end()
         else:
             self.kill()

@@ -6,13 +6,13 @@ import datetime
 import os
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from potluck import native
+from potluck.optional import installed
 from potluck.system import usable_cpus
 
 PACKAGES = ("potluck", "numpy", "torch", "mpi4py", "mlx")
@@ -23,20 +23,15 @@ def machine() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "processor": processor(),
-        "cores": cores(),
-        "memory_gib": memory_gib(),
+        "cores": len(usable_cpus()),
+        "memory_gib": round(psutil.virtual_memory().total / (1 << 30)),
         "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: number for name in PACKAGES if (number := version(name))},
+        "versions": {name: number for name in PACKAGES if (number := installed(name))},
         "engine": native.describe(),
         "commit": commit(),
         "load": load(),
     }
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(usable_cpus())
 
 
 def load() -> float | None:
@@ -53,12 +48,6 @@ def core_to_core_s() -> float | None:
     return (native.core.shm_costs()[0] or None) if native.available else None
 
 
-def memory_gib() -> int:
-    """Memory of the machine, rounded."""
-    total: int = psutil.virtual_memory().total
-    return round(total / (1 << 30))
-
-
 def processor() -> str:
     """Its model, as the system names it."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -67,14 +56,6 @@ def processor() -> str:
             if text.startswith("model name"):
                 return text.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def version(package: str) -> str:
-    """Empty if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def commit() -> str:

@@ -6,19 +6,14 @@ shared memory switched off. ``missing`` says what a peer lacks here; it imports 
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
-import inspect
 import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from potluck import native
 from potluck.bench.libraries.base import Library
-from potluck.context.collectives import Collectives
-from potluck.settings import Settings, environment_name
 
 NO_SHARED_MEMORY = {"POTLUCK_USE_SHARED_MEMORY": "0"}
 
@@ -126,13 +121,6 @@ def missing(peer: Peer) -> str:
             return f"the Python package {package!r} is not installed: {peer.install}"
     if peer.program and shutil.which(peer.program) is None:
         return f"there is no program {peer.program!r} on the PATH: {peer.install}"
-    settings = {environment_name(each.name) for each in dataclasses.fields(Settings)}
-    for name in sorted(peer.environment.keys() - settings - {native.VARIABLE}):
-        return f"this potluck has no setting {name}"
-    for name in sorted(
-        peer.arguments.keys() - inspect.signature(Collectives.all_reduce).parameters
-    ):
-        return f"this potluck's all_reduce has no argument {name!r}"
     return ""
 
 

@@ -11,7 +11,6 @@ import json
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -66,13 +65,15 @@ class OnCluster(Here):
     is_one_machine = False
 
     def __init__(self, peers: Sequence[str], rank: int) -> None:
+        from potluck.backends.addresses import address_towards
         from potluck.backends.ring import parse_address
         from potluck.context import init
 
         self._hosts = [parse_address(peer)[0] for peer in peers]
         self._ctx = init("ring", peers=peers, rank=rank, timeout_s=_MEET_S)
         self.rank, self.world_size = self._ctx.rank, self._ctx.world_size
-        self.interface = interface_towards(self._hosts[self.rank - 1])
+        mine = address_towards(self._hosts[self.rank - 1], 9)
+        self.interface = interface_of(mine or "") or self.interface
 
     def ranks(self, world_size: int) -> Sequence[int]:
         return (self.rank,)
@@ -111,22 +112,8 @@ class OnCluster(Here):
     def __enter__(self) -> OnCluster:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def interface_towards(host: str) -> str:
-    """The network interface through which this machine reaches ``host``."""
-    kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing: the system only picks a route
-        mine = probe.getsockname()[0]
-    return interface_of(mine) or Here.interface
 
 
 @contextlib.contextmanager

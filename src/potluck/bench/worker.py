@@ -123,9 +123,7 @@ def resident(*, peak: bool = False) -> int | None:
     """Bytes of this process in memory without shared memory; the highest value with it, if
     ``peak``. None where the system does not tell."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        facts = {name: value for name, _, value in (line.partition(":") for line in lines)}
-        kib = {name: int(facts[name].split()[0]) for name in ("VmHWM", "VmRSS", "RssShmem")}
+        kib = _kib("status", "VmHWM", "VmRSS", "RssShmem")
     except (OSError, KeyError):
         return None
     return (kib["VmHWM"] if peak else kib["VmRSS"] - kib["RssShmem"]) * 1024
@@ -135,16 +133,17 @@ def others_part_of_shared_memory() -> int:
     """Bytes of shared memory that this process has mapped, less its part: what n processes have
     mapped counts to one n-th for each."""
     try:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        status = Path("/proc/self/status").read_text().splitlines()
-        kib = {
-            name: int(value.split()[0])
-            for name, _, value in (line.partition(":") for line in [*lines[1:], *status])
-            if name in ("Pss_Shmem", "RssShmem")
-        }
-        return max(0, kib["RssShmem"] - kib["Pss_Shmem"]) * 1024
+        kib = _kib("status", "RssShmem") | _kib("smaps_rollup", "Pss_Shmem")
     except (OSError, KeyError):
         return 0
+    return max(0, kib["RssShmem"] - kib["Pss_Shmem"]) * 1024
+
+
+def _kib(file: str, *names: str) -> dict[str, int]:
+    """Figures in KiB of this process, by their names in ``/proc/self/FILE``."""
+    lines = Path("/proc/self", file).read_text().splitlines()
+    facts = {name: value for name, _, value in (line.partition(":") for line in lines)}
+    return {name: int(facts[name].split()[0]) for name in names}
 
 
 def reset_peak() -> None:

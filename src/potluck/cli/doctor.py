@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
 
 from potluck import native
 from potluck.cli.files import print_json
+from potluck.optional import installed
 
 _OPTIONAL = {"torch": "torch", "scikit-learn": "sklearn", "mpi4py": "mpi", "matplotlib": "bench"}
 """Packages by name, with the extra that brings each."""
@@ -32,15 +32,15 @@ def doctor(
     typer.echo(f"{'engine':<12}  {native.describe()}")
     if native.available:
         typer.echo(f"{'kernels':<12}  {found['kernels']}")
-    for name, installed in found["packages"].items():
+    for name, version in found["packages"].items():
         wanted = f"not installed: pip install 'potluck[{_OPTIONAL[name]}]'"
-        typer.echo(f"{name:<12}  {installed or wanted}")
+        typer.echo(f"{name:<12}  {version or wanted}")
 
 
 def examine() -> dict[str, Any]:
     """The facts, ready for JSON."""
     return {
-        "potluck": version("potluck"),
+        "potluck": installed("potluck"),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "engine": "native" if native.available else "python",
@@ -48,12 +48,5 @@ def examine() -> dict[str, Any]:
         "kernels": native.core.kernel_set() if native.available else "numpy",
         "cpu": native.core.cpu_features() if native.available else [],
         "tls": "openssl" if native.available and native.core.has_openssl else "python",
-        "packages": {name: _installed(name) for name in _OPTIONAL},
+        "packages": {name: installed(name) or None for name in _OPTIONAL},
     }
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from potluck.checkpoint.state import State
 from potluck.checkpoint.store import CheckpointStore, Part
 from potluck.errors import CheckpointError
+from potluck.optional import installed
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -73,11 +73,8 @@ def _write(ctx: DistributedContext, store: CheckpointStore, state: State, step: 
 def world_facts(ctx: DistributedContext) -> dict[str, Any]:
     """What is worth knowing of the world a checkpoint comes from; plain JSON values."""
     versions = {"python": platform.python_version()}
-    for package in ("potluck", "torch", "numpy"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    found = {package: installed(package) for package in ("potluck", "torch", "numpy")}
+    versions |= {package: version for package, version in found.items() if version}
     return {
         "world_size": ctx.world_size,
         "group_epoch": ctx.epoch,

@@ -29,32 +29,17 @@ class Gloo:
         tensor = torch.from_numpy(mine)
         part = torch.empty(mine.size // self.world_size)
         whole = torch.empty(mine.size * self.world_size if operation == "all-gather" else mine.size)
-        match operation:
-            case "all-reduce":
-                return Case(partial(dist.all_reduce, tensor), tensor.numpy, mine.nbytes)
-            case "broadcast":
-                return Case(partial(dist.broadcast, tensor, 0), tensor.numpy, mine.nbytes)
-            case "reduce":
-                return Case(partial(dist.reduce, tensor, 0), tensor.numpy, mine.nbytes)
-            case "reduce-scatter":
-                return Case(
-                    partial(dist.reduce_scatter_tensor, part, tensor),
-                    part.numpy,
-                    mine.nbytes + part.nbytes,
-                )
-            case "all-gather":
-                return Case(
-                    partial(dist.all_gather_into_tensor, whole, tensor),
-                    whole.numpy,
-                    mine.nbytes + whole.nbytes,
-                )
-            case "all-to-all":
-                return Case(
-                    partial(dist.all_to_all_single, whole, tensor),
-                    whole.numpy,
-                    mine.nbytes + whole.nbytes,
-                )
-        return None
+        call, result = {
+            "all-reduce": (partial(dist.all_reduce, tensor), tensor),
+            "broadcast": (partial(dist.broadcast, tensor, 0), tensor),
+            "reduce": (partial(dist.reduce, tensor, 0), tensor),
+            "reduce-scatter": (partial(dist.reduce_scatter_tensor, part, tensor), part),
+            "all-gather": (partial(dist.all_gather_into_tensor, whole, tensor), whole),
+            "all-to-all": (partial(dist.all_to_all_single, whole, tensor), whole),
+        }[operation]
+        return Case(
+            call, result.numpy, mine.nbytes + (result.nbytes if result is not tensor else 0)
+        )
 
     def barrier(self) -> None:
         dist.barrier()

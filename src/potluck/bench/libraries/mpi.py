@@ -23,30 +23,18 @@ class Mpi:
         part = np.empty(mine.size // self.world_size, np.float32)
         count = mine.size * self.world_size if operation == "all-gather" else mine.size
         whole = np.empty(count, np.float32)
-        is_root = self.rank == 0
-        match operation:
-            case "all-reduce":
-                return Case(partial(comm.Allreduce, MPI.IN_PLACE, mine), lambda: mine, mine.nbytes)
-            case "broadcast":
-                return Case(partial(comm.Bcast, mine), lambda: mine, mine.nbytes)
-            case "reduce":
-                send, receive = (MPI.IN_PLACE, mine) if is_root else (mine, None)
-                return Case(partial(comm.Reduce, send, receive), lambda: mine, mine.nbytes)
-            case "reduce-scatter":
-                return Case(
-                    partial(comm.Reduce_scatter_block, mine, part),
-                    lambda: part,
-                    mine.nbytes + part.nbytes,
-                )
-            case "all-gather":
-                return Case(
-                    partial(comm.Allgather, mine, whole), lambda: whole, mine.nbytes + whole.nbytes
-                )
-            case "all-to-all":
-                return Case(
-                    partial(comm.Alltoall, mine, whole), lambda: whole, mine.nbytes + whole.nbytes
-                )
-        return None
+        send, receive = (MPI.IN_PLACE, mine) if self.rank == 0 else (mine, None)
+        call, result = {
+            "all-reduce": (partial(comm.Allreduce, MPI.IN_PLACE, mine), mine),
+            "broadcast": (partial(comm.Bcast, mine), mine),
+            "reduce": (partial(comm.Reduce, send, receive), mine),
+            "reduce-scatter": (partial(comm.Reduce_scatter_block, mine, part), part),
+            "all-gather": (partial(comm.Allgather, mine, whole), whole),
+            "all-to-all": (partial(comm.Alltoall, mine, whole), whole),
+        }[operation]
+        return Case(
+            call, lambda: result, mine.nbytes + (result.nbytes if result is not mine else 0)
+        )
 
     def barrier(self) -> None:
         self._comm.Barrier()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,14 +24,15 @@ class Ours:
         self.rank, self.world_size = ctx.rank, ctx.world_size
 
     def prepare(self, operation: str, mine: Floats) -> Case | None:
-        ctx, arguments = self.ctx, self._arguments
+        ctx = self.ctx
         parts = mine.reshape(self.world_size, -1) if mine.size % self.world_size == 0 else mine
-        if operation == "all-reduce":
-            return Case(partial(ctx.all_reduce, mine, **arguments), lambda: mine, mine.nbytes)
-        if operation == "broadcast":
-            return Case(partial(ctx.broadcast, mine), lambda: mine, mine.nbytes)
-        if operation == "reduce":
-            return Case(partial(ctx.reduce, mine), lambda: mine, mine.nbytes)
+        in_place: dict[str, Callable[[], object]] = {
+            "all-reduce": partial(ctx.all_reduce, mine, **self._arguments),
+            "broadcast": partial(ctx.broadcast, mine),
+            "reduce": partial(ctx.reduce, mine),
+        }
+        if operation in in_place:
+            return Case(in_place[operation], lambda: mine, mine.nbytes)
         count = mine.size * self.world_size if operation == "all-gather" else mine.size
         out = np.empty(
             count // self.world_size if operation == "reduce-scatter" else count, np.float32

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
+from potluck.optional import installed
 from potluck.wire.names import Versions
 
 
@@ -15,9 +15,9 @@ def own_versions() -> Versions:
     """The versions in this interpreter. Imports none of the packages; costs some milliseconds."""
     return Versions(
         python=platform.python_version(),
-        potluck=_installed("potluck"),
-        torch=_installed("torch").partition("+")[0],  # +cpu and +cu128 are one release
-        numpy=_installed("numpy"),
+        potluck=installed("potluck"),
+        torch=installed("torch").partition("+")[0],  # +cpu and +cu128 are one release
+        numpy=installed("numpy"),
         machine=platform.machine(),
         byte_order=sys.byteorder,
     )
@@ -47,10 +47,3 @@ def differences(name: str, mine: Versions, theirs: Versions) -> list[str]:
 
 def _minor(python: str) -> str:
     return ".".join(python.split(".")[:2])
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
