@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from potluck.checkpoint.state import Entry, decode_entries
 from potluck.errors import CheckpointError
@@ -18,53 +20,54 @@ FORMAT = 2
 MAX_BYTES = 64 << 20
 
 
-def describe(file: str, data: bytes, entries: dict[str, Entry]) -> dict[str, Any]:
+class File(msgspec.Struct, frozen=True):
+    """One file of a checkpoint: its plain name, its size, and the hashes of all of it and of each
+    tensor in it."""
+
+    file: Annotated[str, msgspec.Meta(pattern=r"^[^/]+\Z")]
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+    sha3_256: str
+    tensors: dict[str, str]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The checkpoint of ``step``; ``facts`` are those of the world that wrote it."""
+
+    format: int
+    step: int
+    facts: dict[str, Any]
+    parts: Annotated[list[File], msgspec.Meta(min_length=1)]
+
+
+Sealed = TypeVar("Sealed", File, Manifest)
+
+
+def describe(file: str, data: bytes, entries: dict[str, Entry]) -> File:
     """What a manifest says of one file that holds ``entries`` as ``data``."""
-    return {
-        "file": file,
-        "bytes": len(data),
-        "sha3_256": hashlib.sha3_256(data).hexdigest(),
-        "tensors": {name: entry.sha3_256() for name, entry in entries.items()},
-    }
+    hashes = {name: entry.sha3_256() for name, entry in entries.items()}
+    return File(file, len(data), hashlib.sha3_256(data).hexdigest(), hashes)
 
 
-def make(step: int, parts: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of the checkpoint of ``step`` that consists of ``parts``."""
-    return {"format": FORMAT, "step": step, "facts": facts, "parts": parts}
-
-
-def seal(body: dict[str, Any]) -> bytes:
-    """``body`` as JSON, with a hash of itself."""
+def seal(sealed: File | Manifest) -> bytes:
+    """``sealed`` as JSON, with a hash of itself."""
+    body = msgspec.to_builtins(sealed)
     return json.dumps({"manifest": body, "sha3_256": _hash(body)}, indent=1).encode()
 
 
-def unseal(data: bytes, path: Path) -> dict[str, Any]:
-    """The manifest in ``data``, which may be damaged: then CheckpointError."""
-    body = _open(data, path)
+def unseal(data: bytes, path: Path, kind: type[Sealed]) -> Sealed:
+    """What ``seal`` made ``data`` of; CheckpointError if it is damaged, or of another format."""
     try:
-        if body["format"] != FORMAT:
+        sealed = json.loads(data)
+        body: dict[str, Any] = sealed["manifest"]
+        if sealed["sha3_256"] != _hash(body):
+            raise CheckpointError(f"{path} is damaged: it does not have the hash it names")
+        if kind is Manifest and body["format"] != FORMAT:
             raise CheckpointError(
                 f"{path} has format {body['format']}; this potluck reads {FORMAT}"
             )
-        if not isinstance(body["step"], int) or not isinstance(body["facts"], dict):
-            raise TypeError("step is no number or facts are none")
-        if not isinstance(body["parts"], list) or not body["parts"]:
-            raise TypeError("it lists no files")
-        for part in body["parts"]:
-            _check_part(part)
-    except (ValueError, KeyError, TypeError) as error:
+        return msgspec.convert(body, kind)
+    except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path} is not a manifest: {error!r:.200}") from error
-    return body
-
-
-def unseal_part(data: bytes, path: Path) -> dict[str, Any]:
-    """What one rank has sealed of its part; CheckpointError if it is damaged."""
-    part = _open(data, path)
-    try:
-        _check_part(part)
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} describes no part: {error!r:.200}") from error
-    return part
 
 
 def damage(data: bytes, hashes: dict[str, str]) -> str:
@@ -77,25 +80,5 @@ def damage(data: bytes, hashes: dict[str, str]) -> str:
     return f"tensor {bad[0]!r} has the wrong hash" if bad else "its header has the wrong hash"
 
 
-def _hash(body: dict[str, Any]) -> str:
+def _hash(body: Any) -> str:
     return hashlib.sha3_256(json.dumps(body, indent=1).encode()).hexdigest()
-
-
-def _open(data: bytes, path: Path) -> dict[str, Any]:
-    try:
-        sealed = json.loads(data)
-        body: dict[str, Any] = sealed["manifest"]
-        if sealed["sha3_256"] != _hash(body):
-            raise CheckpointError(f"{path} is damaged: it does not have the hash it names")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a manifest: {error!r:.200}") from error
-    return body
-
-
-def _check_part(part: dict[str, Any]) -> None:
-    if not isinstance(part["bytes"], int) or part["bytes"] < 0:
-        raise TypeError("bytes is no length")
-    if not isinstance(part["file"], str) or Path(part["file"]).name != part["file"]:
-        raise TypeError("file is no plain name")
-    if not isinstance(part["tensors"], dict) or not isinstance(part["sha3_256"], str):
-        raise TypeError("tensors or sha3_256 are impossible")

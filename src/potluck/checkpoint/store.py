@@ -31,6 +31,7 @@ from typing import Any
 
 from potluck.checkpoint import files, manifest
 from potluck.checkpoint.files import TEMPORARY
+from potluck.checkpoint.manifest import File, Manifest
 from potluck.checkpoint.shards import assign
 from potluck.checkpoint.state import (
     Entry,
@@ -226,25 +227,25 @@ class CheckpointStore:
             stem = f"{number:06d}-step-{job.step}"
             first = self._write_file(job, stem, directory_fd)
             parts = [first, *self._await_parts(job, stem)]
-            whole = manifest.make(job.step, parts, job.facts)
+            whole = Manifest(manifest.FORMAT, job.step, job.facts, parts)
             files.write(self.directory / f"{stem}.json", manifest.seal(whole), directory_fd)
             for seal in self.directory.glob(f"{stem}.part-*.json"):
                 seal.unlink()
             self._prune()
-            return self.directory / str(first["file"])
+            return self.directory / first.file
 
     def _write_part(self, job: _Job, part: Part) -> Path:
         fd = os.open(self.directory, os.O_RDONLY)
         try:
             stem = f"{part.number:06d}-step-{job.step}"
             written = self._write_file(job, stem, fd)
-            path = self.directory / str(written["file"])
+            path = self.directory / written.file
             files.write(path.with_suffix(".json"), manifest.seal(written), fd)
             return path
         finally:
             os.close(fd)
 
-    def _write_file(self, job: _Job, stem: str, directory_fd: int) -> dict[str, Any]:
+    def _write_file(self, job: _Job, stem: str, directory_fd: int) -> File:
         if job.part is not None and job.part.of > 1:
             stem += f".part-{job.part.index + 1}-of-{job.part.of}"
         is_first = job.part is None or job.part.index == 0
@@ -253,7 +254,7 @@ class CheckpointStore:
         files.write(path, data, directory_fd)
         return manifest.describe(path.name, data, job.entries)
 
-    def _await_parts(self, job: _Job, stem: str) -> list[dict[str, Any]]:
+    def _await_parts(self, job: _Job, stem: str) -> list[File]:
         """What the other ranks have sealed, once all of them have."""
         if job.part is None:
             return []
@@ -273,11 +274,13 @@ class CheckpointStore:
                 )
             job.given_up.wait(_POLL_S)  # a shared file system tells nobody what has come
         seals = [self.directory / f"{name}.json" for name in names]
-        parts = [manifest.unseal_part(files.read(path, manifest.MAX_BYTES), path) for path in seals]
+        parts = [
+            manifest.unseal(files.read(path, manifest.MAX_BYTES), path, File) for path in seals
+        ]
         for part in parts:
-            size = (self.directory / part["file"]).stat().st_size
-            if size != part["bytes"]:
-                raise CheckpointError(f"{part['file']} has {size} bytes of {part['bytes']}")
+            size = (self.directory / part.file).stat().st_size
+            if size != part.bytes:
+                raise CheckpointError(f"{part.file} has {size} bytes of {part.bytes}")
         return parts
 
     def _sweep(self, up_to: int) -> None:
@@ -302,25 +305,25 @@ class CheckpointStore:
 
     def _load(self, stem: str) -> Checkpoint:
         path = self.directory / f"{stem}.json"
-        found = manifest.unseal(files.read(path, manifest.MAX_BYTES), path)
+        found = manifest.unseal(files.read(path, manifest.MAX_BYTES), path, Manifest)
         tree: Any = None
         entries: dict[str, Entry] = {}
-        for index, part in enumerate(found["parts"]):
+        for index, part in enumerate(found.parts):
             own_tree, own = decode_entries(self._read_part(part))
             if own.keys() & entries.keys():
-                raise CheckpointError(f"{part['file']} holds what another part holds too")
+                raise CheckpointError(f"{part.file} holds what another part holds too")
             entries |= own
             tree = own_tree if index == 0 else tree
-        first = self.directory / found["parts"][0]["file"]
-        return Checkpoint(found["step"], unflatten(tree, entries), first, found["facts"])
+        first = self.directory / found.parts[0].file
+        return Checkpoint(found.step, unflatten(tree, entries), first, found.facts)
 
-    def _read_part(self, part: dict[str, Any]) -> bytes:
-        path = self.directory / part["file"]
-        data = files.read(path, part["bytes"])
-        if len(data) != part["bytes"]:
-            raise CheckpointError(f"{path} has {len(data)} bytes; {part['bytes']} are expected")
-        if hashlib.sha3_256(data).hexdigest() != part["sha3_256"]:
-            raise CheckpointError(f"{path} is damaged: {manifest.damage(data, part['tensors'])}")
+    def _read_part(self, part: File) -> bytes:
+        path = self.directory / part.file
+        data = files.read(path, part.bytes)
+        if len(data) != part.bytes:
+            raise CheckpointError(f"{path} has {len(data)} bytes; {part.bytes} are expected")
+        if hashlib.sha3_256(data).hexdigest() != part.sha3_256:
+            raise CheckpointError(f"{path} is damaged: {manifest.damage(data, part.tensors)}")
         return data
 
     # ------------------------------------------------------------ names
