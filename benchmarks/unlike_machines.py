@@ -200,7 +200,7 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
         def on_train_begin(self, job: ElasticLoop) -> None:
             self.job = job
             if self.plan is not None:
-                job._core._pace.plan = self.plan
+                job._pace.plan = self.plan
             self.last = time.perf_counter()
 
         def on_step_end(self, step: int, loss: float) -> None:

@@ -69,10 +69,10 @@ class Training:
         )
 
     def run(self) -> Training:
-        core = self.job._core
+        core = self.job
         for x, y, index in self.job:
             with self.job.step():
-                share, batch = core.share, core.batch
+                share, batch = core._share, core._batch
                 assert share is not None
                 assert batch is not None
                 self.optimizer.zero_grad()
@@ -224,7 +224,7 @@ def test_what_the_loop_measures_is_the_papers_estimate() -> None:
     def work(ctx: DistributedContext) -> tuple[float, float, int]:
         training = Training(ctx, BATCHES, batch_size=12, epochs=1)
         told: list[tuple[float, float]] = []
-        training.job._core.saw_noise = lambda *pair: told.append(pair)  # type: ignore[method-assign]
+        training.job.saw_noise = lambda *pair: told.append(pair)  # type: ignore[method-assign]
         training.run()
         return (*told[0], ctx.rank)
 
@@ -254,7 +254,7 @@ def test_the_loops_noise_scale_is_that_of_the_data_on_unequal_shares() -> None:
         """Shares of 5, 5 and 2."""
 
         def on_train_begin(self, job: ElasticLoop) -> None:
-            job._core._pace.plan = Plan((Cost(0.0, 1.0), Cost(0.0, 1.0), Cost(0.0, 2.5)))
+            job._pace.plan = Plan((Cost(0.0, 1.0), Cost(0.0, 1.0), Cost(0.0, 2.5)))
 
     def work(ctx: DistributedContext) -> ElasticLoop:
         model = DDP(nn.Linear(4, 1, bias=False).double(), ctx)
@@ -279,7 +279,7 @@ def test_the_loops_noise_scale_is_that_of_the_data_on_unequal_shares() -> None:
 
     for job in run_world(3, work):
         assert job.shares == (5, 5, 2)
-        estimate = job._core._progress.noise
+        estimate = job._progress.noise
         # 200 steps: standard errors of about 0.15 and 0.7.
         assert estimate.signal == pytest.approx(signal, abs=0.3)
         assert estimate.noise == pytest.approx(noise, abs=1.4)

@@ -87,7 +87,7 @@ class Training:
                 self.job.log(loss=loss)
                 self.optimizer.step()
                 self.scheduler.step()
-                share = self.job._core.share
+                share = self.job._share
                 assert share is not None
                 self.taken[step] = index[: share.num_samples].tolist()
             if self.always:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,11 +21,10 @@ from potluck.torch.ddp import DistributedDataParallel
 from potluck.torch.replica import TorchReplica, parameter_hash
 from potluck.training import elastic
 from potluck.training.policy import Policy
-from potluck.training.record import Recorded
 from potluck.training.sampler import Schedule, Share
 
 
-class ElasticLoop(Recorded):
+class ElasticLoop(elastic.ElasticLoop):
     """Mini-batches of ``dataset``, and steps that count on all ranks or on none.
 
         job = ElasticLoop(model, optimizer, dataset, batch_size=64, epochs=10)
@@ -84,7 +82,6 @@ class ElasticLoop(Recorded):
     ) -> None:
         if ctx is None:
             ctx = model.ctx if isinstance(model, DistributedDataParallel) else init()
-        self.ctx = ctx
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for each in optimizers:
             if not isinstance(each, Optimizer):
@@ -96,29 +93,25 @@ class ElasticLoop(Recorded):
         self._model = model
         self._dataset = dataset
         self._collate = collate
-        schedule = Schedule(len(dataset), batch_size, epochs, seed, shuffle)
-        replica = TorchReplica(model, optimizers, also or {})
-        self._core = elastic.ElasticLoop(
-            self.ctx,
-            schedule,
-            replica,
+        super().__init__(
+            ctx,
+            Schedule(len(dataset), batch_size, epochs, seed, shuffle),
+            TorchReplica(model, optimizers, also or {}),
             checkpoint=checkpoint,
             policy=policy,
             callbacks=callbacks,
         )
-        self._core.face = self
-        self._record = self._core.record
         batching = policy is not None and policy.batching is not None
         self._probe = NoiseProbe(model) if batching else None
         scalers = [each for each in (also or {}).values() if isinstance(each, GradScaler)]
         self._scaler = scalers[0] if scalers else None
         for scaler in scalers:
-            scaler.attach(optimizers, partial(self._core.commit, skipped=True))
+            scaler.attach(optimizers, partial(super().commit, skipped=True))
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer_step)
 
     def __iter__(self) -> Iterator[Any]:
-        for share in self._core:
+        for share in super().__iter__():
             if self.ctx.world_size > 1 and not isinstance(self._model, DistributedDataParallel):
                 raise ValueError(
                     f"{self.ctx.world_size} workers train {type(self._model).__name__}, but its "
@@ -133,50 +126,22 @@ class ElasticLoop(Recorded):
         if self._probe is not None:
             self._probe.close()  # another loop may train the model on
 
-    def step(self) -> AbstractContextManager[None]:
-        """The block of one step. It ends early, without an error, if the step must be repeated.
-
-        RuntimeError outside of a loop over the job. Any error of the script's own in the block is
-        told to all other ranks, which raise RemoteError.
-        """
-        return self._core.step()
-
     def log(self, **facts: Any) -> None:
         """Report facts. ``loss``, before ``optimizer.step()``, becomes the loss of all ranks.
 
         Outside of a step the facts are those of the whole training: ``test_accuracy=0.98``.
         """
-        self._core.log(**{k: v.detach() if isinstance(v, Tensor) else v for k, v in facts.items()})
+        super().log(**{k: v.detach() if isinstance(v, Tensor) else v for k, v in facts.items()})
 
-    def commit(self, *, loss: float | None = None, ok: bool = True) -> None:
-        """What ``optimizer.step()`` does first, for blocks that apply something else."""
-        core = self._core
-        core.commit(loss=loss, ok=ok)
-        if self._probe is not None and core.share is not None and core.batch is not None:
+    def commit(self, *, loss: float | None = None, ok: bool = True, skipped: bool = False) -> None:
+        """What ``optimizer.step()`` does first, for blocks that apply something else; ``skipped``
+        (the same on all ranks), for those that apply nothing."""
+        super().commit(loss=loss, ok=ok, skipped=skipped)
+        if self._probe is not None and self._share is not None and self._batch is not None:
             factor = 1.0 if self._scaler is None else self._scaler.factor
-            seen = self._probe.take(core.share, core.batch, factor)
+            seen = self._probe.take(self._share, self._batch, factor)
             if seen is not None:
-                core.saw_noise(*seen)
-
-    def average(self, **metrics: Any) -> dict[str, float]:
-        """The means of ``metrics`` over all ranks: in a step by samples, else by equal parts.
-
-        Every rank must call it with the same names; in a step before ``optimizer.step()``.
-        """
-        return self._core.average(**metrics)
-
-    def save(self) -> None:
-        """Write a checkpoint now: model, optimizers, ``also``, position, random state.
-
-        Every rank must call it, between steps. CheckpointError on all ranks if one could not
-        write; of an asynchronous store, if its last save could not.
-        """
-        self._core.save()
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """How many samples of a full batch each rank gets, in rank order."""
-        return self._core.shares
+                self.saw_noise(*seen)
 
     def parameter_hash(self) -> str:
         """Hex SHA3-256 of the model's parameters: equal on all ranks, bit by bit."""
@@ -191,7 +156,7 @@ class ElasticLoop(Recorded):
         return self._collate([self._dataset[index] for index in indices])
 
     def _before_optimizer_step(self, _: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._core.in_step:
+        if not self._open:
             return
         # args begins with the optimizer itself.
         if any(value is not None for value in (*args[1:], *kwargs.values())):

@@ -40,7 +40,7 @@ from potluck.training.metrics import average
 from potluck.training.pace import Pace
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
-from potluck.training.record import Record, Recorded
+from potluck.training.record import Record
 from potluck.training.replica import Replica
 from potluck.training.sampler import Batch, Schedule, Share
 from potluck.training.shares import EQUAL, apportion
@@ -60,7 +60,7 @@ class _Repeat(BaseException):
     """Leaves the block of a step that does not count; no ``except Exception`` stops it."""
 
 
-class ElasticLoop(Recorded):
+class ElasticLoop(Record):
     """Iterate over the loop for this rank's [Share][potluck.training.Share] of each step.
 
         job = ElasticLoop(ctx, Schedule(60_000, 64, epochs=3), StateReplica(get_state, set_state))
@@ -98,13 +98,10 @@ class ElasticLoop(Recorded):
         callbacks: Sequence[object] = (),
     ) -> None:
         self.ctx = ctx
-        self.face: Any = self
-        """What callbacks get as the job: this loop, or the one that is built around it."""
         self._replica = replica
         self._policy = policy or Policy()
         self._callbacks = Callbacks(callbacks)
-        self._progress = Progress(schedule, self._policy.batching)
-        self._record = Record(self._progress)
+        super().__init__(Progress(schedule, self._policy.batching))
         self._agreement = Agreement(ctx, self._progress, replica, checkpoint)
         self._pace = Pace(self._policy)
         self._attempts = 0
@@ -132,36 +129,16 @@ class ElasticLoop(Recorded):
         return apportion(self.batch_size, costs)
 
     @property
-    def record(self) -> Record:
-        """The values of this loop, for the loop that is built around it."""
-        return self._record
-
-    @property
     def done(self) -> bool:
         """Whether every sample of every epoch is committed."""
         return self._agreement.has_state and self._progress.done
-
-    @property
-    def in_step(self) -> bool:
-        """Whether the block of a step is open."""
-        return self._open
-
-    @property
-    def share(self) -> Share | None:
-        """What this rank computes on in the step under way."""
-        return self._share
-
-    @property
-    def batch(self) -> Batch | None:
-        """What all ranks together compute on in the step under way."""
-        return self._batch
 
     def __iter__(self) -> Iterator[Share]:
         while True:
             self._settle(at_step=True)
             if not self._begun:
                 self._begun = True
-                self._tell("on_train_begin", self.face)
+                self._tell("on_train_begin", self)
             if self.done:
                 break
             batch = self._progress.batch()
@@ -188,7 +165,7 @@ class ElasticLoop(Recorded):
             self.ctx.begin_step(self.step_number)
             yield
             if not self._counted:
-                self.commit()
+                ElasticLoop.commit(self)
             self._measure()
         except _Repeat:
             self._rerun()
@@ -228,7 +205,8 @@ class ElasticLoop(Recorded):
     def save(self) -> None:
         """Write a checkpoint now. Every rank must call it, after a step or before the first.
 
-        CheckpointError on all ranks if one could not write; ValueError without a place for it.
+        CheckpointError on all ranks if one could not write (of an asynchronous store: if its last
+        save could not); ValueError without a place for it.
         """
         if self._share is not None:  # the group may change here, and with it this rank's share
             raise RuntimeError(
@@ -329,8 +307,8 @@ class ElasticLoop(Recorded):
         else:
             self._is_typical = len(self.losses) > 1  # the first step also warms up
         rate = self._share.num_samples / max(now - self._began, 1e-9)
-        known = self._record.samples_per_s
-        self._record.samples_per_s = 0.9 * known + 0.1 * rate if known else rate
+        known = self.samples_per_s
+        self.samples_per_s = 0.9 * known + 0.1 * rate if known else rate
         if not math.isnan(loss):
             self._told["loss"] = loss
         self.ctx.report(
@@ -371,7 +349,7 @@ class ElasticLoop(Recorded):
 
     def _rerun(self) -> None:
         self._replica.undo()
-        self._record.num_reruns += 1
+        self.num_reruns += 1
 
     def _lost(self, error: GroupError) -> None:
         """Note that the group is over; raise ``error`` if there is no use in another."""
@@ -431,7 +409,7 @@ class ElasticLoop(Recorded):
             recoveries=list(self.recoveries),
             parameter_hash=self._replica.fingerprint(),
         )
-        self._tell("on_train_end", self.face)
+        self._tell("on_train_end", self)
 
 
 def _plain(value: Any) -> Any:
