@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+import msgspec
 
 from potluck import hints
 
@@ -52,7 +55,7 @@ class Member:
     worker: str
     node: str = ""
     host: str = ""
-    port: int = 0
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     local_rank: int = 0
 
     def __str__(self) -> str:

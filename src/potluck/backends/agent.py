@@ -14,16 +14,15 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Hashable
 from typing import Any
 
 from potluck.backends.agent_link import AgentLink, agent_address, check_free, leave
-from potluck.backends.agent_waits import LongWaits
 from potluck.backends.last_words import LastWords, is_group_error, may_follow_from_a_loss
-from potluck.backends.tcp import TcpBase, is_port_taken
+from potluck.backends.tcp import TcpBase
 from potluck.engine.communicator import Communicator
 from potluck.errors import (
     AgentLost,
-    ConfigurationError,
     Evicted,
     GroupError,
     OperationTimeout,
@@ -35,7 +34,6 @@ from potluck.errors import (
 from potluck.settings import Settings, load_settings
 from potluck.types import Group
 from potluck.wire import control
-from potluck.wire.messages import Hello
 
 FIRST_VIEW_S = 600.0
 """How long the first view may take: other workers may still be importing, or be started again."""
@@ -52,7 +50,7 @@ class AgentBackend:
     def __init__(self, *, settings: Settings | None = None, elastic: bool = True) -> None:
         """``elastic``: the script goes on in another group when one ends; else the agent starts all
         workers again."""
-        host, port = agent_address()
+        agent_address()
         self.elastic = elastic
         self.job = os.environ.get("POTLUCK_JOB", "")
         self.worker = os.environ.get("POTLUCK_WORKER", "")
@@ -65,7 +63,6 @@ class AgentBackend:
         self._stopped: PotluckError | None = None
         self._communicator: Communicator | None = None
         self._asking_after: int | None = None
-        self._waits = LongWaits()
         self._chaos_steps: frozenset[int] = frozenset()
         self._chaos_done = -1
         self._step = -1
@@ -73,19 +70,12 @@ class AgentBackend:
         self._has_reformed = False
         self._base = _listening(settings or load_settings(), self._local_rank)
         self.switchboard = self._base.switchboard
-        credentials = self._base.credentials
-        hello = Hello(
-            kind="control", namespace=credentials.namespace, job=self.job, worker=self.worker
-        )
         try:
             self._talk = AgentLink(
-                host,
-                port,
-                hello,
-                credentials,
+                self._base.credentials,
                 take=self.take,
-                look=self.look,
-                on_lost=self.lost_agent,
+                ongoing=self._ongoing,
+                on_lost=self._lost_agent,
             )
         except BaseException:
             self._base.close()
@@ -280,21 +270,18 @@ class AgentBackend:
             return self._request(asking, None)
         return None
 
-    def look(self) -> control.FromWorker | None:
-        """Called regularly: the message to the agent if an operation does not end, else None."""
+    def _ongoing(self) -> tuple[int, list[Hashable]]:
         communicator = self._communicator
         if communicator is None or communicator.error is not None:
-            return None
+            return 0, []
         epoch = communicator.group.epoch
-        names = [(epoch, name) for name in communicator.ongoing()]
-        is_long = self._waits.is_long(names, time.monotonic())
-        return control.Waiting(self.worker, epoch) if is_long else None
+        return epoch, [(epoch, name) for name in communicator.ongoing()]
 
-    def lost_agent(self, cause: Exception) -> None:
+    def _lost_agent(self, error: AgentLost) -> None:
         """The control link ended without a close, or its thread in this process broke."""
         with self._changed:
             if self._stopped is None:
-                self._stop(AgentLost(f"the agent that started this worker is lost: {cause}"))
+                self._stop(error)
 
     def _unreachable(self, error: GroupError) -> None:
         """This worker's listener broke, so no rank could link to it in any later group: the job
@@ -335,10 +322,6 @@ def _listening(settings: Settings, local_rank: int) -> TcpBase:
     """The listener of a worker: on the loopback, or, if the agent says so, for all nodes of the
     cluster; then on the port of the settings, which firewalls may know, if it is free."""
     host = os.environ.get("POTLUCK_BIND", "127.0.0.1")
-    if host != "127.0.0.1" and settings.gradient_port:
-        try:
-            return TcpBase(host, settings.gradient_port + local_rank, settings)
-        except ConfigurationError as error:
-            if not is_port_taken(error):
-                raise
-    return TcpBase(host, 0, settings)
+    is_told = host != "127.0.0.1" and settings.gradient_port
+    port = settings.gradient_port + local_rank if is_told else 0
+    return TcpBase.on_port_or_any(host, port, settings)

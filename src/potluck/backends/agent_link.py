@@ -13,14 +13,15 @@ import logging
 import os
 import signal
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from potluck.backends.agent_waits import LOOK_EVERY_S
-from potluck.background import Tasks, start_task, start_thread, why
+from potluck.backends.agent_waits import LOOK_EVERY_S, LongWaits
+from potluck.background import Tasks, start_task, start_thread, stop, why
 from potluck.cluster.links.control import ControlLink
-from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.errors import AgentLost, ConfigurationError, LinkError, PotluckError
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire import control
@@ -140,31 +141,30 @@ class AgentLink:
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        hello: Hello,
         credentials: Credentials,
         *,
         take: Callable[[control.FromAgent], control.FromWorker | None],
-        look: Callable[[], control.FromWorker | None],
-        on_lost: Callable[[PotluckError], None],
+        ongoing: Callable[[], tuple[int, Iterable[Hashable]]],
+        on_lost: Callable[[AgentLost], None],
     ) -> None:
-        """Connects; LinkError, Refused or a SecurityError if that fails.
+        """Connects to the agent that POTLUCK_AGENT names, as the worker that POTLUCK_JOB and
+        POTLUCK_WORKER name; LinkError, Refused or a SecurityError if that fails.
 
-        On the link's thread, ``take`` gets each message (and may answer it), ``look`` is called
-        every ``LOOK_EVERY_S`` (and may have something to say), ``on_lost`` gets the error that
-        ended the link when nobody here had ended it.
+        On the link's thread, ``take`` gets each message (and may answer it), ``ongoing`` is asked
+        every ``LOOK_EVERY_S`` for the epoch of the present group and its operations under way,
+        ``on_lost`` gets the error for a link that ended although nobody here had ended it.
         """
-        self.worker = hello.worker
-        self.progress = UnsentFacts(hello.worker)
+        self._host, self._port = agent_address()
+        job, worker = (os.environ.get(f"POTLUCK_{name}", "") for name in ("JOB", "WORKER"))
+        self._hello = Hello("control", credentials.namespace, job=job, worker=worker)
+        self.worker = worker
+        self.progress = UnsentFacts(worker)
         self.owner = os.getpid()
         self.me = _me()
         _links.add(self)
         self._take = take
-        self._look = look
+        self._ongoing = ongoing
         self._on_lost = on_lost
-        self._host, self._port = host, port
-        self._hello = hello
         self._credentials = credentials
         self._connected = threading.Event()
         self._failure: Exception | None = None
@@ -180,7 +180,7 @@ class AgentLink:
         self._thread = start_thread(
             self._run,
             name="potluck-agent-link",
-            on_broken=lambda error: on_lost(LinkError(_broke(error))),
+            on_broken=lambda error: on_lost(_agent_lost(_broke(error))),
         )
         self._connected.wait()
         if self._failure is not None:
@@ -262,9 +262,8 @@ class AgentLink:
         await self._done.wait()
         if self._finished:  # closing first, with something unread, could lose our last words
             await asyncio.wait([listening], timeout=_GOODBYE_S)
-        listening.cancel()
-        looking.cancel()
-        await asyncio.gather(listening, looking, *self._tasks, return_exceptions=True)
+        await stop(listening, looking)
+        await self._tasks.ended()
         await link.close(_GOODBYE_S)
 
     async def _listen(self, link: ControlLink[control.FromAgent, control.FromWorker]) -> None:
@@ -275,21 +274,23 @@ class AgentLink:
                     link.send(answer)
         except PotluckError as error:
             if not self._ending:
-                self._lost(error)
+                self._lost(str(error))
         except Exception as error:  # else nothing the agent says would be heard any more
             _log.exception("listening to the agent broke")
             link.send(control.Failed(self.worker, control.clip(_broke(error))))
-            self._lost(LinkError(_broke(error)))
+            self._lost(_broke(error))
 
     async def _look_around(self, link: ControlLink[control.FromAgent, control.FromWorker]) -> None:
+        """Tell the agent if an operation does not end."""
+        waits = LongWaits()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            said = self._look()
-            if said is not None:
-                link.send(said)
+            epoch, operations = self._ongoing()
+            if waits.is_long(operations, time.monotonic()):
+                link.send(control.Waiting(self.worker, epoch))
 
-    def _lost(self, error: PotluckError) -> None:
-        self._on_lost(error)
+    def _lost(self, cause: str) -> None:
+        self._on_lost(_agent_lost(cause))
         self._loop.call_later(_ORPHAN_S, _end_orphan)
 
     def _begin_end(self) -> None:
@@ -326,6 +327,10 @@ def _end_orphan() -> None:
 def _untold_waits(error: BaseException) -> None:
     """The task that looks for long waits broke: from now on a stopped worker is noticed only at an
     operation's deadline."""
+
+
+def _agent_lost(cause: str) -> AgentLost:
+    return AgentLost(f"the agent that started this worker is lost: {cause}")
 
 
 def _broke(error: BaseException) -> str:

@@ -16,19 +16,17 @@ from functools import partial
 from potluck.backends import discovery_paths
 from potluck.backends.base import StaticBackend
 from potluck.backends.discovery_gather import Gathering, read_joining
-from potluck.backends.discovery_peers import FORMED, Acquaintances, Peer
+from potluck.backends.discovery_peers import FORMED, Acquaintances
 from potluck.backends.discovery_rules import SETTLE_S, FirstGroup
 from potluck.backends.discovery_search import JOIN, MEET, Search, welcome_caller
 from potluck.backends.discovery_situations import First, Next, Situation
 from potluck.backends.rendezvous import Rendezvous
-from potluck.backends.tcp import TcpBase, is_port_taken
+from potluck.backends.tcp import TcpBase
 from potluck.cluster.discovery.advert import new_instance
 from potluck.cluster.discovery.everywhere import all_finders
 from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.topology import measure
-from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
-from potluck.engine.request import Request
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings, load_settings
 from potluck.types import Group, Member
@@ -69,7 +67,10 @@ class AutoDiscoveryBackend(StaticBackend):
         self._rule = _rule(world_size, min_peers, settle_s, self._settings)
         default_port = self._settings.gradient_port or self._settings.discovery_port
         ways = all_finders(self._settings, default_port) if finders is None else list(finders)
-        self._base = self._listening(port)
+        if port is None:
+            self._base = TcpBase.on_port_or_any("", self._settings.gradient_port, self._settings)
+        else:
+            self._base = TcpBase("", port, self._settings)
         self.switchboard = self._base.switchboard
         credentials = self._base.credentials
         instance = new_instance()
@@ -99,16 +100,6 @@ class AutoDiscoveryBackend(StaticBackend):
             self._me, self._rule.world_size, credentials, self._rendezvous, self._search
         )
 
-    def _listening(self, port: int | None) -> TcpBase:
-        if port is not None:
-            return TcpBase("", port, self._settings)
-        try:
-            return TcpBase("", self._settings.gradient_port, self._settings)
-        except ConfigurationError as error:
-            if not is_port_taken(error):
-                raise
-            return TcpBase("", 0, self._settings)
-
     @property
     def world_size(self) -> int | None:
         """The number of processes; None: all that are found."""
@@ -125,11 +116,11 @@ class AutoDiscoveryBackend(StaticBackend):
         return self._base.port
 
     @property
-    def peers(self) -> tuple[Peer, ...]:
+    def peers(self) -> tuple[Participant, ...]:
         """The other processes found so far, in the order of their ids."""
         return self._peers.peers
 
-    def wait_for_peers(self, n: int, timeout: float) -> tuple[Peer, ...]:
+    def wait_for_peers(self, n: int, timeout: float) -> tuple[Participant, ...]:
         """Block until at least ``n`` other processes are found; all that are found then.
 
         OperationTimeout says how many were found in ``timeout`` seconds, and what to look at;
@@ -175,16 +166,9 @@ class AutoDiscoveryBackend(StaticBackend):
     def _meet(self, formed: Formed, deadline: float) -> Communicator:
         """The communicator of a group that was agreed on, once all its members are linked."""
         rank = formed.rank_of(self._me.instance)
-        communicator = self._base.open(
-            Group(formed.epoch, rank, _members(formed), formed.name, formed.paths)
-        )
-        try:
-            left = min(_MEET_S, max(0.1, deadline - time.monotonic()))
-            # One link per pair: from here on a member that dies is noticed by all.
-            communicator.run(Request(Operation.BARRIER, algorithm="direct", timeout_s=left)).wait()
-        except BaseException:
-            communicator.close()
-            raise
+        group = Group(formed.epoch, rank, _members(formed), formed.name, formed.paths)
+        left = min(_MEET_S, max(0.1, deadline - time.monotonic()))
+        communicator = self._base.open_linked(group, left)
         with self._changed:
             self._formed, self._formed_at = formed, time.time()
             self._changed.notify_all()

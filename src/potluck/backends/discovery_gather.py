@@ -112,13 +112,9 @@ class Gathering:
 
     def probe(self, participant: Participant) -> Found:
         """Whether ``participant`` runs. Refused if it is in a group without this process."""
-        hello = self._hello(MEET)
-        member, until = participant.member, time.monotonic() + CALL_S
+        until = time.monotonic() + CALL_S
         try:
-            link, _ = connect(
-                member.host, member.port, hello, self._credentials, deadline=until, max_retries=0
-            )
-            with contextlib.closing(link):
+            with contextlib.closing(self._call(participant, MEET, until)) as link:
                 instance = recv_exactly(link, INSTANCE_BYTES, until).hex()
         except Refused as error:
             if error.code == FORMED:
@@ -139,15 +135,7 @@ class Gathering:
             if found is not Found.RUNS:
                 time.sleep(_AGAIN_S)
                 return None
-            until = min(deadline, time.monotonic() + CALL_S)
-            link, _ = connect(
-                member.host,
-                member.port,
-                self._hello(JOIN),
-                self._credentials,
-                deadline=until,
-                max_retries=0,
-            )
+            link = self._call(senior, JOIN, min(deadline, time.monotonic() + CALL_S))
         except Refused as error:
             if error.code == "world":
                 raise ConfigurationError(str(error)) from error
@@ -277,17 +265,7 @@ class Gathering:
                 participants, links, lambda participant: self._measure(participant, ""), budget_s
             )
         ranked, known = in_order(participants, paths)
-        if last.epoch:
-            workers = {each.instance: each.member.worker for each in last.participants}
-            ranked = tuple(
-                Participant(
-                    participant.instance,
-                    replace(participant.member, worker=workers[participant.instance]),
-                )
-                for participant in ranked
-            )
-        else:
-            ranked = named(ranked)
+        ranked = named(ranked, last.participants if last.epoch else ())
         theirs = [tried.epoch for each in arrivals for tried in each.said.attempts]
         joined = [each.said.epoch for each in arrivals]
         epoch = 1 + max([*self._epochs(situation), *joined, *theirs])
@@ -305,14 +283,20 @@ class Gathering:
         except LinkError:
             return Reading()
 
-    def _hello(self, kind: str) -> Hello:
-        return Hello(
+    def _call(self, participant: Participant, kind: str, deadline: float) -> TcpLink:
+        """A link to ``participant``, which has welcomed this process; one attempt."""
+        member = participant.member
+        hello = Hello(
             kind,
             self._credentials.namespace,
             worker=self._me.instance,
             port=self._me.member.port,
             world_size=self._world_size,
         )
+        link, _ = connect(
+            member.host, member.port, hello, self._credentials, deadline=deadline, max_retries=0
+        )
+        return link
 
 
 def read_joining(link: TcpLink, me: str) -> Joining:

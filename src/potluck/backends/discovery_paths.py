@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from potluck.cluster.topology import measure
@@ -20,7 +21,7 @@ from potluck.transport.blocking import receive, recv_exactly, send_all
 from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
-from potluck.types import MeasuredPath, Member
+from potluck.types import MeasuredPath
 from potluck.wire.facts import LinkFacts, NodeFacts
 from potluck.wire.gathering import ASKED, READING, Measure, Participant, Reading
 from potluck.wire.messages import Hello, Welcome
@@ -111,9 +112,7 @@ def _measure(
     for a, b in pairs:
         link = links[a]
         if link is not None:
-            with contextlib.suppress(
-                PotluckError
-            ):  # a lost process is noticed when the group meets
+            with contextlib.suppress(PotluckError):  # a lost process is noticed when all meet
                 readings[a, b] = receive(link, READING, deadline)
     return [readings.get(pair, Reading()) for pair in pairs]
 
@@ -172,10 +171,15 @@ class _Stream:
         return recv_exactly(self._link, count, self._deadline)
 
 
-def named(participants: Sequence[Participant]) -> tuple[Participant, ...]:
-    """Participants of a first group: their workers are called by their ranks."""
+def named(
+    participants: Sequence[Participant], last: Sequence[Participant] = ()
+) -> tuple[Participant, ...]:
+    """``participants``, whose workers keep their names of the ``last`` group; in a first group they
+    are called by their ranks."""
+    names = {each.instance: each.member.worker for each in last} or {
+        each.instance: str(rank) for rank, each in enumerate(participants)
+    }
     return tuple(
-        Participant(participant.instance, Member(str(rank), m.node, m.host, m.port))
-        for rank, participant in enumerate(participants)
-        for m in (participant.member,)
+        Participant(each.instance, replace(each.member, worker=names[each.instance]))
+        for each in participants
     )

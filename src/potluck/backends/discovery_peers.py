@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from operator import attrgetter
 
 from potluck.backends.discovery_rules import ExistingGroups
 from potluck.background import why
 from potluck.errors import LinkError, OperationTimeout, Refused
 from potluck.waiting import Reminder
-from potluck.wire.gathering import MAX_PARTICIPANTS
+from potluck.wire.gathering import MAX_PARTICIPANTS, Participant
 
 FORMED = "formed"
 """The code of a refusal by a member of a group that accepts no new members."""
@@ -19,43 +19,33 @@ FORMED = "formed"
 _LOOK_S = 0.25
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Peer:
-    """A process found on the network that proved that it holds the cluster's secret."""
-
-    instance: str
-    """Its random id, 32 hexadecimal digits."""
-    node: str
-    host: str
-    port: int
-
-
 class Acquaintances:
-    """The processes found so far; ``changed`` is notified of each change."""
+    """The processes found so far, which proved that they hold the cluster's secret; ``changed`` is
+    notified of each change."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.changed = changed
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, Participant] = {}
         self._existing = ExistingGroups()
         self._broken: BaseException | None = None
 
     @property
-    def peers(self) -> tuple[Peer, ...]:
+    def peers(self) -> tuple[Participant, ...]:
         """In the order of their ids."""
         with self.changed:
-            return tuple(sorted(self._peers.values()))
+            return tuple(sorted(self._peers.values(), key=attrgetter("instance")))
 
-    def get(self, instance: str) -> Peer:
+    def get(self, instance: str) -> Participant:
         """The peer with this id; KeyError if it is no longer known."""
         with self.changed:
             return self._peers[instance]
 
-    def wait(self, n: int, timeout: float, complaint: Callable[[], str]) -> tuple[Peer, ...]:
+    def wait(self, n: int, timeout: float, complaint: Callable[[], str]) -> tuple[Participant, ...]:
         """Block until at least ``n`` are found; see ``AutoDiscoveryBackend.wait_for_peers``."""
         deadline = time.monotonic() + timeout
 
         def missing() -> str:
-            who = ", ".join(f"{peer.host}:{peer.port}" for peer in self.peers[:8])
+            who = ", ".join(f"{m.host}:{m.port}" for m in (each.member for each in self.peers[:8]))
             found = f"{len(self._peers)} of {n} other processes found"
             return f"{found}{' (' if who else ''}{who}{')' if who else ''}{complaint()}"
 
@@ -80,7 +70,7 @@ class Acquaintances:
                     )
                 reminder.tick()
                 self.changed.wait(min(_LOOK_S, reminder.patience()))
-            return tuple(sorted(self._peers.values()))
+            return self.peers
 
     def check_existing(self) -> None:
         """Refused, with what to do, if a group that goes on has refused this process."""
@@ -101,13 +91,13 @@ class Acquaintances:
 
     # What the search tells, on its own thread.
 
-    def found(self, peer: Peer) -> None:
+    def found(self, peer: Participant) -> None:
         """``peer`` answered and proved that it holds the cluster's secret."""
         with self.changed:
-            place = peer.host, peer.port
+            place = peer.member.host, peer.member.port
             self._existing.ended(place)
             for known in list(self._peers.values()):
-                if (known.host, known.port) == place:
+                if (known.member.host, known.member.port) == place:
                     del self._peers[known.instance]  # its port is another process's by now
             if len(self._peers) < MAX_PARTICIPANTS - 1:
                 self._peers[peer.instance] = peer

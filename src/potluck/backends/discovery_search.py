@@ -9,18 +9,19 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from potluck.backends.discovery_peers import FORMED, Acquaintances, Peer
-from potluck.background import start_thread
+from potluck.backends.discovery_peers import FORMED, Acquaintances
+from potluck.background import start_thread, stop
 from potluck.cluster.discovery.advert import INSTANCE_BYTES, Hint, Presence
 from potluck.cluster.discovery.caller import HintCaller
-from potluck.cluster.discovery.finder import Finder
+from potluck.cluster.discovery.finder import Finder, looking_around
 from potluck.errors import LinkError, PotluckError, Refused, WrongSecret
 from potluck.transport import aio
 from potluck.transport.blocking import send_all
 from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
-from potluck.wire.gathering import INSTANCE
+from potluck.types import Member
+from potluck.wire.gathering import INSTANCE, Participant
 from potluck.wire.messages import Hello, Refusal, Welcome
 
 MEET, JOIN = "meet", "join"
@@ -47,7 +48,8 @@ def welcome_caller(
         with contextlib.closing(link):
             send_all(link, instance, time.monotonic() + CALL_S)
             if 0 < hello.port < 65536 and INSTANCE.match(hello.worker):
-                peers.found(Peer(hello.worker, node, link.peer_host, hello.port))
+                member = Member("", node, link.peer_host, hello.port)
+                peers.found(Participant(hello.worker, member))
 
     return Admission(Welcome(), deliver)
 
@@ -75,7 +77,6 @@ class Search:
         self._failure = ""
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
-        self._is_closed = False
         self._thread = start_thread(self._run, name="potluck-discovery", on_broken=peers.broke)
 
     def complaint(self) -> str:
@@ -84,19 +85,16 @@ class Search:
 
     def lost(self, instance: str) -> None:
         """The process ``instance`` does not answer any more: look for it again."""
-        with contextlib.suppress(RuntimeError):  # closed
-            self._loop.call_soon_threadsafe(self._look_again, instance)
+        self._post(self._look_again, instance)
 
     def look_at(self, host: str, port: int) -> None:
         """A process may listen there: call it."""
-        with contextlib.suppress(RuntimeError):  # closed
-            self._loop.call_soon_threadsafe(self._heard, Hint(host, port, "peer"))
+        self._post(self._heard, Hint(host, port, "peer"))
 
     def rest(self) -> None:
         """Stay visible, but call no more processes."""
         self._is_resting = True
-        with contextlib.suppress(RuntimeError):  # closed
-            self._loop.call_soon_threadsafe(self._stop_calling)
+        self._post(self._stop_calling)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """The result of ``coroutine``, run in the search's loop. LinkError if that has ended,
@@ -114,11 +112,13 @@ class Search:
 
     def close(self) -> None:
         """Be seen no more, and stop looking. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            with contextlib.suppress(RuntimeError):  # it broke
-                self._loop.call_soon_threadsafe(self._over.set)
-            self._thread.join()
+        self._post(self._over.set)
+        self._thread.join()
+
+    def _post(self, call: Callable[..., object], *arguments: object) -> None:
+        """Have the search's thread make ``call``; nothing if the search has ended."""
+        with contextlib.suppress(RuntimeError):  # its loop is closed
+            self._loop.call_soon_threadsafe(call, *arguments)
 
     def _run(self) -> None:
         try:
@@ -131,20 +131,14 @@ class Search:
         caller = self._calling = asyncio.create_task(self._calls.run())
         over = asyncio.create_task(self._over.wait())
         try:
-            for finder in self._finders:
-                await finder.start(self._presence, self._heard)
-            await asyncio.wait([caller, over], return_when=asyncio.FIRST_COMPLETED)
-            if caller.cancelled():
-                await over
-            elif not over.done():
-                caller.result()
+            async with looking_around(self._finders, self._presence, self._heard):
+                await asyncio.wait([caller, over], return_when=asyncio.FIRST_COMPLETED)
+                if caller.cancelled():
+                    await over
+                elif not over.done():
+                    caller.result()
         finally:
-            for finder in self._finders:
-                await finder.close()
-            tasks = [each for each in asyncio.all_tasks() if each is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, caller, return_exceptions=True)
+            await stop(*({caller, *asyncio.all_tasks()} - {asyncio.current_task()}))
 
     def _heard(self, hint: Hint) -> None:
         if self._is_resting or hint.host.lower().startswith("fe80:"):
@@ -172,7 +166,7 @@ class Search:
                 node = aio.peer_node(writer)
             self._book.reached(hint, instance, self._loop.time())
             self._book.linked(instance)
-            self._peers.found(Peer(instance, node, hint.host, hint.port))
+            self._peers.found(Participant(instance, Member("", node, hint.host, hint.port)))
         except (PotluckError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             self._book.failed(hint, self._loop.time())
             if isinstance(error, Refused) and error.code == FORMED:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import time
 from enum import Enum, auto
-from typing import Protocol
 
 from potluck.backends.discovery_peers import Acquaintances
 from potluck.backends.discovery_rules import FirstGroup, NextGroup
 from potluck.backends.discovery_search import Search
 from potluck.backends.rendezvous import Arrival
 from potluck.errors import Evicted, GroupError, Refused
-from potluck.types import Member
 from potluck.wire.gathering import Attempt, Formed, Joining, Participant
 
 
@@ -26,48 +24,11 @@ class Found(Enum):
     SILENT = auto()
 
 
-class Situation(Protocol):
-    """Which group is wanted, and which processes it concerns, by their instances."""
-
-    @property
-    def last(self) -> Formed:
-        """The last group of this process; before the first, epoch 0 and the processes found."""
-
-    def participant(self, instance: str) -> Participant:
-        """How to call a process; KeyError if it is no longer needed."""
-
-    def seniors(self) -> list[str]:
-        """The processes that would gather the group rather than this one, in that order."""
-
-    def absent(self, joined: list[str]) -> list[str]:
-        """The processes that have not come and may yet."""
-
-    def heard(self, instance: str, found: Found) -> None:
-        """A process was called, with the outcome ``found``."""
-
-    def learn(self, arrival: Arrival[Joining]) -> None:
-        """Take in what an arrival says: its last group, or the processes that it has found.
-
-        Evicted if that group was formed without this process."""
-
-    def attempted(self, attempt: Attempt) -> None:
-        """A group was agreed on that may exist on some hosts."""
-
-    def is_complete(self, joined: list[str]) -> bool:
-        """Whether the group is formed now."""
-
-    def must_go_on(self, joined: list[str]) -> bool:
-        """At the deadline: whether the group is formed all the same; else the error is raised."""
-
-    def refused(self, participant: Participant, error: Refused) -> None:
-        """A process that was asked is in another group. Raises if that is the answer."""
-
-    def chosen(self, joined: list[str]) -> list[str]:
-        """The arrivals that get in, the most senior first."""
-
-
 class First:
-    """The situation of processes that have found each other and were in no group yet."""
+    """The situation of processes that have found each other and were in no group yet.
+
+    The methods of ``Next`` mean the same.
+    """
 
     def __init__(self, me: str, rule: FirstGroup, peers: Acquaintances, search: Search) -> None:
         self._me = me
@@ -78,28 +39,34 @@ class First:
 
     @property
     def last(self) -> Formed:
-        peers = self._peers.peers
-        return Formed(0, tuple(self.participant(peer.instance) for peer in peers))
+        """The last group of this process; before the first, epoch 0 and the processes found."""
+        return Formed(0, self._peers.peers)
 
     def participant(self, instance: str) -> Participant:
-        peer = self._peers.get(instance)
-        return Participant(instance, Member("", peer.node, peer.host, peer.port))
+        """How to call a process; KeyError if it is no longer needed."""
+        return self._peers.get(instance)
 
     def seniors(self) -> list[str]:
+        """The processes that would gather the group rather than this one, in that order."""
         self._peers.check_existing()
         if self._rule.world_size == 1:
             return []
         return [peer.instance for peer in self._peers.peers if peer.instance < self._me]
 
     def absent(self, joined: list[str]) -> list[str]:
+        """The processes that have not come and may yet."""
         return [p.instance for p in self._peers.peers if p.instance not in joined]
 
     def heard(self, instance: str, found: Found) -> None:
+        """A process was called, with the outcome ``found``."""
         if found is not Found.RUNS:
             self._peers.lost(instance)
             self._search.lost(instance)
 
     def learn(self, arrival: Arrival[Joining]) -> None:
+        """Take in what an arrival says: its last group, or the processes that it has found.
+
+        Evicted if that group was formed without this process."""
         if arrival.member.worker in self._told:
             return
         self._told.add(arrival.member.worker)
@@ -109,24 +76,29 @@ class First:
                 self._search.look_at(participant.member.host, participant.member.port)
 
     def attempted(self, attempt: Attempt) -> None:
-        """Its members are peers, which are waited for anyway."""
+        """A group was agreed on that may exist on some hosts. Its members are peers, which are
+        waited for anyway."""
 
     def is_complete(self, joined: list[str]) -> bool:
+        """Whether the group is formed now."""
         if self._peers.is_late:
             return False
         known = [peer.instance for peer in self._peers.peers]
         return self._rule.is_complete(known, joined, time.monotonic())
 
     def must_go_on(self, joined: list[str]) -> bool:
+        """At the deadline: whether the group is formed all the same; else the error is raised."""
         return False
 
     def refused(self, participant: Participant, error: Refused) -> None:
+        """A process that was asked is in another group. Raises if that is the answer."""
         member = participant.member
         self._peers.lost(participant.instance)
         self._peers.refused(member.host, member.port, error)
         self._search.look_at(member.host, member.port)
 
     def chosen(self, joined: list[str]) -> list[str]:
+        """The arrivals that get in, the most senior first."""
         return sorted(joined)[: self._rule.world_size - 1 if self._rule.world_size else None]
 
 
@@ -220,3 +192,7 @@ class Next:
             rank=self._last.rank_of(self._me),
             epoch=self._last.epoch,
         )
+
+
+Situation = First | Next
+"""Which group is wanted, and which processes it concerns, by their instances."""

@@ -28,7 +28,7 @@ from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member
 from potluck.waiting import Reminder, reminding
 from potluck.wire.messages import Hello, Refusal
-from potluck.wire.roster import ROSTER, checked
+from potluck.wire.roster import ROSTER
 
 _EPOCH = 1
 _CHECK = "are all ranks started, with the same MASTER_ADDR and MASTER_PORT?"
@@ -161,7 +161,7 @@ class EnvironmentBackend(StaticBackend):
         try:
             others = f"{where} to tell who is in; it names the ranks that have not called it yet"
             with self._reminding(others, deadline):
-                members = checked(receive(link, ROSTER, deadline))
+                members = receive(link, ROSTER, deadline)
         except LinkError as error:
             raise LinkError(
                 f"{where} did not tell who is in; are all {self._world_size} ranks started? "

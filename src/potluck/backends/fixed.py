@@ -16,17 +16,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
-from potluck.backends.agent_link import AgentLink, agent_address, has_left, is_linked
-from potluck.backends.agent_waits import LongWaits
+from potluck.backends.agent_link import AgentLink, has_left, is_linked
 from potluck.backends.last_words import LastWords, may_follow_from_a_loss
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.engine.resources import ongoing_here
 from potluck.errors import AgentLost, OperationTimeout, PotluckError, RemoteError
 from potluck.settings import load_settings
 from potluck.wire import control
-from potluck.wire.messages import Hello
 
 
 def is_our_world(environment: Mapping[str, str], rank: int, world_size: int) -> bool:
@@ -90,20 +88,14 @@ class _WorldLink:
     def __init__(self) -> None:
         self.owner = os.getpid()
         self._worker = os.environ.get("POTLUCK_WORKER", "")
-        job = os.environ.get("POTLUCK_JOB", "")
         self._changed = threading.Condition()
         self._after = 0
         self._view: control.GroupView | None = None
         self._error: PotluckError | None = None
-        self._waits = LongWaits()
-        credentials = load_credentials(load_settings())
-        hello = Hello("control", credentials.namespace, job=job, worker=self._worker)
         self._talk = AgentLink(
-            *agent_address(),
-            hello,
-            credentials,
+            load_credentials(load_settings()),
             take=self._take,
-            look=self._look,
+            ongoing=self._ongoing,
             on_lost=self._lost_agent,
         )
         self._last_words = LastWords(
@@ -145,14 +137,9 @@ class _WorldLink:
         self._talk.say(control.Installed(self._worker, self._view.epoch))
         return self._view
 
-    def _look(self) -> control.FromWorker | None:
-        """Called every now and then: what to tell the agent if an operation does not end. Only
-        those on potluck's links are known, not Gloo's or NCCL's."""
-        view = self._view
-        is_long = self._waits.is_long(ongoing_here(), time.monotonic())
-        if not is_long or view is None:
-            return None
-        return control.Waiting(self._worker, view.epoch)
+    def _ongoing(self) -> tuple[int, list[Hashable]]:
+        """The operations on potluck's links; those of Gloo and NCCL are not known."""
+        return (0, []) if self._view is None else (self._view.epoch, ongoing_here())
 
     def _take(self, message: control.FromAgent) -> control.FromWorker | None:
         with self._changed:
@@ -169,9 +156,9 @@ class _WorldLink:
                     pass  # of groups that can be left, which this one can't
         return None
 
-    def _lost_agent(self, cause: PotluckError) -> None:
+    def _lost_agent(self, error: AgentLost) -> None:
         with self._changed:
-            self._error = AgentLost(f"the agent that started this worker is lost: {cause}")
+            self._error = error
             self._changed.notify_all()
 
     def end(self) -> None:

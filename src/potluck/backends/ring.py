@@ -6,18 +6,14 @@ Every worker gets the same list of addresses and its own rank. All must hold the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from potluck.backends.base import StaticBackend
 from potluck.backends.tcp import TcpBase
-from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
-from potluck.engine.request import Request
 from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings, load_settings
 from potluck.types import Group, Member
-from potluck.waiting import Reminder, reminding
 
 
 class RingBackend(StaticBackend):
@@ -48,19 +44,9 @@ class RingBackend(StaticBackend):
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
         if after_epoch >= self._group.epoch:
             raise ConfigurationError("a fixed list of peers has no next group") from cause
-        communicator = self._base.open(self._group, are_listening=False)
-        try:
-            # One link per pair: from here on a member that dies is noticed by all.
-            meeting = communicator.run(
-                Request(Operation.BARRIER, algorithm="direct", timeout_s=timeout_s)
-            )
-            deadline = time.monotonic() + timeout_s
-            with reminding(Reminder(lambda: self._missing(communicator), deadline)):
-                meeting.wait()
-        except BaseException:
-            communicator.close()
-            raise
-        return communicator
+        return self._base.open_linked(
+            self._group, timeout_s, are_listening=False, missing=self._missing
+        )
 
     def _missing(self, communicator: Communicator) -> str:
         """The ranks that this one has no link to; empty if it has all."""

@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +51,19 @@ class RankEntry(msgspec.Struct, frozen=True):
     job: str
 
 
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except PotluckError:
+        raise
+    except RuntimeError as error:
+        raise LinkError(
+            f"the store in which the ranks meet went away; did rank 0 fail? ({error})"
+        ) from error
+
+
+@_store_errors()
 def meet(
     store: Any,
     rank: int,
@@ -68,25 +81,6 @@ def meet(
     was started twice. ConfigurationError if ranks disagree about the world size, WrongSecret if
     they hold different cluster secrets, OperationTimeout naming the ranks that did not come.
     """
-    try:
-        return _meet(store, rank, world_size, base, local_rank, timeout_s, is_fresh)
-    except PotluckError:
-        raise
-    except RuntimeError as error:
-        raise LinkError(
-            f"the store in which the ranks meet went away; did rank 0 fail? ({error})"
-        ) from error
-
-
-def _meet(
-    store: Any,
-    rank: int,
-    world_size: int,
-    base: TcpBase | None,
-    local_rank: int,
-    timeout_s: float,
-    is_fresh: bool,
-) -> Group:
     deadline = time.monotonic() + timeout_s
     # A store may outlive a group (torchrun's does): each round of meeting has keys of its own.
     attempt = store.add(f"potluck/rounds/{rank}", 1)

@@ -7,12 +7,15 @@ import errno
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
 from potluck.cluster.trust.credentials import load_credentials
+from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
 from potluck.engine.mesh import Mesh, Switchboard
+from potluck.engine.request import Request
 from potluck.errors import ConfigurationError, GroupError
 from potluck.metrics import Metrics
 from potluck.settings import Settings
@@ -20,6 +23,7 @@ from potluck.transport.acceptor import Limits
 from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Listener
 from potluck.types import Group
+from potluck.waiting import Reminder, reminding
 from potluck.wire.messages import PLAIN
 
 _log = logging.getLogger(__name__)
@@ -60,6 +64,16 @@ class TcpBase:
             self.listener, self.credentials, wait_s=settings.connection_timeout_s
         )
 
+    @classmethod
+    def on_port_or_any(cls, host: str, port: int, settings: Settings) -> TcpBase:
+        """Listens on ``port``, or on any free one if another program has that."""
+        try:
+            return cls(host, port, settings)
+        except ConfigurationError as error:
+            if not is_port_taken(error):
+                raise
+            return cls(host, 0, settings)
+
     @property
     def port(self) -> int:
         return self.listener.port
@@ -98,6 +112,29 @@ class TcpBase:
             failure = self._failure
         if failure is not None:
             communicator.abort(self._error(failure, group))
+        return communicator
+
+    def open_linked(
+        self,
+        group: Group,
+        timeout_s: float,
+        *,
+        are_listening: bool = True,
+        missing: Callable[[Communicator], str] = lambda communicator: "",
+    ) -> Communicator:
+        """As ``open``, once every pair of ranks has its link: from then on all notice a member that
+        dies. ``missing`` says what this rank waits for."""
+        communicator = self.open(group, are_listening=are_listening)
+        try:
+            meeting = communicator.run(
+                Request(Operation.BARRIER, algorithm="direct", timeout_s=timeout_s)
+            )
+            deadline = time.monotonic() + timeout_s
+            with reminding(Reminder(lambda: missing(communicator), deadline)):
+                meeting.wait()
+        except BaseException:
+            communicator.close()
+            raise
         return communicator
 
     def when_broken(self, on_broken: Callable[[GroupError], None]) -> None:

@@ -14,32 +14,23 @@ from potluck.transport.link_memory import LinkMemory
 
 
 class _Pipe:
-    """One direction: a ring of bytes. The lock belongs to the pair."""
+    """One direction: a bounded queue of bytes. The lock belongs to the pair."""
 
     def __init__(self, capacity: int) -> None:
-        self.ring = memoryview(bytearray(capacity))
-        self.start = 0
-        self.count = 0
+        self.capacity = capacity
+        self.held = bytearray()
         self.closed = False  # by its writer: what is inside can still be read
 
     def put(self, data: memoryview) -> int:
-        size = len(self.ring)
-        taken = min(len(data), size - self.count)
-        at = (self.start + self.count) % size
-        first = min(taken, size - at)
-        self.ring[at : at + first] = data[:first]
-        self.ring[: taken - first] = data[first:taken]
-        self.count += taken
+        taken = min(len(data), self.capacity - len(self.held))
+        self.held += data[:taken]
         return taken
 
     def take(self, buffer: memoryview) -> int:
-        size = len(self.ring)
-        given = min(len(buffer), self.count)
-        first = min(given, size - self.start)
-        buffer[:first] = self.ring[self.start : self.start + first]
-        buffer[first:given] = self.ring[: given - first]
-        self.start = (self.start + given) % size
-        self.count -= given
+        given = min(len(buffer), len(self.held))
+        with memoryview(self.held) as held:
+            buffer[:given] = held[:given]
+        del self.held[:given]  # moves no byte, only the start of the bytearray
         return given
 
 
@@ -74,7 +65,7 @@ class InprocLink:
     def bind(self, wake: Callable[[], None]) -> None:
         with self._lock:
             self._wake = wake
-            waiting = self._in.count > 0 or self._in.closed or bool(self._end)
+            waiting = len(self._in.held) > 0 or self._in.closed or bool(self._end)
         if waiting:
             wake()
 
@@ -101,7 +92,7 @@ class InprocLink:
     @property
     def readable(self) -> bool:
         with self._lock:
-            return self._in.count > 0 or self._in.closed or bool(self._end)
+            return len(self._in.held) > 0 or self._in.closed or bool(self._end)
 
     def close(self) -> None:
         with self._lock:

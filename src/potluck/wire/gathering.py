@@ -109,8 +109,6 @@ ASKED: MessageFormat[Measure | Formed] = MessageFormat(
 def checked(participants: tuple[Participant, ...]) -> tuple[Participant, ...]:
     """The participants of a decoded message; ProtocolError if one of them can't be called."""
     for participant in participants:
-        if not 0 <= participant.member.port < 65536:
-            raise ProtocolError(f"not a participant: {participant.member.port} is no port")
         try:
             ipaddress.ip_address(participant.member.host.partition("%")[0] or "::")
         except ValueError as error:

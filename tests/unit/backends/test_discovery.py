@@ -105,9 +105,9 @@ def test_who_is_found_proves_itself_and_another_cluster_is_not_found(
     )
     try:
         [found] = ada.wait_for_peers(1, WAIT_S)
-        assert found.port == bob.port
-        assert found.node == bob._base.credentials.node_id
-        assert [each.port for each in bob.wait_for_peers(1, WAIT_S)] == [ada.port]
+        assert found.member.port == bob.port
+        assert found.member.node == bob._base.credentials.node_id
+        assert [each.member.port for each in bob.wait_for_peers(1, WAIT_S)] == [ada.port]
         with pytest.raises(OperationTimeout, match="0 of 1 other processes"):
             eve.wait_for_peers(1, 0.3)
         assert len(ada.peers) == 1

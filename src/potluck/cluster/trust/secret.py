@@ -11,9 +11,9 @@ from pathlib import Path
 from potluck.cluster.home.keyfile import load_or_create
 from potluck.errors import ConfigurationError, IdentityError
 from potluck.settings import Settings
+from potluck.transport.credentials import PSK_BYTES
 
 SECRET_FILE = "cluster_secret"
-PSK_BYTES = 32
 MIN_PASSPHRASE = 12
 
 # scrypt (RFC 7914): 128 MiB and about half a second for each guess. The salt is fixed because
