@@ -30,10 +30,10 @@ demo-cluster: ## Three hosts on this machine train one model, one is cut off and
 check: ## Lint, types and floors: ruff, mypy --strict, import-linter
 	@tools/environment dev
 	@echo 'potluck: ruff' && $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
-	@for system in linux darwin win32; do \
-		echo "potluck: mypy for $$system" && \
-		$(BIN)/mypy --no-error-summary --platform $$system --cache-dir .mypy_cache/$$system || exit; \
-	done
+	@echo 'potluck: mypy for linux, darwin and win32' && \
+		printf '%s\n' linux darwin win32 | xargs -P 2 -I SYSTEM sh -c '$(BIN)/mypy \
+		--no-error-summary --platform SYSTEM --cache-dir .mypy_cache/SYSTEM || \
+		{ echo "potluck: mypy found this for SYSTEM"; exit 1; }'
 	@echo 'potluck: import-linter' && \
 		{ report=$$($(BIN)/lint-imports --no-logo) || { echo "$$report"; false; }; }
 

@@ -7,6 +7,7 @@ test and is named.
 
 from __future__ import annotations
 
+import compileall
 import gc
 import importlib.util
 import os
@@ -67,6 +68,18 @@ def figures(request: pytest.FixtureRequest) -> Figures:
     """Takes what this test measures: printed, held against what was asked, kept for the tables."""
     name = request.node.nodeid.partition("::")[0] + " -k " + request.node.originalname
     return Figures(name, request.config.getoption("--figures"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Under PYTHONDONTWRITEBYTECODE each of the hundreds of processes that tests start would
+    # compile potluck again, and pytest the tests' assertions at every run.
+    sys.dont_write_bytecode = False
+    if not hasattr(config, "workerinput"):  # the controller of pytest-xdist, or the only process
+        compileall.compile_dir(Path(__file__).parents[1] / "src" / "potluck", quiet=2)
+    # A shell ignores SIGINT for what it runs in the background (make test &), and so would every
+    # process that a test starts and interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 SLOWEST_FIRST = ("net", "process", "world", "conformance", "unit", "architecture")

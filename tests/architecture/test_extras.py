@@ -20,7 +20,8 @@ TEXTS = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples"
 def required() -> Iterator[tuple[str, str]]:
     """(package, extra) of every ``require("package.module", "extra")`` in the source."""
     for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "require(" in text else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "require":
                 package, extra = (ast.literal_eval(each) for each in node.args[:2])
                 yield package.partition(".")[0], extra

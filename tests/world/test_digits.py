@@ -18,7 +18,8 @@ import torch
 from potluck.backends.local import LocalBackend
 from potluck.context import DistributedContext
 
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+if importlib.util.find_spec("sklearn") is None:  # it isn't imported: that takes a second
+    pytest.skip("the digits come with scikit-learn", allow_module_level=True)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits.py"
 

@@ -13,7 +13,8 @@ import pytest
 from potluck.context import DistributedContext
 from potluck.testing.world import run_world
 
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+if importlib.util.find_spec("sklearn") is None:  # it isn't imported: that takes a second
+    pytest.skip("the digits come with scikit-learn", allow_module_level=True)
 pytest.importorskip("tensorboardX", reason="pip install 'potluck[tensorboard]'")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "training_loop.py"
