@@ -63,14 +63,14 @@ bool wait(Ticket& ticket, double seconds) {
 
 // -- the loop
 
-using Steps = std::vector<std::tuple<int, int, uint32_t>>;
-using Chunks = std::vector<std::tuple<uint32_t, uint8_t, uint64_t, uint64_t, int64_t>>;
+using Steps = std::vector<std::tuple<int, int, uint32_t, bool>>;
+using Chunks = std::vector<std::tuple<uint32_t, uint8_t, uint64_t, uint64_t, int64_t, uint32_t>>;
 
 std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, uint32_t channel,
                                       int dtype, nb::handle op, uint64_t segment_bytes,
                                       std::vector<int> ranks, const Chunks& chunks,
                                       const Steps& steps, uint64_t num_unfinished,
-                                      bool is_computed_by_all, int codec, int own) {
+                                      bool is_computed_by_all, int codec) {
     PlanSpec spec;
     spec.call = std::move(call);
     spec.fingerprint = fingerprint;
@@ -80,23 +80,21 @@ std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, ui
     spec.is_mean = reduction_named(op).is_mean;
     spec.segment_bytes = segment_bytes;
     spec.ranks = std::move(ranks);
-    for (const auto& [number, buffer, start, elements, residual] : chunks) {
+    for (const auto& [number, buffer, start, elements, residual, num_takers] : chunks) {
         if (buffer >= num_buffers) throw nb::value_error("a chunk in a buffer that is not there");
-        spec.chunks.push_back({number, buffer, start, elements, residual});
+        spec.chunks.push_back({number, buffer, start, elements, residual, num_takers});
     }
-    for (const auto& [action, peer, chunk] : steps) {
+    for (const auto& [action, peer, chunk, is_coded] : steps) {
         if (action < 0 || action > 2 || peer < 0 ||
             static_cast<size_t>(peer) >= spec.ranks.size() || chunk >= chunks.size()) {
             throw nb::value_error("a step that names an action, rank or chunk that is not there");
         }
         spec.steps.push_back(
-            {static_cast<Action>(action), spec.ranks[static_cast<size_t>(peer)], chunk});
+            {static_cast<Action>(action), spec.ranks[static_cast<size_t>(peer)], chunk, is_coded});
     }
     spec.num_unfinished = num_unfinished;
     spec.is_computed_by_all = is_computed_by_all;
-    spec.is_coded = codec != 0;
     spec.codec = static_cast<Codec>(codec);
-    spec.own = static_cast<uint32_t>(own);
     return std::make_shared<CompiledPlan>(std::move(spec));
 }
 
@@ -300,7 +298,7 @@ void loop(nb::module_& m) {
         .def(nb::new_(&compile), nb::arg("call"), nb::arg("fingerprint"), nb::arg("channel"),
              nb::arg("dtype"), nb::arg("op"), nb::arg("segment_bytes"), nb::arg("ranks"),
              nb::arg("chunks"), nb::arg("steps"), nb::arg("num_unfinished"),
-             nb::arg("is_computed_by_all"), nb::arg("codec"), nb::arg("own"));
+             nb::arg("is_computed_by_all"), nb::arg("codec"));
 
     nb::class_<ProgressLoop>(m, "ProgressLoop")
         .def(

@@ -72,12 +72,11 @@ class CompiledPlan:
         op: str,
         segment_bytes: int,
         ranks: Sequence[int],
-        chunks: Sequence[tuple[int, int, int, int, int]],
-        steps: Sequence[tuple[int, int, int]],
+        chunks: Sequence[tuple[int, int, int, int, int, int]],
+        steps: Sequence[tuple[int, int, int, bool]],
         num_unfinished: int,
         is_computed_by_all: bool,
         codec: int,
-        own: int,
     ) -> None: ...
 
 class ProgressLoop:

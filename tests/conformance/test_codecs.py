@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,14 @@ COUNTS = (0, 5, 12_345)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     kind, size = request.param
     with open_world(kind, size, segment_bytes=SEGMENT_BYTES) as opened:
-        # What is made on first use is not the first test's.
-        opened.run(lambda ctx: ctx.all_to_all(np.zeros((size, 1)), algorithm="direct"))
-        opened.run(lambda ctx: ctx.barrier())
+        make_links(opened)
         yield opened
+
+
+def make_links(world: World) -> None:
+    """What is made on first use is not the first test's."""
+    world.run(lambda ctx: ctx.all_to_all(np.zeros((ctx.world_size, 1)), algorithm="direct"))
+    world.run(lambda ctx: ctx.barrier())
 
 
 def numbers(rank: int, count: int, salt: int = 0) -> np.ndarray:
@@ -102,6 +107,118 @@ def test_every_engine_gives_the_same_bits() -> None:
         with open_world(kind, 3, segment_bytes=SEGMENT_BYTES) as opened:
             ends.update(opened.run(reduced))
     assert len(ends) == 1
+
+
+TCP_KINDS = [kind for kind in WORLD_KINDS if kind not in ("inproc", "shm")]
+"""Those whose ranks are on several nodes."""
+LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1, 1), (0, 0, 1, 2, 2, 1)]
+
+
+@pytest.fixture(scope="module", params=TCP_KINDS)
+def hosts(request: pytest.FixtureRequest) -> Iterator[list[World]]:
+    """Worlds of several nodes with several workers, of one kind."""
+    with contextlib.ExitStack() as stack:
+        worlds = [
+            stack.enter_context(
+                open_world(request.param, len(nodes), nodes=nodes, segment_bytes=SEGMENT_BYTES)
+            )
+            for nodes in LAYOUTS
+        ]
+        for world in worlds:
+            make_links(world)
+        yield worlds
+
+
+def node_sums(nodes: Sequence[int], everyones: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [
+        np.sum([each for each, at in zip(everyones, nodes, strict=True) if at == node], axis=0)
+        for node in sorted(set(nodes))
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hierarchical_all_reduce_encodes_the_sum_of_a_node(hosts: list[World], name: str) -> None:
+    codec = codec_of(name)
+    for world, nodes in zip(hosts, LAYOUTS, strict=True):
+
+        def check(ctx: DistributedContext, nodes: tuple[int, ...] = nodes) -> bytes:
+            ended = b""
+            for count in COUNTS:
+                everyones = [numbers(rank, count) for rank in range(len(nodes))]
+                within = bound(codec, len(set(nodes)), node_sums(nodes, everyones))
+                for op in ("sum", "mean"):
+                    mine = everyones[ctx.rank].copy()
+                    ctx.all_reduce(mine, op, codec=name, algorithm="hierarchical")
+                    exact = np.sum(everyones, axis=0, dtype=np.float64)
+                    scale = len(nodes) if op == "mean" else 1
+                    error = np.abs(mine - exact / scale).max(initial=0)
+                    assert error <= within / scale, (count, op)
+                    ended += mine.tobytes()
+            return ended
+
+        assert len(set(world.run(check))) == 1, "the ranks ended with different bits"
+
+
+def test_a_residual_keeps_what_nodes_have_lost(hosts: list[World]) -> None:
+    count, times = 2000, 24
+    for world, nodes in zip(hosts, LAYOUTS, strict=True):
+
+        def check(ctx: DistributedContext, nodes: tuple[int, ...] = nodes) -> None:
+            everyones = [numbers(rank, count) for rank in range(len(nodes))]
+            exact = np.sum(everyones, axis=0, dtype=np.float64)
+            for name in NAMES:
+                mine, residual = everyones[ctx.rank], np.zeros(count, np.float32)
+                total = np.zeros(count)
+                for _ in range(times):
+                    total += ctx.all_reduce(
+                        mine.copy(), codec=name, residual=residual, algorithm="hierarchical"
+                    )
+                error = np.abs(total / times - exact).max()
+                once = bound(codec_of(name), len(set(nodes)), node_sums(nodes, everyones))
+                assert error <= 4 * once / times + 1e-6, name
+
+        world.run(check)
+
+
+def test_both_loops_give_the_same_bits_between_nodes() -> None:
+    def reduced(ctx: DistributedContext) -> bytes:
+        arrays = [numbers(ctx.rank, 12_345) for _ in NAMES]
+        for array, name in zip(arrays, NAMES, strict=True):
+            ctx.all_reduce(array, codec=name, algorithm="hierarchical")
+        return b"".join(array.tobytes() for array in arrays)
+
+    ends = set()
+    for kind in TCP_KINDS:
+        with open_world(kind, 5, nodes=LAYOUTS[1], segment_bytes=SEGMENT_BYTES) as opened:
+            ends.update(opened.run(reduced))
+    assert len(ends) == 1
+
+
+@pytest.mark.parametrize("kind", TCP_KINDS)
+def test_fewer_bytes_cross_between_nodes_and_as_many_within(kind: str) -> None:
+    nodes = LAYOUTS[0]
+
+    def sent(ctx: DistributedContext) -> np.ndarray:
+        """Within the node, and to others."""
+        links = ctx.stats()["links"].items()
+        to_others = [nodes[int(peer.split()[1])] != nodes[ctx.rank] for peer, _ in links]
+        moved = [link["bytes_sent"] for _, link in links]
+        return np.bincount(to_others, weights=moved, minlength=2)
+
+    def traffic(ctx: DistributedContext) -> list[list[float]]:
+        found = []
+        for codec in (None, "fp16", "bf16", "int8"):
+            before = sent(ctx)
+            ctx.all_reduce(numbers(ctx.rank, 100_000), algorithm="hierarchical", codec=codec)
+            ctx.barrier()
+            found.append((sent(ctx) - before).tolist())
+        return found
+
+    with open_world(kind, len(nodes), nodes=nodes, segment_bytes=64 * 1024) as opened:
+        plain, *coded = np.sum(opened.run(traffic), axis=0)
+    for (within, between), share in zip(coded, (0.5, 0.5, 0.25), strict=True):
+        assert within / plain[0] == pytest.approx(1, abs=0.01)
+        assert between / plain[1] == pytest.approx(share, abs=0.01)
 
 
 @pytest.mark.parametrize("kind", WORLD_KINDS)

@@ -23,7 +23,7 @@ needs_native = pytest.mark.skipif(
 
 NODES = (0, 0, 1, 1)
 PATIENCE_S = 30.0
-"""Hierarchical plans: the mate of the lost worker waits for it, the others for their carriers."""
+"""Hierarchical plans: the mate of the lost worker waits for it, the others for their leaders."""
 
 WORKER = """
 import json, os, sys, time

@@ -33,7 +33,6 @@ CompiledPlan::CompiledPlan(PlanSpec given)
         queues[at].num_segments += num_segments[step.chunk];
         previous.push_back(latest[step.chunk]);
         latest[step.chunk] = static_cast<int32_t>(index);
-        if (is_send && spec.chunks[step.chunk].number == spec.own) ++num_takers;
         total_segments += num_segments[step.chunk];
     }
 }
@@ -88,7 +87,7 @@ Segment RunningPlan::segment_of(uint32_t step, uint32_t number) const {
     segment.elements = std::min(most, chunk.elements - start);
     segment.nbytes = static_cast<uint32_t>(segment.elements * item_bytes(spec.dtype));
     segment.wire_bytes = segment.nbytes;
-    if (spec.is_coded) {
+    if (is_coded(segment)) {
         segment.wire_bytes = static_cast<uint32_t>(encoded_bytes(spec.codec, segment.elements));
     }
     return segment;
@@ -119,15 +118,16 @@ bool RunningPlan::is_ahead(int peer, int other) const {
     return left(peer) + 1 < left(other);
 }
 
-// The twin of engine/arrays/coding.py: the own chunk is encoded once, the same bytes go to all, and
+// The twin of engine/arrays/coding.py: an own chunk is encoded once, the same bytes go to all, and
 // it becomes what all others decode.
 Bytes RunningPlan::encoded(const Segment& segment) {
-    if (!spec.is_coded) return nullptr;
-    if (spec.chunks[segment.chunk].number != spec.own) return encode_segment(segment);
-    const auto [found, is_new] = shared_.try_emplace(segment.number);
+    if (!is_coded(segment)) return nullptr;
+    const uint32_t num_takers = spec.chunks[segment.chunk].num_takers;
+    if (num_takers == 0) return encode_segment(segment);
+    const auto [found, is_new] = shared_.try_emplace({segment.chunk, segment.number});
     Shared& shared = found->second;
     if (is_new) {
-        shared = {encode_segment(segment), call.plan->num_takers};
+        shared = {encode_segment(segment), num_takers};
         decode(spec.codec, segment.data, shared.bytes->data(), segment.elements);
     }
     const Bytes bytes = shared.bytes;
@@ -164,7 +164,7 @@ bool RunningPlan::combines(const Segment& segment) const {
 void RunningPlan::apply(const Segment& segment, const uint8_t* part, size_t offset,
                         size_t count) const {
     if (count == 0) return;
-    if (spec.is_coded) {
+    if (is_coded(segment)) {
         if (combines(segment)) {
             decode_accumulate(spec.codec, segment.data, part, segment.elements);
         } else {

@@ -15,6 +15,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/kernels/codec.hpp"
@@ -31,6 +32,7 @@ struct Step {
     Action action;
     int peer;        // in the whole group's numbering
     uint32_t chunk;  // index into the chunks below
+    bool is_coded;   // its bytes are encoded on the wire
 };
 
 // The arrays of one call: what the rank contributes, where it wants the outcome, and scratch memory.
@@ -46,6 +48,7 @@ struct Chunk {
     uint64_t start;  // its first element
     uint64_t elements;
     int64_t residual;  // its first element in the residual; -1: nothing is fed back
+    uint32_t num_takers;  // of a chunk that this rank encodes once, for so many ranks; else 0
 };
 
 // All of a call that does not change from one call to the next, as Python describes it.
@@ -59,9 +62,7 @@ struct PlanSpec {
     std::vector<int> ranks;  // all members of the channel
     std::vector<Chunk> chunks;
     std::vector<Step> steps;
-    bool is_coded = false;
-    Codec codec = Codec::fp16;
-    uint32_t own = UINT32_MAX;        // number of the chunk that this rank encodes once, for all
+    Codec codec = Codec::fp16;        // of the steps that are coded
     uint64_t num_unfinished = 0;      // elements of the result to work on once all steps are done
     bool is_mean = false;             // then they are divided by the number of ranks
     bool is_computed_by_all = false;  // then their NaNs are made alike
@@ -87,7 +88,6 @@ public:
     std::vector<uint32_t> num_segments;  // by chunk
     uint64_t segment_elements;
     uint64_t total_segments = 0;     // of all steps
-    uint32_t num_takers = 0;         // sends of the own chunk
 };
 
 // What one call adds to its plan. The memory must stay until the call has ended.
@@ -152,7 +152,7 @@ public:
     // Whether the arriving bytes are combined with what is there (else they replace it).
     bool combines(const Segment& segment) const;
     // Whether its payload can only be taken as a whole (else it may come in parts).
-    bool is_coded() const { return spec.is_coded; }
+    bool is_coded(const Segment& segment) const { return spec.steps[segment.step].is_coded; }
     // Put a part of a segment's payload, from byte `offset` on, where it belongs.
     void apply(const Segment& segment, const uint8_t* part, size_t offset, size_t count) const;
     // All of it has been put there.
@@ -200,7 +200,8 @@ private:
     std::vector<uint32_t> issued_;
     std::vector<uint32_t> done_;
     uint64_t left_;
-    std::map<uint32_t, Shared> shared_;  // segments of the own chunk that not all takers have yet
+    // By chunk and number: segments of own chunks that not all takers have yet.
+    std::map<std::pair<uint32_t, uint32_t>, Shared> shared_;
 };
 
 }  // namespace potluck

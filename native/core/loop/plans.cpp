@@ -204,7 +204,7 @@ Sink Plans::route(Connection& connection, const Frame& frame) {
         return keep(frame, &Plans::on_waiting, peer);
     }
     Sink sink;
-    if (running->is_coded()) {
+    if (running->is_coded(segment)) {
         sink.complete = [this, running, segment, peer](const uint8_t* payload) {
             running->apply(segment, payload, 0, segment.wire_bytes);
             running->received(peer, segment);

@@ -6,7 +6,7 @@ answer. Answers are kept, one for every power of two of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -75,22 +75,72 @@ def fastest(
     links: LinkModel | None = None,
 ) -> tuple[Algorithm, float]:
     """What :func:`choose` picks, and the seconds that the model gives it."""
-    if nbytes < 0:
-        raise ValueError(f"nbytes must not be negative: {nbytes}")
-    bucket = 0 if operation is Operation.BARRIER or nbytes == 0 else (nbytes - 1).bit_length() + 1
+    bucket = _bucket(operation, nbytes)
     may_double = op in doubling.OPS and nbytes <= doubling.MAX_BYTES
     return _choose(operation, bucket, world_size, may_double, nodes, links)
 
 
-def chooser(
-    group: Group, ranks: Sequence[int], nodes: tuple[int, ...]
-) -> Callable[[Operation, int, int, ReduceOp | None], Algorithm]:
-    """``choose`` for these ``ranks`` of ``group``, with what the group knows of its links.
+def choose_coded(
+    operation: Operation,
+    nbytes: int,
+    world_size: int,
+    share: float,
+    *,
+    nodes: tuple[int, ...] | None = None,
+    links: LinkModel | None = None,
+) -> Algorithm:
+    """The algorithm for a call with a codec that leaves ``share`` of the bytes.
+
+    Direct, which encodes all that it sends, or for an all_reduce hierarchical, which encodes what
+    it sends between nodes.
+    """
+    if operation is not Operation.ALL_REDUCE or _is_flat(nodes, world_size):
+        return Algorithm.DIRECT
+    return _choose_coded(_bucket(operation, nbytes), world_size, share, nodes, links)
+
+
+class Chooser:
+    """``choose`` and ``choose_coded`` for some ranks of a group, with what it knows of its links.
 
     All ranks hold the same figures, so all choose alike.
     """
-    links = measured_links([group.members[rank].node for rank in ranks], group.paths)
-    return partial(choose, nodes=nodes, links=links)
+
+    def __init__(self, group: Group, ranks: Sequence[int], nodes: tuple[int, ...]) -> None:
+        links = measured_links([group.members[rank].node for rank in ranks], group.paths)
+        self.choose = partial(choose, nodes=nodes, links=links)
+        self.choose_coded = partial(choose_coded, nodes=nodes, links=links)
+
+
+def _bucket(operation: Operation, nbytes: int) -> int:
+    """Calls in one bucket get one algorithm: 0 for no bytes, else one for each power of two."""
+    if nbytes < 0:
+        raise ValueError(f"nbytes must not be negative: {nbytes}")
+    return 0 if operation is Operation.BARRIER or nbytes == 0 else (nbytes - 1).bit_length() + 1
+
+
+def _is_flat(nodes: tuple[int, ...] | None, world_size: int) -> bool:
+    """Whether there is one node, or one rank a node: hierarchical is direct or ring then."""
+    return nodes is None or len(set(nodes)) in (1, world_size)
+
+
+@lru_cache(maxsize=1024)
+def _choose_coded(
+    bucket: int,
+    world_size: int,
+    share: float,
+    nodes: tuple[int, ...] | None,
+    links: LinkModel | None,
+) -> Algorithm:
+    nbytes = 1 << bucket - 1 if bucket else 0
+    links = replace(links or DEFAULT_LINKS, nodes=nodes)
+    seconds = {}
+    for algorithm in (Algorithm.DIRECT, Algorithm.HIERARCHICAL):
+        model = links.encoded(share, within_nodes=algorithm is Algorithm.DIRECT)
+        plan = build_plan(
+            Operation.ALL_REDUCE, algorithm, world_size, 0, nodes=nodes, is_coded=True
+        )
+        seconds[algorithm] = estimate(plan, nbytes, model, is_coded=True)
+    return min(seconds, key=seconds.__getitem__)
 
 
 @lru_cache(maxsize=4096)
@@ -104,8 +154,7 @@ def _choose(
 ) -> tuple[Algorithm, float]:
     nbytes = 1 << bucket - 1 if bucket else 0
     links = replace(links or DEFAULT_LINKS, nodes=nodes)
-    # On a single node, or on nodes of one rank, hierarchical is direct, or ring, by another name.
-    flat = nodes is None or len(set(nodes)) in (1, world_size)
+    flat = _is_flat(nodes, world_size)
     candidates = [
         (least_seconds(plan, nbytes, links), plan)
         for plan in (
@@ -143,15 +192,16 @@ def least_seconds(plan: Plan, nbytes: int, links: LinkModel) -> float:
     return max(sent, received)
 
 
-def estimate(plan: Plan, nbytes: int, links: LinkModel) -> float:
-    """The model's seconds for the collective of which ``plan`` is rank 0's.
+def estimate(plan: Plan, nbytes: int, links: LinkModel, *, is_coded: bool = False) -> float:
+    """The model's seconds for the collective of which ``plan`` is rank 0's (``is_coded``: with a
+    codec, as in ``make_plan``).
 
     Large data is not simulated to its end: once the pipelines are full, time grows in proportion
     to the bytes, so two smaller simulations give the line on which it lies.
     """
     period = _period(plan, links)
     plans = [
-        build_plan(plan.operation, plan.algorithm, plan.world_size, rank, nodes=links.nodes)
+        build_plan(plan.operation, plan.algorithm, plan.world_size, rank, 0, links.nodes, is_coded)
         for rank in range(period)
     ]
 

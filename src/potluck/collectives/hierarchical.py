@@ -1,15 +1,18 @@
 """Hierarchical: inside the node first, then between nodes, then inside again.
 
-The nodes form a ring. Every chunk has a *home* node, and on every node one *carrier*: the worker
-that speaks for the node about this chunk. Inwards, the workers of a node send their contributions
-to the carrier, and the carriers pass partial results along the ring, ending at home; outwards, the
-carriers pass the chunk along the ring, starting at home, and hand it to the workers of their node.
-So every node's wire carries what one rank's wire would carry in a ring of nodes, however many
-workers share it. Carriers are spread over a node's workers. Nodes may have unequal numbers of
-workers, even one.
+The nodes form a ring. Every chunk has a *home* node, and on every node one *leader*: the worker
+that exchanges this chunk with other nodes. To reduce, the workers of a node send their
+contributions to the leader, and the leaders pass partial results along the ring, ending at home. To
+copy, the leaders pass the chunk along the ring, starting at home, and send it to the workers of
+their node. So every node's wire carries what one rank's wire would carry in a ring of nodes,
+however many workers share it. The chunks of a node are led by different workers. Nodes may have
+unequal numbers of workers, even one.
+
+With a codec, sums that went along a ring would be encoded at every hop: then the leaders of a chunk
+exchange it with the leader at home directly.
 
 scatter, gather and all_to_all have no such plan: no two chunks can share a frame, so a detour
-through a carrier saves nothing.
+through a leader saves nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def _members(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 @dataclass(frozen=True, slots=True)
 class _Ring:
     """The nodes' ring as one rank sees it. ``homes[c]`` is chunk ``c``'s home node, ``lanes[c]``
-    says which worker carries it; ``root``, where given, carries all chunks on its own node."""
+    says which worker leads it; ``root``, where given, leads all chunks on its own node."""
 
     rank: int
     members: tuple[tuple[int, ...], ...]
@@ -45,18 +48,18 @@ class _Ring:
     def node(self) -> int:
         return next(i for i, ranks in enumerate(self.members) if self.rank in ranks)
 
-    def carrier(self, node: int, chunk: int) -> int:
+    def leader(self, node: int, chunk: int) -> int:
         ranks = self.members[node % len(self.members)]
         if self.root is not None and self.root in ranks:
             return self.root
         return ranks[self.lanes[chunk] % len(ranks)]
 
-    def carried(self) -> list[list[int]]:
-        """The chunks that this rank carries on its own node, by their home nodes."""
+    def led(self) -> list[list[int]]:
+        """The chunks that this rank leads on its own node, by their home nodes."""
         node = self.node
         chunks: list[list[int]] = [[] for _ in self.members]
         for chunk, home in enumerate(self.homes):
-            if self.carrier(node, chunk) == self.rank:
+            if self.leader(node, chunk) == self.rank:
                 chunks[home].append(chunk)
         return chunks
 
@@ -66,45 +69,68 @@ class _Ring:
         here = ranks.index(self.rank)
         return list(ranks[here + 1 :] + ranks[:here])
 
-    def inward(self) -> list[Step]:
-        """Reduce every chunk to the carrier of its home node."""
+    def intra_node_reduce(self) -> list[Step]:
+        """Reduce every chunk to its leader on this node."""
         node, num_nodes, mates = self.node, len(self.members), self.mates()
-        carried = self.carried()
         steps: list[Step] = []
         chunks = range(len(self.homes))
         for chunk in sorted(chunks, key=lambda c: (node - 1 - self.homes[c]) % num_nodes):
-            carrier = self.carrier(node, chunk)
-            if carrier == self.rank:
+            leader = self.leader(node, chunk)
+            if leader == self.rank:
                 steps += [reduce_from(mate, chunk) for mate in mates]
             else:
-                steps.append(send(carrier, chunk))
-        for i in range(1, num_nodes):
-            steps += [send(self.carrier(node + 1, c), c) for c in carried[(node - i) % num_nodes]]
-            arriving = carried[(node - 1 - i) % num_nodes]
-            steps += [reduce_from(self.carrier(node - 1, c), c) for c in arriving]
+                steps.append(send(leader, chunk))
         return steps
 
-    def outward(self) -> list[Step]:
-        """Copy every chunk from the carrier of its home node to all ranks."""
-        node, num_nodes, mates = self.node, len(self.members), self.mates()
-        carried = self.carried()
+    def reduce_to_home(self) -> list[Step]:
+        """Reduce every chunk to the leader of its home node."""
+        node, num_nodes, led = self.node, len(self.members), self.led()
+        steps = self.intra_node_reduce()
+        for i in range(1, num_nodes):
+            steps += [send(self.leader(node + 1, c), c) for c in led[(node - i) % num_nodes]]
+            arriving = led[(node - 1 - i) % num_nodes]
+            steps += [reduce_from(self.leader(node - 1, c), c) for c in arriving]
+        return steps
+
+    def copy_from_home(self) -> list[Step]:
+        """Copy every chunk from the leader of its home node to all ranks."""
+        node, num_nodes, led = self.node, len(self.members), self.led()
         steps: list[Step] = []
         for i in range(num_nodes - 1):
-            steps += [send(self.carrier(node + 1, c), c) for c in carried[(node - i) % num_nodes]]
-            arriving = carried[(node - 1 - i) % num_nodes]
-            steps += [copy(self.carrier(node - 1, c), c) for c in arriving]
+            steps += [send(self.leader(node + 1, c), c) for c in led[(node - i) % num_nodes]]
+            arriving = led[(node - 1 - i) % num_nodes]
+            steps += [copy(self.leader(node - 1, c), c) for c in arriving]
+        return steps + self.intra_node_broadcast()
+
+    def direct_exchange(self) -> list[Step]:
+        """Reduce every chunk from all nodes' leaders to the leader of its home node, and copy the
+        result back, without a ring: each node's sum is encoded once, and the result once."""
+        node, num_nodes, led = self.node, len(self.members), self.led()
+        steps: list[Step] = []
+        for i in range(1, num_nodes):
+            steps += [send(self.leader(node + i, c), c) for c in led[(node + i) % num_nodes]]
+            steps += [reduce_from(self.leader(node - i, c), c) for c in led[node]]
+        for i in range(1, num_nodes):
+            steps += [send(self.leader(node + i, c), c) for c in led[node]]
+            steps += [copy(self.leader(node - i, c), c) for c in led[(node - i) % num_nodes]]
+        return steps
+
+    def intra_node_broadcast(self) -> list[Step]:
+        """Copy every chunk from its leader on this node to all workers of the node."""
+        node, num_nodes, mates = self.node, len(self.members), self.mates()
+        steps: list[Step] = []
         chunks = range(len(self.homes))
         for chunk in sorted(chunks, key=lambda c: (node - self.homes[c]) % num_nodes):
-            carrier = self.carrier(node, chunk)
-            if carrier == self.rank:
+            leader = self.leader(node, chunk)
+            if leader == self.rank:
                 steps += [send(mate, chunk) for mate in mates]
             else:
-                steps.append(copy(carrier, chunk))
+                steps.append(copy(leader, chunk))
         return steps
 
 
 def _spread(me: Rank) -> _Ring:
-    """As many chunks for every home, and at least one for every worker to carry."""
+    """As many chunks for every home, and at least one for every worker to lead."""
     members = _members(me.nodes)
     num_nodes = len(members)
     num_lanes = -(-max(map(len, members)) // num_nodes)
@@ -118,7 +144,7 @@ def _spread(me: Rank) -> _Ring:
 
 
 def _rooted(me: Rank, num_chunks: int) -> _Ring:
-    """All chunks are at home on the root's node, and carried there by the root."""
+    """All chunks are at home on the root's node, and led there by the root."""
     members = _members(me.nodes)
     home = next(i for i, ranks in enumerate(members) if me.root in ranks)
     return _Ring(me.rank, members, [home] * num_chunks, list(range(num_chunks)), me.root)
@@ -141,35 +167,42 @@ def _owned(me: Rank) -> _Ring:
 def all_reduce(me: Rank) -> Draft:
     """Every node sends ``2 (n-1)/n`` of the buffer, ``n`` being the number of nodes."""
     ring = _spread(me)
-    return Draft(len(ring.homes), ring.inward() + ring.outward())
+    return Draft(len(ring.homes), ring.reduce_to_home() + ring.copy_from_home())
+
+
+def coded_all_reduce(me: Rank) -> Draft:
+    """The same bytes for a node, in more messages: for codecs, see ``engine/arrays/coding.py``."""
+    ring = _spread(me)
+    steps = ring.intra_node_reduce() + ring.direct_exchange() + ring.intra_node_broadcast()
+    return Draft(len(ring.homes), steps)
 
 
 def reduce_scatter(me: Rank) -> Draft:
     """A node sends every chunk that is at home elsewhere once."""
-    return Draft(me.world_size, _owned(me).inward())
+    return Draft(me.world_size, _owned(me).reduce_to_home())
 
 
 def all_gather(me: Rank) -> Draft:
     """A node receives every chunk that is at home elsewhere once."""
-    return Draft(me.world_size, _owned(me).outward())
+    return Draft(me.world_size, _owned(me).copy_from_home())
 
 
 def broadcast(me: Rank) -> Draft:
-    """A pipelined chain of nodes; the carriers of a node share its inner work."""
+    """A pipelined chain of nodes; the leaders of a node share its inner work."""
     ring = _rooted(me, max(map(len, _members(me.nodes))))
-    return Draft(len(ring.homes), ring.outward())
+    return Draft(len(ring.homes), ring.copy_from_home())
 
 
 def reduce(me: Rank) -> Draft:
     """The broadcast chain backwards."""
     ring = _rooted(me, max(map(len, _members(me.nodes))))
-    return Draft(len(ring.homes), ring.inward())
+    return Draft(len(ring.homes), ring.reduce_to_home())
 
 
 def barrier(me: Rank) -> Draft:
     """An empty chunk, reduced to rank 0 and copied back."""
     ring = _rooted(me, 1)
-    return Draft(1, ring.inward() + ring.outward())
+    return Draft(1, ring.reduce_to_home() + ring.copy_from_home())
 
 
 BUILDERS: dict[Operation, Builder] = {

@@ -50,6 +50,20 @@ class LinkModel:
             return False
         return self.nodes is None or len(set(self.nodes)) in (1, len(self.nodes))
 
+    def encoded(self, share: float, *, within_nodes: bool) -> LinkModel:
+        """The same links for bytes of which a codec leaves ``share``: between nodes, and
+        ``within_nodes`` if they are encoded there, too."""
+
+        def faster(wire: Wire) -> Wire:
+            return Wire(wire.alpha_s, wire.beta_s_per_byte * share)
+
+        return replace(
+            self,
+            remote=faster(self.remote),
+            local=faster(self.local) if within_nodes else self.local,
+            pairs=tuple((src, dst, faster(wire)) for src, dst, wire in self.pairs),
+        )
+
     def wires(self) -> Callable[[int, int], Wire]:
         """A function from two ranks to the wire between them."""
         pairs = {(src, dst): wire for src, dst, wire in self.pairs}

@@ -34,18 +34,21 @@ def make_plan(
     *,
     root: int = 0,
     nodes: tuple[int, ...] | None = None,
+    is_coded: bool = False,
 ) -> Plan:
     """The steps of ``rank`` in one collective of ``world_size`` ranks. Pure, and cached.
 
     ``root`` is the source or destination of a rooted operation. Of the others only the centralized
     algorithm takes one: the rank through which everything goes. ``nodes[r]`` is the node index of
     rank ``r`` (any integers); the hierarchical algorithm needs it, the others ignore it. All ranks
-    must pass the same ``root`` and ``nodes``. A world of one has an empty plan.
+    must pass the same ``root`` and ``nodes``. ``is_coded``: for a codec; a hierarchical all_reduce
+    then has no ring of nodes, in which sums would be encoded again and again. A world of one has an
+    empty plan.
 
     Raises ``ValueError`` for a pair that does not exist (and lists those that do), a rank or root
     outside the world, a ``root`` where none belongs, and ``nodes`` missing or of the wrong length.
     """
-    return _kept(operation, algorithm, world_size, rank, root, nodes)
+    return _kept(operation, algorithm, world_size, rank, root, nodes, is_coded)
 
 
 def build_plan(
@@ -55,6 +58,7 @@ def build_plan(
     rank: int,
     root: int = 0,
     nodes: tuple[int, ...] | None = None,
+    is_coded: bool = False,
 ) -> Plan:
     """:func:`make_plan` without the cache, for code that reads the plans of all ranks once."""
     operation, algorithm = Operation(operation), Algorithm(algorithm)
@@ -74,6 +78,8 @@ def build_plan(
         raise ValueError(f"hierarchical {operation} needs nodes, the node index of every rank")
     if nodes is not None and len(nodes) != world_size:
         raise ValueError(f"nodes names {len(nodes)} ranks in a world of {world_size}")
+    if is_coded and builder is hierarchical.all_reduce:
+        builder = hierarchical.coded_all_reduce
     draft = builder(Rank(world_size, rank, root, nodes or ()))
     return Plan(
         operation=operation,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from potluck.codecs import Codec
-from potluck.collectives.choose import chooser
+from potluck.collectives.choose import Chooser
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import make_plan
 from potluck.engine.arrays.layout import lay_out
@@ -18,6 +18,9 @@ from potluck.engine.call import Call
 from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.request import Request, check
 from potluck.types import Group, ReduceOp
+
+_MANY = 1 << 16
+"""Elements, for the share of bytes that a codec leaves."""
 
 _KEPT = 1024
 """Compiled plans of one channel. A training makes the same few calls over and over."""
@@ -40,7 +43,7 @@ class Compiler:
         self._nodes = tuple(nodes)
         self._rank = ranks.index(group.rank)
         self._segment_bytes = segment_bytes
-        self._choose = chooser(group, ranks, self._nodes)
+        self._chooser = Chooser(group, ranks, self._nodes)
         self._kept = lru_cache(maxsize=_KEPT)(self._make)
 
     def compile(self, request: Request, on_behalf_of: str = "") -> CompiledPlan:
@@ -83,11 +86,23 @@ class Compiler:
     ) -> CompiledPlan:
         world = len(self._ranks)
         check(dtype, op, root, algorithm, world)
-        if codec is not None:
-            algorithm = Algorithm.DIRECT
         nbytes = prod(shape) * dtype.itemsize
-        chosen = algorithm or self._choose(operation, nbytes, world, op)
-        plan = make_plan(operation, chosen, world, self._rank, root=root, nodes=self._nodes)
+        if algorithm is not None:
+            chosen = algorithm
+        elif codec is not None:
+            share = codec.encoded_bytes(_MANY) / (_MANY * dtype.itemsize)
+            chosen = self._chooser.choose_coded(operation, nbytes, world, share)
+        else:
+            chosen = self._chooser.choose(operation, nbytes, world, op)
+        plan = make_plan(
+            operation,
+            chosen,
+            world,
+            self._rank,
+            root=root,
+            nodes=self._nodes,
+            is_coded=codec is not None,
+        )
         call = Call(
             operation,
             chosen,
@@ -109,5 +124,6 @@ class Compiler:
             dtype=dtype,
             num_result=num_result,
             codec=codec,
+            nodes=self._nodes,
             num_residual=num_source if has_residual else None,
         )

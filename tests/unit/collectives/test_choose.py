@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from potluck.collectives import choose
-from potluck.collectives.choose import ROTATED, _choose, estimate, least_seconds
+from potluck.collectives.choose import ROTATED, _choose, choose_coded, estimate, least_seconds
 from potluck.collectives.doubling import MAX_BYTES
 from potluck.collectives.links import DEFAULT_LINKS, LinkModel, Wire
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
@@ -59,6 +59,31 @@ def test_without_nodes_or_on_flat_ones_hierarchical_is_no_candidate() -> None:
             for nbytes in (0, 1 << 16, 1 << 26):
                 chosen = choose(operation, nbytes, 8, nodes=nodes)
                 assert chosen is not Algorithm.HIERARCHICAL
+
+
+def test_a_codec_is_for_direct_plans_or_between_nodes_what_is_faster_in_the_model() -> None:
+    def chosen(nbytes: int, nodes: tuple[int, ...] | None = NODES, **more: LinkModel) -> Algorithm:
+        return choose_coded(Operation.ALL_REDUCE, nbytes, 8, 0.25, nodes=nodes, **more)
+
+    for nbytes in (0, 1 << 12, 1 << 20, 100 << 20):
+        seconds = {}
+        for algorithm in (Algorithm.DIRECT, Algorithm.HIERARCHICAL):
+            is_direct = algorithm is Algorithm.DIRECT
+            links = replace(DEFAULT_LINKS, nodes=NODES).encoded(0.25, within_nodes=is_direct)
+            plans = [
+                make_plan(Operation.ALL_REDUCE, algorithm, 8, rank, nodes=NODES, is_coded=True)
+                for rank in range(8)
+            ]
+            seconds[algorithm] = simulate(plans, nbytes, links).seconds
+        assert seconds[chosen(nbytes)] <= min(seconds.values()) * 1.01
+    assert chosen(100 << 20) is Algorithm.HIERARCHICAL
+    # Where the wires between nodes are as fast as memory, encoding everywhere saves more.
+    fast = replace(DEFAULT_LINKS, remote=Wire(DEFAULT_LINKS.remote.alpha_s, 1 / 8e10))
+    assert chosen(100 << 20, links=fast) is Algorithm.DIRECT
+    for flat in (None, (3,) * 8, tuple(range(8))):
+        assert chosen(100 << 20, flat) is Algorithm.DIRECT
+    for operation in (Operation.REDUCE_SCATTER, Operation.ALL_GATHER):
+        assert choose_coded(operation, 100 << 20, 8, 0.25, nodes=NODES) is Algorithm.DIRECT
 
 
 def test_measured_links_change_the_answer() -> None:

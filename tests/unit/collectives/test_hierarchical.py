@@ -12,6 +12,8 @@ from potluck.collectives.links import DEFAULT_LINKS
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.collectives.registry import build_plan, make_plan
 from potluck.collectives.simulate import chunk_sizes, simulate
+from potluck.engine.arrays.coding import coded_steps, takers_of
+from support.plan_verifier import verify
 
 LAYOUTS = st.lists(st.integers(-2, 4), min_size=2, max_size=16).map(tuple)
 
@@ -51,6 +53,37 @@ def test_an_all_reduce_costs_a_node_what_it_costs_one_rank_in_a_ring(
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
+@given(nodes=LAYOUTS, seed=st.integers(0, 1 << 16))
+def test_with_a_codec_an_all_reduce_costs_a_node_the_same_and_a_sum_is_passed_on_by_its_owner_only(
+    nodes: tuple[int, ...], seed: int
+) -> None:
+    num_nodes, world = len(set(nodes)), len(nodes)
+    algorithm = Algorithm.HIERARCHICAL
+    plans = [
+        build_plan(Operation.ALL_REDUCE, algorithm, world, rank, nodes=nodes, is_coded=True)
+        for rank in range(world)
+    ]
+    verify(plans)
+    verify(plans, seed=seed)
+    nbytes = plans[0].num_chunks * 10
+    for ways in bytes_between_nodes(plans, nodes, nbytes):
+        assert set(ways.values()) == {2 * (num_nodes - 1) * nbytes // num_nodes}
+    for plan in plans:
+        coded = coded_steps(plan, nodes)
+        takers = takers_of(plan, coded)
+        for chunk in range(plan.num_chunks):
+            crossing = [
+                step.action
+                for step, is_coded in zip(plan.steps, coded, strict=True)
+                if is_coded and step.chunk == chunk
+            ]
+            away = num_nodes - 1
+            owner = [Action.REDUCE] * away + [Action.SEND] * away
+            assert crossing in ([], owner, [Action.SEND, Action.COPY]), "encoded more than once"
+            assert takers.get(chunk, 0) == (away if crossing and crossing == owner else 0)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(nodes=LAYOUTS, data=st.data())
 def test_a_broadcast_enters_every_node_once_and_leaves_it_at_most_once(
     nodes: tuple[int, ...], data: st.DataObject
@@ -80,7 +113,7 @@ def test_gathered_chunks_enter_a_node_once_and_scattered_sums_leave_it_once(
     assert bytes_between_nodes(plans, nodes, nbytes)[0] == foreign
 
 
-def test_carriers_share_the_work_of_their_node() -> None:
+def test_leaders_share_the_work_of_their_node() -> None:
     """With 2 nodes of 4, every worker sends as many bytes to the other node as its mates."""
     nodes = (0, 0, 0, 0, 1, 1, 1, 1)
     plans = plans_of(Operation.ALL_REDUCE, nodes)

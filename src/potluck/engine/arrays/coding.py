@@ -1,19 +1,25 @@
 """What a lossy codec does to the segments of one plan on one rank.
 
-The plan is the direct one: a value is encoded at most twice, whatever the world size. What a rank
-contributes to a chunk of another's is encoded as it goes out, and added as it comes in. A chunk
-that a rank owns is final when the rank sends it: it is encoded once, the same bytes go to all, and
-the owner decodes its own, so all ranks end with the same bits.
+The plan is the direct one, or for an all_reduce the hierarchical one whose nodes exchange directly
+(``hierarchical.coded_all_reduce``): a value is encoded at most twice, whatever the world size. What
+a rank contributes to a chunk of another's is encoded as it goes out, and added as it comes in. A
+chunk that a rank owns is final when the rank sends it: it is encoded once, the same bytes go to
+all, and the owner decodes its own, so all ranks end with the same bits.
+
+In the hierarchical plan the ranks that carry a chunk do this with the sums of their nodes. Within a
+node nothing is encoded, and the owner's node gets what the owner has decoded.
 
 Error feedback hooks in as the *residual*: one float32 per element of the buffer that belongs to the
 caller. What was lost last time is added before an element is encoded, and what is lost now takes
 its place. Both hops use it and never the same element: a rank encodes the parts that others own on
-the first hop, and its own part on the second. (Error feedback on both hops: Tang et al.,
+the first hop, and its own parts on the second. (Error feedback on both hops: Tang et al.,
 "DoubleSqueeze", 2019.)
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -36,33 +42,38 @@ class Encoding(NamedTuple):
 class Coding:
     """The encoding of one plan's segments."""
 
-    def __init__(self, codec: Codec, plan: Plan, residual: Floats | None = None) -> None:
-        """``residual`` is as long as the buffer that the rank contributes."""
+    def __init__(
+        self,
+        codec: Codec,
+        plan: Plan,
+        takers: Mapping[int, int],
+        residual: Floats | None = None,
+    ) -> None:
+        """``takers`` is as of ``takers_of``; ``residual`` is as long as the buffer that the rank
+        contributes."""
         self.codec = codec
-        self.own = own_chunk(plan)
+        self._takers = takers
         self._residuals: Chunks = {}
         if residual is not None:
             places = residual_places(plan, residual.size)
             self._residuals = {chunk: residual[a:b] for chunk, (a, b) in places.items()}
-        self._num_takers = sum(
-            step.action is Action.SEND and step.chunk == self.own for step in plan.steps
-        )
-        self._encoded: dict[int, tuple[Bytes, int]] = {}
+        self._encoded: dict[tuple[int, int], tuple[Bytes, int]] = {}
 
     def outgoing(self, chunk: int, number: int, start: int, data: Floats) -> Bytes:
         """The encoded form of a segment that is about to go out.
 
-        ``start`` is the segment's first element in its chunk. A segment of the own chunk is changed
+        ``start`` is the segment's first element in its chunk. A segment of an own chunk is changed
         to what all others decode it to.
         """
-        if chunk != self.own:
+        if chunk not in self._takers:
             return self._encode(chunk, start, data)
-        encoded, num_left = self._encoded.pop(number, (None, self._num_takers))
+        key = chunk, number
+        encoded, num_left = self._encoded.pop(key, (None, self._takers[chunk]))
         if encoded is None:
             encoded = self._encode(chunk, start, data)
             kernels.decode(self.codec, data, encoded)
         if num_left > 1:
-            self._encoded[number] = encoded, num_left - 1
+            self._encoded[key] = encoded, num_left - 1
         return encoded
 
     def arrived(self, data: Floats, encoded: Bytes, *, combines: bool) -> None:
@@ -96,10 +107,14 @@ def check(
         raise ValueError(
             f"codec={codec.name!r} adds what it decodes: op must be sum or mean, not {op}"
         )
-    if algorithm not in (None, Algorithm.DIRECT):
+    if algorithm not in (None, Algorithm.DIRECT) and (algorithm, operation) != (
+        Algorithm.HIERARCHICAL,
+        Operation.ALL_REDUCE,
+    ):
         raise ValueError(
-            f"codec={codec.name!r} is lossy, and the direct plan encodes a value only twice; "
-            f"leave algorithm={str(algorithm)!r} out, or the codec"
+            f"codec={codec.name!r} is lossy, and only the direct plan, or a hierarchical "
+            f"all_reduce, encodes a value no more than twice; leave algorithm={str(algorithm)!r} "
+            "out, or the codec"
         )
     if residual is not None and (residual.dtype != np.float32 or residual.size != array.size):
         raise ValueError(
@@ -108,9 +123,24 @@ def check(
         )
 
 
-def own_chunk(plan: Plan) -> int:
-    """The chunk whose sends are final, so that it is encoded once; -1 for none."""
-    return -1 if plan.operation is Operation.REDUCE_SCATTER else plan.rank
+def coded_steps(plan: Plan, nodes: tuple[int, ...]) -> tuple[bool, ...]:
+    """By step: whether its bytes are encoded. In a hierarchical plan, those between nodes are."""
+    return tuple(
+        plan.algorithm is not Algorithm.HIERARCHICAL or nodes[step.peer] != nodes[plan.rank]
+        for step in plan.steps
+    )
+
+
+def takers_of(plan: Plan, coded: tuple[bool, ...]) -> dict[int, int]:
+    """By chunk that this rank owns, and so encodes once: to how many ranks it sends these bytes."""
+    if plan.operation is Operation.REDUCE_SCATTER:
+        return {}
+    steps = [step for step, is_coded in zip(plan.steps, coded, strict=True) if is_coded]
+    takers = Counter(step.chunk for step in steps if step.action is Action.SEND)
+    for step in steps:
+        if step.action is Action.COPY:  # another rank owns it
+            takers.pop(step.chunk, None)
+    return dict(takers)
 
 
 def residual_places(plan: Plan, count: int) -> dict[int, tuple[int, int]]:

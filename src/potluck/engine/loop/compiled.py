@@ -17,7 +17,7 @@ import numpy as np
 from potluck import native
 from potluck.codecs import Codec
 from potluck.collectives.plan import Action, Algorithm, Plan
-from potluck.engine.arrays.coding import own_chunk, residual_places
+from potluck.engine.arrays.coding import coded_steps, residual_places, takers_of
 from potluck.engine.arrays.layout import Layout
 from potluck.engine.call import Call
 from potluck.types import ReduceOp
@@ -41,10 +41,12 @@ class CompiledPlan:
         dtype: np.dtype[Any],
         num_result: int | None = None,
         codec: Codec | None = None,
+        nodes: tuple[int, ...] = (),
         num_residual: int | None = None,
     ) -> None:
-        """``peers`` maps the plan's ranks to those of the whole group; ``num_result`` and
-        ``num_residual`` are the elements of these arrays, None where there is none."""
+        """``peers`` maps the plan's ranks to those of the whole group, ``nodes`` to their nodes
+        (a codec in a hierarchical plan needs them). ``num_result`` and ``num_residual`` are the
+        elements of these arrays, None where there is none."""
         self.plan = plan
         self.call = call
         self.layout = layout
@@ -71,6 +73,10 @@ class CompiledPlan:
             queues[peer] = (*queues.get(peer, ()), index)
             self.previous.append(latest.get(step.chunk, -1))
             latest[step.chunk] = index
+        self.coded = None if codec is None else coded_steps(plan, nodes)
+        """By step: whether its bytes are encoded; None without a codec."""
+        self.takers = {} if self.coded is None else takers_of(plan, self.coded)
+        """As ``takers_of`` says."""
         self._num_result = num_result
         self._num_residual = num_residual
 
@@ -104,12 +110,21 @@ class CompiledPlan:
             segment_bytes=self.call.segment_bytes,
             ranks=self.peers,
             chunks=[
-                (chunk, *place, residuals[chunk][0] if chunk in residuals else -1)
+                (
+                    chunk,
+                    *place,
+                    residuals[chunk][0] if chunk in residuals else -1,
+                    self.takers.get(chunk, 0),
+                )
                 for chunk, place in places.items()
             ],
-            steps=[(step.action, step.peer, index_of[step.chunk]) for step in plan.steps],
+            steps=[
+                (step.action, step.peer, index_of[step.chunk], is_coded)
+                for step, is_coded in zip(
+                    plan.steps, self.coded or [False] * len(plan.steps), strict=True
+                )
+            ],
             num_unfinished=(self._num_result or 0) if is_concluded else 0,
             is_computed_by_all=self.is_computed_by_all,
             codec=0 if self.codec is None else self.codec.code,
-            own=-1 if self.codec is None else own_chunk(plan),
         )

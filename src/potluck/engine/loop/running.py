@@ -66,7 +66,7 @@ class RunningPlan:
         self._result = None if buffers.result is None else buffers.result.reshape(-1)
         self._coding: Coding | None = None
         if compiled.codec is not None:
-            self._coding = Coding(compiled.codec, compiled.plan, residual)
+            self._coding = Coding(compiled.codec, compiled.plan, compiled.takers, residual)
         self._sends = {peer: deque(steps) for peer, steps in compiled.sends.items()}
         self._receives = {peer: deque(steps) for peer, steps in compiled.receives.items()}
         self._issued = [0] * len(self._steps)
@@ -111,16 +111,18 @@ class RunningPlan:
 
     def wire_bytes(self, segment: Segment) -> int:
         """How many bytes ``segment`` takes on the wire."""
-        if self._coding is None:
+        coding = self._coding_of(segment)
+        if coding is None:
             return segment.data.nbytes
-        return self._coding.codec.encoded_bytes(segment.data.shape[0])
+        return coding.codec.encoded_bytes(segment.data.shape[0])
 
     def payload(self, segment: Segment) -> memoryview:
         """What goes over the wire for ``segment``; asked for once, when it is being sent."""
-        if self._coding is None:
+        coding = self._coding_of(segment)
+        if coding is None:
             return as_bytes(segment.data)
         start = segment.number * self.compiled.segment_elements
-        return self._coding.outgoing(segment.chunk, segment.number, start, segment.data).data
+        return coding.outgoing(segment.chunk, segment.number, start, segment.data).data
 
     def sent(self, segment: Segment) -> None:
         """The bytes of ``segment`` have left its memory."""
@@ -146,14 +148,15 @@ class RunningPlan:
 
     def is_stored(self, segment: Segment) -> bool:
         """Whether the arriving bytes are the segment's own, so that they may be read in place."""
-        return self._coding is None and not self.combines(segment)
+        return self._coding_of(segment) is None and not self.combines(segment)
 
     def received(self, peer: int, segment: Segment, payload: Any = None) -> None:
         """``segment`` has arrived: in its own memory already, or in the bytes of ``payload``."""
         if payload is not None:
-            theirs = from_bytes(payload, segment.data.dtype if self._coding is None else _BYTES)
-            if self._coding is not None:
-                self._coding.arrived(segment.data, theirs, combines=self.combines(segment))
+            coding = self._coding_of(segment)
+            theirs = from_bytes(payload, segment.data.dtype if coding is None else _BYTES)
+            if coding is not None:
+                coding.arrived(segment.data, theirs, combines=self.combines(segment))
             elif self.combines(segment):
                 kernels.combine(self.call.op or ReduceOp.SUM, segment.data, theirs)
             else:
@@ -205,6 +208,11 @@ class RunningPlan:
         return f"{self.call} #{self.sequence}"
 
     # -- inside
+
+    def _coding_of(self, segment: Segment) -> Coding | None:
+        """How the segment's bytes are encoded; None: they are not."""
+        coded = self.compiled.coded
+        return self._coding if coded is not None and coded[segment.step] else None
 
     def _is_ready(self, step: int, segment: int) -> bool:
         # Rule 1, for one segment: the step before this one on the same chunk has finished it.
