@@ -1,7 +1,8 @@
 """The I/O of cluster membership on one node.
 
-What ``MembershipProtocol`` decides is sent to other nodes, written to disk, and told to the parts
-of the agent that registered for it. The protocol is told of messages, time and bans.
+The actions of ``MembershipProtocol`` are carried out here: messages are sent to other nodes,
+records are written to disk, views are given to the parts of the agent that registered for them. The
+protocol gets messages, time and bans as events.
 """
 
 from __future__ import annotations

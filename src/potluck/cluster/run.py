@@ -1,4 +1,4 @@
-"""``potluck run``: a job from what was asked for to its summary, the command's side.
+"""The command's side of ``potluck run``: submits a job to an agent, and waits for its summary.
 
 The job is run by this machine's agent (``potluck up``) on its cluster, or, on a machine without
 one, by a private agent in the same process.
@@ -62,7 +62,7 @@ def checked(request: RunRequest) -> RunRequest:
 
 
 class Watcher(Protocol):
-    """Who looks on. All calls come from the event loop and must not block."""
+    """Shows a job to people. All calls come from the event loop and must not block."""
 
     def begin(self, job: JobClient) -> None:
         """The job is about to start; ``job`` answers questions from now on."""

@@ -1,8 +1,8 @@
 """Accepts TCP connections, and bounds what callers may use until they have authenticated.
 
-Workers (``listener.py``), agents (``aio.py``) and ``potluck pair`` accept by this class, within the
-same ``Limits``. Each connection is served by an asyncio task of its own; what goes wrong there ends
-that connection only, and costs one log line a second, whatever callers send.
+Workers (``listener.py``), agents (``aio.py``) and ``potluck pair`` accept connections by this
+class, within the same ``Limits``. Each connection is served by an asyncio task of its own. An error
+there ends that connection only, and costs at most one log line a second, whatever callers send.
 """
 
 from __future__ import annotations

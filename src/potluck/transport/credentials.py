@@ -1,4 +1,4 @@
-"""What a node shows and trusts: TLS 1.3 contexts made from the cluster's secret and its own key.
+"""Credentials: TLS 1.3 contexts made from the cluster's secret and the node's own key.
 
 The cluster's certificate authority is not stored anywhere: its Ed25519 key is derived (HKDF) from
 the pre-shared key, so every holder of the secret arrives at the same, bit-identical CA certificate.

@@ -1,1 +1,1 @@
-"""What agents keep on disk, below ``<home>``: private files, their state, where they listen."""
+"""The files of agents, below ``<home>``: secret files, their state, the port they listen on."""

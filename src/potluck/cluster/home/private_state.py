@@ -1,4 +1,4 @@
-"""What the private agent of one ``potluck run`` keeps on disk: only where it can be asked.
+"""The only file of the private agent of one ``potluck run``: its port, for ``potluck status``.
 
 ``<home>/run/<pid>.json`` (mode 0600) exists, and is locked, as long as the agent runs. The system
 drops the lock with the process, so an unlocked file is of a killed agent, and a reader removes it.

@@ -1,3 +1,3 @@
-"""Whom this node talks to: the cluster's secret and its change, this node's identity, bans, and
-pairing, which brings a new machine in.
+"""Trust: the cluster's secret and its change, this node's identity, bans, and pairing, by which a
+new machine joins.
 """

@@ -1,4 +1,4 @@
-"""Who this node is: an Ed25519 key that never leaves it."""
+"""The identity of this node: an Ed25519 key that never leaves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The cluster's secrets in their files: the one in use, and while it is changed, its neighbour.
+"""The cluster's secrets in their files: the current one, and during a change the next or previous
+one.
 
 ``cluster_secret`` is shown and accepted. ``cluster_secret.next`` is accepted from the moment it is
 there, so that every node knows the new secret before the first one shows it.
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """What a node holds at one moment. Printing it shows no secret."""
+    """The secrets that a node holds at one moment. Printing this shows no secret."""
 
     current: bytes
     next: bytes | None = None

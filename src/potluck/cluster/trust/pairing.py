@@ -1,9 +1,9 @@
 """Pairing: one machine shows a short code, the next takes the cluster's secret over with it.
 
 The code has nine digits. The first three find the host in the network and are no secret; SPAKE2
-(RFC 9382; the package ``spake2``) makes a strong key of all nine on both sides, and whoever is in
-between learns nothing but whether one guess was right. Each side then proves that it has the key,
-and the secret travels sealed under it. A wrong proof voids the code: one guess per run.
+(RFC 9382; the package ``spake2``) makes a strong key of all nine on both sides, and a man in the
+middle learns nothing except whether one guess was right. Each side then proves that it has the key,
+and the secret is sent encrypted under it. A wrong proof voids the code: one guess per run.
 
 Everything here is pure but for the random numbers; ``pairing_link.py`` moves the bytes.
 """
@@ -46,7 +46,8 @@ class Code:
 
     @property
     def advert_key(self) -> bytes:
-        """The key of the host's adverts while it waits: whoever has the plate recognises them."""
+        """The key of the host's adverts while it waits: a joiner that has the plate recognises
+        them."""
         return hashlib.sha256(b"potluck pairing plate v1" + self.plate.encode()).digest()
 
     def spoken(self) -> str:
@@ -58,7 +59,7 @@ class Code:
 
 
 def new_code() -> Code:
-    """A code nobody can foresee: a million possibilities beyond the part that is public."""
+    """A random code: a million possibilities beyond the part that is public."""
     return Code(f"{secrets.randbelow(10**DIGITS):0{DIGITS}d}")
 
 

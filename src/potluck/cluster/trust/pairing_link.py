@@ -43,9 +43,9 @@ async def hand_over(
 ) -> wire.Newcomer:
     """Wait for one machine that knows ``code``, and give it ``secret``; who it was.
 
-    ``on_waiting`` is told the TCP port. WrongCode if somebody came with a wrong code, or nobody
-    within ``expires_s``; ConfigurationError if the port can't be had. LinkError if the machine went
-    away before it said that it has the secret.
+    ``on_waiting`` is called with the TCP port. WrongCode if a machine came with a wrong code, or
+    none came within ``expires_s``; ConfigurationError if the port can't be had. LinkError if the
+    machine left before it confirmed that it has the secret.
     """
     host = _Host(code, secret, listening_socket("", port))
     presence = Presence(lambda: [code.advert_key], host.port, new_instance())

@@ -1,4 +1,4 @@
-"""What makes a cluster a cluster: a 256-bit secret (PSK) that all its nodes hold."""
+"""The secret of a cluster: 256 bits (a pre-shared key, PSK) that all its nodes hold."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def parse_psk(text: str) -> bytes:
 def derive_psk(passphrase: str) -> bytes:
     """The secret that a passphrase stands for: scrypt, about half a second and 128 MiB.
 
-    ConfigurationError if it has fewer than ``MIN_PASSPHRASE`` characters: whoever meets one of the
-    cluster's nodes can try guesses at leisure, so words must be many. A random secret is better.
+    ConfigurationError if it has fewer than ``MIN_PASSPHRASE`` characters: an attacker that has once
+    connected to a node can try guesses offline, so it must be long. A random secret is better.
     """
     words = unicodedata.normalize("NFKC", passphrase).strip()
     if len(words) < MIN_PASSPHRASE:
