@@ -1,7 +1,8 @@
-"""Threads and tasks that serve others for as long as these need them: none breaks in silence.
+"""Background threads and tasks, which serve other parts as long as they are needed: none breaks in
+silence.
 
-Whoever starts one says what follows if it ends by an exception. Those it served would else wait for
-something that can't come any more, and blame the wrong one.
+The caller that starts one says what follows if it ends by an exception. The parts that it serves
+would else wait for something that can't come any more, and blame the wrong part.
 """
 
 from __future__ import annotations

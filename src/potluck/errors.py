@@ -52,7 +52,7 @@ class WrongSecret(SecurityError):
 
 
 class WrongCode(SecurityError):
-    """A pairing code was wrong or has expired. The secret was given to nobody: pair again."""
+    """A pairing code was wrong or has expired. No machine got the secret: pair again."""
 
 
 class IdentityError(SecurityError):
@@ -149,8 +149,8 @@ class GroupClosed(GroupError):
 
 
 class AgentLost(PotluckError):
-    """The agent that started this worker is gone, or can't be heard any more. Stop: nobody watches
-    this worker."""
+    """The agent that started this worker has ended, or can't be heard any more. Stop: no process
+    watches this worker."""
 
 
 class Diverged(PotluckError):

@@ -1,7 +1,7 @@
 """The native core, if it is here: the one place that imports ``potluck._native``.
 
-``available`` says whether it is, ``reason`` why not; ``core`` is the extension module. Whoever has
-a native way and a Python way asks ``available`` once, when the work begins. The environment
+``available`` says whether it is, ``reason`` why not; ``core`` is the extension module. Code with a
+native way and a Python way asks ``available`` once, when the work begins. The environment
 variable ``POTLUCK_NATIVE`` chooses: ``0`` switches the core off, the path of an extension file
 loads that build of it (how the sanitizers run), anything else means "if it is here". Importing
 this module never fails and imports neither NumPy nor torch.

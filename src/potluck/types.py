@@ -76,7 +76,7 @@ class MeasuredPath:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """An immutable membership: who takes part in epoch ``epoch``, and which of them I am.
+    """An immutable membership: the members of epoch ``epoch``, and the rank of this process.
 
     Members are in rank order, the most senior first, so rank 0 is the leader. A change of
     membership is a new group with a higher epoch, never a change of this one. ``job`` keeps

@@ -200,7 +200,7 @@ class CheckpointStore:
         except CheckpointError as error:
             if not job.given_up.is_set():
                 raise
-            _log.warning("%s; a rank was lost meanwhile", error)  # nobody's disk is at fault
+            _log.warning("%s; a rank was lost meanwhile", error)  # no disk is at fault
 
     def _write(self, job: _Job) -> Path:
         try:
@@ -272,7 +272,7 @@ class CheckpointStore:
                     f"the checkpoint of step {job.step} is not complete: {missing[0]} is not in "
                     f"{self.directory}; a sharded checkpoint needs a directory that all ranks share"
                 )
-            job.given_up.wait(_POLL_S)  # a shared file system tells nobody what has come
+            job.given_up.wait(_POLL_S)  # a shared file system does not notify of new files
         seals = [self.directory / f"{name}.json" for name in names]
         parts = [
             manifest.unseal(files.read(path, manifest.MAX_BYTES), path, File) for path in seals

@@ -27,9 +27,9 @@ def ban(
     """Refuse a node from now on, although it holds the cluster's secret.
 
     Takes effect at once for new connections of this machine's agent and workers; a running agent
-    (`potluck up`) ends its link to the node and tells the other nodes. A ban is for good. Whoever
-    holds the secret can make itself a new id: to be sure, run `potluck rotate` afterwards. To take
-    the machine back, remove ~/.potluck/node_keypair there, and let it join again.
+    (`potluck up`) ends its link to the node and tells the other nodes. A ban is for good. A machine
+    that holds the secret can make itself a new id: to be sure, run `potluck rotate` afterwards. To
+    take the machine back, remove ~/.potluck/node_keypair there, and let it join again.
     """
     from potluck.cluster.trust.credentials import load_credentials
     from potluck.cluster.trust.store import TrustStore

@@ -125,7 +125,7 @@ def bench(
 def _plan(
     operation: str, against: str, workers: str, sizes: str, rounds: int, round_s: float
 ) -> tuple[Plan, dict[str, str]]:
-    """The comparison that was asked for, and who can't take part in it."""
+    """The comparison that was asked for, and why each missing library can't take part in it."""
     from potluck.bench.comparison import Plan
     from potluck.bench.operations import OPERATIONS
     from potluck.bench.peers import PEERS, missing

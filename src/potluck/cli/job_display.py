@@ -1,8 +1,9 @@
-"""How a running job looks: plain lines, or on a terminal a live table below the workers' lines.
+"""The display of a running job: plain lines, or on a terminal a live table below the workers'
+lines.
 
-All writing is done by a thread: a terminal that was stopped (Ctrl-S) or a pipe that nobody reads
-must not stop the agent, which has workers to watch. When too much waits to be written, the
-workers' own output is read no further (``is_behind``).
+All writing is done by a thread: a terminal that was stopped (Ctrl-S) or a pipe that is not read
+must not stop the agent, which has workers to watch. When too much waits to be written, the workers'
+output is not read any further (``is_behind``).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def watcher_for(stream: TextIO, *, plain: bool) -> Watcher:
 
 
 class Writer:
-    """A thread that writes, in order. When nobody can read any more, ``on_broken`` is called from
-    it, once, and all else is dropped."""
+    """A thread that writes, in order. When the output can't be written any more, ``on_broken`` is
+    called from it, once, and all else is dropped."""
 
     def __init__(self, on_broken: Callable[[], None]) -> None:
         self._on_broken = on_broken
@@ -78,7 +79,7 @@ class Writer:
                 self._is_broken = True
                 if isinstance(error, OSError):
                     silence(sys.stdout)
-                    if not isinstance(error, BrokenPipeError):  # that is somebody's wish
+                    if not isinstance(error, BrokenPipeError):  # the reader (`head`) has ended
                         _say(f"the output can't be written any more ({error.strerror})")
                 else:
                     _log.exception("a line could not be written")

@@ -188,8 +188,8 @@ def run(
 def idle_accelerators(
     accelerators: Sequence[str], workers: int | None, environment: Mapping[str, str]
 ) -> str:
-    """What to say about the GPUs here that one worker leaves idle, to somebody who has not chosen
-    the number of ``workers`` or the GPUs to use; else nothing."""
+    """A hint about the GPUs here that one worker leaves idle; empty if the user has chosen the
+    number of ``workers`` or the GPUs to use."""
     has_chosen = workers is not None or any(
         name in environment for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
     )

@@ -35,9 +35,10 @@ def up(
     """Make this machine part of its cluster, until Ctrl-C.
 
     Runs the machine's agent in the foreground. It finds the other machines that hold the same
-    secret (by mDNS, by a beacon, or by --peers), keeps links to them, and agrees with them who is
-    in; each change is one line, with its reason. Makes a secret if there is none: then run `potluck
-    pair` here and `potluck join` on the next machine. `potluck status` shows what it knows.
+    secret (by mDNS, by a beacon, or by --peers), keeps links to them, and agrees with them which
+    machines are in the cluster; each change is one line, with its reason. Makes a secret if there
+    is none: then run `potluck pair` here and `potluck join` on the next machine. `potluck status`
+    shows what it knows.
 
     Machines of a cluster run each other's scripts: `potluck run` on any of them starts workers on
     all.
@@ -60,7 +61,7 @@ def up(
 
 
 def _say(line: str) -> None:
-    """Nobody may be left to read it: the agent goes on."""
+    """Write a line for people. The agent goes on if the output can't be written."""
     with contextlib.suppress(OSError):
         typer.echo(f"potluck: {line}")
 
