@@ -30,7 +30,7 @@ import potluck
 from potluck.bench.channel import Channel
 from potluck.bench.crew import Crew
 from potluck.bench.machine import machine
-from potluck.bench.peers import PEERS, Peer
+from potluck.bench.peers import PEERS, Competitor
 from potluck.bench.placement import Here
 from potluck.system import usable_cpus
 from support import hosts
@@ -73,7 +73,7 @@ def placed(in_hosts: bool) -> Iterator[Here]:
         yield InHosts(network)
 
 
-def compare(peer: Peer, placement: Here, rounds: int, calls: int) -> dict[str, Any]:
+def compare(peer: Competitor, placement: Here, rounds: int, calls: int) -> dict[str, Any]:
     samples: dict[str, list[float]] = {"idle": [], "busy": []}
     program = (sys.executable, __file__)
     with (

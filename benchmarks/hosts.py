@@ -18,7 +18,7 @@ from common import claims, script, wire
 from common.claims import Claim
 from common.placements import InHosts
 
-from potluck.bench.comparison import Plan
+from potluck.bench.comparison import ComparisonPlan
 from potluck.bench.machine import machine
 from potluck.bench.sizes import show
 from support import hosts
@@ -60,7 +60,7 @@ def between(
     quick: bool,
     say: script.Say,
 ) -> dict[str, Any]:
-    plan = Plan(
+    plan = ComparisonPlan(
         peers=peers,
         world_sizes=(num_hosts,),
         cases=[("all-reduce", nbytes) for nbytes in sizes],

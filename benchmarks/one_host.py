@@ -14,7 +14,7 @@ from typing import Any
 from common import claims, script
 from common.claims import Claim
 
-from potluck.bench.comparison import Plan
+from potluck.bench.comparison import ComparisonPlan
 from potluck.bench.sizes import show
 from potluck.bench.table import best_of, ratio
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 def measure(quick: bool, say: script.Say) -> script.Measured:
     sizes = SIZES[:3:2] if quick else SIZES
     further = SIZES[:1] if quick else SIZES[:4:3]
-    plan = Plan(
+    plan = ComparisonPlan(
         peers=("potluck", *OTHERS),
         world_sizes=(2,) if quick else (2, 4, 8),
         cases=[

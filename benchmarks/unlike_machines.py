@@ -157,7 +157,7 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
 
     import potluck
     from potluck.torch import DistributedDataParallel, ElasticLoop, Policy, ProportionalShares
-    from potluck.training.shares import Cost, Plan
+    from potluck.training.shares import Cost, ShareCosts
 
     torch.set_num_threads(1)
     ctx = potluck.init("env")
@@ -192,7 +192,7 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
     class Clock:
         """Times steps, and holds to a fixed split if there is one."""
 
-        def __init__(self, plan: Plan | None) -> None:
+        def __init__(self, plan: ShareCosts | None) -> None:
             self.plan = plan
             self.seconds: list[float] = []
             self.split: tuple[int, ...] = ()
@@ -212,7 +212,7 @@ def worker(batch: int, steps: int, rounds: int, width: int) -> int:
     def train(way: str, split: tuple[int, ...] = (), num_steps: int = steps) -> tuple[Clock, str]:
         model = DistributedDataParallel(network(), ctx)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        clock = Clock(Plan(tuple(Cost(0.0, 1 / part) for part in split)) if split else None)
+        clock = Clock(ShareCosts(tuple(Cost(0.0, 1 / part) for part in split)) if split else None)
         job = ElasticLoop(
             model,
             optimizer,

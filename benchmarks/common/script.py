@@ -10,7 +10,7 @@ from typing import Any
 
 from common import claims, results
 from common.claims import Claim
-from potluck.bench.comparison import Plan, compare
+from potluck.bench.comparison import ComparisonPlan, compare
 from potluck.bench.machine import heading, machine
 from potluck.bench.peers import PEERS, missing
 from potluck.bench.placement import Here
@@ -64,11 +64,11 @@ def run(
 
 
 def compared(
-    plan: Plan, say: Say, *, title: str = "", placement: Here | None = None
+    plan: ComparisonPlan, say: Say, *, title: str = "", placement: Here | None = None
 ) -> dict[str, Any]:
     """``compare`` without the peers that are missing here; its table is said row by row."""
     absent = {name: why for name in plan.peers if (why := missing(PEERS[name]))}
-    here = Plan(
+    here = ComparisonPlan(
         peers=[name for name in plan.peers if name not in absent],
         world_sizes=plan.world_sizes,
         cases=plan.cases,

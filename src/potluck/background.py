@@ -76,6 +76,10 @@ class Tasks:
         for task in list(self._tasks):
             task.cancel()
 
+    async def close(self) -> None:
+        """Cancel all that are under way, and wait until they have ended."""
+        await stop(*self._tasks)
+
     async def ended(self) -> None:
         """Wait until all that are under way have ended; what they raise is dropped."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -85,6 +89,22 @@ class Tasks:
 
     def __iter__(self) -> Iterator[asyncio.Task[None]]:
         return iter(list(self._tasks))
+
+
+class Alarm:
+    """One timer of the running loop: it calls ``ring()`` at the time that was set last."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, at: float | None) -> None:
+        """Ring at ``at``, in the time of the loop, and not before; None: not at all."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if at is not None:
+            self._timer = asyncio.get_running_loop().call_at(at, self._ring)
 
 
 def why(error: BaseException) -> str:

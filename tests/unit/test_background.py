@@ -7,7 +7,7 @@ import queue
 
 import pytest
 
-from potluck.background import Tasks, start_task, start_thread, why
+from potluck.background import Alarm, Tasks, start_task, start_thread, stop, why
 
 WAIT_S = 20.0
 
@@ -87,3 +87,47 @@ def test_tasks_are_kept_until_they_end_and_can_be_cancelled_together() -> None:
         assert (ended, [*tasks]) == (["first", "second"], [])
 
     asyncio.run(story())
+
+
+def test_an_alarm_rings_once_at_the_time_that_was_set_last() -> None:
+    async def story() -> list[str]:
+        rung: list[str] = []
+        over = asyncio.Event()
+
+        def ring() -> None:
+            rung.append("alarm")
+            over.set()
+
+        alarm, never = Alarm(ring), Alarm(lambda: rung.append("never"))
+        now = asyncio.get_running_loop().time()
+        never.set(now)
+        never.set(None)
+        alarm.set(now + 3600)
+        alarm.set(now)
+        async with asyncio.timeout(WAIT_S):
+            await over.wait()
+        return rung
+
+    assert asyncio.run(story()) == ["alarm"]
+
+
+def test_ended_tasks_are_waited_for_and_what_they_raise_is_dropped() -> None:
+    async def story() -> list[str]:
+        said: list[str] = []
+
+        async def slow_to_end() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)
+                said.append("ended")
+
+        async def breaks() -> None:
+            raise ValueError("nobody asks")
+
+        tasks = [asyncio.create_task(slow_to_end()), asyncio.create_task(breaks())]
+        await asyncio.sleep(0)
+        await stop(*tasks)
+        return said
+
+    assert asyncio.run(story()) == ["ended"]

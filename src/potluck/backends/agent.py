@@ -253,8 +253,6 @@ class AgentBackend:
                     self._chaos_done = step
                 case control.Stop(reason):
                     self._stop(RemoteError(f"the job ends: {reason}"))
-                case control.StatusReply():
-                    raise ProtocolError("a status that nobody asked for")
         return None
 
     def _group_over(self, over: control.GroupOver) -> control.FromWorker | None:

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from potluck.backends.base import Communicator
-from potluck.backends.lane import BoundedWork, Lane
 from potluck.backends.library import ANY_SOURCE, FlatCall, Library, Waiter, exchange
+from potluck.backends.serial_executor import BoundedWork, SerialExecutor
 from potluck.background import start_thread
 from potluck.engine.arrays.layout import Array
 from potluck.engine.arrays.reduction import check, conclude
@@ -41,16 +41,16 @@ class _Resources:
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Re-entrant: a sub-group may be collected, and so released, at any moment."""
     works: dict[BoundedWork, None] = field(default_factory=dict)
-    members: list[tuple[Library, Lane]] = field(default_factory=list)
+    members: list[tuple[Library, SerialExecutor]] = field(default_factory=list)
     error: BaseException | None = None
 
-    def release(self, member: tuple[Library, Lane]) -> None:
+    def release(self, member: tuple[Library, SerialExecutor]) -> None:
         with self.lock:
             if member not in self.members:
                 return
             self.members.remove(member)
-        library, lane = member
-        lane.close(0.0)
+        library, executor = member
+        executor.close(0.0)
         library.close(is_orderly=True)
 
     def begin(self, work: BoundedWork) -> BaseException | None:
@@ -93,8 +93,10 @@ class LibraryCommunicator:
         self._resources = resources
         self._timeout_s = timeout_s
         self._groups = itertools.count(1)
-        self._lane = Lane(f"potluck-{library.name}-{len(resources.members)}", resources.fail)
-        resources.members.append((library, self._lane))
+        self._executor = SerialExecutor(
+            f"potluck-{library.name}-{len(resources.members)}", resources.fail
+        )
+        resources.members.append((library, self._executor))
 
     @classmethod
     def open(
@@ -169,7 +171,7 @@ class LibraryCommunicator:
             return None
         part = LibraryCommunicator(self.group, library, self._resources, timeout_s=self._timeout_s)
         # Sub-groups have threads and sockets of their own: give them back with the last reference.
-        weakref.finalize(part, self._resources.release, (library, part._lane)).atexit = False
+        weakref.finalize(part, self._resources.release, (library, part._executor)).atexit = False
         return part
 
     # -- life
@@ -197,8 +199,8 @@ class LibraryCommunicator:
             is_orderly &= work.ends_within(max(0.0, deadline - time.monotonic()))
         resources.fail(GroupClosed("this group was closed here", epoch=self.group.epoch))
         members, resources.members = resources.members, []
-        for library, lane in reversed(members):
-            lane.close(max(0.0, deadline - time.monotonic()) if is_orderly else 0.0)
+        for library, executor in reversed(members):
+            executor.close(max(0.0, deadline - time.monotonic()) if is_orderly else 0.0)
             library.close(is_orderly)
 
     # -- inside
@@ -229,7 +231,7 @@ class LibraryCommunicator:
 
         if not work.done():
             self._library.settle()
-            self._lane.submit(task)
+            self._executor.submit(task)
         return work
 
     def _message(

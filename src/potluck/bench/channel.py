@@ -79,7 +79,7 @@ class Channel:
         self._socket.close()
 
 
-class Switchboard:
+class WorkerListener:
     """Where one peer's workers call; ``address`` and ``token`` go into their environment."""
 
     def __init__(self, folder: Path) -> None:

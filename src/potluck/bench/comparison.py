@@ -40,7 +40,7 @@ _LONG_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ComparisonPlan:
     """What to compare. Sizes are in bytes of the whole data, see ``operations``."""
 
     peers: Sequence[str]
@@ -58,7 +58,7 @@ class Plan:
 
 
 def compare(
-    plan: Plan,
+    plan: ComparisonPlan,
     *,
     placement: Here | None = None,
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
@@ -140,7 +140,7 @@ class _Row:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ComparisonPlan,
         case: tuple[str, int, int],
         crews: list[Crew],
         left_out: dict[str, str],

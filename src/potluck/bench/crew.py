@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from potluck.bench.channel import Channel, ChannelClosed, Switchboard
-from potluck.bench.peers import Peer
+from potluck.bench.channel import Channel, ChannelClosed, WorkerListener
+from potluck.bench.peers import Competitor
 from potluck.bench.placement import BenchError, Here, reserved_ports
 from potluck.system import SIGKILL
 
@@ -31,7 +31,7 @@ class Crew:
 
     def __init__(
         self,
-        peer: Peer,
+        peer: Competitor,
         world_size: int,
         folder: Path,
         *,
@@ -44,7 +44,7 @@ class Crew:
         self._folder.mkdir()
         self._place = placement or Here()
         self._ranks = self._place.ranks(world_size)
-        self._switchboard = Switchboard(self._folder)
+        self._switchboard = WorkerListener(self._folder)
         self._channels: list[Channel] = []
         self._ports = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []

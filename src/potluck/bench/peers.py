@@ -13,13 +13,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from potluck.bench.libraries.base import Library
+from potluck.bench.libraries.base import BenchLibrary
 
 NO_SHARED_MEMORY = {"POTLUCK_USE_SHARED_MEMORY": "0"}
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class Competitor:
     """One column of the table."""
 
     name: str
@@ -40,27 +40,29 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("potluck", "ours", "as it comes: shared memory inside a machine, TLS 1.3 between"),
-        Peer(
+        Competitor(
+            "potluck", "ours", "as it comes: shared memory inside a machine, TLS 1.3 between"
+        ),
+        Competitor(
             "potluck-tls",
             "ours",
             "shared memory switched off: every byte through TLS 1.3",
             environment=NO_SHARED_MEMORY,
         ),
-        Peer(
+        Competitor(
             "potluck-python",
             "ours",
             "the Python engine, without the native core",
             environment={"POTLUCK_NATIVE": "0"},
         ),
-        Peer(
+        Competitor(
             "potluck-plain",
             "ours",
             "plain mode: TCP with checksums, not encrypted; for a cable between trusted machines",
             environment=NO_SHARED_MEMORY | {"POTLUCK_WIRE": "plain"},
         ),
         *(
-            Peer(
+            Competitor(
                 f"potluck-{algorithm}",
                 "ours",
                 f"as it comes, but all_reduce always {algorithm}",
@@ -68,7 +70,7 @@ PEERS = {
             )
             for algorithm in ("ring", "hierarchical")
         ),
-        Peer(
+        Competitor(
             "potluck-bf16",
             "ours",
             "float32 sent as bfloat16, through TLS",
@@ -76,7 +78,7 @@ PEERS = {
             arguments={"codec": "bf16"},
             tolerance=0.1,
         ),
-        Peer(
+        Competitor(
             "potluck-int8",
             "ours",
             "float32 sent as int8 with a scale per block, through TLS",
@@ -84,14 +86,14 @@ PEERS = {
             arguments={"codec": "int8"},
             tolerance=0.5,
         ),
-        Peer(
+        Competitor(
             "gloo",
             "gloo",
             "torch.distributed's CPU backend; TCP, not encrypted",
             needs=("torch",),
             install="pip install 'potluck[torch]'",
         ),
-        Peer(
+        Competitor(
             "mpi",
             "mpi",
             "Open MPI through mpi4py; shared memory",
@@ -101,7 +103,7 @@ PEERS = {
             program="mpirun",
             one_launcher=True,
         ),
-        Peer(
+        Competitor(
             "mlx",
             "mlx",
             "MLX's ring backend on the CPU; TCP, not encrypted",
@@ -114,7 +116,7 @@ PEERS = {
 OTHERS = ("gloo", "mpi", "mlx")
 
 
-def missing(peer: Peer) -> str:
+def missing(peer: Competitor) -> str:
     """What ``peer`` lacks on this machine and the command that brings it; empty if nothing."""
     for package in peer.needs:
         if importlib.util.find_spec(package) is None:
@@ -124,8 +126,8 @@ def missing(peer: Peer) -> str:
     return ""
 
 
-def open_library(peer: Peer) -> Library:
+def open_library(peer: Competitor) -> BenchLibrary:
     """In a worker process: import the library of ``peer`` and join its group."""
     module = importlib.import_module(f"potluck.bench.libraries.{peer.module}")
-    library: Library = module.open_library(dict(peer.arguments))
+    library: BenchLibrary = module.open_library(dict(peer.arguments))
     return library

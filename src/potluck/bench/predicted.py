@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from potluck import native
-from potluck.bench.peers import NO_SHARED_MEMORY, Peer
+from potluck.bench.peers import NO_SHARED_MEMORY, Competitor
 from potluck.bench.placement import Here
 from potluck.collectives.choose import estimate, fastest
 from potluck.collectives.links import DEFAULT_LINKS
@@ -17,7 +17,7 @@ from potluck.types import ReduceOp
 
 
 def predicted_s(
-    peer: Peer, operation: str, world_size: int, nbytes: int, placement: Here
+    peer: Competitor, operation: str, world_size: int, nbytes: int, placement: Here
 ) -> float | None:
     """Seconds; None where the model says nothing.
 

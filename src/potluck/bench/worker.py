@@ -22,14 +22,14 @@ import numpy as np
 
 from potluck.bench import operations
 from potluck.bench.channel import Channel, ChannelClosed
-from potluck.bench.libraries.base import Case, Floats, Library
-from potluck.bench.peers import PEERS, Peer, open_library
+from potluck.bench.libraries.base import BenchLibrary, Case, Floats
+from potluck.bench.peers import PEERS, Competitor, open_library
 
 
 class Worker:
     """The library, and the buffers of the operation that was asked for last."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: BenchLibrary) -> None:
         self.library = library
         self._case: Case | None = None
         self._key: tuple[str, int] | None = None
@@ -159,7 +159,7 @@ def release_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def serve(peer: Peer) -> int:
+def serve(peer: Competitor) -> int:
     """Take part until told to end, or until nobody asks any more."""
     library = open_library(peer)
     channel = Channel.connect(

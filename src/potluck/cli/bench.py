@@ -13,7 +13,7 @@ from potluck.cli.files import as_json, check_writable
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from potluck.bench.comparison import Plan
+    from potluck.bench.comparison import ComparisonPlan
     from potluck.bench.placement import Here
 
 _MAX_WORKERS = 64
@@ -124,9 +124,9 @@ def bench(
 
 def _plan(
     operation: str, against: str, workers: str, sizes: str, rounds: int, round_s: float
-) -> tuple[Plan, dict[str, str]]:
+) -> tuple[ComparisonPlan, dict[str, str]]:
     """The comparison that was asked for, and why each missing library can't take part in it."""
-    from potluck.bench.comparison import Plan
+    from potluck.bench.comparison import ComparisonPlan
     from potluck.bench.operations import OPERATIONS
     from potluck.bench.peers import PEERS, missing
     from potluck.bench.sizes import parse
@@ -162,7 +162,7 @@ def _plan(
             f"--rounds {rounds}, --round-seconds {round_s:g}: at least 1 round, of above 0 and at "
             "most 60 seconds"
         )
-    plan = Plan(
+    plan = ComparisonPlan(
         peers=peers,
         world_sizes=counts,
         cases=[(operation, size) for size in nbytes],
@@ -185,7 +185,9 @@ def _place(machines: list[str], rank: int) -> Iterator[Here]:
         yield cluster
 
 
-def _agreed(place: Here, plan: Plan, missing: dict[str, str]) -> tuple[Plan, dict[str, str]]:
+def _agreed(
+    place: Here, plan: ComparisonPlan, missing: dict[str, str]
+) -> tuple[ComparisonPlan, dict[str, str]]:
     """The plan without the peers that another machine lacks, or that one machine only can run."""
     from dataclasses import replace
 
@@ -248,7 +250,7 @@ def _check_rank(machines: list[str], rank: int) -> None:
         )
 
 
-def _check_memory(plan: Plan, num_workers: int) -> None:
+def _check_memory(plan: ComparisonPlan, num_workers: int) -> None:
     """Every worker of every library holds its data while the others are measured."""
     import psutil
 

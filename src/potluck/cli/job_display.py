@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from potluck.background import start_thread
 from potluck.system import SIGPIPE
+from potluck.waiting import to_stderr
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -80,7 +81,7 @@ class Writer:
                 if isinstance(error, OSError):
                     silence(sys.stdout)
                     if not isinstance(error, BrokenPipeError):  # the reader (`head`) has ended
-                        _say(f"the output can't be written any more ({error.strerror})")
+                        to_stderr(f"the output can't be written any more ({error.strerror})")
                 else:
                     _log.exception("a line could not be written")
                 self._on_broken()
@@ -92,11 +93,6 @@ def silence(stream: TextIO) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"potluck: {text}", file=sys.stderr, flush=True)
 
 
 class _Written:

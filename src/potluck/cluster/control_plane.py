@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from potluck.background import OnBroken, start_task, stop
+from potluck.background import Alarm, OnBroken, start_task, stop
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.home.private_state import PrivateState
 from potluck.cluster.links.peers import ControlLinks
@@ -51,7 +51,7 @@ class ControlPlane:
         self._on_note = on_note
         self._on_broken = on_broken
         self._saves: asyncio.Queue[events.Save] = asyncio.Queue()
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._tick)
         self._tasks: list[asyncio.Task[None]] = []
         links.on(NodeMessage, self._received)
         links.on_linked.append(self._linked)
@@ -67,8 +67,7 @@ class ControlPlane:
 
     async def close(self) -> None:
         """Decide nothing more. No timer and no task stays."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.set(None)
         await stop(*self._tasks)
 
     # What the other parts of the agent ask.
@@ -118,9 +117,8 @@ class ControlPlane:
 
     def _tick(self) -> None:
         self.handle(events.Tick())
-        loop = asyncio.get_running_loop()
         try:
-            self._timer = loop.call_at(self.protocol.next_wakeup(), self._tick)
+            self._alarm.set(self.protocol.next_wakeup())
         except Exception as error:  # no tick, no heartbeat
             self._on_broken(error)
 

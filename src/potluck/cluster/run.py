@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from potluck.background import stop
 from potluck.cluster.home.node_state import AgentRecord
 from potluck.cluster.jobs.summary import Summary
 from potluck.cluster.links.local import call_agent, read_reply
@@ -220,9 +221,7 @@ async def _run_alone(settings: Settings, request: RunRequest, client: JobClient)
             running.result()  # why the agent broke
         return client.summary.result()
     finally:
-        for task in (ready, running):
-            task.cancel()
-        await asyncio.gather(ready, running, return_exceptions=True)
+        await stop(ready, running)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from potluck.background import OnBroken
+from potluck.background import Alarm, OnBroken
 from potluck.cluster.links.local import Client, Commands
 from potluck.cluster.links.peers import ControlLinks
 from potluck.cluster.trust import keyring
@@ -36,7 +36,7 @@ class SecretChange:
         self._on_note = on_note
         self._on_broken = on_broken
         self._outcome: asyncio.Future[local.CommandResult] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._tick)
         links.on(_MESSAGES, self._received)
         links.on_linked.append(self._linked)
         links.on_ended.append(self._ended)
@@ -44,11 +44,7 @@ class SecretChange:
 
     async def close(self) -> None:
         """No timer stays."""
-        self._stop_timer()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.set(None)
 
     async def _ordered(self, request: local.RotateRequest, client: Client) -> None:
         if self._outcome is not None and not self._outcome.done():
@@ -77,10 +73,7 @@ class SecretChange:
                 self._act(action)
         except Exception as error:
             self._on_broken(error)
-        self._stop_timer()
-        at = self._rotation.next_wakeup()
-        if at is not None:
-            self._timer = asyncio.get_running_loop().call_at(at, self._tick)
+        self._alarm.set(self._rotation.next_wakeup())
 
     def _act(self, action: Action) -> None:
         match action:

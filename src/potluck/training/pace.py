@@ -19,7 +19,7 @@ import numpy as np
 from potluck.training.noise import next_batch
 from potluck.training.policy import Policy
 from potluck.training.progress import Progress
-from potluck.training.shares import EQUAL, Cost, Plan, fit, replan
+from potluck.training.shares import EQUAL, Cost, ShareCosts, fit, replan
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -34,7 +34,7 @@ class Pace:
     """Measurements of this rank, and the plan that all ranks share."""
 
     def __init__(self, policy: Policy) -> None:
-        self.plan: Plan | None = None
+        self.plan: ShareCosts | None = None
         """How samples are dealt out, None for equal shares."""
         self._policy = policy
         self._is_on = policy.shares is not None or policy.batching is not None

@@ -57,7 +57,7 @@ EQUAL = Cost(0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShareCosts:
     """The costs that shares are dealt out by, in rank order, and why."""
 
     costs: tuple[Cost, ...]
@@ -131,8 +131,8 @@ def step_s(size: int, split_by: Sequence[Cost], costs: Sequence[Cost]) -> float:
 
 
 def replan(
-    plan: Plan | None, measured: Sequence[Cost | None], size: int, threshold: float
-) -> Plan | None:
+    plan: ShareCosts | None, measured: Sequence[Cost | None], size: int, threshold: float
+) -> ShareCosts | None:
     """The plan to go on with: ``plan`` (None: equal shares) or one by the ``measured`` costs.
 
     A rank without a measurement (None) counts as the median of the others.
@@ -145,9 +145,9 @@ def replan(
         statistics.median(cost.sample_s for cost in known),
     )
     costs = tuple(cost if cost is not None else middle for cost in measured)
-    current = plan if plan is not None else Plan((EQUAL,) * len(costs))
+    current = plan if plan is not None else ShareCosts((EQUAL,) * len(costs))
     now, then = step_s(size, current.costs, costs), step_s(size, costs, costs)
     if now <= (1 + threshold) * then:
         return replace(current, reason=f"new shares would gain {now / then - 1:.0%}")
     split = ":".join(str(count) for count in apportion(size, costs))
-    return Plan(costs, f"shares {split} make steps {now / then:.2f} times as fast")
+    return ShareCosts(costs, f"shares {split} make steps {now / then:.2f} times as fast")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from potluck.bench.channel import Channel, ChannelClosed, Switchboard
+from potluck.bench.channel import Channel, ChannelClosed, WorkerListener
 
 
 def test_only_workers_with_the_token_are_heard_and_they_are_ordered_by_rank(
     tmp_path: Path,
 ) -> None:
-    switchboard = Switchboard(tmp_path)
+    switchboard = WorkerListener(tmp_path)
     callers = [
         Channel.connect(switchboard.address, token="wrong", rank=0),
         Channel.connect(switchboard.address, token=switchboard.token, rank=1),
@@ -33,7 +33,7 @@ def test_only_workers_with_the_token_are_heard_and_they_are_ordered_by_rank(
 
 
 def test_waiting_ends_when_a_worker_has_died_or_time_is_up(tmp_path: Path) -> None:
-    switchboard = Switchboard(tmp_path)
+    switchboard = WorkerListener(tmp_path)
     died = threading.Event()
 
     def check() -> None:

@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from potluck import native
-from potluck.bench.peers import PEERS, Peer, missing
+from potluck.bench.peers import PEERS, Competitor, missing
 from potluck.context.collectives import Collectives
 from potluck.settings import Settings, environment_name
 
@@ -29,7 +29,7 @@ def test_potluck_itself_needs_nothing() -> None:
 
 
 @pytest.mark.parametrize("peer", PEERS.values(), ids=lambda peer: peer.name)
-def test_every_setting_and_argument_of_a_peer_is_there(peer: Peer) -> None:
+def test_every_setting_and_argument_of_a_peer_is_there(peer: Competitor) -> None:
     settings = {environment_name(each.name) for each in dataclasses.fields(Settings)}
     assert peer.environment.keys() <= settings | {native.VARIABLE}
     assert peer.arguments.keys() <= inspect.signature(Collectives.all_reduce).parameters.keys()

@@ -14,7 +14,7 @@ from potluck.backends.discovery import AutoDiscoveryBackend
 from potluck.backends.environment import EnvironmentBackend
 from potluck.backends.local import LocalBackend
 from potluck.errors import ConfigurationError, LinkError
-from potluck.torch.process_group.store import Request, StoreServer
+from potluck.torch.process_group.store import StoreRequest, StoreServer
 from potluck.torch.process_group.storeless import choose, rendezvous
 
 MPIRUN = {
@@ -95,7 +95,7 @@ def test_a_world_of_another_size_than_was_started_is_refused(
 def test_a_store_that_can_serve_nobody_any_more_says_so_to_its_own_rank() -> None:
     """Rank 0 would else wait for keys that no other rank can set."""
     keeper = StoreServer(None)
-    answer = keeper.ask(Request(1, "set", ["mine"], [b"1"]), time.monotonic() + 20)
+    answer = keeper.ask(StoreRequest(1, "set", ["mine"], [b"1"]), time.monotonic() + 20)
     assert answer.number == 1
 
     def broken(*_: object) -> None:
@@ -104,6 +104,6 @@ def test_a_store_that_can_serve_nobody_any_more_says_so_to_its_own_rank() -> Non
     keeper._selector.select = broken  # type: ignore[method-assign, assignment]
     keeper._wake()
     with pytest.raises(LinkError, match=r"serves the other ranks broke \(MemoryError: no room\)"):
-        keeper.ask(Request(2, "get", ["theirs"], []), time.monotonic() + 600)
-    assert keeper.ask(Request(3, "get", ["mine"], []), time.monotonic() + 20).value == b"1"
+        keeper.ask(StoreRequest(2, "get", ["theirs"], []), time.monotonic() + 600)
+    assert keeper.ask(StoreRequest(3, "get", ["mine"], []), time.monotonic() + 20).value == b"1"
     keeper.close()

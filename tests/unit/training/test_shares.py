@@ -7,7 +7,15 @@ import random
 
 import pytest
 
-from potluck.training.shares import EQUAL, Cost, Plan, ProportionalShares, apportion, fit, replan
+from potluck.training.shares import (
+    EQUAL,
+    Cost,
+    ProportionalShares,
+    ShareCosts,
+    apportion,
+    fit,
+    replan,
+)
 
 
 def speeds(*samples_per_s: float) -> list[Cost]:
@@ -107,11 +115,11 @@ def test_a_line_that_no_machine_has_is_bent_to_one_that_is_possible() -> None:
 
 
 def test_a_plan_changes_only_when_steps_become_shorter_by_the_threshold() -> None:
-    assert replan(None, speeds(104.0, 100.0), 64, 0.05) == Plan(
+    assert replan(None, speeds(104.0, 100.0), 64, 0.05) == ShareCosts(
         (EQUAL, EQUAL), "new shares would gain 1%"
     )
     changed = replan(None, speeds(300.0, 100.0), 64, 0.05)
-    assert changed == Plan(
+    assert changed == ShareCosts(
         tuple(speeds(300.0, 100.0)), "shares 48:16 make steps 2.00 times as fast"
     )
     kept = replan(changed, speeds(310.0, 98.0), 64, 0.05)
@@ -135,7 +143,7 @@ def test_the_second_plan_is_the_best_where_a_step_has_a_fixed_cost(size: int) ->
     """Rank 1 needs half as long for a sample, and 200 ms for each step whatever its share."""
     costs = [Cost(0.0, 0.010), Cost(0.2, 0.005)]
     steps: list[list[tuple[int, float]]] = [[], []]
-    plan: Plan | None = None
+    plan: ShareCosts | None = None
     for _ in range(3):
         counts = apportion(size, plan.costs if plan else (EQUAL, EQUAL))
         for rank, count in enumerate(counts):

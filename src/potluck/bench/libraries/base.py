@@ -25,7 +25,7 @@ class Case(NamedTuple):
     nbytes: int
 
 
-class Library(Protocol):
+class BenchLibrary(Protocol):
     """One rank of a group."""
 
     rank: int

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from potluck.bench.libraries.base import Case, Floats
 
 
-class Gloo:
+class TorchGloo:
     """torch's default group, made through the store that the comparison names."""
 
     def __init__(self) -> None:
@@ -51,6 +51,6 @@ class Gloo:
         dist.destroy_process_group()
 
 
-def open_library(arguments: Mapping[str, str]) -> Gloo:
+def open_library(arguments: Mapping[str, str]) -> TorchGloo:
     """Join the group that the environment describes."""
-    return Gloo()
+    return TorchGloo()

@@ -40,7 +40,7 @@ ALWAYS_IGNORED = (
 _RESERVED = {"con", "prn", "aux", "nul"}
 
 
-class File(msgspec.Struct, frozen=True, order=True):
+class PackageFile(msgspec.Struct, frozen=True, order=True):
     """One file: its path below the folder (with ``/``), its bytes, whether it may be executed."""
 
     path: Annotated[str, msgspec.Meta(max_length=MAX_PATH)]
@@ -49,10 +49,10 @@ class File(msgspec.Struct, frozen=True, order=True):
     executable: bool = False
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class PackageManifest(msgspec.Struct, frozen=True):
     """All files of a folder, by path."""
 
-    files: Annotated[tuple[File, ...], msgspec.Meta(max_length=MAX_FILES)]
+    files: Annotated[tuple[PackageFile, ...], msgspec.Meta(max_length=MAX_FILES)]
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +60,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(file.size for file in self.files)
 
 
-def scan(folder: Path) -> Manifest:
+def scan(folder: Path) -> PackageManifest:
     """The manifest of ``folder``: all files but those ignored by rule or by ``.potluckignore``.
 
     That file holds one pattern a line, as of ``fnmatch``: with a ``/`` it is compared with the path
@@ -90,11 +90,11 @@ def scan(folder: Path) -> Manifest:
     files = []
     for path, _, executable in found:
         digest, size = _hash_file(folder / path)
-        files.append(File(path, size, digest, executable))
-    return Manifest(tuple(sorted(files)))
+        files.append(PackageFile(path, size, digest, executable))
+    return PackageManifest(tuple(sorted(files)))
 
 
-def check_script(folder: Path, script: str, manifest: Manifest) -> None:
+def check_script(folder: Path, script: str, manifest: PackageManifest) -> None:
     """ConfigurationError, with the reason and what to do, if ``script`` (its path below ``folder``)
     is not in the ``manifest`` of it: it would be missing on the other nodes."""
     if any(file.path == script for file in manifest.files):
@@ -117,13 +117,13 @@ def check_script(folder: Path, script: str, manifest: Manifest) -> None:
     )
 
 
-def encode_manifest(manifest: Manifest) -> tuple[bytes, bytes]:
+def encode_manifest(manifest: PackageManifest) -> tuple[bytes, bytes]:
     """The manifest's bytes, and the name of the package: their SHA-256."""
     data = msgspec.msgpack.encode(manifest)
     return data, hashlib.sha256(data).digest()
 
 
-def decode_manifest(data: bytes, package: bytes) -> Manifest:
+def decode_manifest(data: bytes, package: bytes) -> PackageManifest:
     """The manifest of ``package``; ProtocolError if it is another, or names a path that may not be.
 
     Paths must be relative and made of plain names, all different also where case does not count.
@@ -131,7 +131,7 @@ def decode_manifest(data: bytes, package: bytes) -> Manifest:
     if hashlib.sha256(data).digest() != package:
         raise ProtocolError("a manifest does not have the hash that it was asked for by")
     try:
-        manifest = msgspec.msgpack.decode(data, type=Manifest)
+        manifest = msgspec.msgpack.decode(data, type=PackageManifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a manifest: {error}") from error
     seen: set[str] = set()
@@ -185,7 +185,7 @@ class PackageFiles:
         """Whether the file is here."""
         return self._object(sha256).is_file()
 
-    def missing(self, manifest: Manifest) -> list[File]:
+    def missing(self, manifest: PackageManifest) -> list[PackageFile]:
         """The files of ``manifest`` that are not here, each content once."""
         wanted = {file.sha256: file for file in manifest.files if not self.has(file.sha256)}
         return list(wanted.values())
@@ -201,7 +201,7 @@ class PackageFiles:
         if not path.is_file():
             _write_whole(path, data)
 
-    def unpack(self, manifest: Manifest, package: bytes) -> Path:
+    def unpack(self, manifest: PackageManifest, package: bytes) -> Path:
         """The folder that holds exactly the files of ``manifest``, made if it is not there.
 
         All files must be here (``missing`` is empty). The folder appears whole or not at all.
@@ -234,7 +234,7 @@ class PackageFiles:
         return self._objects / sha256.hex()
 
 
-def read_part(folder: Path, file: File, offset: int, count: int) -> bytes:
+def read_part(folder: Path, file: PackageFile, offset: int, count: int) -> bytes:
     """Up to ``count`` bytes of ``file`` from ``offset``; the receiver checks the whole's hash.
 
     ConfigurationError if it has another size than when it was scanned.

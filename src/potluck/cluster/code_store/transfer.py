@@ -10,7 +10,7 @@ from pathlib import Path
 
 from potluck.cluster.code_store.package import (
     MAX_MANIFEST,
-    File,
+    PackageFile,
     PackageFiles,
     decode_manifest,
     encode_manifest,
@@ -36,7 +36,7 @@ class PackageServer:
     def __init__(self, send: Send, allows: Callable[[str], bool] = lambda node: True) -> None:
         self._send = send
         self._allows = allows
-        self._offered: dict[bytes, tuple[Path, dict[bytes, File], bytes]] = {}
+        self._offered: dict[bytes, tuple[Path, dict[bytes, PackageFile], bytes]] = {}
 
     def offer(self, folder: Path) -> bytes:
         """Scan ``folder`` and serve it from now on; the package's name. Reads every file."""

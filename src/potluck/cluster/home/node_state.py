@@ -27,7 +27,7 @@ _WHAT = "the state of this node's agent"
 _LOOKING_S = 0.5
 
 
-class _State(msgspec.Struct, frozen=True):
+class _NodeRecord(msgspec.Struct, frozen=True):
     incarnation: int = 0
     record: StableRecord = StableRecord()
 
@@ -62,7 +62,7 @@ class NodeState:
 
     def write(self, record: StableRecord) -> None:
         """Have ``record`` on disk when this returns. Takes some milliseconds."""
-        data = msgspec.msgpack.encode(_State(self.incarnation, record))
+        data = msgspec.msgpack.encode(_NodeRecord(self.incarnation, record))
         replace_private(self._home / STATE_FILE, _WHAT, data)
         self.record = record
 
@@ -79,12 +79,12 @@ class NodeState:
             os.close(self._lock)
             self._lock = -1
 
-    def _read(self) -> _State:
+    def _read(self) -> _NodeRecord:
         path = self._home / STATE_FILE
         try:
-            return msgspec.msgpack.decode(read_private(path, _WHAT), type=_State)
+            return msgspec.msgpack.decode(read_private(path, _WHAT), type=_NodeRecord)
         except FileNotFoundError:
-            return _State()
+            return _NodeRecord()
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise IdentityError(
                 f"{_WHAT} {path} is damaged: {error}. Restore it, or remove it together with "

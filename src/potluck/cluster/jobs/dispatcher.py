@@ -405,6 +405,5 @@ class JobDispatcher:
     async def close(self) -> None:
         """End all workers here; no task stays."""
         self._stop_leading()
-        self._tasks.cancel()
-        await self._tasks.ended()
+        await self._tasks.close()
         await self.runner.close()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from potluck.background import Tasks, why
+from potluck.background import Tasks, stop, why
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.jobs.chaos import parse_chaos
 from potluck.cluster.jobs.host import JobHost
@@ -198,8 +198,7 @@ class LocalRunner:
 
     async def _put_away(self, job: LocalJob) -> None:
         if job.preparing is not None:  # the folder may be on its way, over a slow link
-            job.preparing.cancel()
-            await asyncio.gather(job.preparing, return_exceptions=True)
+            await stop(job.preparing)
         if job.workers is not None:
             await job.workers.put_away()
         if not job.spec.is_local:

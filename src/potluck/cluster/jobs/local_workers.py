@@ -109,8 +109,7 @@ class LocalWorkers:
     async def put_away(self) -> None:
         """End all processes, links and tasks. Nothing more is reported."""
         self._pulse.close()
-        self._tasks.cancel()
-        await self._tasks.ended()
+        await self._tasks.close()
         for process in self._processes.values():
             process.signal(SIGKILL)
         for process in self._processes.values():

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from potluck.background import Alarm
 from potluck.cluster.jobs.groups import events, membership
 from potluck.cluster.jobs.groups.roster import JobPolicy, State, WorldState
 from potluck.types import Member
@@ -58,7 +59,7 @@ class MembershipLoop:
         self._events: deque[events.Event] = deque()
         self._is_handling = False
         self._is_closed = False
-        self._wakeup: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(lambda: self.handle(events.Tick()))
 
     def handle(self, event: events.Event) -> None:
         """Handle ``event``, then the events that its actions have caused."""
@@ -76,22 +77,11 @@ class MembershipLoop:
             self.over.set()
         finally:
             self._is_handling = False
-        self._set_wakeup()
+        self._alarm.set(None if self._is_closed else self.state.next_wakeup())
         if self.state.over:
             self.over.set()
 
     def close(self) -> None:
         """Decide nothing any more; end the timer."""
         self._is_closed = True
-        if self._wakeup is not None:
-            self._wakeup.cancel()
-
-    def _set_wakeup(self) -> None:
-        if self._wakeup is not None:
-            self._wakeup.cancel()
-            self._wakeup = None
-        at = self.state.next_wakeup()
-        if at is not None and not self._is_closed:
-            delay = max(0.0, at - time.monotonic())
-            loop = asyncio.get_running_loop()
-            self._wakeup = loop.call_later(delay, self.handle, events.Tick())
+        self._alarm.set(None)

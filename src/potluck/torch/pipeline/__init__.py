@@ -8,13 +8,13 @@
 """
 
 from potluck.torch.pipeline.measure import measure_layers, survey
-from potluck.torch.pipeline.plan import Layer, Node, Plan, plan_stages
+from potluck.torch.pipeline.plan import Layer, Node, StagePlan, plan_stages
 from potluck.torch.pipeline.split import split_sequential
 
 __all__ = [
     "Layer",
     "Node",
-    "Plan",
+    "StagePlan",
     "measure_layers",
     "plan_stages",
     "split_sequential",

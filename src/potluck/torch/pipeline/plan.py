@@ -38,7 +38,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StagePlan:
     """The layers of each stage, and how long and how large the stage is."""
 
     stages: tuple[range, ...]
@@ -51,7 +51,7 @@ def plan_stages(
     nodes: Sequence[Node],
     *,
     in_flight: Sequence[int] | None = None,
-) -> Plan:
+) -> StagePlan:
     """The split with the fastest slowest stage: stage ``s`` runs on ``nodes[s]``, with at least one
     layer.
 
@@ -97,7 +97,7 @@ def plan_stages(
         ends.append(cut[ends[-1]])
     ends.reverse()
     stages = tuple(range(ends[s], ends[s + 1]) for s in range(num_stages))
-    return Plan(
+    return StagePlan(
         stages,
         tuple(time(s, run.start, run.stop) for s, run in enumerate(stages)),
         tuple(room(s, run.start, run.stop) for s, run in enumerate(stages)),

@@ -21,7 +21,7 @@ from potluck.errors import RemoteError
 from potluck.torch.process_group import messages, moving, reducing, sparse
 from potluck.torch.process_group.comms import Comms
 from potluck.torch.process_group.messages import MonitoredBarrier, single
-from potluck.torch.process_group.profile import Record
+from potluck.torch.process_group.profile import ProfileRecord
 from potluck.torch.process_group.untraced import untraced
 from potluck.torch.process_group.work import Completions, GroupWork, combine
 from potluck.torch.process_group.world import World
@@ -350,7 +350,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         """Start ``operation``; in a profile it is an event."""
         record = None
         if torch._C._autograd._profiler_enabled():
-            record = Record(f"{self.name()}:{name}")
+            record = ProfileRecord(f"{self.name()}:{name}")
         work = operation(self._comms, *arguments)
         if record is not None:
             work.ends(record)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict, deque
 
-from potluck.backends.lane import BoundedWork
+from potluck.backends.serial_executor import BoundedWork
 from potluck.engine.arrays.layout import Array
 from potluck.engine.work import Work, finished
 from potluck.errors import Desync

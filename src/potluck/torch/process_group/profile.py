@@ -8,7 +8,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 
-class Record:
+class ProfileRecord:
     """One asynchronous event named like ``potluck:all_reduce``.
 
     It shows no shapes: torch lets only C++ code record both those and an end on another thread.

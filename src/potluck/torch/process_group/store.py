@@ -38,7 +38,7 @@ _MESSAGE_S = 30.0
 """How long one message may take on its way; waiting for a key does not count."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class StoreRequest(msgspec.Struct, frozen=True):
     """``what`` is an operation of ``Values``; ``number`` comes back with the answer. The rank that
     asks waits ``timeout_s`` for it."""
 
@@ -55,8 +55,8 @@ class Answer(msgspec.Struct, frozen=True):
     value: bytes | int | bool | None = None
 
 
-_REQUEST: MessageFormat[Request] = MessageFormat(
-    Request, limit=_MAX_MESSAGE, name="a request to the store"
+_REQUEST: MessageFormat[StoreRequest] = MessageFormat(
+    StoreRequest, limit=_MAX_MESSAGE, name="a request to the store"
 )
 _ANSWER: MessageFormat[Answer] = MessageFormat(
     Answer, limit=_MAX_MESSAGE, name="an answer of the store"
@@ -72,7 +72,7 @@ class Values:
     def has(self, key: str) -> bool:
         return key in self._values
 
-    def ask(self, request: Request) -> Answer | None:
+    def ask(self, request: StoreRequest) -> Answer | None:
         values, keys = self._values, request.keys
         match request.what:
             case "set":
@@ -122,7 +122,7 @@ class StoreServer:
         if switchboard is not None:  # else nobody else is there
             switchboard.answer(KIND, self._admit)
 
-    def ask(self, request: Request, deadline: float) -> Answer:
+    def ask(self, request: StoreRequest, deadline: float) -> Answer:
         """The answer; LinkError if there is none by ``deadline``."""
         with self._changed:
             answer = self._values.ask(request)
@@ -137,7 +137,7 @@ class StoreServer:
         self._wake()
         return answer
 
-    def _await(self, request: Request, deadline: float) -> Answer:
+    def _await(self, request: StoreRequest, deadline: float) -> Answer:
         while (answer := self._values.ask(request)) is None:
             if self._broken is not None:
                 raise LinkError(
@@ -231,7 +231,7 @@ class _Client:
         self.rank = rank
         self.link = link
         self.is_ready = False
-        self.request: Request | None = None
+        self.request: StoreRequest | None = None
 
     def take(self) -> bool:
         """Take the request that has come, if one has."""
@@ -270,7 +270,7 @@ class StoreClient:
         )
         self._lock = threading.Lock()
 
-    def ask(self, request: Request, deadline: float) -> Answer:
+    def ask(self, request: StoreRequest, deadline: float) -> Answer:
         with self._lock:
             send_all(self._link, _REQUEST.encode(request), time.monotonic() + _MESSAGE_S)
             while True:
@@ -332,7 +332,7 @@ class LinkStore(Store):
     ) -> Any:  # fmt: skip
         self._number += 1
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        request = Request(self._number, what, keys, values or [], amount, timeout_s)
+        request = StoreRequest(self._number, what, keys, values or [], amount, timeout_s)
         try:
             return self._asker.ask(request, time.monotonic() + timeout_s).value
         except LinkError as error:

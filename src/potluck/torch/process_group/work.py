@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potluck.engine.work import Work
-from potluck.torch.process_group.profile import Record
+from potluck.torch.process_group.profile import ProfileRecord
 from potluck.torch.process_group.untraced import untraced
 
 _NO_LIMIT = timedelta(0)
@@ -73,7 +73,7 @@ class GroupWork(dist.Work):
         self._settle = settle
         self._lock = threading.Lock()
         self._future: GroupFuture | None = None
-        self._record: Record | None = None
+        self._record: ProfileRecord | None = None
         self.settles_itself = False
         """Whether ``settle`` waits for the works one by one, to overlap them with its copies."""
 
@@ -174,7 +174,7 @@ class GroupWork(dist.Work):
         for work in self._works:
             work.add_done_callback(one_less)
 
-    def ends(self, record: Record) -> None:
+    def ends(self, record: ProfileRecord) -> None:
         """The event in the profile ends when this work does."""
         self._record = record
         self.when_done(lambda: self._completions.submit(record.end))

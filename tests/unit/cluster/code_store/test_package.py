@@ -12,9 +12,9 @@ import pytest
 
 from potluck.cluster.code_store import package as packages
 from potluck.cluster.code_store.package import (
-    File,
-    Manifest,
+    PackageFile,
     PackageFiles,
+    PackageManifest,
     check_script,
     decode_manifest,
     encode_manifest,
@@ -117,7 +117,7 @@ def test_no_path_leads_out_of_the_folder(path: str, tmp_path: Path) -> None:
     assert objection_to_path(path)
     if path and len(path) < 1024 and "\udc80" not in path:
         content = packages.hashlib.sha256(b"x").digest()
-        manifest = Manifest((File(path, 1, content),))
+        manifest = PackageManifest((PackageFile(path, 1, content),))
         data, name = encode_manifest(manifest)
         with pytest.raises(ProtocolError):
             decode_manifest(data, name)
@@ -136,13 +136,13 @@ def test_plain_paths_may_travel(path: str) -> None:
 @pytest.mark.parametrize(
     "files",
     [
-        (File("A.py", 1, bytes(32)), File("a.py", 1, bytes(32))),
-        (File("a", 1, bytes(32)), File("a/b", 1, bytes(32))),
-        (File("a", packages.MAX_BYTES, bytes(32)), File("b", 1, bytes(32))),
+        (PackageFile("A.py", 1, bytes(32)), PackageFile("a.py", 1, bytes(32))),
+        (PackageFile("a", 1, bytes(32)), PackageFile("a/b", 1, bytes(32))),
+        (PackageFile("a", packages.MAX_BYTES, bytes(32)), PackageFile("b", 1, bytes(32))),
     ],
 )
-def test_a_manifest_that_contradicts_itself_is_refused(files: tuple[File, ...]) -> None:
-    data, name = encode_manifest(Manifest(files))
+def test_a_manifest_that_contradicts_itself_is_refused(files: tuple[PackageFile, ...]) -> None:
+    data, name = encode_manifest(PackageManifest(files))
     with pytest.raises(ProtocolError):
         decode_manifest(data, name)
 
@@ -152,7 +152,7 @@ def test_junk_is_no_manifest() -> None:
         with pytest.raises(ProtocolError):
             decode_manifest(data, packages.hashlib.sha256(data).digest())
     with pytest.raises(ProtocolError, match="hash"):
-        decode_manifest(encode_manifest(Manifest(()))[0], bytes(32))
+        decode_manifest(encode_manifest(PackageManifest(()))[0], bytes(32))
 
 
 class Wire:

@@ -44,7 +44,7 @@ from potluck.cluster.jobs.groups.events import (
 )
 from potluck.cluster.jobs.groups.roster import (
     EXPECTED,
-    Failure,
+    JobFailure,
     JobPolicy,
     LiveGroup,
     Phase,
@@ -137,7 +137,7 @@ class _Turn(Turn):
                 is_asked = worker.phase is Phase.STOPPING and self.state.failure is None
                 if worker.alive and not is_asked:
                     self.update(name, failed=True)
-                    self.fail(Failure(name, text, secondary=secondary))
+                    self.fail(JobFailure(name, text, secondary=secondary))
             case Disconnected(name):
                 self.disconnected(self.state.worker(name))
             case Exited(name, code):
@@ -194,7 +194,7 @@ class _Turn(Turn):
             self.judge_exit_of_stopped(worker, code, reason)
         elif code > 0:
             self.update(worker.name, phase=phase)
-            self.fail(Failure(worker.name, reason, code=code))
+            self.fail(JobFailure(worker.name, reason, code=code))
         elif code < 0:
             phase, note = self.after_signal(worker, code, reason)
             reason += note
@@ -216,12 +216,12 @@ class _Turn(Turn):
         if failure.worker == worker.name and failure.code is None:
             self.change(failure=replace(failure, code=code))
         elif failure.secondary and not worker.failed:
-            self.change(failure=Failure(worker.name, reason, code=code))
+            self.change(failure=JobFailure(worker.name, reason, code=code))
 
     def after_signal(self, worker: WorkerState, code: int, reason: str) -> tuple[Phase, str]:
         """Whether a killed worker comes back, and the words for it."""
         policy = self.state.policy
-        failure = Failure(worker.name, reason, code=128 - code)
+        failure = JobFailure(worker.name, reason, code=128 - code)
         if worker.finished:
             self.change(failure=self.state.failure or failure)
             return Phase.GONE, " after it had finished"

@@ -142,7 +142,7 @@ class Inquiry:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class JobFailure:
     """Why the job fails. ``code`` is the exit code of ``worker``, None while it still runs.
     A ``secondary`` failure only follows from another worker's, which may still be reported."""
 
@@ -169,7 +169,7 @@ class WorldState:
     is_fixed: bool = False
     broken: str = ""
     excluded: frozenset[str] = frozenset()
-    doubts: tuple[Failure, ...] = ()
+    doubts: tuple[JobFailure, ...] = ()
     judge_at: float | None = None
     give_up_at: float | None = None
 
@@ -195,8 +195,8 @@ class State:
     not_before: float = 0.0
     stopping: str = ""
     interrupted: int = 0
-    failure: Failure | None = None
-    casualty: Failure | None = None
+    failure: JobFailure | None = None
+    casualty: JobFailure | None = None
     ring: tuple[str, ...] = ()
     ready_since: float | None = None
     world: WorldState = WorldState()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from potluck.cluster.jobs.groups.events import Action, EndGroup, EndWorkers, Start
-from potluck.cluster.jobs.groups.roster import Failure, Phase, State
+from potluck.cluster.jobs.groups.roster import JobFailure, Phase, State
 
 
 class Turn:
@@ -65,7 +65,7 @@ class Turn:
         groups = (group for group in self.state.groups if group.epoch not in epochs)
         self.change(groups=tuple(groups))
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: JobFailure) -> None:
         """The job fails; a failure that only followed another gives way to that one."""
         first = self.state.failure
         if first is None or (first.secondary and not failure.secondary):

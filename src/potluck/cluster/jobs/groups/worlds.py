@@ -34,7 +34,7 @@ from potluck.cluster.jobs.groups.events import (
     Placed,
 )
 from potluck.cluster.jobs.groups.roster import (
-    Failure,
+    JobFailure,
     LiveGroup,
     Phase,
     WorkerState,
@@ -70,16 +70,16 @@ def take(turn: Turn, event: Event) -> bool:
     match event:
         case Failed(name, text, secondary) if state.worker(name).alive:
             if secondary and state.worker(name).phase is Phase.MEMBER:
-                _doubt(turn, Failure(name, text, secondary=True))
+                _doubt(turn, JobFailure(name, text, secondary=True))
                 return True
             return bool(state.world.broken)
         case Disconnected(name) if state.worker(name).phase is Phase.MEMBER:
             reason = f"worker {name} closed its control link without finishing"
             turn.actions.append(Kill((name,), reason))
-            end(turn, reason, (name,), Failure(name, reason))
+            end(turn, reason, (name,), JobFailure(name, reason))
             return True
         case Stalled(name, reason) if state.worker(name).phase is Phase.MEMBER:
-            end(turn, reason, (name,), Failure(name, reason, code=_KILLED))
+            end(turn, reason, (name,), JobFailure(name, reason, code=_KILLED))
             return True
         case Exited(name, code):
             return _exited(turn, state.worker(name), code)
@@ -118,13 +118,13 @@ def seen(turn: Turn, event: Seen) -> None:
         turn.actions.append(Kill((worker.name,), reason))
 
 
-def end(turn: Turn, reason: str, lost: tuple[str, ...], failure: Failure | None = None) -> None:
+def end(turn: Turn, reason: str, lost: tuple[str, ...], failure: JobFailure | None = None) -> None:
     """The world can't go on without ``lost``: stop it, to start the next one, or fail the job.
     With a ``failure``, a death, that counts as a restart."""
     state, world, policy = turn.state, turn.state.world, turn.state.policy
     if world.broken or state.stopping:
         return
-    named = failure or Failure(lost[0] if lost else "", reason)
+    named = failure or JobFailure(lost[0] if lost else "", reason)
     if not policy.restarts_worlds:
         turn.fail(replace(named, text=f"{reason}; not started again, by --on-loss fail"))
         return
@@ -188,7 +188,7 @@ def _given_up(turn: Turn, event: Failed) -> None:
     lost = [w for w in map(state.worker, state.world.members) if w.phase is not Phase.MEMBER]
     if lost:
         names = ", ".join(worker.name for worker in lost)
-        failure = Failure(event.worker, event.text, secondary=True)
+        failure = JobFailure(event.worker, event.text, secondary=True)
         is_counted = any(worker.phase is not Phase.AWAY for worker in lost)
         end(turn, f"worker {names} is lost", (), failure if is_counted else None)
 
@@ -201,18 +201,18 @@ def _exited(turn: Turn, worker: WorkerState, code: int) -> bool:
             _say_that_it_waits(turn, worker.name)
         case Phase.MEMBER if code < 0:
             turn.update(worker.name, phase=Phase.SPARE)
-            end(turn, reason, (worker.name,), Failure(worker.name, reason, code=128 - code))
+            end(turn, reason, (worker.name,), JobFailure(worker.name, reason, code=128 - code))
         case Phase.MEMBER if code == 0:
             turn.update(worker.name, phase=Phase.GONE, finished=True)
         case Phase.MEMBER | Phase.FINISHED if code > 0:
             turn.update(worker.name, phase=Phase.SPARE)
-            _doubt(turn, Failure(worker.name, reason, code=code))
+            _doubt(turn, JobFailure(worker.name, reason, code=code))
         case _:
             return False
     return True
 
 
-def _doubt(turn: Turn, failure: Failure) -> None:
+def _doubt(turn: Turn, failure: JobFailure) -> None:
     """``failure`` may follow from a loss; an exit code is added to what its worker said before."""
     world = turn.state.world
     if world.broken:
@@ -319,14 +319,14 @@ def _await_machines(turn: Turn, num_here: int) -> None:
     world, policy = turn.state.world, turn.state.policy
     needed = f"{num_here} of at least {max(policy.min_workers, 1)} workers can be started"
     if not turn.state.having(Phase.AWAY):
-        turn.fail(turn.state.casualty or Failure("", f"{world.broken}; {needed}"))
+        turn.fail(turn.state.casualty or JobFailure("", f"{world.broken}; {needed}"))
     elif world.give_up_at is None:
         turn.change(world=replace(world, give_up_at=turn.now + policy.wait_s))
         turn.actions.append(
             Note(f"{needed}: waiting {policy.wait_s:g} s for machines to come back")
         )
     elif turn.now >= world.give_up_at:
-        turn.fail(Failure("", f"{world.broken}; {needed}, and no machine came in time"))
+        turn.fail(JobFailure("", f"{world.broken}; {needed}, and no machine came in time"))
 
 
 def _gather(turn: Turn, members: list[WorkerState]) -> None:
@@ -336,7 +336,7 @@ def _gather(turn: Turn, members: list[WorkerState]) -> None:
     left = [worker for worker in members if _has_left(turn, worker)]
     if left:
         reason = f"worker {left[0].name} ended before it called init_process_group: no rank may"
-        turn.fail(Failure(left[0].name, reason))
+        turn.fail(JobFailure(left[0].name, reason))
         return
     if out:
         end(turn, f"worker {', '.join(out)} left before all had met", out)
@@ -369,7 +369,7 @@ def _meet_again(turn: Turn, members: list[WorkerState]) -> None:
     if gone:
         others = ", ".join(worker.name for worker in members if worker.again)
         reason = f"worker {gone[0].name} has ended; worker {others} can't meet it once more"
-        turn.fail(Failure(gone[0].name, reason))
+        turn.fail(JobFailure(gone[0].name, reason))
     elif all(worker.again for worker in members):
         _announce(turn, members, "all workers are ready once more")
 

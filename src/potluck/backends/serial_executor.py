@@ -16,7 +16,7 @@ _GRACE_S = 0.5
 """How long after an operation's deadline the library may still say itself what was wrong."""
 
 
-class Lane:
+class SerialExecutor:
     """Runs what it is given in order. The thread begins with the first task."""
 
     def __init__(self, name: str, on_broken: OnBroken) -> None:
