@@ -103,21 +103,17 @@ class UnsentFacts:
         self._lock = threading.Lock()
         self._known: dict[str, Any] = {}
         self._facts: control.Facts = {}
-        self._epoch = 0
+        self.epoch = 0
 
     def add(self, facts: dict[str, Any], epoch: int) -> None:
         with self._lock:
             if "step" in facts or "step" not in self._known:
-                self._epoch = epoch  # of the group in which the step was committed
+                self.epoch = epoch  # of the group in which the step was committed
             for name, value in facts.items():
                 if name in _PROGRESS:
                     self._known[name] = value
                 elif name not in ("event", "epoch") and len(self._facts) < control.MAX_FACTS:
                     self._facts[str(name)[:256]] = _plain(value)
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     def take(self) -> control.WorkerProgress:
         with self._lock:
@@ -125,7 +121,7 @@ class UnsentFacts:
             known = self._known
             return control.WorkerProgress(
                 worker=self._worker,
-                epoch=self._epoch,
+                epoch=self.epoch,
                 step=int(known.get("step", -1)),
                 loss=_number(known.get("loss")),
                 samples_per_s=_number(known.get("samples_per_s")),

@@ -52,9 +52,9 @@ class Hub:
         for link in links:
             link.close()
         for connector in own:  # its blocked calls end too; a real one would be dead
-            connector.fail_later(connector.group.rank, LinkError(f"worker {worker} was killed"))
+            connector.fail(connector.group.rank, LinkError(f"worker {worker} was killed"))
         for connector, rank in waiting:
-            connector.fail_later(rank, LinkError(f"worker {worker} was killed"))
+            connector.fail(rank, LinkError(f"worker {worker} was killed"))
 
     def leave(self, worker: str) -> None:
         """``worker`` has done its work; the next group, when one is due, is without it."""
@@ -64,7 +64,7 @@ class Hub:
             self._alive.remove(worker)
             waiting = self._waiting_for(worker)
         for connector, rank in waiting:
-            connector.fail_later(rank, LinkError(f"worker {worker} has left"))
+            connector.fail(rank, LinkError(f"worker {worker} has left"))
 
     def join(self) -> InProcessBackend:
         """A newcomer, the last rank of the next group."""
@@ -119,7 +119,7 @@ class Hub:
         for other in wanted:
             self.link(other, key[1])
         for other, rank in behind:
-            other.fail_later(rank, _stale(connector.group))
+            other.fail(rank, _stale(connector.group))
 
     def unregister(self, connector: _Connector, error: BaseException) -> None:
         group = connector.group
@@ -128,7 +128,7 @@ class Hub:
             left = self._departed[group.epoch, group.rank] = refusal_of(group, error)
             waiting = self._waiting_for(group.me.worker, before=group.epoch + 1)
         for other, rank in waiting:
-            other.fail_later(rank, Refused(left.reason, left.code))
+            other.fail(rank, Refused(left.reason, left.code))
 
     def link(self, caller: _Connector, rank: int) -> None:
         """Join two ranks, once; if the other is not there yet, when it comes."""
@@ -138,18 +138,18 @@ class Hub:
             caller.wanted.add(rank)
             for worker in (name, other_name):
                 if worker not in self._alive:
-                    caller.fail_later(rank, LinkError(f"worker {worker} was killed"))
+                    caller.fail(rank, LinkError(f"worker {worker} was killed"))
                     return
             left = self._departed.get((group.epoch, rank))
             if left is not None and left.code != "left":
-                caller.fail_later(rank, Refused(left.reason, left.code))
+                caller.fail(rank, Refused(left.reason, left.code))
                 return
             for newer in self._connectors.values():
                 if newer.group.epoch > group.epoch and newer.group.me.worker == other_name:
-                    caller.fail_later(rank, _stale(newer.group))
+                    caller.fail(rank, _stale(newer.group))
                     return
             if left is not None:
-                caller.fail_later(rank, Refused(left.reason, left.code))
+                caller.fail(rank, Refused(left.reason, left.code))
                 return
             other = self._connectors.get((group.epoch, rank))
             if other is None or rank in caller.linked:
@@ -190,23 +190,13 @@ class _Connector:
         self.wanted: set[int] = set()
         self.linked: set[int] = set()
         self._hub = hub
-        self._deliver: Deliver | None = None
-        self._fail: Fail | None = None
 
     def start(self, deliver: Deliver, fail: Fail) -> None:
-        self._deliver, self._fail = deliver, fail
+        self.deliver, self.fail = deliver, fail
         self._hub.register(self)
 
     def request(self, rank: int) -> None:
         self._hub.link(self, rank)
-
-    def deliver(self, rank: int, link: Link) -> None:
-        assert self._deliver is not None
-        self._deliver(rank, link)
-
-    def fail_later(self, rank: int, error: Exception) -> None:
-        assert self._fail is not None
-        self._fail(rank, error)
 
     def close(self, error: BaseException) -> None:
         self._hub.unregister(self, error)

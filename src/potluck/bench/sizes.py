@@ -34,9 +34,6 @@ def show_seconds(seconds: float) -> str:
     """0.00034 -> ``"340 us"``: three digits."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * factor:
-            return (
-                f"{seconds / factor:.3g} {unit}"
-                if seconds < 1000 * factor
-                else (f"{seconds / factor:.0f} {unit}")
-            )
+            figure = seconds / factor
+            return f"{figure:.3g} {unit}" if figure < 1000 else f"{figure:.0f} {unit}"
     return f"{seconds * 1e6:.3g} us"

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -238,12 +237,7 @@ class DistributedContext(Collectives):
     def __enter__(self) -> DistributedContext:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None and not isinstance(error, GroupError):
             self.abort(error)
         self.close()

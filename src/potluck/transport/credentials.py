@@ -236,42 +236,39 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
 def _ca_certificate(key: Ed25519PrivateKey, namespace: str) -> x509.Certificate:
     """The same bytes on every node: fixed serial and dates, and Ed25519 signs deterministically."""
     name = _name(_CA_NAME + namespace)
-    public = key.public_key()
-    return (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(public)
-        .serial_number(1)
-        .not_valid_before(_ALWAYS)
-        .not_valid_after(_FOREVER)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(signs_certificates=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        .sign(key, None)
-    )
+    return _certificate(name, name, key.public_key(), 1, is_ca=True).sign(key, None)
 
 
 def _node_certificate(
     public: Ed25519PublicKey, node_id: str, ca_key: Ed25519PrivateKey, ca: x509.Certificate
 ) -> x509.Certificate:
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+    name, serial = _name(f"potluck node {node_id[:16]}"), int(node_id[:30], 16) + 2
+    return (
+        _certificate(name, ca.subject, public, serial, is_ca=False)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(authority, critical=False)
+        .sign(ca_key, None)
+    )
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, public: Ed25519PublicKey, serial: int, *, is_ca: bool
+) -> x509.CertificateBuilder:
+    """What the certificates of the authority and of the nodes have in common."""
+    constraints = x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None)
     return (
         x509.CertificateBuilder()
-        .subject_name(_name(f"potluck node {node_id[:16]}"))
-        .issuer_name(ca.subject)
+        .subject_name(subject)
+        .issuer_name(issuer)
         .public_key(public)
-        .serial_number(int(node_id[:30], 16) + 2)
+        .serial_number(serial)
         .not_valid_before(_ALWAYS)
         .not_valid_after(_FOREVER)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(constraints, critical=True)
+        .add_extension(_key_usage(signs_certificates=is_ca), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
-        )
-        .sign(ca_key, None)
     )
 
 

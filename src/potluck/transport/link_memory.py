@@ -145,19 +145,15 @@ def map_link_memory(offer: LinkMemoryOffer) -> SharedLinkMemory | None:
     checked.
     """
     try:
-        return _map_link_memory(offer)
+        size = _size_of(offer.num_slots, offer.slot_bytes)
+        mapped = memory.open_shared(offer.boot, offer.pid, offer.fd, size)
+        expected = _HEADER.pack(_MAGIC, offer.token, offer.num_slots, offer.slot_bytes)
+        if not hmac.compare_digest(mapped[: _HEADER.size], expected):
+            mapped.close()
+            raise ValueError("its token is not the one offered")
     except (OSError, ValueError) as error:
         _log.debug("no link memory with process %d: %s", offer.pid, error)
         return None
-
-
-def _map_link_memory(offer: LinkMemoryOffer) -> SharedLinkMemory:
-    size = _size_of(offer.num_slots, offer.slot_bytes)
-    mapped = memory.open_shared(offer.boot, offer.pid, offer.fd, size)
-    expected = _HEADER.pack(_MAGIC, offer.token, offer.num_slots, offer.slot_bytes)
-    if not hmac.compare_digest(mapped[: _HEADER.size], expected):
-        mapped.close()
-        raise ValueError("its token is not the one offered")
     return SharedLinkMemory(mapped, offer.num_slots, offer.slot_bytes, client=False)
 
 

@@ -74,13 +74,7 @@ class HintBook:
     def due(self, now: float) -> list[Hint]:
         """The addresses to call now; first those that have led to a peer. A called address is not
         due again before ``reached`` or ``failed``."""
-        ready = [
-            entry
-            for entry in self._entries.values()
-            if not entry.calling
-            and entry.due <= now
-            and (not entry.node or entry.node not in self._linked)
-        ]
+        ready = [entry for entry in self._to_call() if entry.due <= now]
         ready.sort(key=lambda entry: (not entry.node, entry.tried, entry.due))
         return [entry.hint for entry in ready]
 
@@ -134,12 +128,15 @@ class HintBook:
 
     def next_due(self) -> float | None:
         """When the next address is due; None if never."""
-        times = [
-            entry.due
+        return min((entry.due for entry in self._to_call()), default=None)
+
+    def _to_call(self) -> list[_Entry]:
+        """The addresses that are to be called, now or later."""
+        return [
+            entry
             for entry in self._entries.values()
             if not entry.calling and (not entry.node or entry.node not in self._linked)
         ]
-        return min(times, default=None)
 
     def _make_room(self, hint: Hint, now: float) -> bool:
         siblings = [

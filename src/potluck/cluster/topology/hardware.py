@@ -26,16 +26,11 @@ def own_facts(node: str) -> NodeFacts:
     millisecond."""
     return NodeFacts(
         node=node,
-        cores=own_cores(),
+        cores=len(usable_cpus()),
         memory_bytes=psutil.virtual_memory().total,
         accelerators=own_accelerators(),
         addresses=own_addresses(),
     )
-
-
-def own_cores() -> int:
-    """The cores that this process may use."""
-    return len(usable_cpus())
 
 
 def own_accelerators() -> tuple[str, ...]:
