@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import logging
 import threading
@@ -19,7 +18,7 @@ from potluck.engine.request import Request
 from potluck.errors import ConfigurationError, GroupError
 from potluck.metrics import Metrics
 from potluck.settings import Settings
-from potluck.transport.acceptor import Limits
+from potluck.transport.acceptor import Limits, is_port_taken
 from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Listener
 from potluck.types import Group
@@ -192,9 +191,3 @@ def taking_master_port(port: int) -> Iterator[None]:
             f"rank 0 can't listen at MASTER_PORT={port}: another program does, maybe an earlier "
             "run that has not ended; set another MASTER_PORT on all ranks"
         ) from error
-
-
-def is_port_taken(error: ConfigurationError) -> bool:
-    """Whether a listener could not be made because another program has its port."""
-    cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE

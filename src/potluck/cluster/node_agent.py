@@ -8,7 +8,6 @@ end of links at ``links.peers``, requests of this machine's commands at ``links.
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -40,6 +39,7 @@ from potluck.cluster.trust.store import TrustStore
 from potluck.errors import ConfigurationError
 from potluck.settings import Settings
 from potluck.transport import aio
+from potluck.transport.acceptor import is_port_taken
 from potluck.wire import local, peers
 from potluck.wire.messages import Hello, Refusal
 
@@ -97,7 +97,7 @@ class NodeAgent:
         server = None
         closing: list[Close] = []
         try:
-            server = await self._serve()
+            server = self._serve()
             self.port = server.port
             closing = self._connect(state)
             state.listening(self.port)
@@ -182,23 +182,20 @@ class NodeAgent:
             self._callers |= {KIND: links.greeted, measure.KIND: surveyor.greeted}
         return [dispatcher.close, surveyor.close, secret.close, plane.close, links.close]
 
-    async def _serve(self) -> aio.Server:
+    def _serve(self) -> aio.Server:
         try:
-            return await self._serve_at(self._wanted_port)
+            return self._serve_at(self._wanted_port)
         except ConfigurationError as error:
-            cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+            if not is_port_taken(error):
                 raise
             self._note(
                 f"TCP port {self._wanted_port} is in use by another program; another port is used, "
                 "which nodes that only have this one written down in POTLUCK_PEERS can't know"
             )
-            return await self._serve_at(0)
+            return self._serve_at(0)
 
-    async def _serve_at(self, port: int) -> aio.Server:
-        return await aio.serve(
-            self._bind, port, self.credentials, self._greeted, on_broken=self._fail
-        )
+    def _serve_at(self, port: int) -> aio.Server:
+        return aio.Server(self._bind, port, self.credentials, self._greeted, on_broken=self._fail)
 
     async def _greeted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str

@@ -208,3 +208,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
         raise ConfigurationError(f"{where} can't be listened on: {error}") from error
     sock.setblocking(False)
     return sock
+
+
+def is_port_taken(error: ConfigurationError) -> bool:
+    """Whether ``listening_socket`` failed because another program has the port."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE

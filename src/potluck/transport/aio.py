@@ -1,6 +1,6 @@
 """Greetings over asyncio streams, for the control plane: the TLS, limits and errors of links.
 
-``connect`` is the client's half, ``serve`` the server's.
+``connect`` is the client's half, ``Server`` the server's.
 """
 
 from __future__ import annotations
@@ -104,22 +104,30 @@ async def connect(
 
 
 class Server:
-    """Callers that are welcome get ``greeted``; see ``serve``. ``port`` is where it listens."""
+    """Listens on ``host:port`` (0: any; see ``port``) from construction to ``close``, and runs
+    ``greeted`` in a task of its own for each caller.
+
+    A caller reaches ``greeted`` once TLS is up and its HELLO has this version and cluster;
+    ``greeted`` writes WELCOME or REFUSAL. The connection ends when it returns. After
+    ``on_broken(error)`` no connection is accepted. ConfigurationError if the port can't be had.
+    """
 
     def __init__(
         self,
-        sock: socket.socket,
+        host: str,
+        port: int,
         credentials: Credentials,
         greeted: Greeted,
-        limits: Limits,
-        on_broken: OnBroken,
+        *,
+        limits: Limits = LIMITS,
+        on_broken: OnBroken = lambda error: None,
     ) -> None:
-        self.port: int = sock.getsockname()[1]
-        self._sock = sock
+        self._sock = listening_socket(host, port)
+        self.port: int = self._sock.getsockname()[1]
         self._credentials = credentials
         self._greeted = greeted
         self._limits = limits
-        acceptor = Acceptor(sock, self._greet, limits, awaits="HELLO")
+        acceptor = Acceptor(self._sock, self._greet, limits, awaits="HELLO")
         self._accepting = start_task(
             acceptor.run, name=f"accepting connections on port {self.port}", on_broken=on_broken
         )
@@ -144,24 +152,6 @@ class Server:
             await self._greeted(reader, writer, hello, node)
         finally:
             await end(writer)
-
-
-async def serve(
-    host: str,
-    port: int,
-    credentials: Credentials,
-    greeted: Greeted,
-    *,
-    limits: Limits = LIMITS,
-    on_broken: OnBroken = lambda error: None,
-) -> Server:
-    """Listen on ``host:port`` (0: any) and run ``greeted`` in a task of its own for each caller.
-
-    A caller reaches ``greeted`` once TLS is up and its HELLO has this version and cluster;
-    ``greeted`` writes WELCOME or REFUSAL. The connection ends when it returns. After
-    ``on_broken(error)`` no connection is accepted. ConfigurationError if the port can't be had.
-    """
-    return Server(listening_socket(host, port), credentials, greeted, limits, on_broken)
 
 
 async def _secure(

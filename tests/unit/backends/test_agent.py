@@ -62,7 +62,7 @@ class ScriptedAgent:
 
     async def _main(self) -> None:
         self._over = asyncio.Event()
-        server = await aio.serve("127.0.0.1", 0, self._credentials, self._greeted)
+        server = aio.Server("127.0.0.1", 0, self._credentials, self._greeted)
         self.port = server.port
         self._started.set()
         await self._over.wait()

@@ -88,7 +88,7 @@ def test_a_machine_that_calls_over_and_over_displaces_only_its_own(kind: str) ->
             assert tls.version() == "TLSv1.3"
 
     async def agent() -> None:
-        server = await aio.serve("127.0.0.1", 0, credentials, greeted, limits=PATIENT)
+        server = aio.Server("127.0.0.1", 0, credentials, greeted, limits=PATIENT)
         try:
             await story(server.port)
         finally:
@@ -208,7 +208,7 @@ def test_an_acceptor_that_breaks_ends_and_says_why() -> None:
             told.append(error)
             broken.set()
 
-        server = await aio.serve("127.0.0.1", 0, new_credentials(), greeted, on_broken=on_broken)
+        server = aio.Server("127.0.0.1", 0, new_credentials(), greeted, on_broken=on_broken)
         server._sock.close()  # as if another part of the process had closed the descriptor
         async with asyncio.timeout(30):
             await broken.wait()

@@ -44,7 +44,7 @@ class Host:
 async def hosting(**options: float) -> AsyncIterator[Host]:
     host = Host()
     limits = Limits(**options)  # type: ignore[arg-type]
-    host.server = await aio.serve("127.0.0.1", 0, host.credentials, host.greeted, limits=limits)
+    host.server = aio.Server("127.0.0.1", 0, host.credentials, host.greeted, limits=limits)
     try:
         yield host
     finally:
@@ -209,7 +209,7 @@ def test_a_port_in_use_is_a_configuration_error() -> None:
     async def story() -> None:
         async with hosting() as host:
             with pytest.raises(ConfigurationError, match=f"port {host.server.port}"):
-                await aio.serve("127.0.0.1", host.server.port, host.credentials, host.greeted)
+                aio.Server("127.0.0.1", host.server.port, host.credentials, host.greeted)
 
     asyncio.run(story())
 

@@ -64,7 +64,7 @@ def test_he_is_refused_by_both_every_time_and_hears_nothing(times: int, figures:
             await aio.write_greeting(writer, Welcome())
 
         member, client = new_credentials(), new_credentials()
-        real = await aio.serve("127.0.0.1", 0, member, on_greeted)
+        real = aio.Server("127.0.0.1", 0, member, on_greeted)
         attacker = Attacker(real.port, new_credentials("the attacker's own"))
         server = await asyncio.start_server(
             attacker.serve, "127.0.0.1", 0, ssl=attacker._server_side
@@ -109,7 +109,7 @@ def test_who_shows_no_certificate_is_not_heard() -> None:
             greeted.append(node)
 
         member = new_credentials()
-        real = await aio.serve("127.0.0.1", 0, member, on_greeted)
+        real = aio.Server("127.0.0.1", 0, member, on_greeted)
         reader, writer = await asyncio.open_connection(
             "127.0.0.1",
             real.port,

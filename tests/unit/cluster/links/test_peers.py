@@ -56,7 +56,7 @@ class Agent:
         self.links.on_linked.append(self.linked)
         self.links.on_ended.append(self.ended)
         self.links.on_unreachable.append(self.nobody_listens)
-        self.server = await aio.serve("127.0.0.1", port, self.credentials, self._greeted)
+        self.server = aio.Server("127.0.0.1", port, self.credentials, self._greeted)
         return self
 
     def _introduction(self) -> peers.Introduction:

@@ -32,7 +32,7 @@ async def answering(
         if refusal is None:
             await serve(reader, writer, may_go_on)
 
-    server = await aio.serve("127.0.0.1", 0, credentials, greeted)
+    server = aio.Server("127.0.0.1", 0, credentials, greeted)
     try:
         yield server.port, credentials.node_id
     finally:

@@ -156,7 +156,7 @@ class Node:
         self.links.on(peers.PeerMessage, self.received)
         self.links.on_linked.append(self.linked)
         self.links.on_ended.append(self.ended)
-        self.server = await aio.serve("127.0.0.1", 0, self.credentials, self.links.greeted)
+        self.server = aio.Server("127.0.0.1", 0, self.credentials, self.links.greeted)
 
     async def close(self) -> None:
         await self.links.close()
