@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ADMIT_S = 30.0
 _MAX_ADMITTING = 1024
 _DRAIN_S = 1.0
 
@@ -55,7 +56,7 @@ class Admission:
 
 
 Admit = Callable[[Hello, str], Admission]
-"""``admit(hello, peer_node)``; may block for ``Listener.admit_timeout_s``, in its own thread."""
+"""``admit(hello, peer_node)``; may block for ``ADMIT_S``, in its own thread."""
 
 
 class Listener:
@@ -73,11 +74,9 @@ class Listener:
         credentials: Credentials,
         *,
         limits: Limits = LIMITS,
-        admit_timeout_s: float = 30.0,
         use_shared_memory: bool = True,
         on_broken: OnBroken = lambda error: None,
     ) -> None:
-        self.admit_timeout_s = admit_timeout_s
         self._credentials = credentials
         self._limits = limits
         self._use_shared_memory = use_shared_memory
@@ -108,7 +107,7 @@ class Listener:
         """Stop listening, drop callers that are not admitted yet, join all threads. Idempotent.
 
         An ``admit`` that is blocked must let go by itself: its caller waits at most
-        ``admit_timeout_s`` for it here. Links already delivered live on.
+        ``ADMIT_S`` for it here. Links already delivered live on.
         """
         with self._lock:
             first = not self._closing
@@ -121,7 +120,7 @@ class Listener:
             with contextlib.suppress(RuntimeError):  # it broke, and its loop is closed
                 self._loop.call_soon_threadsafe(self._accepting.cancel)
             self._thread.join()
-        deadline = time.monotonic() + self.admit_timeout_s
+        deadline = time.monotonic() + ADMIT_S
         for thread in answering:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -205,7 +204,7 @@ class Listener:
         refusal = objection(hello, node, self._credentials)
         if refusal is not None:
             return Admission(refusal)
-        deadline = time.monotonic() + self.admit_timeout_s
+        deadline = time.monotonic() + ADMIT_S
         with self._lock:
             self._lock.wait_for(
                 lambda: self._admit is not None or self._closing,
