@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -82,16 +82,28 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SLOWEST_FIRST = ("net", "process", "world", "conformance", "unit", "architecture")
-"""The folders of tests, by how long their files take: no long file is left for the end."""
+SLOWEST_FIRST = (("net", "process"), ("world",), ("conformance",), ("unit",), ("architecture",))
+"""The folders of tests, by how long their files take: no long file is left for the end. Files of
+net, which wait for most of their time, alternate with those of process, which compute."""
+
+
+def in_order(paths: Iterable[Path]) -> dict[Path, tuple[int, float]]:
+    """By what to sort the files of tests: their folders' place, then their place in the folder."""
+    place = {name: number for number, names in enumerate(SLOWEST_FIRST) for name in names}
+    here = Path(__file__).parent
+    folders: dict[str, list[Path]] = {}
+    for path in paths:
+        folders.setdefault(Path(os.path.relpath(path, here)).parts[0], []).append(path)
+    return {
+        path: (place.get(name, len(place)), number / len(found))
+        for name, found in folders.items()
+        for number, path in enumerate(found)
+    }
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    order = {name: number for number, name in enumerate(SLOWEST_FIRST)}
-    items.sort(
-        key=lambda item: order.get(Path(os.path.relpath(item.path, here)).parts[0], len(order))
-    )
+    order = in_order(dict.fromkeys(item.path for item in items))
+    items.sort(key=lambda item: order[item.path])
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="takes long: make test-long, or --long"))
