@@ -101,7 +101,7 @@ bool Channel::has(const Need& need) {
     return true;
 }
 
-Outcome Channel::verdict(const Need& need) {
+Outcome Channel::reason_to_stop(const Need& need) {
     if (is_stopped()) return Outcome::STOPPED;
     for (int other = 0; other < shape.world; ++other) {
         if (other == rank || (need.who != ALL && need.who != other)) continue;
@@ -141,7 +141,7 @@ bool Channel::prepare_sleep(const Need& need, Watch* watch) {
     *watch = {&me.bell, me.bell.load(std::memory_order_seq_cst)};
     me.want.store(wish(need.who, need.tick + need.ahead), std::memory_order_seq_cst);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    return !has({need.who, need.tick + need.ahead}) && verdict(need) == Outcome::PENDING;
+    return !has({need.who, need.tick + need.ahead}) && reason_to_stop(need) == Outcome::PENDING;
 }
 
 // Whether the first rank that is awaited was last seen on this very core. Then spinning keeps it
@@ -196,7 +196,7 @@ Outcome Channel::wait(const Need& need, std::int64_t until_ns) {
         }
         awake();
         if (has(need)) return Outcome::DONE;
-        const Outcome reason = verdict(need);
+        const Outcome reason = reason_to_stop(need);
         if (reason != Outcome::PENDING) return reason;
         if (now_ns() >= until_ns) return Outcome::PENDING;
     }

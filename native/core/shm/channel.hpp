@@ -72,7 +72,7 @@ public:
     void awake() { mine().want.store(0, std::memory_order_relaxed); }
 
     // Why `need` can't be met any more; PENDING if it still can.
-    Outcome verdict(const Need& need);
+    Outcome reason_to_stop(const Need& need);
     // The rank that holds up `need`, -1 if none does.
     int laggard(const Need& need) const;
     // Whether `who` has not even begun the current call.

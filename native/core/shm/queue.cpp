@@ -200,7 +200,7 @@ Queue::Poll Queue::poll(Watch* watch, std::int64_t* until_ns) {
         has_moved = has_moved || channel.tick() != before;
         if (outcome == Outcome::PENDING) {
             const Need& need = first->movement.need();
-            outcome = channel.verdict(need);
+            outcome = channel.reason_to_stop(need);
             if (outcome == Outcome::PENDING && now_ns() >= first->deadline_ns) {
                 outcome = Outcome::TIMEOUT;
             }

@@ -28,7 +28,7 @@ class Communicator(Protocol):
     Work at once, has a deadline ``timeout_s`` after the call, and must be called by all ranks in
     the same order. After the first GroupError every call raises the same error. An encoding is for
     potluck's own links; others raise ValueError.
-    ``engine.communicator`` is potluck's own; ``backends.library`` makes one of another library.
+    ``engine.communicator`` is potluck's own; ``backends.external`` makes one of another library.
     """
 
     @property

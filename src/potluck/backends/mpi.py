@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from potluck.backends.base import Communicator, StaticBackend
-from potluck.backends.borrowed import LibraryCommunicator
+from potluck.backends.external import ExternalCommunicator
 from potluck.backends.launchers import detect
 from potluck.backends.library import ANY_SOURCE, Collective, FlatCall, Library, Waiter
 from potluck.collectives.plan import Operation
@@ -102,7 +102,7 @@ class MpiBackend(StaticBackend):
         _states.append(state)
         library = _Mpi(state, self._mpi.COMM_WORLD.Dup())
         group = _meet(library, time.monotonic() + timeout_s)
-        return LibraryCommunicator.open(group, library, timeout_s=timeout_s)
+        return ExternalCommunicator.open(group, library, timeout_s=timeout_s)
 
     def close(self) -> None:
         return None

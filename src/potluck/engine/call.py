@@ -30,7 +30,7 @@ class Call:
     segment_bytes: int = 0
     ranks: tuple[int, ...] = ()
     codec: str = ""
-    on_behalf_of: str = ""
+    parent_call: str = ""
     """Empty for a call of the user's. A call that the engine makes by itself before one of those
     (to set up shared memory) has the text of the user's call here: errors name that one, and
     metrics do not count the engine's."""
@@ -40,8 +40,8 @@ class Call:
 
     @cached_property
     def _text(self) -> str:
-        if self.on_behalf_of:
-            return self.on_behalf_of
+        if self.parent_call:
+            return self.parent_call
         if self.operation is Operation.BARRIER:
             return "barrier"
         parts = [self.dtype, f"shape {self.shape}"]
@@ -56,7 +56,7 @@ class Call:
 
     @cached_property
     def fingerprint(self) -> int:
-        if self.on_behalf_of:  # not the same on all ranks
+        if self.parent_call:  # not the same on all ranks
             return undescribed(f"engine {self.operation} {self.shape} {self.ranks}")
         text = f"{self} {self.algorithm} {self.root} {self.segment_bytes} {self.ranks}"
         return fingerprint_of(

@@ -223,12 +223,12 @@ class Communicator:
         self,
         request: Request,
         *,
-        on_behalf_of: str = "",
+        parent_call: str = "",
         number: int = -1,
         work: Work | None = None,
     ) -> Work:
         """``number``: the call's, if it has one already; ``work``: likewise."""
-        compiled = self._compiler.compile(request, on_behalf_of)
+        compiled = self._compiler.compile(request, parent_call)
         buffers = compiled.layout.buffers(request.source, request.result)
         if work is None:
             work = Work(str(compiled.call), request.result)
@@ -270,7 +270,7 @@ class Communicator:
                 algorithm=Algorithm.DIRECT,
                 timeout_s=timeout_s,
             ),
-            on_behalf_of=call,
+            parent_call=call,
             number=number,
         )
 

@@ -46,10 +46,10 @@ class Compiler:
         self._chooser = Chooser(group, ranks, self._nodes)
         self._kept = lru_cache(maxsize=_KEPT)(self._make)
 
-    def compile(self, request: Request, on_behalf_of: str = "") -> CompiledPlan:
+    def compile(self, request: Request, parent_call: str = "") -> CompiledPlan:
         """The plan of ``request``; costs a microsecond when the same was asked before.
 
-        TypeError or ValueError for what has no meaning. ``on_behalf_of`` is as in ``Call``.
+        TypeError or ValueError for what has no meaning. ``parent_call`` is as in ``Call``.
         """
         source, result, encoding = request.source, request.result, request.encoding
         described, codec, residual = request.described, None, None
@@ -67,7 +67,7 @@ class Compiler:
             None if result is None else result.size,
             codec,
             residual is not None,
-            on_behalf_of,
+            parent_call,
         )
 
     def _make(
@@ -82,7 +82,7 @@ class Compiler:
         num_result: int | None,
         codec: Codec | None,
         has_residual: bool,
-        on_behalf_of: str,
+        parent_call: str,
     ) -> CompiledPlan:
         world = len(self._ranks)
         check(dtype, op, root, algorithm, world)
@@ -113,7 +113,7 @@ class Compiler:
             self._segment_bytes,
             self._ranks if self._channel else (),
             codec.name if codec is not None else "",
-            on_behalf_of,
+            parent_call,
         )
         return CompiledPlan(
             plan,

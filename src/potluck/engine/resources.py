@@ -74,7 +74,7 @@ class GroupResources:
 
     def on_end(self, call: Call, nbytes: int, seconds: float, error: BaseException | None) -> None:
         """Count a call that has ended."""
-        if call.on_behalf_of:
+        if call.parent_call:
             return
         if error is None:
             self.metrics.observe(call.operation, call.algorithm, nbytes, seconds)

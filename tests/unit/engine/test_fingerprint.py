@@ -44,4 +44,4 @@ def test_what_a_broken_peer_sends_is_described_as_nothing(nonsense: int) -> None
 
 
 def test_the_engines_own_calls_are_not_described() -> None:
-    assert describe(replace(CALL, on_behalf_of="all_reduce(...)").fingerprint) == ""
+    assert describe(replace(CALL, parent_call="all_reduce(...)").fingerprint) == ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from potluck.backends.agent import FIRST_VIEW_S
 from potluck.backends.base import Communicator, StaticBackend
-from potluck.backends.borrowed import LibraryCommunicator
+from potluck.backends.external import ExternalCommunicator
 from potluck.backends.fixed import is_our_world, join_world
 from potluck.backends.launchers import read_launched_rank
 from potluck.backends.library import Library
@@ -65,7 +65,7 @@ class _TorchBackend(StaticBackend, ABC):
         except BaseException:
             word.close()
             raise
-        return LibraryCommunicator.open(group, library, timeout_s=timeout_s)
+        return ExternalCommunicator.open(group, library, timeout_s=timeout_s)
 
     @abstractmethod
     def _make(self, prefix: str, word: Word, timeout_s: float) -> Library:

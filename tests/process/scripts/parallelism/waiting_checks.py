@@ -12,8 +12,8 @@ from potluck import native
 
 
 @contextlib.contextmanager
-def short_ways(expected: int):
-    """So many of the calls inside go the short way, where there is one."""
+def fast_calls(expected: int):
+    """So many of the calls inside take the fast path, where there is one."""
     communicator = dist.group.WORLD.communicator
     fast, outcomes = communicator.fast_path, []
     if fast is not None:
@@ -25,12 +25,12 @@ def short_ways(expected: int):
 
 
 @check(2)
-def waiting_calls_take_the_short_way_and_give_the_same(run):
+def waiting_calls_take_the_fast_path_and_give_the_same(run):
     size, rank = run.world_size, run.rank
     dist.all_reduce(torch.ones(1))  # the ranks set up their shared memory
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
         # Shared memory does not combine complex numbers; torch makes them real for all_reduce.
-        with short_ways(4 if dtype.is_complex else 5):
+        with fast_calls(4 if dtype.is_complex else 5):
             total = torch.full((2, 3), rank + 1).to(dtype)
             dist.all_reduce(total)
             assert torch.equal(total, torch.full((2, 3), 3).to(dtype)), total
@@ -52,12 +52,12 @@ def a_rank_that_can_not_take_the_short_way_meets_those_that_do(run):
     shape = (3, 2) if run.rank else (2, 3)
     mine = torch.ones(shape).t() if run.rank else torch.ones(shape)
     assert mine.is_contiguous() == (run.rank == 0)
-    with short_ways(1 - run.rank):
+    with fast_calls(1 - run.rank):
         dist.all_reduce(mine)
     assert mine.tolist() == [[2.0] * 3] * 2
     # Waited for later on one rank, at once on the other.
     mine = torch.ones(2, 3)
-    with short_ways(run.rank):
+    with fast_calls(run.rank):
         work = dist.all_reduce(mine, async_op=not run.rank)
         if work is not None:
             work.wait()
@@ -71,7 +71,7 @@ def a_rank_that_can_not_take_the_short_way_meets_those_that_do(run):
     assert second.tolist() == [2.0, 2.0]
     # Not the engine's own: a mean that is cut.
     whole = torch.tensor([3, -4]) if run.rank else torch.tensor([2, -3])
-    with short_ways(0):
+    with fast_calls(0):
         dist.all_reduce(whole, dist.ReduceOp.AVG)
     assert whole.tolist() == [2, -3]
     # In a profile, too, it is an event that ends.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from potluck.backends.base import StaticBackend
-from potluck.backends.borrowed import LibraryCommunicator
+from potluck.backends.external import ExternalCommunicator
 from potluck.backends.library import Collective, Library, Waiter
 from potluck.collectives.plan import Operation
 from potluck.context import DistributedContext
@@ -105,10 +105,10 @@ class GateBackend(StaticBackend):
 
     def form(
         self, after_epoch: int, cause: GroupError | None, timeout_s: float
-    ) -> LibraryCommunicator:
+    ) -> ExternalCommunicator:
         group = Group(1, 0, (Member("0"), Member("1")))
         library: Any = self.gate
-        return LibraryCommunicator.open(group, library, timeout_s=timeout_s)
+        return ExternalCommunicator.open(group, library, timeout_s=timeout_s)
 
     def close(self) -> None:
         return None
@@ -275,11 +275,11 @@ class TensorBackend(StaticBackend):
 
     def form(
         self, after_epoch: int, cause: GroupError | None, timeout_s: float
-    ) -> LibraryCommunicator:
+    ) -> ExternalCommunicator:
         rank, world_size, _ = self.seat
         group = Group(1, rank, tuple(Member(str(each)) for each in range(world_size)))
         library = nccl_on_gloo(*self.seat)
-        return LibraryCommunicator.open(group, library, timeout_s=timeout_s)
+        return ExternalCommunicator.open(group, library, timeout_s=timeout_s)
 
     def close(self) -> None:
         return None

@@ -77,8 +77,8 @@ class _Resources:
             work.finish(self.error)
 
 
-class LibraryCommunicator:
-    """One rank's face of a group in another library; see ``backends.base.Communicator``."""
+class ExternalCommunicator:
+    """One rank's access to a group in another library; see ``backends.base.Communicator``."""
 
     fast_path: FastPath | None = None
 
@@ -101,7 +101,7 @@ class LibraryCommunicator:
     @classmethod
     def open(
         cls, group: Group, library: Library, *, timeout_s: float, metrics: Metrics | None = None
-    ) -> LibraryCommunicator:
+    ) -> ExternalCommunicator:
         """The communicator of a whole group. ``timeout_s`` bounds the making of sub-groups."""
         meter = metrics or Metrics()
         meter.group(group.epoch, group.world_size)
@@ -169,7 +169,7 @@ class LibraryCommunicator:
         library = made[0]
         if library is None:
             return None
-        part = LibraryCommunicator(self.group, library, self._resources, timeout_s=self._timeout_s)
+        part = ExternalCommunicator(self.group, library, self._resources, timeout_s=self._timeout_s)
         # Sub-groups have threads and sockets of their own: give them back with the last reference.
         weakref.finalize(part, self._resources.release, (library, part._executor)).atexit = False
         return part
