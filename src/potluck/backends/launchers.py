@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from potluck.errors import ConfigurationError
 
@@ -115,15 +115,15 @@ def _plain(variables: Variables) -> LaunchedRank:
     is_torchrun = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if _POD_NAME.fullmatch(variables["RANK"]):
         return _pod(variables)
-    return _launched(
+    launched = _launched(
         variables,
         "torchrun" if is_torchrun else "environment",
         *("RANK", "WORLD_SIZE", "LOCAL_RANK"),
         host=variables.get("MASTER_ADDR") or LOOPBACK,
         port=number(variables, "MASTER_PORT", 1, 65535, default=DEFAULT_PORT),
-        uses_agent_store=is_torchrun,
-        attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0, 1 << 30, default=0),
     )
+    attempt = number(variables, "TORCHELASTIC_RESTART_COUNT", 0, 1 << 30, default=0)
+    return replace(launched, uses_agent_store=is_torchrun, attempt=attempt)
 
 
 def _open_mpi(variables: Variables) -> LaunchedRank:
@@ -214,8 +214,6 @@ def _launched(
     *,
     host: str,
     port: int,
-    uses_agent_store: bool = False,
-    attempt: int = 0,
 ) -> LaunchedRank:
     rank = _rank(variables, rank_name)
     world_size = number(variables, size_name, 1, MAX_WORLD)
@@ -231,8 +229,6 @@ def _launched(
         local_rank=number(variables, local_name, 0, MAX_WORLD - 1, default=0),
         host=host,
         port=port,
-        uses_agent_store=uses_agent_store,
-        attempt=attempt,
     )
 
 

@@ -22,7 +22,6 @@ import mmap
 import os
 import secrets
 import struct
-from typing import Protocol
 
 from potluck.errors import LinkError, ProtocolError
 from potluck.transport import memory
@@ -39,21 +38,7 @@ _HEADER = struct.Struct("<8s32sIQ")
 _HEADER_BYTES = mmap.PAGESIZE
 
 
-class LinkMemory(Protocol):
-    num_slots: int
-    slot_bytes: int
-
-    def outgoing(self, slot: int) -> memoryview:
-        """My slot ``slot``, writable, ``slot_bytes`` long."""
-
-    def incoming(self, slot: int) -> memoryview:
-        """The peer's slot ``slot``. ProtocolError if there is no such slot."""
-
-    def close(self) -> None:
-        """Unmap. Idempotent."""
-
-
-class SharedLinkMemory:
+class LinkMemory:
     """Mapped link memory: a header page, the client's slots, then the server's.
 
     Slots are flat byte views that ``numpy.frombuffer`` takes as they are. A view that is still held
@@ -73,10 +58,12 @@ class SharedLinkMemory:
         self._outgoing, self._incoming = (first, second) if client else (second, first)
 
     def outgoing(self, slot: int) -> memoryview:
+        """My slot ``slot``, writable, ``slot_bytes`` long."""
         self._check(slot)
         return self._outgoing[slot]
 
     def incoming(self, slot: int) -> memoryview:
+        """The peer's slot ``slot``. ProtocolError if there is no such slot."""
         self._check(slot)
         return self._incoming[slot]
 
@@ -87,6 +74,7 @@ class SharedLinkMemory:
             raise ProtocolError(f"shared-memory slot {slot} was named; there are {self.num_slots}")
 
     def close(self) -> None:
+        """Unmap. Idempotent."""
         slots, self._outgoing, self._incoming = self._outgoing + self._incoming, [], []
         for view in slots:
             # BufferError: an array still has this view, and keeps its part of the memory mapped.
@@ -99,12 +87,12 @@ class SharedLinkMemory:
 class OfferedLinkMemory:
     """Link memory made here, until the peer has answered whether it mapped the memory."""
 
-    def __init__(self, fd: int, memory: SharedLinkMemory, offer: LinkMemoryOffer) -> None:
+    def __init__(self, fd: int, memory: LinkMemory, offer: LinkMemoryOffer) -> None:
         self._fd = fd
         self._memory = memory
         self.offer = offer
 
-    def settle(self, accepted: bool) -> SharedLinkMemory | None:
+    def settle(self, accepted: bool) -> LinkMemory | None:
         """The memory if the peer ``accepted`` it; else None, and the memory is released. Call
         exactly once."""
         os.close(self._fd)
@@ -132,13 +120,13 @@ def offer_link_memory(
         return None
     token = secrets.token_bytes(32)
     mapped[: _HEADER.size] = _HEADER.pack(_MAGIC, token, num_slots, slot_bytes)
-    shared = SharedLinkMemory(mapped, num_slots, slot_bytes, client=True)
+    shared = LinkMemory(mapped, num_slots, slot_bytes, client=True)
     return OfferedLinkMemory(
         fd, shared, LinkMemoryOffer(boot, os.getpid(), fd, token, num_slots, slot_bytes)
     )
 
 
-def map_link_memory(offer: LinkMemoryOffer) -> SharedLinkMemory | None:
+def map_link_memory(offer: LinkMemoryOffer) -> LinkMemory | None:
     """The memory that a client offered, mapped here; None if it can't be mapped (debug log).
 
     The offer comes from another process and may name anything; ``memory.open_shared`` says what is
@@ -154,7 +142,7 @@ def map_link_memory(offer: LinkMemoryOffer) -> SharedLinkMemory | None:
     except (OSError, ValueError) as error:
         _log.debug("no link memory with process %d: %s", offer.pid, error)
         return None
-    return SharedLinkMemory(mapped, offer.num_slots, offer.slot_bytes, client=False)
+    return LinkMemory(mapped, offer.num_slots, offer.slot_bytes, client=False)
 
 
 def _size_of(num_slots: int, slot_bytes: int) -> int:

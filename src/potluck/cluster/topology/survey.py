@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from potluck.cluster.topology.graph import Topology, rank_addresses
-from potluck.wire.facts import Address, Facts, LinkFacts, Measured, NodeFacts
+from potluck.wire.facts import Address, Facts, LinkFacts, NodeFacts
 
 AGAIN_S = 600.0
 MAX_CANDIDATES = 4
@@ -103,10 +103,6 @@ class Survey:
         if pair is not None:
             pair.due = now + min(_RETRY_S * 2.0**pair.num_failures, _MAX_RETRY_S)
             pair.num_failures += 1
-
-    def told(self, node: str, message: Measured, now: float) -> None:
-        """``node`` has measured the path between the two nodes."""
-        self.measured(node, message.from_you, message.to_you, now)
 
     # The rows of all nodes.
 

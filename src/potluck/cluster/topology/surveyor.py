@@ -82,7 +82,8 @@ class Surveyor:
         if isinstance(message, Facts):
             self.survey.heard(node, message)
         else:
-            self.survey.told(node, message, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            self.survey.measured(node, message.from_you, message.to_you, now)
 
     async def greeted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str

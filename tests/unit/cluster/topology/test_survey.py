@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from potluck.cluster.topology.survey import AGAIN_S, Survey, is_news, shares_interfaces
-from potluck.wire.facts import Address, Facts, LinkFacts, Measured, NodeFacts
+from potluck.wire.facts import Address, Facts, LinkFacts, NodeFacts
 
 LAN = Address("192.168.1.2", "192.168.1.0/24", "eth0", 125e6)
 WIFI = Address("192.168.2.2", "192.168.2.0/24", "wlan0")
@@ -28,7 +28,7 @@ def test_of_a_pair_the_lesser_measures_and_the_greater_only_if_it_does_not() -> 
     assert soon < 3
     assert later > soon + 3
     lesser.measured("b", 100.0, 200.0, soon)
-    greater.told("a", Measured(from_you=200.0, to_you=100.0), soon)
+    greater.measured("a", 200.0, 100.0, soon)
     assert due_within(lesser, soon) >= soon + AGAIN_S
     assert due_within(greater, soon) > soon + AGAIN_S
     [link] = lesser.row({}, {}).links
