@@ -17,6 +17,7 @@ import asyncio, importlib.metadata, multiprocessing, os, select, signal, socket,
 import numpy, psutil, prometheus_client, rich.console, rich.live
 import cryptography.x509, ml_dtypes, msgspec, safetensors.numpy, spake2, typer.testing, zeroconf
 import zeroconf.asyncio
+from pydantic import AfterValidator, TypeAdapter  # typer loads these when it reads arguments
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 lacking = {
