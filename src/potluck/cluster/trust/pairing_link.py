@@ -51,9 +51,12 @@ async def hand_over(
     presence = Presence(lambda: [code.advert_key], host.port, new_instance())
     try:
         async with looking_around(finders, presence, lambda hint: None):
-            on_waiting(host.port)
-            async with asyncio.timeout(expires_s):
-                return await host.outcome
+            try:
+                on_waiting(host.port)
+                async with asyncio.timeout(expires_s):
+                    return await host.outcome
+            finally:  # the code is void now: to close the finders takes a while
+                await host.close()
     except TimeoutError:
         raise WrongCode(
             f"the code has expired: nobody used it within {expires_s:g} s; run `potluck pair` again"

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from potluck.cluster.discovery.advert import Hint, Presence
-from potluck.cluster.discovery.finder import OnHint
+from potluck.cluster.discovery.finder import Finder, OnHint
 from potluck.cluster.trust import pairing_link
 from potluck.cluster.trust.pairing import Code, Exchange, new_code, parse_code
 from potluck.cluster.trust.pairing_link import MAX_GUESSES, hand_over, take_over
@@ -45,13 +45,28 @@ class Told:
         return None
 
 
+class Lingering(Told):
+    """A Finder that is not closed before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closing, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def close(self) -> None:
+        self.is_closing.set()
+        await self.may_end.wait()
+
+
 class Waiting:
     """A host that waits with a code in a task."""
 
-    def __init__(self, code: Code = CODE, expires_s: float = 30.0) -> None:
+    def __init__(
+        self, code: Code = CODE, expires_s: float = 30.0, finder: Finder | None = None
+    ) -> None:
+        finders = [] if finder is None else [finder]
         self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(
-            hand_over(code, SECRET, [], expires_s=expires_s, on_waiting=self._port.set_result)
+            hand_over(code, SECRET, finders, expires_s=expires_s, on_waiting=self._port.set_result)
         )
 
     async def address(self) -> tuple[str, int]:
@@ -93,6 +108,24 @@ def test_a_code_expires() -> None:
     async def story() -> None:
         with pytest.raises(WrongCode, match="expired"):
             await Waiting(expires_s=0.05).task
+
+    run(story)
+
+
+@pytest.mark.parametrize("how", ["expired", "given up"])
+def test_a_code_that_is_void_gives_nothing_away_while_the_finders_are_closed(how: str) -> None:
+    async def story() -> None:
+        finder = Lingering()
+        host = Waiting(expires_s=0.05 if how == "expired" else 30.0, finder=finder)
+        address = await host.address()
+        if how == "given up":
+            host.task.cancel()
+        await finder.is_closing.wait()
+        with pytest.raises(LinkError):
+            await take_over(CODE, ME, [], address=address)
+        finder.may_end.set()
+        with pytest.raises(WrongCode if how == "expired" else asyncio.CancelledError):
+            await host.task
 
     run(story)
 
