@@ -177,7 +177,7 @@ class _Turn(Turn):
 
     def finished(self, worker: WorkerState) -> None:
         if worker.alive and worker.phase is not Phase.STOPPING:
-            self.update(worker.name, phase=Phase.FINISHED, finished=worker.joined > 0)
+            self.update(worker.name, phase=Phase.FINISHED, finished=worker.joined != 0)
 
     def disconnected(self, worker: WorkerState) -> None:
         if worker.phase in (Phase.READY, Phase.MEMBER, Phase.EVICTED):
@@ -321,8 +321,8 @@ class _Turn(Turn):
         """End what can't or need not go on."""
         state = self.state
         if state.num_finished:
-            # A member of a later group than any finished worker's can't have the job's state: only
-            # those that finished could have sent it. Alone it would train on from an older step.
+            # A member of a later group than any finished worker's was given the job's state by
+            # none that finished. Alone it would train on from an older step.
             last = max(worker.installed for worker in state.workers if worker.finished)
             if not any(not last or each.joined <= last for each in state.having(Phase.MEMBER)):
                 self.stop_workers("the members of the job have finished", 0, spared=Phase.FINISHED)

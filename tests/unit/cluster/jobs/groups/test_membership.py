@@ -19,6 +19,7 @@ from potluck.cluster.jobs.groups.events import (
     Tick,
 )
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, name_exit
+from potluck.types import Member
 from potluck.wire import jobs, peers
 from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
 from potluck.wire.format import PREFIX_BYTES
@@ -595,6 +596,23 @@ def test_a_newcomer_that_entered_with_others_goes_on_when_they_have_finished() -
     story.enter()
     story.tell(Finished("0"))
     assert not story.all(EndWorkers), "it has the job's state, and its own last step to do"
+
+
+@pytest.mark.parametrize("is_taken_over", [False, True])
+def test_a_worker_started_again_at_the_end_is_stopped_under_any_leader(is_taken_over: bool) -> None:
+    story = training(3)
+    if is_taken_over:
+        members = [Member(name, "node", port=1) for name in story.names]
+        story.state = membership.take_over(story.names, JobPolicy(), 1, members)
+        story.enter()
+    story.tell(Exited("2", -SIGKILL))
+    story.enter()
+    story.tell(Finished("0"), Finished("1"))
+    assert story.only(EndWorkers).workers == ("2",)
+    story.tell(ready("2"), Exited("0", 0), Exited("1", 0))
+    assert not story.all(Announce)
+    story.tell(Exited("2", -15))
+    assert (story.state.over, story.state.failure) == (True, None)
 
 
 def test_what_a_newcomer_raises_when_it_is_stopped_at_the_end_fails_nothing() -> None:
