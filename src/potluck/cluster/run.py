@@ -22,12 +22,13 @@ from potluck.cluster.home.node_state import AgentRecord
 from potluck.cluster.jobs.summary import Summary
 from potluck.cluster.links.local import call_agent, read_reply
 from potluck.cluster.node_agent import NodeAgent
-from potluck.errors import ConfigurationError, LinkError
+from potluck.errors import ConfigurationError, LinkError, ProtocolError
 from potluck.settings import Settings
 from potluck.system import SIGHUP
 from potluck.transport import aio
 from potluck.wire import jobs, local
 from potluck.wire.control import StatusReply
+from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.local import RunRequest
 
 
@@ -185,9 +186,14 @@ async def _run_by_agent(
         if num_interrupts >= 3:
             main.cancel()
 
+    encoded = local.REQUEST.encode(request)
+    try:
+        local.REQUEST.decode(encoded[PREFIX_BYTES:])
+    except ProtocolError as error:
+        raise ConfigurationError(f"no agent takes this job: {error}") from None
     reader, writer = await call_agent(settings, agent)
     try:
-        writer.write(local.REQUEST.encode(request))
+        writer.write(encoded)
         client.interrupts_by(interrupt)
         while not client.summary.done():
             client.send(await read_reply(reader))

@@ -45,7 +45,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     worker: Name
     after_epoch: int = 0
-    port: int = 0
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     pid: int = 0
     node: Name = ""
     host: Name = ""

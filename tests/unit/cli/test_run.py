@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from potluck.cli.run import idle_accelerators
-from potluck.cluster.run import checked
+from potluck.cluster.run import _run_by_agent, checked
 from potluck.errors import ConfigurationError
 from potluck.wire.local import RunRequest
 
@@ -44,3 +46,14 @@ def test_a_directory_that_was_removed_is_said(
     gone.rmdir()
     with pytest.raises(ConfigurationError, match="was called in has been removed; change to"):
         checked(RunRequest(script=str(script)))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"max_nodes": 1025}, "max_nodes"), ({"arguments": ("x",) * 1025}, "arguments")],
+)
+def test_a_job_that_no_agent_could_read_is_not_sent(options: dict[str, Any], said: str) -> None:
+    nobody: Any = None
+    request = RunRequest(script="train.py", **options)
+    with pytest.raises(ConfigurationError, match=f"no agent takes this job: .*{said}"):
+        asyncio.run(_run_by_agent(nobody, nobody, request, nobody))

@@ -79,6 +79,13 @@ def test_texts_and_collections_are_bounded() -> None:
             control.TO_AGENT.decode(msgspec.msgpack.encode(message))
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 1 << 40])
+def test_a_worker_can_not_bring_a_port_that_no_view_could_hold(port: int) -> None:
+    """A view with such a member would be refused by every node, and by its own disk."""
+    with pytest.raises(ProtocolError, match="port"):
+        control.TO_AGENT.decode(msgspec.msgpack.encode(control.Ready("0", port=port)))
+
+
 def test_clipping_keeps_the_end_of_a_traceback() -> None:
     assert control.clip("short") == "short"
     clipped = control.clip("x" * 100_000 + "ValueError: no")
