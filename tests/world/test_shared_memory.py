@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
 import signal
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 from potluck import native
 from potluck.collectives.plan import Operation
 from potluck.context import DistributedContext
+from potluck.engine.shm.group import GroupMemory
 from potluck.errors import Desync, OperationTimeout
 from potluck.testing.world import WorldError
 from support.worlds import World, open_world
@@ -334,6 +338,39 @@ def test_the_fast_path_raises_what_its_call_has_failed_with() -> None:
         world.run(act)
     assert {type(error) for error in caught.value.errors.values()} == {Desync}
     assert re.search(r"all_reduce\(float32, shape \([89],\)", str(caught.value))
+
+
+def test_a_channel_opened_while_its_rank_leaves_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its native part and its communicator name each other, which no garbage collector sees."""
+    entered = [threading.Event(), threading.Event()]
+    has_left = [threading.Event(), threading.Event()]
+    opened: list[weakref.ref[Any]] = []
+    open_channel, leave = GroupMemory.open, GroupMemory.leave
+
+    def open_late(memory: Any, *args: Any, **options: Any) -> Any:
+        entered[memory._group.rank].set()
+        assert has_left[memory._group.rank].wait(30)
+        return open_channel(memory, *args, **options)
+
+    def leave_and_tell(memory: Any) -> None:
+        leave(memory)
+        has_left[memory._group.rank].set()
+
+    monkeypatch.setattr(GroupMemory, "open", open_late)
+    monkeypatch.setattr(GroupMemory, "leave", leave_and_tell)
+
+    def act(ctx: DistributedContext) -> None:
+        opened.append(weakref.ref(ctx.communicator))
+        ctx.all_reduce(np.ones(4), timeout=30, async_op=True)
+        assert entered[ctx.rank].wait(30)
+        ctx.close()
+
+    with open_world("shm", 2) as world:
+        world.run(act)
+        world.contexts.clear()
+    del world
+    gc.collect()
+    assert [each() for each in opened] == [None, None]
 
 
 class Interrupt(Exception):

@@ -223,7 +223,8 @@ class GroupMemory:
             engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
-        for channel, _, counts, _ in channels:
+        for channel, on_close, counts, _ in channels:
+            on_close()  # of a channel that was opened while this rank left
             channel.drain()
             self._metrics.keep(counts)
         if self._thread is not None and self._thread is not threading.current_thread():
