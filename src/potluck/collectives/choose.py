@@ -6,7 +6,7 @@ answer. Answers are kept, one for every power of two of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -133,14 +133,14 @@ def _choose_coded(
 ) -> Algorithm:
     nbytes = 1 << bucket - 1 if bucket else 0
     links = replace(links or DEFAULT_LINKS, nodes=nodes)
-    seconds = {}
-    for algorithm in (Algorithm.DIRECT, Algorithm.HIERARCHICAL):
-        model = links.encoded(share, within_nodes=algorithm is Algorithm.DIRECT)
-        plan = build_plan(
-            Operation.ALL_REDUCE, algorithm, world_size, 0, nodes=nodes, is_coded=True
+    options = [
+        (
+            build_plan(Operation.ALL_REDUCE, algorithm, world_size, 0, nodes=nodes, is_coded=True),
+            links.encoded(share, within_nodes=algorithm is Algorithm.DIRECT),
         )
-        seconds[algorithm] = estimate(plan, nbytes, model, is_coded=True)
-    return min(seconds, key=seconds.__getitem__)
+        for algorithm in (Algorithm.DIRECT, Algorithm.HIERARCHICAL)
+    ]
+    return _fastest(options, nbytes, is_coded=True)[0]
 
 
 @lru_cache(maxsize=4096)
@@ -155,21 +155,29 @@ def _choose(
     nbytes = 1 << bucket - 1 if bucket else 0
     links = replace(links or DEFAULT_LINKS, nodes=nodes)
     flat = _is_flat(nodes, world_size)
-    candidates = [
-        (least_seconds(plan, nbytes, links), plan)
-        for plan in (
-            build_plan(operation, algorithm, world_size, 0, nodes=nodes)
-            for algorithm in algorithms_for(operation)
-            if not (flat and algorithm is Algorithm.HIERARCHICAL)
-            and (may_double or algorithm is not Algorithm.DOUBLING)
-        )
+    options = [
+        (build_plan(operation, algorithm, world_size, 0, nodes=nodes), links)
+        for algorithm in algorithms_for(operation)
+        if not (flat and algorithm is Algorithm.HIERARCHICAL)
+        and (may_double or algorithm is not Algorithm.DOUBLING)
     ]
+    return _fastest(options, nbytes)
+
+
+def _fastest(
+    options: Iterable[tuple[Plan, LinkModel]], nbytes: int, *, is_coded: bool = False
+) -> tuple[Algorithm, float]:
+    """The algorithm of the fastest plan, each by a model of its own, and its seconds.
+
+    A plan whose ``least_seconds`` are more than another's time is not simulated.
+    """
+    candidates = [(least_seconds(plan, nbytes, links), plan, links) for plan, links in options]
     candidates.sort(key=lambda candidate: candidate[0])
     best, lowest = candidates[0][1].algorithm, float("inf")
-    for least, plan in candidates:
+    for least, plan, links in candidates:
         if least >= lowest:
             break
-        seconds = estimate(plan, nbytes, links)
+        seconds = estimate(plan, nbytes, links, is_coded=is_coded)
         if seconds < lowest:
             best, lowest = plan.algorithm, seconds
     return best, lowest

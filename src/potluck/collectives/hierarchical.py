@@ -171,7 +171,7 @@ def all_reduce(me: Rank) -> Draft:
 
 
 def coded_all_reduce(me: Rank) -> Draft:
-    """The same bytes for a node, in more messages: for codecs, see ``engine/arrays/coding.py``."""
+    """The same bytes and messages for a node, over more links: see ``engine/arrays/coding.py``."""
     ring = _spread(me)
     steps = ring.intra_node_reduce() + ring.direct_exchange() + ring.intra_node_broadcast()
     return Draft(len(ring.homes), steps)
