@@ -159,7 +159,10 @@ def load_settings(**arguments: Any) -> Settings:
             "POTLUCK_PSK and POTLUCK_PASSPHRASE are both set: each gives the cluster secret; "
             "unset one"
         )
-    return replace(settings, home=settings.home.expanduser())
+    try:
+        return replace(settings, home=settings.home.expanduser())
+    except RuntimeError as error:
+        raise ConfigurationError(f"POTLUCK_HOME={str(settings.home)!r}: {error}") from None
 
 
 _TRUE, _FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "off", "f", "false", "n", "no")

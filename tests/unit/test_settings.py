@@ -48,6 +48,12 @@ def test_a_home_may_begin_with_a_tilde(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings().home == Path.home() / "elsewhere"
 
 
+def test_a_home_of_an_unknown_user_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POTLUCK_HOME", "~no-such-user/potluck")
+    with pytest.raises(ConfigurationError, match="POTLUCK_HOME='~no-such-user/potluck'"):
+        load_settings()
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [

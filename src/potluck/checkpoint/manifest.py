@@ -24,7 +24,7 @@ class File(msgspec.Struct, frozen=True):
     """One file of a checkpoint: its plain name, its size, and the hashes of all of it and of each
     tensor in it."""
 
-    file: Annotated[str, msgspec.Meta(pattern=r"^[^/]+\Z")]
+    file: Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z")]
     bytes: Annotated[int, msgspec.Meta(ge=0)]
     sha3_256: str
     tensors: dict[str, str]

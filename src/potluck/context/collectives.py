@@ -472,7 +472,7 @@ class Collectives:
         if residual is None:
             return Encoding(codec_of(codec))
         adapted = self._adapt(residual)
-        if not np.shares_memory(adapted.array, np.asarray(residual)):
+        if adapted.array.size and not np.shares_memory(adapted.array, np.asarray(residual)):
             raise ValueError("the residual is changed in place and must be contiguous host memory")
         return Encoding(codec_of(codec), adapted.array)
 

@@ -140,7 +140,7 @@ class ElasticLoop(elastic.ElasticLoop):
         if self._probe is not None and self._share is not None and self._batch is not None:
             factor = 1.0 if self._scaler is None else self._scaler.factor
             seen = self._probe.take(self._share, self._batch, factor)
-            if seen is not None:
+            if seen is not None and not skipped:  # else the gradients may be infinite
                 self.saw_noise(*seen)
 
     def parameter_hash(self) -> str:

@@ -12,10 +12,12 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from potluck.checkpoint import files as files_module
+from potluck.checkpoint import manifest
 from potluck.checkpoint import store as store_module
 from potluck.checkpoint.state import Entry
 from potluck.checkpoint.store import CheckpointStore, Part
@@ -77,12 +79,23 @@ def test_a_flipped_byte_names_the_tensor_it_hit(
 def test_a_flipped_byte_in_the_manifest_is_detected(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(state(1), 1)
-    manifest = store.save(state(2), 2).with_suffix(".json")
-    text = manifest.read_text()
+    path = store.save(state(2), 2).with_suffix(".json")
+    text = path.read_text()
     for at in range(len(text)):
-        manifest.write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
+        path.write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
         assert loaded(store) in (1, 2)
-    manifest.write_text(text.replace('"step": 2', '"step": 3'))
+    path.write_text(text.replace('"step": 2', '"step": 3'))
+    assert loaded(store) == 1
+
+
+@pytest.mark.parametrize("name", [".", "..", "", "a/b", "a\0b"])
+def test_a_manifest_that_names_no_plain_file_is_not_followed(tmp_path: Path, name: str) -> None:
+    store = CheckpointStore(tmp_path)
+    store.save(state(1), 1)
+    path = store.save(state(2), 2).with_suffix(".json")
+    whole = manifest.unseal(path.read_bytes(), path, manifest.Manifest)
+    parts = [msgspec.structs.replace(each, file=name) for each in whole.parts]
+    path.write_bytes(manifest.seal(msgspec.structs.replace(whole, parts=parts)))
     assert loaded(store) == 1
 
 

@@ -110,9 +110,9 @@ def choose(url: str) -> Backend:
     is_pod = bool(environment.get("MASTER_ADDR") and rank_variable(environment))
     if world_size >= 0 and (environment.get("RANK") or is_pod):
         environment["WORLD_SIZE"] = str(world_size)
-    comms = detect(environment)
+    launched = detect(environment)
     named = environment.get("RANK") or environment.get("WORLD_SIZE") or parts.hostname
-    if comms is None and not named:
+    if launched is None and not named:
         if world_size == 1 or (world_size < 0 and not settings.min_peers):
             return LocalBackend()
         return AutoDiscoveryBackend(None if world_size < 0 else world_size, settings=settings)
