@@ -321,10 +321,11 @@ class _Turn(Turn):
         """End what can't or need not go on."""
         state = self.state
         if state.num_finished:
-            # A member of a later group than any finished worker's was given the job's state by
-            # none that finished. Alone it would train on from an older step.
+            # No finished worker gave the job's state to a member that joined after the last group
+            # in which one was (0: not told). Alone, that member would train on from an older step.
             last = max(worker.installed for worker in state.workers if worker.finished)
-            if not any(not last or each.joined <= last for each in state.having(Phase.MEMBER)):
+            may_go_on = [w for w in state.having(Phase.MEMBER) if last == 0 or w.joined <= last]
+            if not may_go_on:
                 self.stop_workers("the members of the job have finished", 0, spared=Phase.FINISHED)
             return
         left = state.having(*(phase for phase in Phase if phase is not Phase.GONE))
