@@ -24,7 +24,7 @@ from potluck.backends.serial_executor import BoundedWork, SerialExecutor
 from potluck.background import start_thread
 from potluck.engine.arrays.layout import Array
 from potluck.engine.arrays.reduction import check, conclude
-from potluck.engine.request import NOTHING, FastPath, Request
+from potluck.engine.request import NOTHING, FastPath, Request, checked_ranks
 from potluck.engine.work import Work
 from potluck.errors import GroupClosed, GroupError, PotluckError
 from potluck.metrics import Metrics
@@ -153,12 +153,7 @@ class ExternalCommunicator:
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """See ``Communicator.subgroup``; blocks until all ranks have called it, as MPI's does."""
-        chosen = tuple(ranks)
-        if len(set(chosen)) != len(chosen) or not chosen:
-            raise ValueError(f"the ranks of a group must be distinct and at least one: {chosen}")
-        for rank in chosen:
-            if not 0 <= rank < self.world_size:
-                raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        chosen = checked_ranks(ranks, self.world_size)
         number = next(self._groups)
         made: list[Library | None] = []
 

@@ -17,7 +17,7 @@ from potluck.engine.compiler import Compiler
 from potluck.engine.connector import Connector
 from potluck.engine.loop.mailbox import ANY_SOURCE, Receiving, sending
 from potluck.engine.loop.running import as_bytes
-from potluck.engine.request import FastPath, Request
+from potluck.engine.request import FastPath, Request, checked_ranks
 from potluck.engine.resources import GroupResources, open_resources
 from potluck.engine.shm.channel import NO_SHARED_MEMORY, ChannelMemory
 from potluck.engine.shm.group import SharedMemoryWork
@@ -164,12 +164,7 @@ class Communicator:
         ranks count their calls alike. With ``key`` only the members need to, whenever they like:
         the group is known by its key and ranks, and asking again gives the same communicator.
         """
-        chosen = tuple(ranks)
-        if len(set(chosen)) != len(chosen) or not chosen:
-            raise ValueError(f"the ranks of a group must be distinct and at least one: {chosen}")
-        for rank in chosen:
-            if not 0 <= rank < self.world_size:
-                raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
+        chosen = checked_ranks(ranks, self.world_size)
         members = tuple(self._ranks[rank] for rank in chosen)
         if key is not None:
             if self.rank not in chosen:

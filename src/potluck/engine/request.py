@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import index
 from typing import Any, Protocol
@@ -144,6 +145,17 @@ def check(
         raise ValueError(f"root {root} is outside a world of {world_size}")
     if algorithm is Algorithm.DOUBLING and op not in (None, *doubling.OPS):
         raise ValueError(doubling.ONLY_SUMS)
+
+
+def checked_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """The ranks of a sub-group; ValueError unless they are distinct ranks, one at least."""
+    chosen = tuple(ranks)
+    if len(set(chosen)) != len(chosen) or not chosen:
+        raise ValueError(f"the ranks of a group must be distinct and at least one: {chosen}")
+    for rank in chosen:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is outside a world of {world_size}")
+    return chosen
 
 
 def label(
