@@ -5,11 +5,11 @@
 //     tls_records call  WAY BYTES PEM PORT HOST   sends, prints a line of JSON
 //     tls_records key PEM                         writes a key and its certificate for both ends
 //
-// WAY: "own" is core/tls (records sealed and opened here, 128 KiB of them per system call);
-// "openssl" is SSL_read and SSL_write over a BIO that moves as many records per system call;
-// "openssl-socket" is the same over OpenSSL's socket BIO, one record per system call; "ktls" leaves
-// records to the kernel; "clear" has no TLS. All use TLS_AES_128_GCM_SHA256, a socket that does not
-// block, poll(), and 1 MiB of a 25 MiB buffer at a time, as the loop does.
+// WAY: "core" is core/tls (SSL_read and SSL_write over a BIO that moves two records per system
+// call); "batch-N" is the same with N records per system call; "socket" is OpenSSL's socket BIO, one
+// record per system call; "ktls" leaves records to the kernel; "clear" has no TLS. All use
+// TLS_AES_128_GCM_SHA256, a socket that does not block, poll(), and 1 MiB of a 25 MiB buffer at a
+// time, as the loop does.
 #include <cstdio>
 
 #ifdef POTLUCK_OPENSSL
@@ -46,7 +46,6 @@ using namespace potluck;
 
 namespace {
 
-constexpr size_t batch_bytes = 8 * (record_bytes + record_overhead);
 constexpr size_t buffer_bytes = 25u << 20;
 constexpr size_t turn_bytes = 1u << 20;
 constexpr uint64_t seldom = uint64_t{1} << 24;
@@ -148,13 +147,13 @@ public:
     }
 };
 
-// OpenSSL over a BIO that hands the kernel, and takes from it, up to eight records at a time.
+// OpenSSL over a BIO that hands the kernel, and takes from it, several records at a time.
 class OpensslBatching : public Openssl {
 public:
-    OpensslBatching(int fd, SSL_CTX* context, bool is_server)
-        : Openssl(fd, context, is_server), out_(batch_bytes) {
+    OpensslBatching(int fd, SSL_CTX* context, bool is_server, size_t num_records)
+        : Openssl(fd, context, is_server), out_(num_records * (record_bytes + record_overhead)) {
         SSL_set_read_ahead(ssl_, 1);
-        SSL_set_default_read_buffer_len(ssl_, batch_bytes);
+        SSL_set_default_read_buffer_len(ssl_, out_.size());
         BIO* bio = BIO_new(method());
         require(bio != nullptr, "BIO_new");
         BIO_set_data(bio, this);
@@ -328,7 +327,7 @@ std::string missing_offload(SSL* ssl) {
 
 std::shared_ptr<Stream> greeted(const std::string& way, int fd, const char* pem, bool is_server) {
     if (way == "clear") return std::make_shared<Socket>(fd);
-    if (way == "own") {
+    if (way == "core") {
         const std::string text = contents(pem);
         auto context = std::make_shared<TlsContext>(text, text, is_server, seldom);
         auto stream = std::make_shared<TlsStream>(context, fd, "the other end");
@@ -342,9 +341,11 @@ std::shared_ptr<Stream> greeted(const std::string& way, int fd, const char* pem,
     }
     SSL_CTX* context = openssl_context(pem, way == "ktls");
     std::shared_ptr<Openssl> stream;
-    if (way == "openssl") {
-        stream = std::make_shared<OpensslBatching>(fd, context, is_server);
-    } else if (way == "openssl-socket" || way == "ktls") {
+    if (way.rfind("batch-", 0) == 0) {
+        const auto num_records = static_cast<size_t>(std::atoi(way.c_str() + 6));
+        require(num_records > 0, "batch-N: N records per system call");
+        stream = std::make_shared<OpensslBatching>(fd, context, is_server, num_records);
+    } else if (way == "socket" || way == "ktls") {
         stream = std::make_shared<OpensslSocket>(fd, context, is_server);
     } else {
         fail("an unknown way: " + way);

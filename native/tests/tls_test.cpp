@@ -1,4 +1,4 @@
-// The native records of TLS 1.3 against OpenSSL's own at the other end, for each cipher and both
+// A native TLS stream against plain OpenSSL at the other end, for each cipher and both
 // roles: records of any size, with and without padding, keys that either end changes or asks the
 // other to change, a socket that takes and gives a little at a time, and what no peer may send.
 //
@@ -184,7 +184,14 @@ void check_exchange(Pair& pair, unsigned seed, bool changes_keys) {
     CHECK(at_stream == back);
     CHECK(at_peer == there);
     CHECK(!changes_keys || num_updates > 3);
-    CHECK(pair.stream->unsent() == 0);
+    // The peer has stopped reading when its last byte came: answers to its KeyUpdates wait for it.
+    for (int turn = 0; pair.stream->unsent() > 0; ++turn) {
+        CHECK(turn < MOST_TURNS);
+        uint8_t none = 0;
+        CHECK(SSL_read(pair.peer, &none, 1) <= 0);
+        ERR_clear_error();
+        pair.stream->flush();
+    }
 }
 
 // The next byte that comes; a stream that took all there was may first say that there is none.
@@ -240,6 +247,7 @@ void check_refusal(const Identity& identity, const std::vector<uint8_t>& bytes, 
     CHECK(::write(pair.fds[1], bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
     CHECK(next_byte(*pair.stream) == 'x');  // what came before counts
     const std::string end = end_of(*pair.stream);
+    CHECK(end.find("link to the peer broke while receiving: ") == 0);
     if (end.find(why) == std::string::npos) {
         std::fprintf(stderr, "expected %s, heard: %s\n", why, end.c_str());
         CHECK(false);
@@ -248,6 +256,51 @@ void check_refusal(const Identity& identity, const std::vector<uint8_t>& bytes, 
     uint8_t heard = 0;
     CHECK(SSL_read(pair.peer, &heard, 1) <= 0);
     CHECK(ERR_GET_REASON(ERR_get_error()) == SSL_AD_REASON_OFFSET + alert);
+}
+
+// The peer asks for a new key once; how often it has to be repeated until the socket takes it.
+void ask_for_key(Pair& pair) {
+    if (SSL_get_key_update_type(pair.peer) == SSL_KEY_UPDATE_NONE) {
+        CHECK(SSL_key_update(pair.peer, SSL_KEY_UPDATE_REQUESTED) == 1);
+    }
+    SSL_do_handshake(pair.peer);
+    ERR_clear_error();
+}
+
+// A peer that sends KeyUpdates and no data is not listened to for ever.
+void check_only_handshakes(const Identity& identity) {
+    Pair pair(identity, "TLS_AES_128_GCM_SHA256", true, SELDOM);
+    uint8_t byte = 0;
+    std::string end;
+    for (int turn = 0; turn < 100 && end.empty(); ++turn) {
+        ask_for_key(pair);
+        try {
+            CHECK(pair.stream->recv(&byte, 1) == 0);
+        } catch (const LinkError& error) {
+            end = error.what();
+        }
+    }
+    CHECK(end.find("TOO_MANY_HANDSHAKE_MESSAGES") != std::string::npos);
+}
+
+// A peer that asks for keys between its data and reads no answer does not fill the memory.
+void check_unread_answers(const Identity& identity) {
+    Pair pair(identity, "TLS_AES_128_GCM_SHA256", true, SELDOM);
+    const std::vector<uint8_t> data(record_bytes, 1);
+    std::vector<uint8_t> room(2 * record_bytes);
+    std::string end;
+    for (int turn = 0; turn < MOST_TURNS && end.empty(); ++turn) {
+        ask_for_key(pair);
+        SSL_write(pair.peer, data.data(), 1);
+        ERR_clear_error();
+        CHECK(pair.stream->unsent() <= (size_t{1} << 20) + record_bytes);
+        try {
+            pair.stream->recv(room.data(), room.size());
+        } catch (const LinkError& error) {
+            end = error.what();
+        }
+    }
+    CHECK(end.find("TOO_MANY_UNREAD_RECORDS") != std::string::npos);
 }
 
 void check_end(const Identity& identity, bool says_so) {
@@ -288,20 +341,23 @@ int main() {
                                 static_cast<uint8_t>(length)};
         std::copy(head, head + sizeof head, record.begin());
     };
+    // The name of what is wrong is OpenSSL's, and differs between its versions; the alert is TLS's.
     begin(23, 40);
     check_refusal(identity, record, "DECRYPTION_FAILED_OR_BAD_RECORD_MAC", SSL_AD_BAD_RECORD_MAC);
-    begin(23, max_record_bytes + 1);
-    check_refusal(identity, record, "PACKET_LENGTH_TOO_LONG", SSL_AD_RECORD_OVERFLOW);
-    begin(23, 65535);
-    check_refusal(identity, record, "PACKET_LENGTH_TOO_LONG", SSL_AD_RECORD_OVERFLOW);
-    begin(23, 16);
-    check_refusal(identity, record, "LENGTH_TOO_SHORT", SSL_AD_BAD_RECORD_MAC);
-    begin(23, 0);
-    check_refusal(identity, record, "LENGTH_TOO_SHORT", SSL_AD_BAD_RECORD_MAC);
+    for (const size_t length : {record_bytes + 256 + 1, size_t{65535}}) {
+        begin(23, length);
+        check_refusal(identity, record, "LENGTH_TOO_LONG", SSL_AD_RECORD_OVERFLOW);
+    }
+    for (const size_t length : {16, 0}) {
+        begin(23, length);
+        check_refusal(identity, record, "", SSL_AD_BAD_RECORD_MAC);
+    }
     begin(20, 1);
-    check_refusal(identity, record, "UNEXPECTED_MESSAGE", SSL_AD_UNEXPECTED_MESSAGE);
+    check_refusal(identity, record, "", SSL_AD_UNEXPECTED_MESSAGE);
     begin(21, 2);
-    check_refusal(identity, record, "UNEXPECTED_MESSAGE", SSL_AD_UNEXPECTED_MESSAGE);
+    check_refusal(identity, record, "", SSL_AD_UNEXPECTED_MESSAGE);
+    check_only_handshakes(identity);
+    check_unread_answers(identity);
     check_end(identity, true);
     check_end(identity, false);
     std::puts("tls: all checks passed");

@@ -12,7 +12,8 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
-#include <string_view>
+#include <cstring>
+#include <utility>
 
 namespace potluck {
 
@@ -21,6 +22,13 @@ namespace {
 // The fastest first, where the processor has AES instructions; OpenSSL's order is 256 bits first.
 constexpr char ciphers[] =
     "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256";
+
+// Handshake messages that may follow each other without data between them. A handshake has fewer
+// than ten, a link needs one now and then (a KeyUpdate). OpenSSL reads on until data comes, so a peer
+// that sends nothing else would keep the loop busy and all other links waiting.
+constexpr int max_handshakes = 32;
+// More than any caller hands over at once.
+constexpr size_t max_unsent = 1 << 20;
 
 std::string reason_of(unsigned long code) {
     const char* text = ERR_reason_error_string(code);
@@ -63,20 +71,52 @@ bool trust(X509_STORE* store, const std::string& pem) {
 
 // -- OpenSSL's view of the socket
 
-struct TlsMemory {
+struct SocketBio {
     static int read(BIO* bio, char* buffer, int count) {
         auto& stream = *static_cast<TlsStream*>(BIO_get_data(bio));
         BIO_clear_retry_flags(bio);
         if (count <= 0) return 0;
-        return receive(bio, stream, buffer, static_cast<size_t>(count));
+        if (stream.num_handshakes_ > max_handshakes) {
+            stream.reason_ = "TOO_MANY_HANDSHAKE_MESSAGES";
+            return -1;
+        }
+        const auto room = static_cast<size_t>(count);
+        // The last recv() got less than it asked for, so the kernel's buffer was empty: asking again
+        // at once would cost a system call that says EAGAIN.
+        if (std::exchange(stream.is_drained_, false)) {
+            BIO_set_retry_read(bio);
+            return -1;
+        }
+        while (true) {
+            const ssize_t came = ::recv(stream.fd_, buffer, room, 0);
+            if (came > 0) {
+                stream.is_drained_ = static_cast<size_t>(came) < room;
+                return static_cast<int>(came);
+            }
+            if (came == 0) {
+                stream.is_at_end_ = true;
+                return 0;
+            }
+            if (errno == EINTR) continue;
+            if (errno == EAGAIN || errno == EWOULDBLOCK) {
+                BIO_set_retry_read(bio);
+            } else {
+                stream.error_ = errno;
+            }
+            return -1;
+        }
     }
 
+    // Takes every record: `send` asks for room before it encrypts. OpenSSL also answers a KeyUpdate
+    // that asks for one, so a peer that asks and never reads must not fill this memory.
     static int write(BIO* bio, const char* data, int count) {
         auto& stream = *static_cast<TlsStream*>(BIO_get_data(bio));
         BIO_clear_retry_flags(bio);
-        stream.out_.resize(stream.out_end_);
+        if (stream.unsent() > max_unsent) {
+            stream.reason_ = "TOO_MANY_UNREAD_RECORDS";
+            return -1;
+        }
         stream.out_.insert(stream.out_.end(), data, data + count);
-        stream.out_end_ = stream.out_.size();
         return count;
     }
 
@@ -100,39 +140,16 @@ struct TlsMemory {
         return made;
     }
 
-    // A line for a key log, of which this process keeps the secrets of its own records.
-    static void on_secret(const SSL* ssl, const char* line) {
-        static_cast<TlsStream*>(BIO_get_data(SSL_get_rbio(ssl)))->learn(line);
-    }
-
-    // Every record and every message of a handshake, either way.
+    // Every message of the handshake protocol, either way.
     static void on_message(int is_sent, int, int type, const void* data, size_t count, SSL* ssl,
                            void*) {
+        if (type != SSL3_RT_HANDSHAKE || count == 0) return;
         auto& stream = *static_cast<TlsStream*>(BIO_get_data(SSL_get_rbio(ssl)));
-        if (type == SSL3_RT_HEADER) {
-            ++(is_sent ? stream.sends_ : stream.receives_).num_records;
-        } else if (type == SSL3_RT_HANDSHAKE && count > 0 &&
-                   *static_cast<const uint8_t*>(data) == SSL3_MT_KEY_UPDATE) {
-            stream.has_changed_keys_ = true;
-        }
-    }
-
-private:
-    static int receive(BIO* bio, TlsStream& stream, void* buffer, size_t count) {
-        while (true) {
-            const ssize_t came = ::recv(stream.fd_, buffer, count, 0);
-            if (came > 0) return static_cast<int>(came);
-            if (came == 0) {
-                stream.is_at_end_ = true;
-                return 0;
-            }
-            if (errno == EINTR) continue;
-            if (errno == EAGAIN || errno == EWOULDBLOCK) {
-                BIO_set_retry_read(bio);
-            } else {
-                stream.error_ = errno;
-            }
-            return -1;
+        if (!is_sent) {
+            ++stream.num_handshakes_;
+        } else if (*static_cast<const uint8_t*>(data) == SSL3_MT_KEY_UPDATE) {
+            stream.num_keys_.fetch_add(1, std::memory_order_relaxed);
+            stream.num_records_ = 0;
         }
     }
 };
@@ -156,8 +173,8 @@ TlsContext::TlsContext(const std::string& ca, const std::string& chain, bool is_
         SSL_CTX_set_session_cache_mode(context_, SSL_SESS_CACHE_OFF);
         SSL_CTX_set_mode(context_, SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER | SSL_MODE_AUTO_RETRY);
         SSL_CTX_set_verify(context_, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
-        SSL_CTX_set_keylog_callback(context_, TlsMemory::on_secret);
-        SSL_CTX_set_msg_callback(context_, TlsMemory::on_message);
+        SSL_CTX_set_default_read_buffer_len(context_, batch_bytes);
+        SSL_CTX_set_msg_callback(context_, SocketBio::on_message);
         is_made = trust(SSL_CTX_get_cert_store(context_), ca);
     }
     if (is_made) {
@@ -184,7 +201,7 @@ TlsContext::~TlsContext() { SSL_CTX_free(context_); }
 
 TlsStream::TlsStream(std::shared_ptr<TlsContext> context, int fd, std::string peer)
     : context_(std::move(context)), fd_(fd), peer_(std::move(peer)), ssl_(SSL_new(context_->get())) {
-    BIO* bio = BIO_new(TlsMemory::method());
+    BIO* bio = BIO_new(SocketBio::method());
     if (ssl_ == nullptr || bio == nullptr) {
         SSL_free(ssl_);
         BIO_free(bio);
@@ -200,26 +217,7 @@ TlsStream::TlsStream(std::shared_ptr<TlsContext> context, int fd, std::string pe
     }
 }
 
-TlsStream::~TlsStream() {
-    SSL_free(ssl_);
-    OPENSSL_cleanse(sends_.secret.data(), sends_.secret.size());
-    OPENSSL_cleanse(receives_.secret.data(), receives_.secret.size());
-}
-
-// What protects application data from now on, in one direction.
-void TlsStream::learn(const char* line) {
-    const std::string_view text(line);
-    const size_t space = text.find(' ');
-    const bool is_clients = text.substr(0, space) == "CLIENT_TRAFFIC_SECRET_0";
-    if (!is_clients && text.substr(0, space) != "SERVER_TRAFFIC_SECRET_0") return;
-    Keys& keys = is_clients == context_->is_server() ? receives_ : sends_;
-    long count = 0;
-    uint8_t* secret = OPENSSL_hexstr2buf(line + text.rfind(' ') + 1, &count);
-    if (secret == nullptr) return;
-    keys.secret.assign(secret, secret + count);
-    keys.num_records = 0;
-    OPENSSL_clear_free(secret, static_cast<size_t>(count));
-}
+TlsStream::~TlsStream() { SSL_free(ssl_); }
 
 TlsStatus TlsStream::handshake() {
     ERR_clear_error();
@@ -278,6 +276,7 @@ TlsStatus TlsStream::judge(int result) {
         default: break;
     }
     if (error_ != 0) return TlsStatus::failed;
+    if (!reason_.empty()) return TlsStatus::refused;
     const unsigned long what = ERR_get_error();
     if (code == SSL_ERROR_SSL && !is_at_end_) {
         if (ERR_GET_LIB(what) == ERR_LIB_SSL &&

@@ -1,9 +1,9 @@
 // TLS 1.3 with mutual certificates over a non-blocking socket, through OpenSSL: what Python's ssl
 // does for transport/tcp.py, without its 16 KiB a call and without the interpreter lock.
 //
-// OpenSSL makes the handshake and carries the greeting. From then on the loop has the connection,
-// and records are sealed and opened here (record.hpp), many of them per system call (tls_link.cpp).
-// While a greeting is read nothing is read ahead: what follows it belongs to the link.
+// A connection has two phases. Python drives the handshake and the greeting (tls.cpp); then the
+// progress loop takes the connection over (tls_stream.cpp). OpenSSL makes the records in both. The
+// BIO under OpenSSL is potluck's own: it collects records, so that one system call carries two.
 #pragma once
 
 #ifdef POTLUCK_OPENSSL
@@ -11,14 +11,23 @@
 #include <openssl/ssl.h>
 
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "core/tls/record.hpp"
 #include "core/tls/stream.hpp"
 
 namespace potluck {
+
+constexpr size_t record_bytes = 16 * 1024;  // of plaintext, at most (RFC 8446, section 5.1)
+// What encryption adds to a record: its header, the content type behind the bytes, the tag.
+constexpr size_t record_overhead = 5 + 1 + 16;
+// Records that collect before a system call, and that one recv() may bring. Two records stay in the
+// caches next to the plaintext; eight cost 20 to 40% more CPU per GB over the loopback, one costs a
+// system call for each 16 KiB (docs/performance.md).
+constexpr size_t batch_bytes = 2 * (record_bytes + record_overhead);
 
 // What one end shows and trusts. Shared from itself: see Ticket.
 class TlsContext : public std::enable_shared_from_this<TlsContext> {
@@ -89,55 +98,33 @@ public:
     using Stream::send;
     size_t send(const uint8_t* data, size_t count) override;
     void flush() override;
-    size_t unsent() const override { return out_end_ - out_at_; }
+    size_t unsent() const override { return out_.size() - out_at_; }
     size_t recv(uint8_t* buffer, size_t count) override;
     bool is_readable() const override;
 
 private:
-    friend struct TlsMemory;
-
-    // What OpenSSL tells of one direction while it has the connection.
-    struct Keys {
-        std::vector<uint8_t> secret;
-        uint64_t num_records = 0;  // since then
-    };
+    friend struct SocketBio;
 
     TlsStatus judge(int result);
     TlsStatus push();
     [[noreturn]] void end(TlsStatus status, const char* doing);
-    void learn(const char* line);
-    void seal(Content type, const uint8_t* data, size_t count);
-    bool fill();
-    bool open(uint8_t* buffer, size_t room, size_t& taken);
-    void on_alert(const uint8_t* data, size_t count);
-    void on_handshake(const uint8_t* data, size_t count);
 
     std::shared_ptr<TlsContext> context_;
     int fd_;
     std::string peer_;
     SSL* ssl_;
-    Keys sends_, receives_;
-    bool has_changed_keys_ = false;
-    std::unique_ptr<RecordKey> sealing_, opening_;
     std::atomic<uint64_t> num_keys_{1};
-    bool is_asked_for_key_ = false;
-    bool is_owing_ = false;
-    bool is_at_end_ = false;
-    bool is_drained_ = false;  // the last call took all that had come
+    uint64_t num_records_ = 0;    // sent with the present key since the loop has the connection
+    bool is_owing_ = false;       // `write_all` has encrypted its bytes, and not all have left
+    bool is_at_end_ = false;      // the peer has closed its side
+    bool is_drained_ = false;     // the last recv() emptied the kernel's buffer
+    bool is_starved_ = false;     // OpenSSL needs more bytes for its next record
+    int num_handshakes_ = 0;      // handshake messages since the last data
     int error_ = 0;
     std::string reason_;
     std::string end_;
-    std::vector<uint8_t> in_;  // sealed
-    size_t in_at_ = 0;
-    size_t in_end_ = 0;
-    std::vector<uint8_t> plain_;  // a record that was opened and not yet asked for
-    size_t plain_at_ = 0;
-    size_t plain_end_ = 0;
-    std::vector<uint8_t> handshake_;  // a message of which more must come
-    int num_idle_ = 0;                // records without bytes, one after the other
-    std::vector<uint8_t> out_;
-    size_t out_at_ = 0;
-    size_t out_end_ = 0;
+    std::vector<uint8_t> out_;    // records on their way to the kernel,
+    size_t out_at_ = 0;           // from here on
 };
 
 }  // namespace potluck

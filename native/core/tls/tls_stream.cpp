@@ -1,0 +1,134 @@
+// The half of TlsStream that the progress loop uses after the greeting.
+#ifdef POTLUCK_OPENSSL
+
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "core/tls/tls.hpp"
+
+namespace potluck {
+
+namespace {
+
+#ifdef MSG_NOSIGNAL
+constexpr int send_flags = MSG_NOSIGNAL;
+#else
+constexpr int send_flags = 0;
+#endif
+
+}  // namespace
+
+// While the greeting was read, OpenSSL asked the kernel for one record at a time, because bytes
+// behind the greeting may have to go on in clear text. From here on every byte is a record's, and
+// one recv() takes as many as there is room for.
+void TlsStream::take_over(std::string peer) {
+    peer_ = std::move(peer);
+    num_handshakes_ = 0;
+    SSL_set_read_ahead(ssl_, 1);
+    out_.reserve(std::max(out_.size(), batch_bytes + 2 * record_overhead));  // and a KeyUpdate
+}
+
+// Hand the records that wait to the kernel.
+TlsStatus TlsStream::push() {
+    while (out_at_ < out_.size()) {
+        const ssize_t left = ::send(fd_, out_.data() + out_at_, out_.size() - out_at_, send_flags);
+        if (left >= 0) {
+            out_at_ += static_cast<size_t>(left);
+        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+            return TlsStatus::wants_write;
+        } else if (errno != EINTR) {
+            error_ = errno;
+            return TlsStatus::failed;
+        }
+    }
+    out_.clear();
+    out_at_ = 0;
+    return TlsStatus::done;
+}
+
+void TlsStream::end(TlsStatus status, const char* doing) {
+    if (status == TlsStatus::ended) {
+        end_ = peer_ + " closed the connection while " + doing;
+    } else if (status == TlsStatus::failed) {
+        end_ = "connection to " + peer_ + " failed while " + doing + ": " + std::strerror(error_);
+    } else {
+        end_ = "link to " + peer_ + " broke while " + doing + ": " + reason_;
+    }
+    throw LinkError(end_);
+}
+
+size_t TlsStream::send(const uint8_t* data, size_t count) {
+    if (!end_.empty()) throw LinkError(end_);
+    size_t total = 0;
+    while (total < count) {
+        const size_t size = std::min(count - total, record_bytes);
+        // A record is encrypted only when there is room for it: a write that OpenSSL has begun and
+        // not ended would have to be repeated with the same bytes. The buffer starts anew when it is
+        // empty, so that no byte in it is ever moved.
+        if (out_.size() + size + record_overhead > batch_bytes) {
+            flush();
+            if (unsent() > 0) break;  // the kernel is full
+        }
+        if (num_records_ >= context_->records_per_key()) {
+            SSL_key_update(ssl_, SSL_KEY_UPDATE_NOT_REQUESTED);
+        }
+        size_t taken = 0;
+        ERR_clear_error();
+        const TlsStatus status = judge(SSL_write_ex(ssl_, data + total, size, &taken));
+        if (status != TlsStatus::done) end(status, "sending");
+        ++num_records_;
+        total += taken;
+    }
+    return total;
+}
+
+void TlsStream::flush() {
+    if (!end_.empty()) throw LinkError(end_);
+    if (push() == TlsStatus::failed) end(TlsStatus::failed, "sending");
+}
+
+size_t TlsStream::recv(uint8_t* buffer, size_t count) {
+    if (!end_.empty()) throw LinkError(end_);
+    size_t total = 0;
+    const size_t num_waiting = out_.size();
+    is_starved_ = false;
+    while (total < count) {
+        size_t taken = 0;
+        ERR_clear_error();
+        const TlsStatus status = judge(SSL_read_ex(ssl_, buffer + total, count - total, &taken));
+        total += taken;
+        if (status == TlsStatus::done) {
+            num_handshakes_ = 0;
+            continue;
+        }
+        is_starved_ = status == TlsStatus::wants_read;
+        if (is_starved_) break;
+        try {
+            end(status, "receiving");
+        } catch (const LinkError&) {
+            // `end_` says why. The bytes that came before the end are returned first, the error by
+            // the next call.
+            break;
+        }
+    }
+    // OpenSSL may have something to say: an answer to a KeyUpdate, or the alert that tells the peer
+    // what was wrong.
+    if (out_.size() > num_waiting) push();
+    if (total == 0 && !end_.empty()) throw LinkError(end_);
+    return total;
+}
+
+// Of half a record the descriptor will show the rest.
+bool TlsStream::is_readable() const {
+    return !end_.empty() || (!is_starved_ && SSL_has_pending(ssl_));
+}
+
+}  // namespace potluck
+
+#endif
