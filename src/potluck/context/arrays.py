@@ -32,8 +32,8 @@ class Adapted:
         self.array = array
         self._store = store
 
-    def write_back(self) -> Any:
-        """Bring the result into the user's array, and return that."""
+    def write_back(self, _result: Any = None) -> Any:
+        """Bring the result into the user's array, and return that: a transform of ``Work.then``."""
         if self._store is not None:
             self._store()
         return self.user
@@ -81,10 +81,11 @@ def _adapt_numpy(user: Array, writable: bool) -> Adapted:
         raise TypeError(f"arrays in foreign byte order can't be communicated: {dtype.str}")
     if writable and not flags.writeable:
         raise ValueError("the array is read-only, and the result would go into it; pass a copy")
-    if isinstance(user, np.ma.MaskedArray):
+    is_plain = type(user) is np.ndarray
+    if not is_plain and isinstance(user, np.ma.MaskedArray):
         raise TypeError("masked arrays can't be communicated: their mask would be lost; use .data")
     if flags.c_contiguous:
-        return Adapted(user, user if type(user) is np.ndarray else user.view(np.ndarray), None)
+        return Adapted(user, user if is_plain else user.view(np.ndarray), None)
     array = np.ascontiguousarray(user)
     return Adapted(user, array, lambda: np.copyto(user, array))
 

@@ -21,7 +21,7 @@ from potluck.context.waits import Waits
 from potluck.engine.arrays.coding import Encoding
 from potluck.engine.request import Request
 from potluck.engine.work import Work
-from potluck.types import ReduceOp
+from potluck.types import reduce_op
 
 _ALL_REDUCE = Operation.ALL_REDUCE
 _REDUCE_SCATTER = Operation.REDUCE_SCATTER
@@ -81,7 +81,7 @@ class Collectives:
             Operation.ALL_REDUCE,
             mine.array,
             mine.array,
-            ReduceOp(op),
+            reduce_op(op),
             algorithm=algorithm,
             encoding=self._encoding(codec, residual),
             timeout_s=self._patience(timeout),
@@ -123,7 +123,7 @@ class Collectives:
             Operation.REDUCE_SCATTER,
             parts.array,
             result.array.reshape(shape),
-            ReduceOp(op),
+            reduce_op(op),
             algorithm=algorithm,
             encoding=self._encoding(codec, residual),
             timeout_s=self._patience(timeout),
@@ -221,12 +221,12 @@ class Collectives:
             Operation.REDUCE,
             mine.array,
             mine.array if self.rank == root else None,
-            ReduceOp(op),
+            reduce_op(op),
             root=root,
             algorithm=algorithm,
             timeout_s=self._patience(timeout),
         )
-        done = mine.write_back if self.rank == root else (lambda: array)
+        done = mine.write_back if self.rank == root else (lambda _: array)
         return self._run(request, done, async_op)
 
     def scatter(
@@ -293,7 +293,7 @@ class Collectives:
                 return output
         root = checked_rank("root", root, self.world_size)
         mine = self._adapt(array, writable=False)
-        room, done = None, lambda: None
+        room, done = None, lambda _: None
         if self.rank == root:
             shape = (self.world_size, *mine.array.shape)
             result = self._result("gather", array, mine, shape, out)
@@ -346,7 +346,7 @@ class Collectives:
         if algorithm is None and self._has_run(Operation.BARRIER, None, None, timeout):
             return
         request = Request(Operation.BARRIER, algorithm=algorithm, timeout_s=self._patience(timeout))
-        self._run(request, lambda: None, False)
+        self._run(request, lambda _: None, False)
 
     def send(
         self,
@@ -367,7 +367,7 @@ class Collectives:
         peer = checked_rank("dst", dst, self.world_size)
         patience = self._patience(timeout)
         work = self.communicator.send(mine.array, peer, checked_tag(tag), timeout_s=patience)
-        return self._end(work, lambda: array, async_op)
+        return self._end(work, lambda _: array, async_op)
 
     def recv(
         self,
@@ -453,12 +453,12 @@ class Collectives:
             )
         return result
 
-    def _run(self, request: Request, result: Callable[[], Any], async_op: bool) -> Any:
+    def _run(self, request: Request, result: Callable[[Any], Any], async_op: bool) -> Any:
         return self._end(self.communicator.run(request), result, async_op)
 
-    def _end(self, work: Work, result: Callable[[], Any], async_op: bool) -> Any:
+    def _end(self, work: Work, result: Callable[[Any], Any], async_op: bool) -> Any:
         work.on_wait = self._waits.add
-        work.then(lambda _: result())
+        work.then(result)
         return work if async_op else work.wait()
 
     def _adapt(self, array: Any, *, writable: bool = True) -> Adapted:

@@ -36,10 +36,10 @@ class Call:
     metrics do not count the engine's."""
 
     def __str__(self) -> str:
-        return self._text
+        return self.text
 
     @cached_property
-    def _text(self) -> str:
+    def text(self) -> str:
         if self.parent_call:
             return self.parent_call
         if self.operation is Operation.BARRIER:

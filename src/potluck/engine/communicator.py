@@ -226,7 +226,7 @@ class Communicator:
         compiled = self._compiler.compile(request, parent_call)
         buffers = compiled.layout.buffers(request.source, request.result)
         if work is None:
-            work = Work(str(compiled.call), request.result)
+            work = Work(compiled.call.text, request.result)
         if not compiled.plan.steps and self.error is None:
             work.finish()
             return work

@@ -16,7 +16,7 @@ from potluck.collectives.registry import make_plan
 from potluck.engine.arrays.layout import lay_out
 from potluck.engine.call import Call
 from potluck.engine.loop.compiled import CompiledPlan
-from potluck.engine.request import Request, check
+from potluck.engine.request import Request, check, part_of_call
 from potluck.types import Group, ReduceOp
 
 _MANY = 1 << 16
@@ -52,7 +52,8 @@ class Compiler:
         TypeError or ValueError for what has no meaning. ``parent_call`` is as in ``Call``.
         """
         source, result, encoding = request.source, request.result, request.encoding
-        described, codec, residual = request.described, None, None
+        described = part_of_call(request.operation, source, result)
+        codec, residual = None, None
         if encoding is not None:
             request.check_encoding()
             codec, residual = encoding

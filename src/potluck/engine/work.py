@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from potluck import hints
 from potluck.errors import GroupError, OperationTimeout
@@ -29,6 +29,16 @@ def again(error: BaseException) -> BaseException:
     return error
 
 
+class Operation(Protocol):
+    """An operation that the engine can be asked about."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Block until it has ended, and end its work; False after ``timeout`` seconds."""
+
+    def look(self) -> None:
+        """End its work if it has ended; never blocks."""
+
+
 class Work:
     """One operation under way.
 
@@ -44,10 +54,9 @@ class Work:
         "_running",
         "_transform",
         "call",
-        "look",
         "on_wait",
+        "operation",
         "source",
-        "waiter",
     )
 
     def __init__(self, call: str, result: Any = None) -> None:
@@ -56,11 +65,8 @@ class Work:
         """The rank that a ``recv`` got its message from, -1 before and for other operations."""
         self.on_wait: Callable[[float], None] | None = None
         """Called with the seconds that a ``wait`` has blocked, if it had to."""
-        self.waiter: Callable[[float | None], bool] | None = None
-        """Blocks until the operation has ended; False if that takes longer than the given seconds.
-        Set where the engine can wake the caller faster than through ``_running``."""
-        self.look: Callable[[], None] | None = None
-        """Ends this work if the operation has ended; never blocks."""
+        self.operation: Operation | None = None
+        """Set where the engine can wake the caller faster than through ``_running``."""
         self._is_ended = False
         self._running = threading.Lock()
         """Held until the operation has ended: an Event would cost a microsecond for each call."""
@@ -78,9 +84,9 @@ class Work:
 
     def done(self) -> bool:
         """Whether the operation has ended, well or not; never blocks."""
-        look = self.look
-        if look is not None and not self._is_ended:
-            look()
+        operation = self.operation
+        if operation is not None and not self._is_ended:
+            operation.look()
         return self._is_ended
 
     def exception(self) -> BaseException | None:
@@ -110,8 +116,8 @@ class Work:
         if self._is_ended:
             return True
         began = time.monotonic()
-        waiter = self.waiter
-        ended = waiter is None or waiter(timeout)
+        operation = self.operation
+        ended = operation is None or operation.wait(timeout)
         ended = ended and self._ends_within(timeout)
         if self.on_wait is not None:
             self.on_wait(time.monotonic() - began)
@@ -151,7 +157,7 @@ class Work:
                 return
             self._error = error
             self._is_ended = True
-            self.waiter = self.look = None  # and with them what they keep
+            self.operation = None  # and with it what it keeps
             self._running.release()
         for callback in self._callbacks:
             self._call(callback)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -67,7 +66,6 @@ class _Item:
     ticket: Ticket
     keep: Any
     plan: CompiledPlan | None
-    began: float
 
     def wait(self, timeout: float | None) -> bool:
         """Block until the operation has ended, and end its work; False after ``timeout`` s."""
@@ -216,9 +214,9 @@ class NativeLoop:
         """The number and ticket of an operation that is about to begin."""
         ident = next(self._idents)
         ticket = self._core.ticket(ident)
-        item = _Item(self, ident, work, ticket, keep, plan, time.monotonic())
+        item = _Item(self, ident, work, ticket, keep, plan)
         self._items[ident] = item
-        work.waiter, work.look = item.wait, item.look
+        work.operation = item
         return ident, ticket
 
     def settle(self, ident: int) -> None:
@@ -233,8 +231,7 @@ class NativeLoop:
         else:
             error = self._state.error or self._state.closed()
         if item.plan is not None and state != "refused":
-            seconds = item.ticket.seconds if error is None else time.monotonic() - item.began
-            self._on_operation(item.plan, seconds, error)
+            self._on_operation(item.plan, item.ticket.seconds, error)
         item.work.finish(error)
 
     # -- links
