@@ -48,7 +48,7 @@ OPERATIONS = tuple(operation for operation in Operation if operation is not Oper
 WORLDS = (2, 4, 8)
 RATES = ("1gbit", "10gbit")
 SIZES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20)
-ROUNDS = 7
+ROUNDS = 5
 LONGEST_S = 0.1
 """A round of one algorithm takes about this long, or one call."""
 NEAR = 1.1
@@ -100,7 +100,7 @@ def call(ctx: Any, operation: Operation, nbytes: int, algorithm: Algorithm) -> A
         Operation.BROADCAST: lambda: ctx.broadcast(whole, 0, algorithm=algorithm),
         Operation.REDUCE: lambda: ctx.reduce(whole, 0, algorithm=algorithm),
         Operation.SCATTER: lambda: ctx.scatter(
-            rows if ctx.rank == 0 else None, 0, out=part, algorithm=algorithm
+            part, rows if ctx.rank == 0 else None, algorithm=algorithm
         ),
         Operation.GATHER: lambda: ctx.gather(part, 0, algorithm=algorithm),
         Operation.ALL_TO_ALL: lambda: ctx.all_to_all(rows, algorithm=algorithm),
