@@ -1,9 +1,9 @@
 """What operating systems do differently, in one place: signals, locks, waiting, processors.
 
-Linux has everything. macOS lacks shared windows and the signal at a parent's death. Windows also
-lacks the signals, file locks and file owners that jobs and keys rest on: there `need_posix` ends a
-command with a clear error. `make check` types the tree for all three systems; docs/portability.md
-lists what was run on which.
+Linux has everything. macOS lacks shared memory between ranks (memfd) and the signal at a parent's
+death. Windows also lacks the signals, file locks and file owners that jobs and keys rest on: there
+`need_posix` ends a command with a clear error. `make check` types the tree for all three systems;
+docs/portability.md lists what was run on which.
 """
 
 from __future__ import annotations

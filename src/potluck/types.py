@@ -83,10 +83,10 @@ class MeasuredPath:
 class Group:
     """An immutable membership: the members of epoch ``epoch``, and the rank of this process.
 
-    Members are in rank order, the most senior first, so rank 0 is the leader. A change of
-    membership is a new group with a higher epoch, never a change of this one. ``job`` keeps
-    two jobs of one cluster apart. ``paths`` are what was known of the links between the members'
-    nodes when the group was formed, the same on all ranks; empty where nothing was measured.
+    Members are in rank order. Rank 0 is the most senior member. A change of membership is a new
+    group with a higher epoch, never a change of this one. ``job`` keeps two jobs of one cluster
+    apart. ``paths`` are what was known of the links between the members' nodes when the group was
+    formed, the same on all ranks; empty where nothing was measured.
     """
 
     epoch: int

@@ -47,7 +47,7 @@ def test_an_event_thread_that_breaks_ends_the_group_on_all_ranks_with_what_broke
         for work in (failing, waiting):
             with pytest.raises(GroupError) as caught:
                 work.wait(WAIT_S)
-            assert_told(caught.value, "the thread that makes links", 1)
+            assert_told(caught.value, "the event thread", 1)
 
 
 def test_a_progress_loop_that_breaks_ends_the_group_on_all_ranks_with_what_broke() -> None:

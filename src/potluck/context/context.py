@@ -96,7 +96,7 @@ class DistributedContext(Collectives):
 
     @property
     def is_master(self) -> bool:
-        """Whether this worker is the leader: the most senior member, rank 0."""
+        """Whether this worker is rank 0, the most senior member."""
         return self.rank == 0
 
     @property

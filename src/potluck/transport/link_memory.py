@@ -3,7 +3,7 @@ a socket.
 
 Each direction of a link has ``num_slots`` slots of ``slot_bytes``. The sender copies a segment into
 a free slot and sends a frame that names the slot; the receiver reads it there and returns the slot
-with a credit frame. The socket orders memory accesses and carries failures, so the memory itself
+with a SLOT_FREE frame. The socket orders memory accesses and carries failures, so the memory itself
 needs no locks.
 
 The client of a connection makes the memory (``offer_link_memory``) and names it in its ``Hello``;

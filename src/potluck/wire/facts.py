@@ -1,6 +1,6 @@
 """What nodes tell each other of themselves and of their links, and how a path is measured.
 
-``Facts`` travel between agents over control links. The rest is said on a connection of its own,
+``Facts`` travel over the links of agents. The rest is said on a connection of its own,
 made for one measurement: echoes for the latency, then trains of bytes each way for the bandwidth.
 """
 

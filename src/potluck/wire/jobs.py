@@ -4,7 +4,7 @@ The node that leads the cluster leads its jobs. It *orders* a job on every node,
 script's folder and reports; it says what is to be done with each worker, and hears what becomes of
 each: an ``Event``, which ``cluster.jobs.groups.membership`` takes as it came. The node on which
 ``potluck run`` was called (the job's ``starter``) gets the output. All of it is bounded, and
-travels over the control links (``peers.py``).
+travels over the links of agents (``peers.py``).
 """
 
 from __future__ import annotations
@@ -148,8 +148,9 @@ class JobEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """I lead this job. Fetch its package from me if you have it not, and answer with Reported; take
-    it over with these ``places`` and this ``world`` should I be lost."""
+    """The sender leads this job. A node without the job's package fetches it, from the starter or,
+    if that fails, from the leader, and answers with Reported. If the leader is lost, the next one
+    takes the job over with these ``places`` and this ``world``."""
 
     spec: JobSpec
     places: Places
@@ -231,7 +232,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 class Disconnected(msgspec.Struct, frozen=True, tag=True):
-    """The control link of ``worker`` ended while its process lives."""
+    """The link of ``worker`` to its agent ended while its process lives."""
 
     worker: Name
 

@@ -39,9 +39,12 @@ class LinkMemoryOffer(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """The caller's first message: its identity in the job, and the kind of connection it wants.
 
-    ``kind`` is ``data`` (rank to rank), ``control`` (to an agent) or ``rendezvous`` (to rank
-    0, which tells everyone's address; ``port`` is where the caller listens, ``world_size`` what it
-    expects). ``wire`` is how a data link goes on after WELCOME: ``sealed`` (TLS) or ``plain``.
+    ``kind``, to the listener of a worker: ``data`` (a link of two ranks), ``rendezvous`` (to
+    rank 0, which tells everyone's address; ``port`` is where the caller listens, ``world_size``
+    what it expects), ``store`` (a process group's store), ``meet`` and ``join`` (discovery). To
+    an agent: ``node`` (another agent), ``control`` (a worker), ``client`` (a command of the same
+    machine). To either: ``measure`` (one measurement of the path). ``wire`` is how a data link
+    goes on after WELCOME: ``sealed`` (TLS) or ``plain``.
     """
 
     kind: str

@@ -40,11 +40,13 @@ class ViewMember(msgspec.Struct, frozen=True):
 class JobGroup(msgspec.Struct, frozen=True):
     """The workers of ``job`` in rank order, and the epoch of the view they were agreed on in.
 
-    ``origin`` is the epoch since which a worker has stayed from each group to the next. A newer one
-    means that all who knew the last steps have ended: those may be done again. ``entering`` are
-    members not known to hold the job's state: at first all of them. ``paths`` are the links between
-    their nodes as the leader knew them. ``world`` is the number of the world that they were started
-    for.
+    ``origin`` is the epoch of the group in which the job's state began. Each later group has
+    the same ``origin`` if at least one of its members held the state before. If all holders of
+    the state have ended, the next group begins afresh: ``origin`` is its own epoch, and training
+    steps since the last checkpoint may be done again. ``entering`` are members that are not known
+    to hold the state, in a first group all members. ``paths`` are the links between the members'
+    nodes as the leader knew them. ``world`` is the number of the world that the members were
+    started for.
     """
 
     job: Name

@@ -1,5 +1,5 @@
-"""Code packages over control links: one node serves parts of what it has, another asks for parts.
-Each part is at most 256 KiB, so heartbeats on the same link are never far behind.
+"""Code packages over the links of agents: one node serves parts of what it has, another asks for
+parts. Each part is at most 256 KiB, so heartbeats on the same link are never far behind.
 """
 
 from __future__ import annotations

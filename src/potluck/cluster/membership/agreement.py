@@ -1,4 +1,4 @@
-"""``Agreement``: the view that a node uses, and its part in deciding the next view by Paxos.
+"""``ViewAgreement``: the view that a node uses, and its part in deciding the next view by Paxos.
 
 It knows no time-outs and no heartbeats: ``protocol.py`` decides when to propose, and which view.
 The model check (``tests/unit/cluster/membership/test_model.py``) drives this class through all

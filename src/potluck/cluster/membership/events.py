@@ -15,7 +15,7 @@ from potluck.wire.nodes import NodeMessage, StableRecord, View
 
 @dataclass(frozen=True, slots=True)
 class Linked:
-    """There is an authenticated control link to ``node``, in this ``incarnation``."""
+    """There is an authenticated link to the agent of ``node``, in this ``incarnation``."""
 
     node: str
     incarnation: int

@@ -139,7 +139,7 @@ class Topology:
 def in_ring(members: Iterable[Member], ring: Sequence[str]) -> tuple[Member, ...]:
     """``members``, given in order of seniority, in the order of a ring of nodes.
 
-    The most senior member stays first, so rank 0 leads. Members of one node stand together, so that
+    The most senior member stays first: it is rank 0. Members of one node stand together, so that
     a ring over ranks crosses each link between nodes once. Nodes that are not in ``ring`` come
     last.
     """

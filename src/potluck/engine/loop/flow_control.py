@@ -2,8 +2,9 @@
 
 A receiver must keep the payload of a collective that it has not begun, and of a message that it has
 not asked for. So a sender starts with ``limit`` bytes of credit and pays for each frame; the
-receiver returns the credit when the frame has been used (CREDIT frames, a quarter of the limit at a
-time, so that returning costs little).
+receiver returns the credit when the frame has been used, by CREDIT frames. It collects credit up to
+a quarter of the limit first, so that small frames do not each cost a CREDIT. With the default
+settings a full segment is a quarter by itself, and returns its credit at once.
 
 Credits alone would deadlock: bytes of later operations can take all credit while the receiver still
 waits for an earlier operation's. Hence one exception: a frame of an operation that the receiver is

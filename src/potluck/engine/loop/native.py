@@ -284,7 +284,7 @@ class NativeLoop:
                 self._hear(kind, ident)
 
     def _broke(self, cause: BaseException) -> None:
-        error = broke(self.group, "the thread that makes links", why(cause))
+        error = broke(self.group, "the event thread", why(cause))
         self._state.fail(error)
         self._core.stop()
         self._core.say(frames.encode_abort(abort_of(error)), True)

@@ -208,8 +208,9 @@ class Plans:
                 self._on_late(connection, frame)
             self._connections.hold(connection.rank, frame.length)
             return self._connections.keep(connection, frame, self._on_early)
-        # Credit returns at once for a call that has begun, also if its memory is not ready: the
-        # plan bounds what such a call can be sent, and its sender must not stop for it.
+        # The call has begun here, so its frames need no credit: what this frame has cost returns at
+        # once, even if the payload must be kept as an early frame. The plan bounds what can still
+        # come for the call. A sender that stopped for lack of credit here could deadlock.
         self._connections.consume(connection.rank, frame.length)
         if connection.rank in running.early:
             return self._connections.keep(connection, frame, self._on_waiting)

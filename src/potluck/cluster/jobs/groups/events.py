@@ -82,8 +82,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Persist ``epoch``, then send this view to its members (in rank order). ``world`` is the
-    number of the fixed world that they are, None if they are elastic."""
+    """Have the nodes agree on the group of these ``members`` (in rank order), of which the
+    ``joined`` were not in the group before. ``epoch`` is provisional: it names this announcement
+    until ``Agreed`` gives the group's real epoch. ``world`` is the number of the fixed world that
+    the members form, None if they are elastic."""
 
     epoch: int
     members: tuple[Member, ...]

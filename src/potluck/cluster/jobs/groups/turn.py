@@ -53,7 +53,8 @@ class Turn:
         self.change(groups=tuple(groups))
 
     def end_groups(self, epochs: set[int], reason: str) -> None:
-        """End exactly these groups; their members go on together in the newest view, or a new."""
+        """End exactly the groups of ``epochs``, under their members. If the newest group is one of
+        them, it is marked as broken, so that a new group of the same members is announced."""
         view = self.state.view
         members = {worker.name for worker in self.state.having(Phase.MEMBER)}
         for group in self.state.groups:
