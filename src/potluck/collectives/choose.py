@@ -42,6 +42,9 @@ ROTATED = frozenset(
 _BUDGET = 1000
 """Transfers of segments that one simulation may take, where it can be had by simulating less."""
 
+_EQUALLY_FAST = 1.01
+"""By the model, which is not more exact than that."""
+
 
 def choose(
     operation: Operation,
@@ -169,18 +172,23 @@ def _fastest(
 ) -> tuple[Algorithm, float]:
     """The algorithm of the fastest plan, each by a model of its own, and its seconds.
 
-    A plan whose ``least_seconds`` are more than another's time is not simulated.
+    Of plans that are equally fast, the plan with the fewest bytes on all wires: the model gives
+    every rank a processor that has nothing else to do, and relayed bytes cost a real one time. A
+    plan whose ``least_seconds`` are more than another's time is not simulated.
     """
     candidates = [(least_seconds(plan, nbytes, links), plan, links) for plan, links in options]
     candidates.sort(key=lambda candidate: candidate[0])
-    best, lowest = candidates[0][1].algorithm, float("inf")
+    found: list[tuple[float, Plan, LinkModel]] = []
+    lowest = float("inf")
     for least, plan, links in candidates:
-        if least >= lowest:
+        if least > lowest * _EQUALLY_FAST:
             break
         seconds = estimate(plan, nbytes, links, is_coded=is_coded)
-        if seconds < lowest:
-            best, lowest = plan.algorithm, seconds
-    return best, lowest
+        found.append((seconds, plan, links))
+        lowest = min(lowest, seconds)
+    equal = [each for each in found if each[0] <= lowest * _EQUALLY_FAST]
+    seconds, plan, _ = min(equal, key=lambda each: (bytes_moved(*each[1:], nbytes), each[0]))
+    return plan.algorithm, seconds
 
 
 def least_seconds(plan: Plan, nbytes: int, links: LinkModel) -> float:
@@ -200,6 +208,26 @@ def least_seconds(plan: Plan, nbytes: int, links: LinkModel) -> float:
     return max(sent, received)
 
 
+def bytes_moved(plan: Plan, links: LinkModel, nbytes: int) -> int:
+    """What all ranks send together, before any codec."""
+    sizes, period = chunk_sizes(plan, nbytes), _period(plan, links)
+    sent = (
+        sizes[chunk]
+        for one in _first_plans(plan, period, links)
+        for action, _, chunk in one.steps
+        if action is Action.SEND
+    )
+    return sum(sent) * plan.world_size // period
+
+
+def _first_plans(plan: Plan, count: int, links: LinkModel, *, is_coded: bool = False) -> list[Plan]:
+    """The plans of ranks 0 to ``count - 1`` in the world of ``plan``."""
+    return [
+        build_plan(plan.operation, plan.algorithm, plan.world_size, rank, 0, links.nodes, is_coded)
+        for rank in range(count)
+    ]
+
+
 def estimate(plan: Plan, nbytes: int, links: LinkModel, *, is_coded: bool = False) -> float:
     """The model's seconds for the collective of which ``plan`` is rank 0's (``is_coded``: with a
     codec, as in ``make_plan``).
@@ -208,10 +236,7 @@ def estimate(plan: Plan, nbytes: int, links: LinkModel, *, is_coded: bool = Fals
     to the bytes, so two smaller simulations give the line on which it lies.
     """
     period = _period(plan, links)
-    plans = [
-        build_plan(plan.operation, plan.algorithm, plan.world_size, rank, 0, links.nodes, is_coded)
-        for rank in range(period)
-    ]
+    plans = _first_plans(plan, period, links, is_coded=is_coded)
 
     def seconds(size: int) -> float:
         if period < plan.world_size:

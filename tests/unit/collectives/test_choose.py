@@ -46,6 +46,13 @@ def test_ring_moves_much_and_fewer_hops_move_little() -> None:
     assert choose(Operation.ALL_REDUCE, 100 << 20, 8, nodes=NODES) is Algorithm.HIERARCHICAL
 
 
+def test_of_plans_that_are_equally_fast_the_one_that_relays_nothing_is_chosen() -> None:
+    """The root's wire bounds a gather and a scatter, by whatever algorithm."""
+    for operation in (Operation.GATHER, Operation.SCATTER):
+        for nbytes in (1 << 20, 16 << 20):
+            assert choose(operation, nbytes, 8) is Algorithm.DIRECT
+
+
 def test_only_small_sums_are_exchanged_whole() -> None:
     for world_size in (2, 3, 4, 8):
         assert choose(Operation.ALL_REDUCE, 4096, world_size, op=ReduceOp.MEAN) == "doubling"
