@@ -1,4 +1,5 @@
-// The shared-memory engine for Python: src/potluck/engine/shm/group.py is its only user.
+// Python binding of the shared-memory engine, for src/potluck/engine/shm. It checks the arrays of a
+// call, makes the call's fingerprint, and decides when the interpreter lock (GIL) is released.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -43,14 +44,15 @@ using shm::Ticket;
 
 // The bits of a fingerprint that are a hash; as many count elements.
 constexpr std::uint64_t HASH = (1 << 24) - 1;
-constexpr std::int64_t LONGEST_NS = 1'000'000'000'000'000;
-// The notifier tells this of a call whose caller was interrupted and which then failed.
-constexpr std::uint64_t LEFT_ID = ~std::uint64_t{0};
-// A caller looks this often whether the interpreter has a signal for it.
+// The longest timeout, 11 days: added to now_ns() it does not overflow, as infinity would.
+constexpr std::int64_t MAX_NS = 1'000'000'000'000'000;
+// What the notifier gives for a failed call whose caller was interrupted before.
+constexpr std::uint64_t ABANDONED_ID = ~std::uint64_t{0};
+// How often a blocked caller takes the interpreter lock to handle signals (Ctrl-C).
 constexpr std::int64_t SIGNALS_NS = 100'000'000;
 
 std::int64_t in_ns(double seconds) {
-    const double ns = std::min(seconds * 1e9, static_cast<double>(LONGEST_NS));
+    const double ns = std::min(seconds * 1e9, static_cast<double>(MAX_NS));
     return static_cast<std::int64_t>(std::max(0.0, ns));
 }
 
@@ -68,15 +70,15 @@ std::uint64_t mixed(std::uint64_t hash, std::uint64_t value) {
     return hash ^ hash >> 32;
 }
 
-// Shared memory that was mapped elsewhere, mapped once more: the first mapping, and the descriptor
-// that belongs to it, need not stay.
+// A second mapping of shared memory that Python has mapped. It belongs to the channel: Python may
+// close its own mapping, and the descriptor, while native threads still use the memory.
 class Mapping {
 public:
     explicit Mapping(nb::handle memory) {
 #if defined(__linux__)
         const Buffer buffer(memory, true);
         size_ = buffer.size();
-        // An old size of 0 leaves the old mapping as it is (mremap(2)).
+        // With an old size of 0 mremap(2) makes a second mapping of the same shared pages.
         at_ = mremap(buffer.data(), 0, size_, MREMAP_MAYMOVE);
         if (at_ == MAP_FAILED) throw nb::value_error("the memory is not shared");
 #else
@@ -106,15 +108,16 @@ private:
 
 // -- the classes
 
-// What keeps a call from ending well: the outcome, the rank at fault (-1: none in particular),
-// whether that rank has begun the call too, and after DESYNC the fingerprint of its call.
+// Why a call failed: the outcome, the rank at fault (-1: none in particular), whether that rank has
+// begun the call too, and after DESYNC the fingerprint of that rank's call.
 using Failure = std::tuple<const char*, int, bool, std::uint64_t>;
 
 std::optional<Failure> failure_of(const Ticket& ticket) {
-    static constexpr const char* names[] = {"done", "pending", "stopped", "timeout", "desync", "left"};
+    static constexpr const char* names[] = {"done",    "pending", "stopped",
+                                            "timeout", "desync",  "left"};
     if (ticket.outcome == Outcome::DONE) return std::nullopt;
     return Failure{names[static_cast<int>(ticket.outcome)], ticket.faulty_rank, ticket.has_begun,
-                   ticket.theirs};
+                   ticket.peer_fingerprint};
 }
 
 // `operations` and `reductions` are Python's, in the order in which fingerprints count them.
@@ -126,7 +129,9 @@ struct PyEngine {
     PyEngine(const nb::sequence& given_operations, const nb::sequence& given_reductions) {
         int number = 0;
         for (nb::handle each : given_reductions) {
-            if (reduction_of(each) != number++) throw nb::value_error("reductions in another order");
+            if (reduction_of(each) != number++) {
+                throw nb::value_error("reductions in another order");
+            }
         }
         for (nb::handle each : given_operations) {
             const std::size_t kind = operations.size();
@@ -154,7 +159,8 @@ struct PyEngine {
     }
 };
 
-// A call under way. Who waits for it moves it, so it keeps the channel's memory.
+// A call under way. The thread that waits for a call moves it, so it keeps the channel's memory
+// mapped even if Python has dropped the channel.
 class PyCall {
 public:
     PyCall(std::shared_ptr<Mapping> memory, std::shared_ptr<Queue> queue,
@@ -206,18 +212,22 @@ public:
     }
     ~PyChannel() {
         const Unlocked unlocked;
-        engine_->close();  // it looks into the memory
+        engine_->close();  // before the memory is unmapped, which the engine thread reads
     }
 
     std::uint64_t take_number() { return number_++; }
 
-    // Run a blocking call here and now. False: this can't be, and nothing was done. Raises what
-    // `error_of` makes of a failure. `source` and `result` are arrays as bind_array.hpp says, or None
-    // where a rank has none; `is_flat`: both count as arrays of one dimension.
+    // Run a blocking call in this thread. Returns False if the fast path can't take the call;
+    // nothing was done then, and the caller goes the usual way, which also explains what is wrong
+    // with the arguments. Raises what `error_of` makes of a failure. `source` and `result` are
+    // arrays (bind_array.hpp), or None where this rank has none; `is_flat`: both count as arrays of
+    // one dimension.
     bool fast_path(nb::handle operation, nb::handle source, nb::handle result, nb::handle op,
                    int root, double timeout_s, bool is_flat) {
         std::optional<Failure> failure;
-        if (!run_now(operation, source, result, op, root, timeout_s, is_flat, failure)) return false;
+        if (!run_now(operation, source, result, op, root, timeout_s, is_flat, failure)) {
+            return false;
+        }
         if (failure) {
             const nb::object error = error_of_(operation, source, result, op, root, *failure);
             PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
@@ -226,10 +236,12 @@ public:
         return true;
     }
 
-    // Begin a call whose number was taken. Its memory must stay until it is done.
+    // Begin a call whose number was taken. The arrays are given by address: Python keeps them until
+    // the call has ended (SharedMemoryWork.keep).
     PyCall start(nb::handle operation, int dtype, nb::handle op_name, int root,
-                 const std::vector<std::int64_t>& dims, std::uintptr_t source, std::uintptr_t result,
-                 std::uint64_t number, double timeout_s, std::uint64_t id) {
+                 const std::vector<std::int64_t>& dims, std::uintptr_t source,
+                 std::uintptr_t result, std::uint64_t number, double timeout_s,
+                 std::uint64_t id) {
         const int place = place_of(operation);
         if (place == shm::NUM_KINDS) throw nb::value_error("no such operation");
         const auto kind = static_cast<Kind>(place);
@@ -250,18 +262,19 @@ public:
         const int number = reduction_of(op);
         return number >= 0 && has_combination(combination_of(dtype, number));
     }
-    void note_elsewhere(std::uint64_t number, std::uint64_t fingerprint) {
-        queue_->channel.note_elsewhere(number, fingerprint);
+    void note_link_call(std::uint64_t number, std::uint64_t fingerprint) {
+        queue_->channel.note_link_call(number, fingerprint);
     }
-    // Of the calls whose callers were interrupted, one that has failed since, told once; None: none.
-    std::optional<std::tuple<nb::object, Failure>> left_failure() {
-        for (auto each = kept_.begin(); each != kept_.end(); ++each) {
+    // A failed call whose caller was interrupted before it ended, returned once; None if there is
+    // none.
+    std::optional<std::tuple<nb::object, Failure>> abandoned_failure() {
+        for (auto each = abandoned_.begin(); each != abandoned_.end(); ++each) {
             const Ticket& ticket = *std::get<0>(*each);
-            if (!ticket.is_done() || ended_quietly(ticket)) continue;
-            const auto kind = static_cast<std::size_t>(ticket.movement.call().kind);
-            const std::tuple<nb::object, Failure> told{operations_[kind], *failure_of(ticket)};
-            kept_.erase(each);
-            return told;
+            if (!ticket.is_done() || needs_no_report(ticket)) continue;
+            const auto kind = static_cast<std::size_t>(ticket.running.call().kind);
+            const std::tuple<nb::object, Failure> found{operations_[kind], *failure_of(ticket)};
+            abandoned_.erase(each);
+            return found;
         }
         return std::nullopt;
     }
@@ -274,7 +287,7 @@ public:
         const Unlocked unlocked;
         queue_->leave();
     }
-    // After the engine was closed: let everything that still waits end.
+    // End the calls that still wait once the engine thread has ended (the channel is stopped).
     void drain() {
         const Unlocked unlocked;
         std::int64_t until = 0;
@@ -299,13 +312,14 @@ public:
 private:
     int place_of(nb::handle operation) const {
         int place = 0;
-        while (place < shm::NUM_KINDS && !operations_[static_cast<std::size_t>(place)].is(operation)) {
-            ++place;
-        }
+        const auto is_at = [&](int at) {
+            return operations_[static_cast<std::size_t>(at)].is(operation);
+        };
+        while (place < shm::NUM_KINDS && !is_at(place)) ++place;
         return place;
     }
 
-    // `fast_path`, but for raising `failure`.
+    // `fast_path`, with `failure` returned instead of raised.
     bool run_now(nb::handle operation, nb::handle source, nb::handle result, nb::handle op_name,
                  int root, double timeout_s, bool is_flat, std::optional<Failure>& failure) {
         const int rank = queue_->channel.rank, world = queue_->channel.shape.world;
@@ -320,7 +334,7 @@ private:
             Call call = call_of(kind, static_cast<int>(Dtype::uint8), op, root, nothing, 1);
             return run(call, 0, 0, timeout_s, source, result, failure);
         }
-        // What is None must be that on this rank.
+        // An array is given exactly where this rank has one.
         const bool is_root = rank == root;
         const bool has_source = !source.is_none(), has_result = !result.is_none();
         const bool needs_source = kind != Kind::SCATTER || is_root;
@@ -346,7 +360,9 @@ private:
             if (spreads && from.count() != parts * into.count()) return false;
             if (collects && into.count() != parts * from.count()) return false;
             if (!spreads && !collects && from.count() != into.count()) return false;
-            if (is_one ? kind == Kind::ALL_TO_ALL : collide(from, into, kind)) return false;
+            if (is_one ? kind == Kind::ALL_TO_ALL : may_overwrite_source(from, into, kind)) {
+                return false;
+            }
         }
         const Array& described = spreads ? into : from;
         if (kind == Kind::ALL_TO_ALL && described.count() % parts != 0) return false;
@@ -359,7 +375,9 @@ private:
         if (is_flat) {
             dims = &count;
             ndim = 1;
-        } else if (kind == Kind::REDUCE_SCATTER) {  // the shape of the result is its caller's affair
+        } else if (kind == Kind::REDUCE_SCATTER) {
+            // The shape in the fingerprint is one row of the source. The result may have any shape
+            // with as many elements, and a different one on each rank.
             dims = from.dims() + 1;
             ndim = from.ndim() - 1;
         }
@@ -371,9 +389,10 @@ private:
         return run(call, described.bytes(), moved, timeout_s, source, result, failure);
     }
 
-    // Whether bytes could be written before they are read: the two share memory, but not as the
-    // whole and this rank's part of it, nor as one array that is reduced where it is.
-    bool collide(const Array& from, const Array& into, Kind kind) const {
+    // Whether a result could be written over a part of the source that is still to be read: the
+    // arrays overlap, and neither is the smaller one this rank's part of the larger (in place), nor
+    // are they the same array of an operation that can work in place.
+    bool may_overwrite_source(const Array& from, const Array& into, Kind kind) const {
         const auto a = reinterpret_cast<std::uintptr_t>(from.data());
         const auto b = reinterpret_cast<std::uintptr_t>(into.data());
         const std::size_t given = from.bytes(), got = into.bytes();
@@ -384,8 +403,9 @@ private:
         return a != b || kind == Kind::ALL_TO_ALL;
     }
 
-    // Well, or with the group, of which others tell.
-    static bool ended_quietly(const Ticket& ticket) {
+    // Whether an abandoned call needs no report: it succeeded, or ended with the group, whose
+    // failure is reported anyway.
+    static bool needs_no_report(const Ticket& ticket) {
         return ticket.outcome == Outcome::DONE || ticket.outcome == Outcome::STOPPED;
     }
 
@@ -397,7 +417,8 @@ private:
         call.root = root;
         call.itemsize = item_bytes(static_cast<Dtype>(dtype));
         call.count = 1;
-        std::uint64_t hash = mixed(salt_, static_cast<std::uint64_t>(kind_word(kind, dtype, op, root)));
+        const std::int64_t word = kind_word(kind, dtype, op, root);
+        std::uint64_t hash = mixed(salt_, static_cast<std::uint64_t>(word));
         for (int i = 0; i < ndim; ++i) {
             call.count *= static_cast<std::size_t>(dims[i]);
             hash = mixed(hash, static_cast<std::uint64_t>(dims[i]));
@@ -431,13 +452,14 @@ private:
         call.fingerprint = (call.fingerprint & ~HASH) | hash;
     }
 
-    // `moved`: bytes that this rank reads or writes in the call.
+    // `moved`: bytes that this rank reads or writes in the call. A small call keeps the interpreter
+    // lock while it can progress at once: to release the lock and take it again would cost more.
     bool run(Call& call, std::size_t nbytes, std::size_t moved, double timeout_s,
              nb::handle source, nb::handle result, std::optional<Failure>& failure) {
         if (!queue_->reserve()) return false;
         stamp(call, number_++);
-        Ticket ticket(call, in_ns(timeout_s), nbytes, LEFT_ID);
-        Outcome outcome = moved < WORTH_UNLOCKING ? queue_->dash(ticket) : Outcome::PENDING;
+        Ticket ticket(call, in_ns(timeout_s), nbytes, ABANDONED_ID);
+        Outcome outcome = moved < WORTH_UNLOCKING ? queue_->try_run(ticket) : Outcome::PENDING;
         for (std::int64_t until = ticket.began_ns + SIGNALS_NS; outcome == Outcome::PENDING;
              until += SIGNALS_NS) {
             {
@@ -445,30 +467,34 @@ private:
                 outcome = queue_->run(ticket, until);
             }
             if (outcome == Outcome::PENDING && PyErr_CheckSignals() != 0) {
-                // The call goes on without its caller, so its arrays must stay.
-                auto left = std::make_shared<Ticket>(ticket);
-                kept_.emplace_back(left, nb::borrow(source), nb::borrow(result));
-                queue_->hand_over(std::move(left));
+                // The other ranks need this rank's part, so the call goes on without its caller, on
+                // the engine thread. The arrays are kept until it has ended: the caller may drop
+                // its references when the exception reaches it.
+                auto abandoned = std::make_shared<Ticket>(ticket);
+                abandoned_.emplace_back(abandoned, nb::borrow(source), nb::borrow(result));
+                queue_->hand_over(std::move(abandoned));
                 throw nb::python_error();
             }
         }
         if (outcome != Outcome::DONE) failure = failure_of(ticket);
-        if (!kept_.empty()) {
-            std::erase_if(kept_, [](const auto& each) {
-                return std::get<0>(each)->is_done() && ended_quietly(*std::get<0>(each));
+        if (!abandoned_.empty()) {
+            std::erase_if(abandoned_, [](const auto& each) {
+                return std::get<0>(each)->is_done() && needs_no_report(*std::get<0>(each));
             });
         }
         return true;
     }
 
-    std::vector<nb::object> operations_;  // Python's, in the order of Kind
+    // The members of Python's Operation, in the order of Kind: compared by identity, not by text.
+    std::vector<nb::object> operations_;
     nb::object error_of_;
     std::shared_ptr<Mapping> memory_;
     std::shared_ptr<Engine> engine_;
     std::shared_ptr<Queue> queue_;
     std::uint64_t salt_;
     std::uint64_t number_;
-    std::vector<std::tuple<std::shared_ptr<Ticket>, nb::object, nb::object>> kept_;
+    // Calls whose callers were interrupted, and their arrays.
+    std::vector<std::tuple<std::shared_ptr<Ticket>, nb::object, nb::object>> abandoned_;
 };
 
 std::size_t shm_bytes(int world, int num_slots, std::size_t slot_bytes) {
@@ -499,8 +525,8 @@ void shared_memory(nb::module_& m) {
         .def("start", &PyChannel::start, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
              nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("can_combine", &PyChannel::can_combine, "dtype"_a, "op"_a)
-        .def("note_elsewhere", &PyChannel::note_elsewhere, "number"_a, "fingerprint"_a)
-        .def("left_failure", &PyChannel::left_failure)
+        .def("note_link_call", &PyChannel::note_link_call, "number"_a, "fingerprint"_a)
+        .def("abandoned_failure", &PyChannel::abandoned_failure)
         .def("ongoing", &PyChannel::ongoing)
         .def("stop", &PyChannel::stop, "for_all"_a)
         .def("leave", &PyChannel::leave)

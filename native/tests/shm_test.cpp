@@ -1,4 +1,5 @@
-// Shared memory without Python: real processes that share memory, every kind of call, any length.
+// Tests of the shared-memory engine without Python: a process per rank, every kind of call, lengths
+// at and around the block sizes, random programs, different calls, kills.
 //
 //     shm_test                      all checks, for worlds of 2, 3 and 5
 //     shm_test bench WORLD BYTES    the time of one all_reduce, in microseconds
@@ -34,7 +35,7 @@ namespace {
 
 constexpr std::int64_t SECOND = 1'000'000'000;
 
-// Shared memory for one world, gone with the last process that has it.
+// Shared memory for one world, freed with the last process that maps it.
 struct Memory {
     explicit Memory(const Shape& shape) : shape(shape) {
         at = mmap(nullptr, shape.total_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
@@ -74,7 +75,7 @@ struct Rank {
     Outcome run(const Call& made, std::int64_t patience = 20 * SECOND) {
         last = std::make_unique<Ticket>(made, patience, made.count * 4);
         if (!queue->reserve()) return Outcome::PENDING;
-        const Outcome outcome = number % 2 != 0 ? queue->dash(*last) : Outcome::PENDING;
+        const Outcome outcome = number % 2 != 0 ? queue->try_run(*last) : Outcome::PENDING;
         return outcome != Outcome::PENDING ? outcome : queue->run(*last, last->deadline_ns);
     }
 
@@ -86,7 +87,7 @@ struct Rank {
     std::uint64_t number = 0;
 };
 
-// Run `body(rank)` in a process per rank; all must end well, unless they are in `killed`.
+// Run `body(rank)` in a process per rank; each must exit with 0, except those in `killed`.
 template <typename Body>
 void in_processes(int world, Body body, const std::vector<int>& killed = {}) {
     std::vector<pid_t> children;
@@ -126,7 +127,7 @@ float total(int world, std::size_t index, std::uint64_t salt) {
     return sum;
 }
 
-// One call of `kind`, and a look at what came of it.
+// Make one call of `kind`, blocking or submitted, and check its result.
 void check_call(Rank& me, Kind kind, std::size_t count, int root, bool is_async) {
     const auto world = static_cast<std::size_t>(me.world);
     const std::uint64_t salt = me.number;
@@ -195,7 +196,7 @@ void check_kinds(int world) {
     });
 }
 
-// Results beyond the caches, and more blocks of a broadcast than all ranks have slots.
+// Results larger than the caches, and broadcasts of more blocks than all ranks have slots together.
 void check_large(int world) {
     const Memory memory(shape_of(world, 64 * 1024));
     in_processes(world, [&](int rank) {
@@ -207,7 +208,7 @@ void check_large(int world) {
     });
 }
 
-// Random programs: equal on all ranks, with pauses of their own.
+// A random sequence of calls, the same on all ranks, with different pauses on each.
 void check_programs(int world, unsigned seed) {
     const Memory memory(shape_of(world, 4096));
     in_processes(world, [&](int rank) {
@@ -264,7 +265,7 @@ void check_absence() {
     });
 }
 
-// A rank is killed at a random moment; who watches for that stops the others.
+// A rank is killed at a random moment; a rank that sees the death stops the channel for all.
 void check_kill(int world, unsigned seed) {
     const Memory memory(shape_of(world, 4096));
     const int victim = static_cast<int>(seed) % world;
@@ -296,7 +297,8 @@ void check_kill(int world, unsigned seed) {
     munmap(pid, 4096);
 }
 
-// Two channels, used in opposite order by the two ranks: the engines must serve both.
+// Two channels, used in opposite order by the two ranks: without the engine threads, which serve
+// both channels, the ranks would wait for each other (deadlock).
 void check_two_channels() {
     const Memory first(shape_of(2)), second(shape_of(2));
     in_processes(2, [&](int rank) {

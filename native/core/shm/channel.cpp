@@ -6,13 +6,13 @@ namespace potluck::shm {
 
 namespace {
 
-// A sleeper looks again after this time: the rank that should wake it may have been stopped or
-// killed between its tick and the wake-up.
-constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
-// How often `has` is asked before the clock is read, and before a glance gives up. One look takes
+// A sleeper looks at the ticks again after this time: the rank that should wake it may have been
+// stopped or killed between its tick and the wake-up, and no other rank would make up for it.
+constexpr std::int64_t MAX_SLEEP_NS = 50'000'000;
+// Polls of the ticks before the clock is read, and before `wait_briefly` gives up. One poll takes
 // 10 to 50 ns; most waits end within a few.
-constexpr int FEW_LOOKS = 8;
-constexpr int MORE_LOOKS = 24;
+constexpr int FEW_POLLS = 8;
+constexpr int MORE_POLLS = 24;
 
 }  // namespace
 
@@ -20,24 +20,25 @@ Channel::Channel(void* memory, const Shape& shape_, int rank_, std::int64_t spin
     : rank(rank_),
       shape(shape_),
       header_(static_cast<Header*>(memory)),
-      seats_(reinterpret_cast<Seat*>(static_cast<char*>(memory) + Shape::PAGE)),
+      states_(reinterpret_cast<RankState*>(static_cast<char*>(memory) + Shape::PAGE)),
       blocks_(static_cast<char*>(memory) + shape_.blocks_at()),
       known_(static_cast<std::size_t>(shape_.world), 0),
       spin_ns_(spin_ns) {}
 
+// Relaxed: the tick that follows publishes the fingerprint.
 void Channel::publish(std::uint64_t fingerprint) {
     mine().calls[num_calls_ % NUM_CALLS].store(fingerprint, std::memory_order_relaxed);
     ++num_calls_;
 }
 
-bool Channel::has_dissenter(int who, std::uint64_t fingerprint) {
+bool Channel::has_mismatch(int peer, std::uint64_t fingerprint) {
     const std::uint32_t index = (num_calls_ - 1) % NUM_CALLS;
     for (int other = 0; other < shape.world; ++other) {
-        if (other == rank || (who != ALL && who != other)) continue;
-        const std::uint64_t call = seat(other).calls[index].load(std::memory_order_relaxed);
+        if (other == rank || (peer != ALL && peer != other)) continue;
+        const std::uint64_t call = state_of(other).calls[index].load(std::memory_order_relaxed);
         if (call == fingerprint) continue;
         faulty_rank = other;
-        theirs = call;
+        peer_fingerprint = call;
         return true;
     }
     return false;
@@ -46,54 +47,64 @@ bool Channel::has_dissenter(int who, std::uint64_t fingerprint) {
 void Channel::arrive() {
     ++tick_;
     if (!shares_cores()) mine().core.store(current_core() + 1, std::memory_order_relaxed);
-    // No wake-up may be lost (Dekker's pattern). This rank stores its tick, then loads each `want`;
-    // a sleeper stores its `want`, then loads the ticks (prepare_sleep). All four are sequentially
-    // consistent, so at least one of the two sees what the other has stored.
+    // No wake-up may be lost (Dekker's pattern). This rank stores its tick, then loads each
+    // `wake_condition`; a sleeper stores its `wake_condition`, then loads the ticks
+    // (prepare_sleep). All four are sequentially consistent, so at least one of the two sees what
+    // the other has stored. With release and acquire alone both loads could come before both
+    // stores, and the sleeper would sleep on a tick that is there.
+    // The store is a release too: all that this rank has written into slots precedes it.
     mine().tick.store(tick_, std::memory_order_seq_cst);
     for (int i = 1; i < shape.world; ++i) {
         const int other = (rank + i) % shape.world;
-        std::uint64_t want = seat(other).want.load(std::memory_order_seq_cst);
-        // Several ranks may see the wish met. The one that clears it wakes the sleeper; the others
-        // save the system call.
-        if (want != 0 && is_met(want) && seat(other).want.compare_exchange_strong(want, 0)) {
-            ring(other);
+        auto& wake_condition = state_of(other).wake_condition;
+        std::uint64_t sleeps_for = wake_condition.load(std::memory_order_seq_cst);
+        // Several ranks may find the condition met. Only the rank whose exchange clears it makes
+        // the system call. The exchange fails as well if the sleeper has gone on to another
+        // condition meanwhile: that one is checked by the ranks that tick after it was stored.
+        if (sleeps_for != 0 && is_due(sleeps_for) &&
+            wake_condition.compare_exchange_strong(sleeps_for, 0)) {
+            wake(other);
         }
     }
 }
 
-bool Channel::is_met(std::uint64_t wish) const {
-    const int who = wisher_awaits(wish);
-    const std::uint32_t wanted = wished_tick(wish);
-    const int first = who == ALL ? 0 : who;
-    const int last = who == ALL ? shape.world - 1 : std::min(who, shape.world - 1);
+// Whether a sleeper's condition is met. It comes from shared memory, so its rank is bounded here.
+bool Channel::is_due(std::uint64_t wake_condition) const {
+    const int peer = condition_peer(wake_condition);
+    const std::uint32_t wanted = condition_tick(wake_condition);
+    const int first = peer == ALL ? 0 : peer;
+    const int last = peer == ALL ? shape.world - 1 : std::min(peer, shape.world - 1);
     for (int other = first; other <= last; ++other) {
-        if (!reached(seat(other).tick.load(std::memory_order_seq_cst), wanted)) return false;
+        if (!reached(state_of(other).tick.load(std::memory_order_seq_cst), wanted)) return false;
     }
     return true;
 }
 
-void Channel::ring(int of_rank) {
-    seat(of_rank).bell.fetch_add(1, std::memory_order_seq_cst);
-    wake_all(seat(of_rank).bell);
+// The doorbell changes before the system call: a thread that has read the old value, and is about
+// to sleep on it, is turned back by the kernel (futex(2)).
+void Channel::wake(int of_rank) {
+    state_of(of_rank).doorbell.fetch_add(1, std::memory_order_seq_cst);
+    wake_all(state_of(of_rank).doorbell);
 }
 
-// `known_` and `known_all_` are the newest ticks that this rank has seen. Ticks only rise, so a
-// need that they meet is met for good, and costs no look at a line that another core is writing.
-bool Channel::has(const Need& need) {
-    if (need.who != ALL) {
-        const auto who = static_cast<std::size_t>(need.who);
-        if (reached(known_[who], need.tick)) return true;
-        known_[who] = seat(need.who).tick.load(std::memory_order_acquire);
-        return reached(known_[who], need.tick);
+// `known_` and `known_all_` are the newest ticks that this rank has seen: ticks only rise, so a
+// condition that these meet is met for good, without a load from a line that another core writes.
+// The loads are acquire: the slots that a peer wrote before its tick are read after this.
+bool Channel::is_met(const Condition& condition) {
+    if (condition.peer != ALL) {
+        const auto peer = static_cast<std::size_t>(condition.peer);
+        if (reached(known_[peer], condition.tick)) return true;
+        known_[peer] = state_of(condition.peer).tick.load(std::memory_order_acquire);
+        return reached(known_[peer], condition.tick);
     }
-    if (reached(known_all_, need.tick)) return true;
+    if (reached(known_all_, condition.tick)) return true;
     std::uint32_t least = tick_;
     for (int i = 1; i < shape.world; ++i) {
         const int other = (rank + i) % shape.world;
         auto& known = known_[static_cast<std::size_t>(other)];
-        if (!reached(known, need.tick)) {
-            known = seat(other).tick.load(std::memory_order_acquire);
-            if (!reached(known, need.tick)) return false;
+        if (!reached(known, condition.tick)) {
+            known = state_of(other).tick.load(std::memory_order_acquire);
+            if (!reached(known, condition.tick)) return false;
         }
         if (!reached(known, least)) least = known;
     }
@@ -101,22 +112,24 @@ bool Channel::has(const Need& need) {
     return true;
 }
 
-Outcome Channel::reason_to_stop(const Need& need) {
+Outcome Channel::reason_to_stop(const Condition& condition) {
     if (is_stopped()) return Outcome::STOPPED;
     for (int other = 0; other < shape.world; ++other) {
-        if (other == rank || (need.who != ALL && need.who != other)) continue;
-        const Seat& their = seat(other);
-        if (reached(their.tick.load(std::memory_order_acquire), need.tick)) continue;
-        // A rank that makes this very call over links will never tick for it here.
-        const Elsewhere& entry = their.elsewhere[number % NUM_ELSEWHERE];
+        if (other == rank || (condition.peer != ALL && condition.peer != other)) continue;
+        const RankState& their = state_of(other);
+        if (reached(their.tick.load(std::memory_order_acquire), condition.tick)) continue;
+        // A rank that makes this very call over links will never tick for it here. (Its fingerprint
+        // may already be that of a call 64 later; only the text of the error depends on it.)
+        const LinkCall& entry = their.link_calls[number % NUM_LINK_CALLS];
         if (entry.number.load(std::memory_order_acquire) == number + 1) {
             faulty_rank = other;
-            theirs = entry.fingerprint.load(std::memory_order_relaxed);
+            peer_fingerprint = entry.fingerprint.load(std::memory_order_relaxed);
             return Outcome::DESYNC;
         }
-        // The tick is loaded again: a rank may complete its round and leave between the two loads.
-        if (their.left.load(std::memory_order_acquire) != 0 &&
-            !reached(their.tick.load(std::memory_order_acquire), need.tick)) {
+        // The tick is loaded again: a peer may have completed its round and then left between the
+        // two loads, and what it completed still counts.
+        if (their.has_left.load(std::memory_order_acquire) != 0 &&
+            !reached(their.tick.load(std::memory_order_acquire), condition.tick)) {
             faulty_rank = other;
             return Outcome::LEFT;
         }
@@ -124,106 +137,116 @@ Outcome Channel::reason_to_stop(const Need& need) {
     return Outcome::PENDING;
 }
 
-int Channel::laggard(const Need& need) const {
+int Channel::straggler(const Condition& condition) const {
     for (int other = 0; other < shape.world; ++other) {
-        if (other == rank || (need.who != ALL && need.who != other)) continue;
-        if (!reached(seat(other).tick.load(std::memory_order_acquire), need.tick)) return other;
+        if (other == rank || (condition.peer != ALL && condition.peer != other)) continue;
+        const std::uint32_t tick = state_of(other).tick.load(std::memory_order_acquire);
+        if (!reached(tick, condition.tick)) return other;
     }
     return -1;
 }
 
-bool Channel::has_not_called(int who, std::uint32_t base) const {
-    return !reached(seat(who).tick.load(std::memory_order_acquire), base + 1);
+bool Channel::has_not_called(int peer, std::uint32_t base) const {
+    return !reached(state_of(peer).tick.load(std::memory_order_acquire), base + 1);
 }
 
-bool Channel::prepare_sleep(const Need& need, Watch* watch) {
-    Seat& me = mine();
-    *watch = {&me.bell, me.bell.load(std::memory_order_seq_cst)};
-    me.want.store(wish(need.who, need.tick + need.ahead), std::memory_order_seq_cst);
+// The order matters. The doorbell is read first, so that any later ring makes the sleep return at
+// once. Then the condition is announced, and only then are the ticks (and the reasons to stop)
+// looked at: see `arrive`. The fence is needed because those loads are acquire, which alone may be
+// done before the store.
+bool Channel::prepare_sleep(const Condition& condition, Watch* watch) {
+    RankState& me = mine();
+    const std::uint32_t wanted = condition.tick + condition.ahead;
+    *watch = {&me.doorbell, me.doorbell.load(std::memory_order_seq_cst)};
+    me.wake_condition.store(pack_condition(condition.peer, wanted), std::memory_order_seq_cst);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    return !has({need.who, need.tick + need.ahead}) && reason_to_stop(need) == Outcome::PENDING;
+    return !is_met({condition.peer, wanted}) && reason_to_stop(condition) == Outcome::PENDING;
 }
 
-// Whether the first rank that is awaited was last seen on this very core. Then spinning keeps it
-// from running, and the system may take many milliseconds to move one of the two to another core.
-bool Channel::is_in_the_way(const Need& need) const {
-    const int late = laggard(need), here = current_core() + 1;
-    return late >= 0 && here > 0 && seat(late).core.load(std::memory_order_relaxed) == here;
+// Whether the first awaited rank was last seen on this very core. Spinning would then keep that
+// rank from running, and the scheduler may take many milliseconds to move one of the two.
+bool Channel::shares_core_with_straggler(const Condition& condition) const {
+    const int late = straggler(condition), here = current_core() + 1;
+    return late >= 0 && here > 0 && state_of(late).core.load(std::memory_order_relaxed) == here;
 }
 
-bool Channel::looks_for(const Need& need, int looks) {
-    for (int look = 0; look < looks; ++look) {
+bool Channel::spin(const Condition& condition, int num_polls) {
+    for (int poll = 0; poll < num_polls; ++poll) {
         relax();
-        if (has(need)) return true;
+        if (is_met(condition)) return true;
     }
     return false;
 }
 
-bool Channel::spins_until(const Need& need) {
+bool Channel::spin_until(const Condition& condition) {
     std::int64_t until = 0;  // most waits end before the clock needs to be read
     while (true) {
-        if (looks_for(need, FEW_LOOKS)) return true;
-        if (is_in_the_way(need)) yield();
+        if (spin(condition, FEW_POLLS)) return true;
+        if (shares_core_with_straggler(condition)) yield();
         const std::int64_t now = now_ns();
         if (until == 0) until = now + spin_ns_;
         if (now >= until || is_stopped()) return false;
     }
 }
 
-Outcome Channel::glance(const Need& need) {
-    const bool is_met =
-        has(need) || (!shares_cores() && (looks_for(need, FEW_LOOKS) ||
-                                          (!is_in_the_way(need) && looks_for(need, MORE_LOOKS))));
-    return is_met ? Outcome::DONE : Outcome::PENDING;
+Outcome Channel::wait_briefly(const Condition& condition) {
+    if (is_met(condition)) return Outcome::DONE;
+    if (shares_cores()) return Outcome::PENDING;
+    if (spin(condition, FEW_POLLS)) return Outcome::DONE;
+    if (shares_core_with_straggler(condition)) return Outcome::PENDING;
+    return spin(condition, MORE_POLLS) ? Outcome::DONE : Outcome::PENDING;
 }
 
-Outcome Channel::wait(const Need& need, std::int64_t until_ns) {
-    if (has(need)) return Outcome::DONE;
-    if (spin_ns_ > 0 && spins_until(need)) return Outcome::DONE;
+Outcome Channel::wait(const Condition& condition, std::int64_t until_ns) {
+    if (is_met(condition)) return Outcome::DONE;
+    if (spin_ns_ > 0 && spin_until(condition)) return Outcome::DONE;
     if (is_stopped()) return Outcome::STOPPED;
     // Yield before sleeping. Where ranks outnumber cores the awaited rank may be ready to run on
-    // this core, and a yield costs a third of a sleep with its wake-up. One turn for each rank.
+    // this core, and a yield costs a third of a sleep with its wake-up. One yield for each rank, so
+    // that each of them can have had a turn.
     for (int turn = 0; turn < shape.world; ++turn) {
         yield();
-        if (has(need)) return Outcome::DONE;
+        if (is_met(condition)) return Outcome::DONE;
         if (is_stopped()) return Outcome::STOPPED;
     }
     while (true) {
         Watch watch{};
-        if (prepare_sleep(need, &watch)) {
+        if (prepare_sleep(condition, &watch)) {
             const std::int64_t left = until_ns - now_ns();
-            if (left > 0) sleep_on(watch, std::min(left, LONGEST_SLEEP_NS));
+            if (left > 0) sleep_on(watch, std::min(left, MAX_SLEEP_NS));
         }
-        awake();
-        if (has(need)) return Outcome::DONE;
-        const Outcome reason = reason_to_stop(need);
+        end_sleep();
+        if (is_met(condition)) return Outcome::DONE;
+        const Outcome reason = reason_to_stop(condition);
         if (reason != Outcome::PENDING) return reason;
         if (now_ns() >= until_ns) return Outcome::PENDING;
     }
 }
 
+// The flag is set before the doorbell rings: a woken thread finds it in `reason_to_stop`.
 void Channel::stop(bool for_all) {
     stopped_.store(true, std::memory_order_seq_cst);
     if (!for_all) {
-        ring(rank);
+        wake(rank);
         return;
     }
     header_->aborted.store(1, std::memory_order_seq_cst);
-    for (int other = 0; other < shape.world; ++other) ring(other);
+    for (int other = 0; other < shape.world; ++other) wake(other);
 }
 
+// Relaxed: only the flags matter, no memory is read because of them.
 bool Channel::is_stopped() const {
     return stopped_.load(std::memory_order_relaxed) ||
            header_->aborted.load(std::memory_order_relaxed) != 0;
 }
 
 void Channel::leave() {
-    mine().left.store(1, std::memory_order_seq_cst);
-    for (int other = 0; other < shape.world; ++other) ring(other);
+    mine().has_left.store(1, std::memory_order_seq_cst);
+    for (int other = 0; other < shape.world; ++other) wake(other);
 }
 
-void Channel::note_elsewhere(std::uint64_t number_, std::uint64_t fingerprint) {
-    Elsewhere& entry = mine().elsewhere[number_ % NUM_ELSEWHERE];
+void Channel::note_link_call(std::uint64_t number_, std::uint64_t fingerprint) {
+    LinkCall& entry = mine().link_calls[number_ % NUM_LINK_CALLS];
     entry.fingerprint.store(fingerprint, std::memory_order_relaxed);
     entry.number.store(number_ + 1, std::memory_order_release);
 }

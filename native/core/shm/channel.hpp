@@ -1,39 +1,42 @@
-// One rank's place in the shared memory of a channel: ticks, waiting, waking, the end.
+// One rank's end of a channel in shared memory: ticks, waiting for other ranks, waking them, and
+// the channel's end.
 //
-// Nothing here knows what is moved. One thread at a time drives a channel (see Queue); `stop` and
-// `note_elsewhere` may come from any thread.
+// The synchronisation is that of a barrier with sequence numbers: a rank `arrive`s by counting its
+// tick, and waits until other ranks' ticks have reached a number. Nothing here knows what is moved.
+// One thread at a time drives a channel (Queue sees to that), so the members need no lock; only
+// `stop` and `note_link_call` may be called from any thread.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <vector>
 
-#include "core/shm/shared.hpp"
+#include "core/shm/layout.hpp"
 
 namespace potluck::shm {
 
 enum class Outcome : int {
     DONE = 0,
     PENDING = 1,   // not ended yet
-    STOPPED = 2,   // the group is over; somebody else knows why
-    TIMEOUT = 3,   // `faulty_rank` has not come so far
+    STOPPED = 2,   // the group is over; another part of the engine knows why
+    TIMEOUT = 3,   // `faulty_rank` had not come so far by the deadline
     DESYNC = 4,    // `faulty_rank` made another call
     LEFT = 5,      // `faulty_rank` closed its context
 };
 
-// What a call waits for: that `who` (a rank or ALL) has reached `tick`. A rank that has gone to
-// sleep over it is woken only when `who` is `ahead` ticks further, so that ranks which share a core
-// change places less often.
-struct Need {
-    int who = ALL;
+// What a call waits for: `peer` (a rank or ALL) has reached `tick`. Once the waiting rank sleeps,
+// it is woken only when `peer` is `ahead` ticks further: fewer context switches where ranks share
+// a core.
+struct Condition {
+    int peer = ALL;
     std::uint32_t tick = 0;
     std::uint32_t ahead = 0;
 };
 
 class Channel {
 public:
-    // `memory` is mapped for as long as the channel is used, zeroed when it was made, and
-    // `shape.total_bytes()` long.
+    // `memory` is zeroed when it is made, `shape.total_bytes()` long, and stays mapped as long as
+    // the channel is used. `spin_ns`: how long a waiting rank spins; 0: ranks outnumber cores.
     Channel(void* memory, const Shape& shape, int rank, std::int64_t spin_ns);
 
     const int rank;
@@ -47,62 +50,62 @@ public:
                static_cast<std::size_t>(of_rank) * Shape::STAGGER;
     }
 
-    // Whether there are more ranks than cores.
     bool shares_cores() const { return spin_ns_ == 0; }
 
     // A call begins: show its fingerprint to the other ranks.
     void publish(std::uint64_t fingerprint);
-    // Whether one of `who` made another call than this rank published last; then `faulty_rank` is that
-    // rank and `theirs` its fingerprint. Valid only once `who` have ticked in the call.
-    bool has_dissenter(int who, std::uint64_t fingerprint);
+    // Whether `peer` (or one of ALL) made another call than this rank published last. If so,
+    // `faulty_rank` is that rank and `peer_fingerprint` its call's. Valid only once `peer` has
+    // ticked in the call: a tick publishes the fingerprint that was stored before it.
+    bool has_mismatch(int peer, std::uint64_t fingerprint);
 
-    // This rank has completed a round; wakes the ranks that sleep until then.
+    // This rank has completed a round: count it, and wake the ranks that sleep until then.
     void arrive();
 
-    bool has(const Need& need);
-    // Block until `need` is met (DONE) or can't be (then `faulty_rank` is why), or
-    // until the moment `until_ns` (PENDING).
-    Outcome wait(const Need& need, std::int64_t until_ns);
-    // The same, but for a microsecond or two at most, and not where ranks share cores: there the
-    // rank that is awaited may need this core to come.
-    Outcome glance(const Need& need);
-    // For a thread that waits for several channels: fills in what to sleep on; false if `need` is
-    // met, or can't be, so that there is no need to sleep.
-    bool prepare_sleep(const Need& need, Watch* watch);
-    void awake() { mine().want.store(0, std::memory_order_relaxed); }
+    bool is_met(const Condition& condition);
+    // Block until `condition` is met (DONE), can't be met any more (the reason; `faulty_rank` is
+    // the rank that it is about), or until the moment `until_ns` (PENDING).
+    Outcome wait(const Condition& condition, std::int64_t until_ns);
+    // Spin for a microsecond or two at most. Not at all where ranks share cores: the awaited rank
+    // may need this very core.
+    Outcome wait_briefly(const Condition& condition);
+    // For a thread that waits for several channels at once: announces the sleep to the other ranks
+    // and fills in the word to sleep on. Returns false if there is no need to sleep, because
+    // `condition` is met or can't be met any more. `end_sleep` must follow in either case.
+    bool prepare_sleep(const Condition& condition, Watch* watch);
+    void end_sleep() { mine().wake_condition.store(0, std::memory_order_relaxed); }
 
-    // Why `need` can't be met any more; PENDING if it still can.
-    Outcome reason_to_stop(const Need& need);
-    // The rank that holds up `need`, -1 if none does.
-    int laggard(const Need& need) const;
-    // Whether `who` has not even begun the current call.
-    bool has_not_called(int who, std::uint32_t base) const;
+    // Why `condition` can't be met any more; PENDING if it still can.
+    Outcome reason_to_stop(const Condition& condition);
+    // The first rank that has not reached `condition`, -1 if all have.
+    int straggler(const Condition& condition) const;
+    // Whether `peer` has not even begun the call that this rank began at tick `base`.
+    bool has_not_called(int peer, std::uint32_t base) const;
     int faulty_rank = -1;
-    // After DESYNC: the fingerprint of its call.
-    std::uint64_t theirs = 0;
+    std::uint64_t peer_fingerprint = 0;  // after DESYNC: of the faulty rank's call
 
-    // The group is over here; with `for_all` also for all that look into this memory.
+    // The group is over on this rank; with `for_all` on every rank that maps this memory.
     void stop(bool for_all);
     bool is_stopped() const;
     // This rank makes no more calls.
     void leave();
 
-    // This rank makes call `number` over links.
-    void note_elsewhere(std::uint64_t number, std::uint64_t fingerprint);
-    // The number of the call under way, for comparing with what the others made elsewhere.
+    // This rank makes call `number` over links: a peer that waits for it here raises DESYNC.
+    void note_link_call(std::uint64_t number, std::uint64_t fingerprint);
+    // The number of the call under way, to compare with the peers' link calls.
     std::uint64_t number = 0;
 
 private:
-    Seat& seat(int of_rank) const { return seats_[of_rank]; }
-    Seat& mine() const { return seats_[rank]; }
-    void ring(int of_rank);
-    bool is_met(std::uint64_t wish) const;
-    bool is_in_the_way(const Need& need) const;
-    bool looks_for(const Need& need, int looks);
-    bool spins_until(const Need& need);
+    RankState& state_of(int of_rank) const { return states_[of_rank]; }
+    RankState& mine() const { return states_[rank]; }
+    void wake(int of_rank);
+    bool is_due(std::uint64_t wake_condition) const;
+    bool shares_core_with_straggler(const Condition& condition) const;
+    bool spin(const Condition& condition, int num_polls);
+    bool spin_until(const Condition& condition);
 
     Header* header_;
-    Seat* seats_;
+    RankState* states_;
     char* blocks_;
     std::uint32_t tick_ = 0;
     std::uint32_t num_calls_ = 0;

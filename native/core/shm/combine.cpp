@@ -4,14 +4,14 @@
 #include <cstring>
 
 #include "core/kernels/reduce.hpp"
-#include "core/shm/shared.hpp"
+#include "core/shm/layout.hpp"
 
 namespace potluck::shm {
 
 namespace {
 
-// What is summed is divided while it is still in the first cache.
-constexpr std::size_t BITE = 8192;
+// A sum is divided tile by tile, while the tile is still in the L1 cache.
+constexpr std::size_t TILE_BYTES = 8192;
 
 }  // namespace
 
@@ -32,8 +32,8 @@ void combine_all(const Combination& what, void* target, const void* const* sourc
         return;
     }
     const void* parts[MAX_WORLD];
-    for (std::size_t at = 0; at < count; at += BITE / size) {
-        const std::size_t length = std::min(BITE / size, count - at);
+    for (std::size_t at = 0; at < count; at += TILE_BYTES / size) {
+        const std::size_t length = std::min(TILE_BYTES / size, count - at);
         for (std::size_t i = 0; i < num_sources; ++i) {
             parts[i] = static_cast<const char*>(sources[i]) + at * size;
         }

@@ -1,4 +1,5 @@
-// Moving bytes out of shared memory: what the caches of two cores make of it.
+// Copies out of shared memory that mind the cache coherence protocol (MESI): claims, which make the
+// next write of the line cheaper, and non-temporal stores.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "core/shm/shared.hpp"
+#include "core/shm/layout.hpp"
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <emmintrin.h>
@@ -15,21 +16,21 @@
 
 namespace potluck::shm {
 
-// Claiming a cache line. In terms of MESI: a core that only reads a line leaves it Shared in both
-// cores' caches, and the next core that writes it must first have the other copy invalidated, which
-// takes several times as long as the read did. A core that stores into the line, if only the value
-// that is there, has it Modified, and the next writer gets it in one transfer. So a rank that reads
+// Claiming a cache line: storing the value that is there. In terms of MESI: a core that only reads
+// a line leaves it Shared in both cores' caches, and the next core that writes it must first have
+// the other copy invalidated, which takes several times as long as the read did. A core that stores
+// into the line has it Modified, and the next writer gets it in one transfer. So a rank that reads
 // a line which another rank wrote, and will write again, claims it in passing.
 //
-// A store into memory that another rank uses is safe only where no rank but this one touches the
-// line between the tick that gave it and the tick that frees it: `Movement::is_only_reader` says
-// where.
+// A store of an old value is a lost update if another rank writes the line at the same time. It is
+// safe only where no other rank uses the line between the tick that published it and the tick that
+// frees it: `RunningCall::is_only_reader` says where.
 //
 // Figures: 64 KiB written on one core and read on another, in turns, took 8.3 us without claims and
 // 2.6 us with them on a Zen 4, 33 and 12 us between distant cores. Claims in the same pass as the
 // read cost less than a pass of their own: 44 against 57 us for all-reduces of 1 MiB on two ranks.
 inline void claim_line(char* at) {
-    // volatile: a store of the value that was read is one that a compiler would leave out.
+    // volatile: compilers remove a store of the value that was just read.
     auto* word = reinterpret_cast<volatile std::uint32_t*>(at);
     *word = *word;
 }
@@ -38,8 +39,7 @@ inline void claim(char* at, std::size_t length) {
     for (std::size_t offset = 0; offset < length; offset += LINE) claim_line(at + offset);
 }
 
-// As memcpy, and claims what it reads line by line, while the line is in the first cache. `from`
-// begins a line.
+// memcpy that claims each line of `from` while that line is in the L1 cache. `from` begins a line.
 inline void copy_claimed(char* to, char* from, std::size_t length) {
     std::size_t at = 0;
     for (; at + LINE <= length; at += LINE) {
@@ -50,10 +50,11 @@ inline void copy_claimed(char* to, char* from, std::size_t length) {
     std::memcpy(to + at, from + at, length - at);
 }
 
-// As memcpy, past the caches: a plain store first reads the line that it overwrites, which for memory
-// that is in no cache costs as much again. May claim what it reads.
+// memcpy with non-temporal stores, past the caches: a plain store first reads the line that it
+// overwrites, which for memory that is in no cache costs as much again. May claim the lines that it
+// reads; `from` then begins a line.
 template <bool claims>
-inline void stream(char* to, std::conditional_t<claims, char*, const char*> from,
+inline void copy_nontemporal(char* to, std::conditional_t<claims, char*, const char*> from,
                    std::size_t length) {
 #if defined(__x86_64__) || defined(_M_X64)
     const std::size_t head = std::min(
@@ -65,7 +66,8 @@ inline void stream(char* to, std::conditional_t<claims, char*, const char*> from
         auto* target = reinterpret_cast<__m128i*>(to + at);
         const __m128i a = _mm_loadu_si128(lane), b = _mm_loadu_si128(lane + 1);
         const __m128i c = _mm_loadu_si128(lane + 2), d = _mm_loadu_si128(lane + 3);
-        if constexpr (claims) claim_line(from + at / LINE * LINE);  // `from` begins a line
+        // `at` is aligned for the stores, not the loads: claim the line in which the load began.
+        if constexpr (claims) claim_line(from + at / LINE * LINE);
         _mm_stream_si128(target, a);
         _mm_stream_si128(target + 1, b);
         _mm_stream_si128(target + 2, c);
@@ -73,6 +75,8 @@ inline void stream(char* to, std::conditional_t<claims, char*, const char*> from
     }
     if constexpr (claims) claim(from + at / LINE * LINE, length - at / LINE * LINE);
     std::memcpy(to + at, from + at, length - at);
+    // Non-temporal stores are weakly ordered: without the fence they could become visible after the
+    // store of this rank's next tick.
     _mm_sfence();
 #else
     if constexpr (claims) copy_claimed(to, from, length);

@@ -18,35 +18,36 @@ namespace potluck::shm {
 namespace {
 
 constexpr std::int64_t PHASE_NS = 600'000;
-// An answer that takes longer says how busy the machine is, not how fast.
-constexpr std::int64_t PATIENCE_NS = 200'000;
+// An answer that takes longer shows how busy the machine is, not how fast.
+constexpr std::int64_t TIMEOUT_NS = 200'000;
 constexpr std::size_t COUNT = 8192;
 
-// How those who wait for each other pass the time.
+// How the two threads of a ping-pong wait for each other.
 enum class Waiting { SPINNING, YIELDING, SLEEPING };
 
-void pass(Waiting how, Word& word, std::uint32_t seen) {
+void wait_for_change(Waiting how, Word& word, std::uint32_t seen) {
     switch (how) {
         case Waiting::SPINNING:
             return relax();
         case Waiting::YIELDING:
             return yield();
         case Waiting::SLEEPING:
-            return sleep_on({&word, seen}, PATIENCE_NS);
+            return sleep_on({&word, seen}, TIMEOUT_NS);
     }
 }
 
-// A thread that answers each number with the same number, after it has written what is to be read.
-class Partner {
+// The other thread of a ping-pong: answers each number with the same number. If `writes`, it first
+// writes an array, so that the array's lines are Modified in its core's cache.
+class Responder {
 public:
-    explicit Partner(Waiting how) : how_(how), written_(COUNT), thread_([this] { answer(); }) {}
-    ~Partner() {
+    explicit Responder(Waiting how) : how_(how), written_(COUNT), thread_([this] { answer(); }) {}
+    ~Responder() {
         is_over_.store(true);
         ask();
         thread_.join();
     }
-    Partner(const Partner&) = delete;
-    Partner& operator=(const Partner&) = delete;
+    Responder(const Responder&) = delete;
+    Responder& operator=(const Responder&) = delete;
 
     // Nanoseconds until the answer; -1 if it did not come in time.
     std::int64_t round() {
@@ -55,12 +56,11 @@ public:
         std::int64_t now = began;
         while (answered_.load(std::memory_order_acquire) != number) {
             now = now_ns();
-            if (now - began > PATIENCE_NS) return -1;
-            pass(how_, answered_, number - 1);
+            if (now - began > TIMEOUT_NS) return -1;
+            wait_for_change(how_, answered_, number - 1);
         }
         return now_ns() - began;
     }
-    // What it writes for each number from now on, in whole cache lines.
     float* written() { return written_.data(); }
 
     std::atomic<bool> writes{false};
@@ -75,7 +75,7 @@ private:
         std::uint32_t seen = 0;
         while (!is_over_.load()) {
             if (asked_.load(std::memory_order_acquire) == seen) {
-                pass(how_, asked_, seen);
+                wait_for_change(how_, asked_, seen);
                 continue;
             }
             seen = asked_.load();
@@ -93,23 +93,23 @@ private:
     std::thread thread_;
 };
 
-// Keeps this thread, and those it starts, on the core that it is on.
-class OneCore {
+// Pins this thread, and the threads that it starts, to the core that it runs on.
+class PinnedToCore {
 public:
 #if defined(__linux__)
-    OneCore() {
+    PinnedToCore() {
         cpu_set_t one;
         CPU_ZERO(&one);
         const int core = sched_getcpu();
         if (core < 0 || sched_getaffinity(0, sizeof before_, &before_) != 0) return;
         CPU_SET(static_cast<std::size_t>(core), &one);
-        is_kept = sched_setaffinity(0, sizeof one, &one) == 0;
+        is_pinned = sched_setaffinity(0, sizeof one, &one) == 0;
     }
-    ~OneCore() {
-        if (is_kept) sched_setaffinity(0, sizeof before_, &before_);
+    ~PinnedToCore() {
+        if (is_pinned) sched_setaffinity(0, sizeof before_, &before_);
     }
 #endif
-    bool is_kept = false;
+    bool is_pinned = false;
 
 private:
 #if defined(__linux__)
@@ -117,8 +117,8 @@ private:
 #endif
 };
 
-// The least of what `once` gives again and again (others that use the machine only add to it), 0 if
-// that is always negative.
+// The minimum of many runs of `once`, because other programs on the machine only add to a run; 0 if
+// every run is negative (failed).
 template <typename Once>
 double least(Once once) {
     std::int64_t found = -1;
@@ -135,24 +135,24 @@ double least(Once once) {
 Costs measure_costs() {
     Costs costs;
     {
-        Partner partner(Waiting::SLEEPING);
-        costs.wake_s = least([&] { return partner.round(); }) / 2e9;
+        Responder responder(Waiting::SLEEPING);
+        costs.wake_s = least([&] { return responder.round(); }) / 2e9;  // half a round trip
     }
     {
-        const OneCore here;
-        Partner partner(Waiting::YIELDING);
-        if (here.is_kept) costs.turn_s = least([&] { return partner.round(); }) / 2e9;
+        const PinnedToCore here;
+        Responder responder(Waiting::YIELDING);
+        if (here.is_pinned) costs.turn_s = least([&] { return responder.round(); }) / 2e9;
     }
     if (usable_cores() < 2) return costs;
-    Partner partner(Waiting::SPINNING);
-    costs.wait_s = least([&] { return partner.round(); }) / 2e9;
-    partner.writes.store(true);
+    Responder responder(Waiting::SPINNING);
+    costs.wait_s = least([&] { return responder.round(); }) / 2e9;
+    responder.writes.store(true);
     std::vector<float> sum(COUNT);
     const double read_ns = least([&]() -> std::int64_t {
-        if (partner.round() < 0) return -1;
+        if (responder.round() < 0) return -1;
         const std::int64_t began = now_ns();
-        claim(reinterpret_cast<char*>(partner.written()), COUNT * sizeof(float));
-        combine(Dtype::float32, Op::sum, sum.data(), partner.written(), COUNT);
+        claim(reinterpret_cast<char*>(responder.written()), COUNT * sizeof(float));
+        combine(Dtype::float32, Op::sum, sum.data(), responder.written(), COUNT);
         return now_ns() - began;
     });
     costs.byte_s = read_ns / 1e9 / (COUNT * sizeof(float));

@@ -6,8 +6,8 @@ namespace potluck::shm {
 
 namespace {
 
-constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
-// While callers compute there may be more threads than cores: this one hardly spins.
+constexpr std::int64_t MAX_SLEEP_NS = 50'000'000;
+// The engine thread hardly spins: callers compute meanwhile, and need the core.
 constexpr std::int64_t SPIN_NS = 2'000;
 
 }  // namespace
@@ -19,7 +19,7 @@ void Engine::serve(std::shared_ptr<Queue> queue) {
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
 }
 
-void Engine::ring() {
+void Engine::wake() {
     doorbell_.fetch_add(1, std::memory_order_seq_cst);
     if (is_asleep_.load(std::memory_order_seq_cst)) wake_all(doorbell_);
 }
@@ -29,7 +29,7 @@ void Engine::close() {
         const std::lock_guard hold(lock_);
         is_closed_ = true;
     }
-    ring();
+    wake();
     if (thread_.joinable()) thread_.join();
 }
 
@@ -41,30 +41,32 @@ void Engine::run() {
         // Read before the queues: work that is announced from here on changes the doorbell, so that
         // the thread does not sleep over it.
         const std::uint32_t seen = doorbell_.load(std::memory_order_seq_cst);
+        // A copy, so that no lock is held while a queue is polled: a queue takes its own lock.
         {
             const std::lock_guard hold(lock_);
             if (is_closed_) return;
             queues = queues_;
         }
         const std::int64_t now = now_ns();
-        const bool is_patient = idle_since != 0 && now - idle_since > SPIN_NS;
-        std::int64_t until = now + LONGEST_SLEEP_NS;
+        const bool may_sleep = idle_since != 0 && now - idle_since > SPIN_NS;
+        std::int64_t until = now + MAX_SLEEP_NS;
         bool has_moved = false;
         watches.assign(1, {&doorbell_, seen});
         for (const auto& queue : queues) {
             Watch watch{};
-            const Queue::Poll found = queue->poll(is_patient ? &watch : nullptr, &until);
+            const Queue::Poll found = queue->poll(may_sleep ? &watch : nullptr, &until);
             if (found == Queue::Poll::MOVED) has_moved = true;
             if (found == Queue::Poll::BLOCKED) watches.push_back(watch);
         }
         if (has_moved) {
             idle_since = 0;
-        } else if (!is_patient) {
+        } else if (!may_sleep) {
             if (idle_since == 0) idle_since = now;
             relax();
         } else {
-            // The flag first, then the doorbell: `ring` changes the doorbell, then reads the flag.
-            // So either `ring` sees a sleeper and wakes it, or this load sees the ring.
+            // Dekker's pattern, as in Channel::arrive: this thread stores the flag, then loads the
+            // doorbell; `wake` changes the doorbell, then loads the flag. So either `wake` sees a
+            // sleeper and makes the system call, or this load sees the new doorbell.
             is_asleep_.store(true, std::memory_order_seq_cst);
             if (doorbell_.load(std::memory_order_seq_cst) == seen) {
                 sleep_on_any(watches.data(), static_cast<int>(watches.size()), until - now_ns());

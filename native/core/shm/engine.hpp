@@ -1,4 +1,5 @@
-// The thread that moves what callers do not wait for, over all channels of a group.
+// The engine thread: makes progress on the calls that no caller waits for, over all channels of a
+// group. (Calls that a thread waits for are moved by that thread; see queue.hpp.)
 #pragma once
 
 #include <condition_variable>
@@ -19,10 +20,11 @@ public:
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // `queue` has calls; the thread starts with the first.
+    // Serve `queue` from now on. The thread starts with the first queue.
     void serve(std::shared_ptr<Queue> queue);
-    // There may be something to do.
-    void ring();
+    // A queue may have work. From any thread.
+    void wake();
+    // End the thread. Memory that a queue uses may be unmapped only after this.
     void close();
 
 private:

@@ -8,12 +8,12 @@ namespace potluck::shm {
 
 namespace {
 
-constexpr std::int64_t LONGEST_SLEEP_NS = 50'000'000;
-constexpr int MOST_ATTEMPTS = 100;
+constexpr std::int64_t MAX_SLEEP_NS = 50'000'000;
+constexpr int MAX_ATTEMPTS = 100;
 
 }  // namespace
 
-// -- telling that calls have ended
+// -- completion
 
 void Notifier::push(std::uint64_t id) {
     {
@@ -48,15 +48,20 @@ bool Ticket::watch() {
 void Ticket::end(Outcome how, Channel& channel) {
     outcome = how;
     if (how == Outcome::TIMEOUT || how == Outcome::LEFT || how == Outcome::DESYNC) {
-        faulty_rank = how == Outcome::TIMEOUT ? channel.laggard(movement.need()) : channel.faulty_rank;
-        if (how == Outcome::DESYNC) theirs = channel.theirs;
-        has_begun = faulty_rank < 0 || !channel.has_not_called(faulty_rank, movement.base());
+        faulty_rank = how == Outcome::TIMEOUT ? channel.straggler(running.condition())
+                                              : channel.faulty_rank;
+        if (how == Outcome::DESYNC) peer_fingerprint = channel.peer_fingerprint;
+        has_begun = faulty_rank < 0 || !channel.has_not_called(faulty_rank, running.base());
     }
 }
 
-// `done_` is OPEN, then AWAITED if a thread sleeps on it, then ENDED. The exchange tells whether
-// there is a sleeper, so that a call which nobody sleeps for costs no system call. `watched_` works
-// alike, for the notifier.
+// `done_` is OPEN, then AWAITED if a thread sleeps on it, then ENDED. The exchange tells whether a
+// thread sleeps, so that a call without a sleeper costs no system call; and since a sleeper sets
+// AWAITED by a compare-exchange from OPEN, it either comes before the exchange, and is woken, or
+// sees ENDED. `watched_` works alike, for the notifier.
+//
+// The exchange is a release: the outcome, and the result that the call wrote, precede it. After it
+// the waiting thread may free the arrays.
 void Ticket::publish(Notifier& notifier) {
     const bool has_failed = outcome != Outcome::DONE && outcome != Outcome::STOPPED;
     if (done_.exchange(ENDED, std::memory_order_seq_cst) == AWAITED) wake_all(done_);
@@ -66,7 +71,7 @@ void Ticket::publish(Notifier& notifier) {
 void Ticket::sleep(std::int64_t until_ns) {
     std::uint32_t before = OPEN;
     if (done_.compare_exchange_strong(before, AWAITED) || before == AWAITED) {
-        sleep_on({&done_, AWAITED}, std::min(until_ns - now_ns(), LONGEST_SLEEP_NS));
+        sleep_on({&done_, AWAITED}, std::min(until_ns - now_ns(), MAX_SLEEP_NS));
     }
 }
 
@@ -88,6 +93,7 @@ std::int64_t Queue::ongoing() {
         const std::lock_guard hold(lock_);
         if (!is_driven_ && calls_.empty()) return -1;
     }
+    // Without a lock: each counter only rises, so equal sums mean that no call has ended between.
     std::uint64_t ended = 0;
     for (const Stats& each : stats_) {
         for (const Counter& counter : each.seconds) ended += counter.get();
@@ -96,7 +102,7 @@ std::int64_t Queue::ongoing() {
 }
 
 bool Queue::reserve() {
-    for (int attempt = 0; attempt < MOST_ATTEMPTS; ++attempt) {
+    for (int attempt = 0; attempt < MAX_ATTEMPTS; ++attempt) {
         {
             const std::lock_guard hold(lock_);
             if (!calls_.empty()) return false;
@@ -105,26 +111,27 @@ bool Queue::reserve() {
                 return true;
             }
         }
-        relax();  // no call is left: the thread that ended the last one is about to let the channel go
+        relax();  // no call is left: the thread that ended the last one is about to release
     }
     return false;
 }
 
 template <class Wait>
 Outcome Queue::drive(Ticket& ticket, Wait&& wait) {
-    // A call that has all it needs ends well, whatever became of the group since it began.
-    if (!ticket.movement.has_begun() && channel.is_stopped()) return Outcome::STOPPED;
+    // Only a call that has not begun is refused. One that has begun may have all that it needs, and
+    // then ends well, as it does on the other ranks, though the group has ended since.
+    if (!ticket.running.has_begun() && channel.is_stopped()) return Outcome::STOPPED;
     while (true) {
-        Outcome outcome = ticket.movement.step(channel);
+        Outcome outcome = ticket.running.step(channel);
         if (outcome != Outcome::PENDING) return outcome;
-        outcome = wait(ticket.movement.need());
+        outcome = wait(ticket.running.condition());
         if (outcome != Outcome::DONE) return outcome;
     }
 }
 
 Outcome Queue::run(Ticket& ticket, std::int64_t until_ns) {
-    Outcome outcome = drive(ticket, [&](const Need& need) {
-        return channel.wait(need, std::min(until_ns, ticket.deadline_ns));
+    Outcome outcome = drive(ticket, [&](const Condition& condition) {
+        return channel.wait(condition, std::min(until_ns, ticket.deadline_ns));
     });
     if (outcome == Outcome::PENDING) {
         if (now_ns() < ticket.deadline_ns) return outcome;
@@ -134,8 +141,9 @@ Outcome Queue::run(Ticket& ticket, std::int64_t until_ns) {
     return outcome;
 }
 
-Outcome Queue::dash(Ticket& ticket) {
-    const Outcome outcome = drive(ticket, [&](const Need& need) { return channel.glance(need); });
+Outcome Queue::try_run(Ticket& ticket) {
+    const Outcome outcome = drive(
+        ticket, [&](const Condition& condition) { return channel.wait_briefly(condition); });
     if (outcome != Outcome::PENDING) end(ticket, outcome);
     return outcome;
 }
@@ -147,38 +155,42 @@ void Queue::end(Ticket& ticket, Outcome outcome) {
     release();
 }
 
-void Queue::hand_over(Tickets ticket) {
+// In front of the queue: calls that were submitted while this one ran come after it.
+void Queue::hand_over(TicketPtr ticket) {
     {
         const std::lock_guard hold(lock_);
         calls_.push_front(std::move(ticket));
         is_driven_ = false;
     }
-    engine_->ring();
+    engine_->wake();
 }
 
-void Queue::submit(Tickets ticket) {
+void Queue::submit(TicketPtr ticket) {
     {
         const std::lock_guard hold(lock_);
         calls_.push_back(std::move(ticket));
     }
-    engine_->ring();
+    engine_->wake();
 }
 
-bool Queue::wait(const Tickets& ticket, std::int64_t until_ns) {
+bool Queue::wait(const TicketPtr& ticket, std::int64_t until_ns) {
     const std::int64_t began = now_ns();
     while (!ticket->is_done()) {
         if (now_ns() >= until_ns) break;
-        if (!take()) {
+        // Another thread drives the channel, and may release it before it comes to this call (its
+        // own call has ended, or its time is over). Then the engine thread goes on, or this thread:
+        // therefore the sleep has a bound.
+        if (!try_acquire()) {
             ticket->sleep(until_ns);
             continue;
         }
         while (!ticket->is_done()) {
-            const Tickets first = front();
-            Outcome outcome = drive(*first, [&](const Need& need) {
-                return channel.wait(need, std::min(until_ns, first->deadline_ns));
+            const TicketPtr first = front();
+            Outcome outcome = drive(*first, [&](const Condition& condition) {
+                return channel.wait(condition, std::min(until_ns, first->deadline_ns));
             });
             if (outcome == Outcome::PENDING) {
-                if (now_ns() < first->deadline_ns) break;  // the caller's patience has ended
+                if (now_ns() < first->deadline_ns) break;  // `until_ns` has passed
                 outcome = Outcome::TIMEOUT;
             }
             finish_front(first, outcome);
@@ -190,23 +202,24 @@ bool Queue::wait(const Tickets& ticket, std::int64_t until_ns) {
 }
 
 Queue::Poll Queue::poll(Watch* watch, std::int64_t* until_ns) {
-    if (!take()) return Poll::IDLE;
+    if (!try_acquire()) return Poll::IDLE;
     bool has_moved = false;
     Poll found = Poll::IDLE;
-    while (const Tickets first = front()) {
+    while (const TicketPtr first = front()) {
         const std::uint32_t before = channel.tick();
-        const bool is_late = !first->movement.has_begun() && channel.is_stopped();
-        Outcome outcome = is_late ? Outcome::STOPPED : first->movement.step(channel);
+        const bool is_late = !first->running.has_begun() && channel.is_stopped();
+        Outcome outcome = is_late ? Outcome::STOPPED : first->running.step(channel);
         has_moved = has_moved || channel.tick() != before;
         if (outcome == Outcome::PENDING) {
-            const Need& need = first->movement.need();
-            outcome = channel.reason_to_stop(need);
+            // What Channel::wait does, without the waiting.
+            const Condition& condition = first->running.condition();
+            outcome = channel.reason_to_stop(condition);
             if (outcome == Outcome::PENDING && now_ns() >= first->deadline_ns) {
                 outcome = Outcome::TIMEOUT;
             }
             if (outcome == Outcome::PENDING) {
                 if (watch == nullptr) break;
-                if (!channel.prepare_sleep(need, watch)) continue;
+                if (!channel.prepare_sleep(condition, watch)) continue;
                 *until_ns = std::min(*until_ns, first->deadline_ns);
                 found = Poll::BLOCKED;
                 break;
@@ -224,16 +237,18 @@ Queue::Poll Queue::poll(Watch* watch, std::int64_t* until_ns) {
 
 void Queue::stop(bool for_all) {
     channel.stop(for_all);
-    if (has_work()) engine_->ring();
+    if (has_work()) engine_->wake();
 }
 
-bool Queue::take() {
+bool Queue::try_acquire() {
     {
         const std::lock_guard hold(lock_);
         if (is_driven_ || calls_.empty()) return false;
         is_driven_ = true;
     }
-    channel.awake();
+    // The engine thread may have announced a sleep on this channel. From here on this thread polls
+    // the ticks itself, and wake-ups of the engine thread would be system calls in vain.
+    channel.end_sleep();
     return true;
 }
 
@@ -244,10 +259,10 @@ void Queue::release() {
         is_driven_ = false;
         has_more = !calls_.empty();
     }
-    if (has_more) engine_->ring();
+    if (has_more) engine_->wake();
 }
 
-Tickets Queue::front() {
+TicketPtr Queue::front() {
     const std::lock_guard hold(lock_);
     return calls_.empty() ? nullptr : calls_.front();
 }
@@ -255,16 +270,18 @@ Tickets Queue::front() {
 void Queue::conclude(Ticket& ticket, Outcome outcome, std::int64_t now) {
     ticket.end(outcome, channel);
     if (outcome == Outcome::DONE) {
-        stats_[static_cast<std::size_t>(ticket.movement.call().kind)].add(now - ticket.began_ns,
+        stats_[static_cast<std::size_t>(ticket.running.call().kind)].add(now - ticket.began_ns,
                                                                           ticket.nbytes);
     } else {
-        // The slots hold half a call, and ranks differ in how far they are: no later call can be
-        // right.
+        // There is no recovery within a group: the slots hold half a call, and ranks differ in how
+        // far they are, so no later call could be right.
         channel.stop(true);
     }
 }
 
-void Queue::finish_front(const Tickets& ticket, Outcome outcome) {
+// Removed before it is published: its caller may make the next call at once, which must find the
+// queue empty.
+void Queue::finish_front(const TicketPtr& ticket, Outcome outcome) {
     conclude(*ticket, outcome, now_ns());
     {
         const std::lock_guard hold(lock_);

@@ -1,9 +1,13 @@
-// The queue of one channel's calls, and which thread moves them.
+// The queue of one channel's calls, and the rule for which thread drives the channel.
 //
-// One thread at a time drives a channel: the caller of a blocking call, a thread that waits for an
-// earlier call, or the engine thread. A caller that finds the channel driven by another thread
-// sleeps on its own ticket, since that thread moves the calls in order and comes to it; the engine
-// thread goes on to other channels.
+// Calls of a channel run in the order in which they were made, one at a time, driven by one thread
+// at a time: the caller of a blocking call, a thread that waits for an earlier call, or the engine
+// thread. (Waiting threads make the progress, as in MPI.) A waiting thread that finds the channel
+// driven by another one sleeps on its own ticket: the other thread moves the calls in order, and
+// comes to it. The engine thread goes on to other channels.
+//
+// `lock_` guards the queue and the flag `is_driven_`. It is never held while a call moves, nor
+// while another lock is taken.
 #pragma once
 
 #include <array>
@@ -15,18 +19,18 @@
 #include <mutex>
 
 #include "core/shm/channel.hpp"
-#include "core/shm/move.hpp"
+#include "core/shm/running_call.hpp"
 #include "core/shm/stats.hpp"
 
 namespace potluck::shm {
 
 class Engine;
 
-// The ids of calls that have ended and that Python wants to hear of, for one thread to take.
+// A completion queue: the ids of ended calls that Python must be told of, taken by one thread.
 class Notifier {
 public:
     void push(std::uint64_t id);
-    // The next one, 0 once `close` was called.
+    // Blocks; the next id, or 0 once `close` was called and all ids were taken.
     std::uint64_t next();
     void close();
 
@@ -37,19 +41,19 @@ private:
     bool is_closed_ = false;
 };
 
-// A call under way. Its memory must stay until it has ended.
+// A call under way and its completion. The arrays that it names must stay until it has ended.
 class Ticket {
 public:
     Ticket(const Call& call, std::int64_t timeout_ns, std::uint64_t nbytes, std::uint64_t id = 0)
-        : movement(call),
+        : running(call),
           nbytes(nbytes),
           id(id),
           began_ns(now_ns()),
           deadline_ns(began_ns + timeout_ns) {}
-    // The same call, as far as `other` has come. For a call that began on its caller's stack and is
-    // handed over to the engine thread; no thread may wait for `other` yet.
+    // The same call, as far as `other` has come: a call that began on its caller's stack is handed
+    // over to the engine thread. No thread may wait for `other`.
     Ticket(const Ticket& other)
-        : movement(other.movement),
+        : running(other.running),
           nbytes(other.nbytes),
           id(other.id),
           began_ns(other.began_ns),
@@ -57,15 +61,15 @@ public:
     Ticket& operator=(const Ticket&) = delete;
 
     bool is_done() const { return done_.load(std::memory_order_acquire) == ENDED; }
-    // Let the notifier tell when it ends; false if it has.
+    // Push the id to the notifier when the call ends; false if it has ended.
     bool watch();
-    // These are set before it is done.
+    // Set before `is_done`, whose store is a release: read them only after it.
     Outcome outcome = Outcome::PENDING;
     int faulty_rank = -1;
-    std::uint64_t theirs = 0;  // DESYNC: the fingerprint of that rank's call
-    bool has_begun = true;  // that rank has begun this call too
+    std::uint64_t peer_fingerprint = 0;  // after DESYNC: of the faulty rank's call
+    bool has_begun = true;               // whether the faulty rank has begun this call too
 
-    Movement movement;
+    RunningCall running;
     const std::uint64_t nbytes;
     const std::uint64_t id;
     const std::int64_t began_ns;
@@ -83,40 +87,42 @@ private:
     std::atomic<std::uint32_t> watched_{OPEN};
 };
 
-using Tickets = std::shared_ptr<Ticket>;
+using TicketPtr = std::shared_ptr<Ticket>;
 
 class Queue {
 public:
-    // `engine` drives the calls that no thread waits for; `notifier` hears of submitted calls that
-    // fail and of those that are watched.
+    // `engine` drives the calls that no thread waits for. `notifier` gets the submitted calls that
+    // fail or are watched.
     Queue(void* memory, const Shape& shape, int rank, std::int64_t spin_ns,
           std::shared_ptr<Engine> engine, std::shared_ptr<Notifier> notifier);
 
     Channel channel;
 
-    // A blocking call in three steps: `reserve` the channel; false if another call is before it
-    // (then `submit` this one). `run` the call in this thread until it has ended, which gives the
-    // channel back, or until `until_ns` (PENDING: run on, or `hand_over`). `dash` is a `run` that
-    // waits for other ranks a microsecond or two at most, for callers that hold a lock.
+    // A blocking call, without a queue entry. `reserve` the channel; false if another call comes
+    // first (`submit` this one then). `run` the call in this thread until it has ended, which
+    // releases the channel, or until `until_ns` (PENDING: `run` again, or `hand_over` to the engine
+    // thread). `try_run` is a `run` that waits for other ranks a microsecond or two at most, for
+    // callers that hold the interpreter lock.
     bool reserve();
-    Outcome dash(Ticket& ticket);
+    Outcome try_run(Ticket& ticket);
     Outcome run(Ticket& ticket, std::int64_t until_ns);
-    void hand_over(Tickets ticket);
+    void hand_over(TicketPtr ticket);
 
-    void submit(Tickets ticket);
-    // Block until the call has ended, moving the channel meanwhile; false at `until_ns`.
-    bool wait(const Tickets& ticket, std::int64_t until_ns);
+    void submit(TicketPtr ticket);
+    // Block until the call has ended, driving the channel meanwhile; false at `until_ns`.
+    bool wait(const TicketPtr& ticket, std::int64_t until_ns);
 
-    // For the engine thread: go on with what is first. `watch` is filled in if there is something
-    // to wait for and nothing can be done now (`until_ns` is lowered to its deadline).
+    // For the engine thread: go on with the first calls as far as possible, without blocking.
+    // BLOCKED: the first call waits for other ranks; `watch` is the word to sleep on, and
+    // `until_ns` is lowered to the call's deadline. Never BLOCKED with `watch` null.
     enum class Poll { IDLE, MOVED, BLOCKED };
     Poll poll(Watch* watch, std::int64_t* until_ns);
 
-    // The group is over, here or for all: everything that waits ends with STOPPED.
+    // The group is over, on this rank or on all: every call that waits ends with STOPPED.
     void stop(bool for_all);
     bool has_work();
-    // The number of calls that have ended, if a call is under way; -1 if none is. Two equal
-    // answers: the same call. For any thread.
+    // The number of calls that have ended, if a call is under way; -1 if none is. So two equal
+    // answers mean that the same call is still under way. From any thread.
     std::int64_t ongoing();
     // This rank makes no more calls.
     void leave() { channel.leave(); }
@@ -126,22 +132,22 @@ public:
     std::uint64_t blocked_ns() const { return blocked_.get(); }
 
 private:
-    bool take();
+    bool try_acquire();
     void release();
-    Tickets front();
-    // Step by step; `wait(need)` between them, until it is not DONE.
+    TicketPtr front();
+    // Alternate steps of the call and `wait(condition)`, until the call ends or `wait` is not DONE.
     template <class Wait>
     Outcome drive(Ticket& ticket, Wait&& wait);
-    // A call that was `run` is over: give the channel back.
+    // A call that was `run` has ended: release the channel.
     void end(Ticket& ticket, Outcome outcome);
     void conclude(Ticket& ticket, Outcome outcome, std::int64_t now);
-    void finish_front(const Tickets& ticket, Outcome outcome);
+    void finish_front(const TicketPtr& ticket, Outcome outcome);
 
     std::shared_ptr<Engine> engine_;
     std::shared_ptr<Notifier> notifier_;
     std::mutex lock_;
     bool is_driven_ = false;
-    std::deque<Tickets> calls_;
+    std::deque<TicketPtr> calls_;
     std::array<Stats, NUM_KINDS> stats_;
     Counter blocked_;
 };

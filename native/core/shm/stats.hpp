@@ -1,16 +1,16 @@
-// What went through shared memory, counted where it happens: a few integers per call.
+// Statistics of the calls through shared memory: histograms of their times and sizes.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstdint>
 
-#include "core/shm/move.hpp"
+#include "core/shm/running_call.hpp"
 
 namespace potluck::shm {
 
-// A counter with one writer, the thread that drives the channel, and any number of readers. So it
-// needs no read-modify-write instruction.
+// A counter with one writer at a time, the thread that drives the channel, and any number of
+// readers. So it needs no atomic read-modify-write, which would cost some 20 cycles in each call.
 class Counter {
 public:
     void add(std::uint64_t amount) {

@@ -18,8 +18,8 @@ namespace potluck::shm {
 
 namespace {
 
-constexpr std::int64_t LEAST_NAP_NS = 1'000;
-constexpr std::int64_t LONGEST_NAP_NS = 1'000'000;
+constexpr std::int64_t MIN_SLEEP_NS = 1'000;
+constexpr std::int64_t MAX_SLEEP_NS = 1'000'000;
 
 bool all_unchanged(const Watch* watches, int num) {
     return std::all_of(watches, watches + num, [](const Watch& watch) {
@@ -27,8 +27,9 @@ bool all_unchanged(const Watch* watches, int num) {
     });
 }
 
-// For systems without futexes (and kernels without futex_waitv): yield, then ever longer naps.
-void nap(const Watch* watches, int num, std::int64_t timeout_ns) {
+// For systems without futexes, and kernels without futex_waitv (Linux before 5.16): yield once,
+// then poll with exponential backoff.
+void poll_with_backoff(const Watch* watches, int num, std::int64_t timeout_ns) {
     const std::int64_t until = now_ns() + timeout_ns;
     std::int64_t length = 0;
     while (all_unchanged(watches, num)) {
@@ -36,11 +37,11 @@ void nap(const Watch* watches, int num, std::int64_t timeout_ns) {
         if (left <= 0) return;
         if (length == 0) {
             std::this_thread::yield();
-            length = LEAST_NAP_NS;
+            length = MIN_SLEEP_NS;
             continue;
         }
         std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(length, left)));
-        length = std::min(2 * length, LONGEST_NAP_NS);
+        length = std::min(2 * length, MAX_SLEEP_NS);
     }
 }
 
@@ -49,7 +50,7 @@ void nap(const Watch* watches, int num, std::int64_t timeout_ns) {
 #define SYS_futex_waitv 449
 #endif
 
-// As in linux/futex.h, which older headers lack.
+// struct futex_waitv of linux/futex.h, which older headers lack.
 struct WaitEntry {
     std::uint64_t value;
     std::uint64_t address;
@@ -58,7 +59,7 @@ struct WaitEntry {
 };
 
 constexpr std::uint32_t SIZE_32 = 2;
-constexpr int MOST_WORDS = 128;
+constexpr int MAX_WORDS = 128;
 #endif
 
 }  // namespace
@@ -92,9 +93,11 @@ void sleep_on(Watch watch, std::int64_t timeout_ns) {
 #if defined(__linux__)
     timespec limit{static_cast<time_t>(timeout_ns / 1'000'000'000),
                    static_cast<long>(timeout_ns % 1'000'000'000)};
+    // Not FUTEX_WAIT_PRIVATE: sleeper and waker are processes that map the word at different
+    // addresses, and a private futex is found by its address within one process.
     syscall(SYS_futex, watch.word, FUTEX_WAIT, watch.seen, &limit, nullptr, 0);
 #else
-    nap(&watch, 1, timeout_ns);
+    poll_with_backoff(&watch, 1, timeout_ns);
 #endif
 }
 
@@ -105,30 +108,32 @@ void sleep_on_any(const Watch* watches, int num, std::int64_t timeout_ns) {
     }
     if (timeout_ns <= 0) return;
 #if defined(__linux__)
-    if (num <= MOST_WORDS) {
-        WaitEntry entries[MOST_WORDS];
+    if (num <= MAX_WORDS) {
+        WaitEntry entries[MAX_WORDS];
         for (int i = 0; i < num; ++i) {
             entries[i] = {watches[i].seen, reinterpret_cast<std::uint64_t>(watches[i].word),
                           SIZE_32, 0};
         }
-        timespec until{};
+        timespec until{};  // futex_waitv takes a moment, where futex takes a duration
         clock_gettime(CLOCK_MONOTONIC, &until);
         const std::int64_t at = until.tv_nsec + timeout_ns;
         until.tv_sec += static_cast<time_t>(at / 1'000'000'000);
         until.tv_nsec = static_cast<long>(at % 1'000'000'000);
         const long result =
             syscall(SYS_futex_waitv, entries, num, 0, &until, static_cast<long>(CLOCK_MONOTONIC));
+        // ENOSYS: an older kernel. EPERM: a seccomp filter of a container. All else ends the sleep
+        // (EAGAIN: a word has changed; EINTR; ETIMEDOUT).
         if (result >= 0 || (errno != ENOSYS && errno != EPERM)) return;
     }
 #endif
-    nap(watches, num, timeout_ns);
+    poll_with_backoff(watches, num, timeout_ns);
 }
 
 void wake_all(Word& word) {
 #if defined(__linux__)
     syscall(SYS_futex, &word, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0);
 #else
-    (void)word;  // sleepers look for themselves
+    (void)word;  // sleepers poll
 #endif
 }
 

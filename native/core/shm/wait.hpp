@@ -1,6 +1,7 @@
-// Sleeping until a word in memory changes, also when another process changes it.
+// Sleeping until a word in memory changes (a futex), also when another process changes it.
 //
-// Linux has the futex for this. Elsewhere a sleeper looks again and again, less and less often.
+// Systems other than Linux have no futex between processes; there a sleeper polls the word, with
+// increasing pauses.
 #pragma once
 
 #include <atomic>
@@ -14,7 +15,8 @@ namespace potluck::shm {
 
 using Word = std::atomic<std::uint32_t>;
 
-// A word, and the value it had when its reader decided to sleep.
+// A word, and the value that it had before its reader decided to sleep. If the word has changed
+// since, the sleep ends at once: no wake-up is lost between the two.
 struct Watch {
     Word* word;
     std::uint32_t seen;
@@ -29,10 +31,11 @@ int usable_cores();
 // The processor that this thread runs on now, -1 where the system does not tell.
 int current_core();
 
-// Let another thread that could run have this core.
+// Let another runnable thread have this core.
 void yield();
 
-// Sleep while `*watch.word == watch.seen`, at most `timeout_ns`. May return early.
+// Sleep while `*watch.word == watch.seen`, at most `timeout_ns`. May return early (a signal, or a
+// wake-up that was meant for an earlier sleep), so callers check what they wait for in a loop.
 void sleep_on(Watch watch, std::int64_t timeout_ns);
 
 // The same for several words: returns when any of them has changed.
@@ -41,7 +44,7 @@ void sleep_on_any(const Watch* watches, int num, std::int64_t timeout_ns);
 // Wake all that sleep on `word`, in any process. The caller has changed it.
 void wake_all(Word& word);
 
-// Tell the processor that this is a spinning wait.
+// A hint to the processor that this is a spinning wait.
 inline void relax() {
 #if defined(__x86_64__) || defined(_M_X64)
     _mm_pause();

@@ -242,7 +242,7 @@ class Communicator:
         """The number of the next call of this channel, one that goes over links."""
         if self._shm is not None:
             number = self._shm.take_number()
-            self._shm.note_elsewhere(number, call.fingerprint)
+            self._shm.note_link_call(number, call.fingerprint)
             return number
         self._sequence += 1
         return self._sequence - 1

@@ -137,11 +137,11 @@ class ChannelMemory:
         self.number += 1
         return self.number - 1
 
-    def note_elsewhere(self, number: int, fingerprint: int) -> None:
+    def note_link_call(self, number: int, fingerprint: int) -> None:
         """Call ``number`` goes over links. A rank that waits for it in shared memory sees that and
         raises Desync at once."""
         if self._native is not None:
-            self._native.note_elsewhere(number, fingerprint)
+            self._native.note_link_call(number, fingerprint)
 
     def takes(self, request: Request) -> bool:
         """Whether a call is for shared memory: False once it is known that there is none."""

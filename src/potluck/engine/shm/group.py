@@ -251,15 +251,15 @@ class GroupMemory:
             if work is not None:
                 work.done()
             else:
-                self._tell_left()
+                self._tell_abandoned()
 
-    def _tell_left(self) -> None:
+    def _tell_abandoned(self) -> None:
         """End the group over a blocking call that failed after a signal interrupted its caller."""
         with self._lock:
             channels = list(self._open)
         for channel, _, _, peers in channels:
-            if (left := channel.left_failure()) is not None:
-                operation, failure = left
+            if (abandoned := channel.abandoned_failure()) is not None:
+                operation, failure = abandoned
                 call = f"{operation} (its caller was interrupted)"
                 self._loop.abort(self._error_of(Failure.of(peers, *failure), call))
 

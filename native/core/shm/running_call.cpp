@@ -1,4 +1,4 @@
-#include "core/shm/move.hpp"
+#include "core/shm/running_call.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -10,62 +10,66 @@ namespace potluck::shm {
 
 namespace {
 
-// How much is claimed and combined at a time: small enough that a claimed line is still in the L1
-// cache when the kernel reads it.
-constexpr std::size_t BITE = 16 * 1024;
-constexpr std::size_t LEAST_BITE = 2 * 1024;
+// Bytes that are claimed and combined at a time (loop tiling): few enough that a claimed line is
+// still in the L1 cache when the kernel reads it.
+constexpr std::size_t TILE_BYTES = 16 * 1024;
+constexpr std::size_t MIN_TILE_BYTES = 2 * 1024;
 // For how many rounds a slot is in use: it is written in one round and combined in the next, and in
 // a reduction by slices the sums in it are copied out in the round after that. So a slot written in
 // round `r` is free once every rank's tick is `r + 3`.
-constexpr std::uint32_t MOST_ROUNDS_IN_USE = 3;
+constexpr std::uint32_t MAX_ROUNDS_IN_USE = 3;
 
 std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
 
 }  // namespace
 
-Outcome Movement::step(Channel& channel) {
+Outcome RunningCall::step(Channel& channel) {
     if (channel_ == nullptr) {
         channel_ = &channel;
         begin(channel);
     }
     for (; iteration_ < num_blocks_ + depth_; ++iteration_) {
         if (stage_ == 0) {
-            if (iteration_ < num_blocks_ && gives()) {
-                need_ = free_slot();
-                if (!channel.has(need_)) return Outcome::PENDING;
-                give(iteration_);
+            if (iteration_ < num_blocks_ && writes_slot()) {
+                condition_ = when_slot_is_free();
+                if (!channel.is_met(condition_)) return Outcome::PENDING;
+                copy_in(iteration_);
             }
             stage_ = 1;
         }
         if (stage_ == 1) {
-            if (iteration_ > 0 && listens()) {
-                need_ = takes();
-                if (!channel.has(need_)) return Outcome::PENDING;
+            if (iteration_ > 0 && reads_slots()) {
+                condition_ = when_data_is_ready();
+                if (!channel.is_met(condition_)) return Outcome::PENDING;
                 if (!has_compared_) {
-                    if (channel.has_dissenter(need_.who, call_.fingerprint)) return Outcome::DESYNC;
+                    if (channel.has_mismatch(condition_.peer, call_.fingerprint)) {
+                        return Outcome::DESYNC;
+                    }
                     has_compared_ = true;
                 }
-                if (iteration_ <= num_blocks_) take(iteration_ - 1);
-                if (depth_ == 2 && iteration_ > 1) bring_home(iteration_ - 2);
+                if (iteration_ <= num_blocks_) consume(iteration_ - 1);
+                if (depth_ == 2 && iteration_ > 1) gather_sums(iteration_ - 2);
             }
             stage_ = 2;
         }
         // The fingerprint lies in the cache line of the tick, which all waiting ranks poll. Stored
         // right before the tick, it costs no second transfer of that line.
         if (iteration_ == 0) channel.publish(call_.fingerprint);
+        // No tick after the last iteration: no rank waits for it. The slots that were read last
+        // are known to be free by the ticks of the next call (when_slot_is_free).
         if (iteration_ + 1 < num_blocks_ + depth_) channel.arrive();
         stage_ = 0;
     }
     return Outcome::DONE;
 }
 
-void Movement::begin(Channel& channel) {
+void RunningCall::begin(Channel& channel) {
     base_ = channel.tick();
     channel.number = call_.number;
     const Shape& shape = channel.shape;
     const auto world = static_cast<std::size_t>(shape.world);
     const std::size_t bytes = call_.count * call_.itemsize;
-    std::size_t most = shape.slot_bytes / call_.itemsize;
+    std::size_t max_count = shape.slot_bytes / call_.itemsize;
     std::size_t unit = std::max<std::size_t>(1, LINE / call_.itemsize);
     switch (call_.kind) {
         case Kind::ALL_REDUCE:
@@ -76,24 +80,28 @@ void Movement::begin(Channel& channel) {
         case Kind::REDUCE_SCATTER:
         case Kind::ALL_TO_ALL:
         case Kind::SCATTER:
-            most /= world;
+            max_count /= world;
             break;
         default:
             break;
     }
-    most = most / unit * unit;
-    // Large results are stored past the caches. Not those of a reduction, unless ranks share cores:
-    // the core has just read what it overwrites, so the lines are in its caches anyway.
+    max_count = max_count / unit * unit;
+    // Large results are stored past the caches, or they would push out the slots. Not those of a
+    // reduction, unless ranks share cores: the core has just read the lines that it overwrites.
     const bool collects = call_.kind == Kind::ALL_GATHER || call_.kind == Kind::ALL_TO_ALL;
     const bool reduces = call_.kind == Kind::ALL_REDUCE || call_.kind == Kind::REDUCE;
-    is_large_ = bytes * world * (collects ? world : 1) > cpu().last_cache / (reduces ? 1 : 4) &&
-                (!reduces || channel.shares_cores());
-    num_blocks_ = static_cast<int>(std::max<std::size_t>(1, (call_.count + most - 1) / most));
+    const std::size_t result_bytes = bytes * world * (collects ? world : 1);
+    bypasses_cache_ = result_bytes > cpu().last_cache / (reduces ? 1 : 4) &&
+                      (!reduces || channel.shares_cores());
+    // Blocks of equal length: a short last block would cost a whole round too. `int` is enough for
+    // their number: even a 64th of a slot is about 1 KiB, and 2^31 of those are 2 TiB.
+    const std::size_t num_blocks = (call_.count + max_count - 1) / max_count;
+    num_blocks_ = static_cast<int>(std::max<std::size_t>(1, num_blocks));
     const auto blocks = static_cast<std::size_t>(num_blocks_);
-    block_ = std::min(most, round_up((call_.count + blocks - 1) / blocks, unit));
+    block_ = std::min(max_count, round_up((call_.count + blocks - 1) / blocks, unit));
 }
 
-bool Movement::gives() const {
+bool RunningCall::writes_slot() const {
     const bool is_root = channel_->rank == call_.root;
     switch (call_.kind) {
         case Kind::BROADCAST:
@@ -106,7 +114,7 @@ bool Movement::gives() const {
     }
 }
 
-bool Movement::listens() const {
+bool RunningCall::reads_slots() const {
     const bool is_root = channel_->rank == call_.root;
     switch (call_.kind) {
         case Kind::BROADCAST:
@@ -121,43 +129,45 @@ bool Movement::listens() const {
     }
 }
 
-Need Movement::free_slot() const {
+Condition RunningCall::when_slot_is_free() const {
     const auto index = static_cast<std::uint32_t>(iteration_);
     const auto slots = static_cast<std::uint32_t>(channel_->shape.num_slots);
-    // The slot was last written `slots` rounds ago, by the call before, which may have been of
-    // another kind: it is free MOST_ROUNDS_IN_USE rounds after that. Never wait for more than one
-    // tick of this call, though: a rank that has ticked once in it has ended the call before.
-    if (index < slots) return {ALL, base_ + std::min(index + MOST_ROUNDS_IN_USE, slots + 1) - slots};
+    // The slot was last written `slots` rounds ago, by an earlier call, which may have been of
+    // another kind: it is free MAX_ROUNDS_IN_USE rounds after that. But never wait for more than
+    // the first tick of this call: a rank that has ticked in it has ended the calls before, so all
+    // their slots are free.
+    if (index < slots) return {ALL, base_ + std::min(index + MAX_ROUNDS_IN_USE, slots + 1) - slots};
     if (call_.kind != Kind::BROADCAST) {
-        // Block `index - slots` of this call lies there. It is done with `depth_` iterations later,
-        // and an iteration ends with a tick.
+        // Block `index - slots` of this call lies there. The last stage that uses it is `depth_`
+        // iterations later, and an iteration ends with a tick.
         return {ALL, base_ + index - slots + static_cast<std::uint32_t>(depth_) + 1};
     }
-    const auto common = static_cast<std::uint32_t>(num_common_slots());
-    // Slots of other ranks: they are free once all ranks are in this call.
-    if (index < common) return {ALL, base_ + 1};
+    const auto ring = static_cast<std::uint32_t>(num_broadcast_slots());
+    // Slots of other ranks: their owners, and those that read from them, have finished the calls
+    // before once they have ticked in this call.
+    if (index < ring) return {ALL, base_ + 1};
     // A full ring: sleep until half of it is free, not until one slot is.
-    return {ALL, base_ + index - common + 2, common / 2 - 1};
+    return {ALL, base_ + index - ring + 2, ring / 2 - 1};
 }
 
-Need Movement::takes() const {
+Condition RunningCall::when_data_is_ready() const {
     const std::uint32_t round = base_ + static_cast<std::uint32_t>(iteration_);
     if (call_.kind == Kind::SCATTER) return {call_.root, round};
     if (call_.kind != Kind::BROADCAST) return {ALL, round};
-    // A reader that sleeps is woken once half of the ring is full. The root sleeps until half of it
-    // is free. They can't both sleep: `ahead` of both together is less than the slots, so one of
-    // the two conditions always holds.
-    const int ahead = std::min(num_common_slots() / 2 - 1, num_blocks_ - iteration_);
+    // A reader that sleeps is woken once half of the ring is full, the root once half of it is
+    // free. The root and a reader can't both sleep (deadlock): the two `ahead` together are less
+    // than the number of slots, so one of the two conditions always holds.
+    const int ahead = std::min(num_broadcast_slots() / 2 - 1, num_blocks_ - iteration_);
     return {call_.root, round, static_cast<std::uint32_t>(ahead)};
 }
 
-Movement::Span Movement::block(int index) const {
+RunningCall::Span RunningCall::block(int index) const {
     const std::size_t at = std::min(call_.count, static_cast<std::size_t>(index) * block_);
     return {at, std::min(block_, call_.count - at)};
 }
 
 // The part of `block` that `of_rank` combines, relative to the block.
-Movement::Span Movement::slice(Span block, int of_rank) const {
+RunningCall::Span RunningCall::slice(Span block, int of_rank) const {
     const auto world = static_cast<std::size_t>(channel_->shape.world);
     const std::size_t unit = std::max<std::size_t>(1, LINE / call_.itemsize);
     const std::size_t each = round_up((block.length + world - 1) / world, unit);
@@ -165,41 +175,43 @@ Movement::Span Movement::slice(Span block, int of_rank) const {
     return {at, std::min(each, block.length - at)};
 }
 
-char* Movement::slot(int of_rank, int index) const {
+char* RunningCall::slot(int of_rank, int index) const {
     return channel_->slot(of_rank, base_ + static_cast<std::uint32_t>(index));
 }
 
-// Where the sum of `owner`'s slice of a block lies: in the owner's own slot. With two ranks in the
-// other rank's slot, over that rank's part of the slice: the owner has just read those lines, and
-// the other rank reads the sum next, so that the lines go back to their writer in one transfer.
-char* Movement::total_slot(int owner, int index) const {
+// Where the sum of `owner`'s slice of a block lies: in the owner's slot. With two ranks it lies in
+// the other rank's slot, over that rank's contribution: the owner has just read those lines, and
+// the other rank reads the sum next and writes the slot again, so each line goes back to its next
+// writer in one transfer.
+char* RunningCall::sum_slot(int owner, int index) const {
     return slot(channel_->shape.world == 2 ? 1 - owner : owner, index);
 }
 
 // Where block `index` of a broadcast lies: in the root's slots, then in those of the ranks after
 // it.
-char* Movement::common_slot(int index) const {
+char* RunningCall::broadcast_slot(int index) const {
     return slot((call_.root + index / channel_->shape.num_slots) % channel_->shape.world, index);
 }
 
-int Movement::num_common_slots() const {
+int RunningCall::num_broadcast_slots() const {
     return channel_->shape.num_slots * channel_->shape.world;
 }
 
-// Whether the result lies in this rank's own part of the source. Combining block by block would
-// then overwrite a source before it is read, so that part goes through the slot as well.
-bool Movement::is_over_own_part() const {
+// Whether the result is this rank's own part of the source (reduce_scatter in place). With more
+// than two ranks the kernel writes the result before it has read all sources, so this rank's part
+// must be read from the slot, as the other parts are.
+bool RunningCall::overwrites_own_part() const {
     const auto me = static_cast<std::size_t>(channel_->rank);
     return call_.kind == Kind::REDUCE_SCATTER &&
            call_.result == call_.source + me * call_.count * call_.itemsize;
 }
 
-// Whether this rank is the only reader of what it takes from the other ranks' slots, so that it may
-// claim those cache lines (copy.hpp). With two ranks it always is. With more: in an all-reduce of
-// two steps each rank reads its own slice of the others' slots, and in an all-to-all or a scatter
-// its own part; but in an all-gather, a broadcast or a small all-reduce all ranks read the same
-// lines at the same time, and claims would pull the lines from one reader to the next.
-bool Movement::is_only_reader() const {
+// Whether this rank is the only reader of the cache lines that it reads from other ranks' slots, so
+// that it may claim them (copy.hpp). With two ranks it always is. With more it is where each rank
+// reads a slice or a part of its own: in a large all-reduce, an all-to-all or a scatter. In an
+// all-gather, a broadcast or a small all-reduce all ranks read the same lines at the same time, and
+// claims would pull the lines from one reader to the next.
+bool RunningCall::is_only_reader() const {
     switch (call_.kind) {
         case Kind::ALL_REDUCE:
             return depth_ == 2 || channel_->shape.world == 2;
@@ -211,41 +223,44 @@ bool Movement::is_only_reader() const {
     }
 }
 
-void Movement::copy_slice(char* to, const char* from, std::size_t length) const {
+void RunningCall::copy_slice(char* to, const char* from, std::size_t length) const {
     if (length != 0 && to != from) std::memcpy(to, from, length * call_.itemsize);
 }
 
-void Movement::copy_own(char* to, const char* from, std::size_t length) const {
-    if (is_large_ && to != from && length != 0) stream<false>(to, from, length * call_.itemsize);
-    else copy_slice(to, from, length);
+void RunningCall::copy_own(char* to, const char* from, std::size_t length) const {
+    if (bypasses_cache_ && to != from && length != 0) {
+        copy_nontemporal<false>(to, from, length * call_.itemsize);
+    } else {
+        copy_slice(to, from, length);
+    }
 }
 
-void Movement::copy_out(char* to, char* from, std::size_t length, bool is_claimed) const {
+void RunningCall::copy_out(char* to, char* from, std::size_t length, bool is_claimed) const {
     if (length == 0) return;
     if (!is_claimed) copy_own(to, from, length);
-    else if (is_large_) stream<true>(to, from, length * call_.itemsize);
+    else if (bypasses_cache_) copy_nontemporal<true>(to, from, length * call_.itemsize);
     else copy_claimed(to, from, length * call_.itemsize);
 }
 
-void Movement::combine(int index, std::size_t offset, std::size_t length, const char* own,
+void RunningCall::combine(int index, std::size_t offset, std::size_t length, const char* own,
                        char* total, char* result) const {
     const int rank = channel_->rank, world = channel_->shape.world;
     const std::size_t size = call_.itemsize;
-    // With two ranks the claim is a store that is needed anyway, or costs no read of its own: the
-    // sum, or else a copy of it, goes over the other rank's part, so that this core has those lines
-    // Modified and the other rank, which uses them next, gets them in one transfer.
+    // With two ranks the claim costs no pass of its own: the sum, or a copy of it, is stored over
+    // the other rank's part. This core then has those lines Modified, and the other rank, which
+    // uses them next, gets them in one transfer.
     char* const others = world == 2 ? slot(1 - rank, index) + offset : nullptr;
     if (result == nullptr && total != others) result = others;
     const bool is_claimed = world > 2 && is_only_reader();
-    const std::size_t bite =
-        std::max(LEAST_BITE, BITE / static_cast<std::size_t>(world - 1) / LINE * LINE) / size;
+    const std::size_t share = TILE_BYTES / static_cast<std::size_t>(world - 1) / LINE * LINE;
+    const std::size_t tile = std::max(MIN_TILE_BYTES, share) / size;
     const void* sources[MAX_WORLD];
-    for (std::size_t done = 0; done < length; done += bite) {
-        const std::size_t some = std::min(bite, length - done), at = done * size;
+    for (std::size_t done = 0; done < length; done += tile) {
+        const std::size_t some = std::min(tile, length - done), at = done * size;
         for (int other = 0; other < world; ++other) {
             char* theirs = slot(other, index) + offset + at;
-            // Before combining, and only a bite of it: the lines come once, as Modified, and are
-            // still in the first cache when the kernel reads them.
+            // Claimed just before the kernel reads them: the lines are transferred once, as
+            // Modified, and are then read from the L1 cache.
             if (is_claimed && other != rank) claim(theirs, some * size);
             sources[other] = other == rank && own != nullptr ? own + at : theirs;
         }
@@ -254,11 +269,11 @@ void Movement::combine(int index, std::size_t offset, std::size_t length, const 
     }
 }
 
-void Movement::give(int index) {
+void RunningCall::copy_in(int index) {
     const int rank = channel_->rank, world = channel_->shape.world;
     const std::size_t size = call_.itemsize;
     const Span span = block(index);
-    char* mine = call_.kind == Kind::BROADCAST ? common_slot(index) : slot(rank, index);
+    char* mine = call_.kind == Kind::BROADCAST ? broadcast_slot(index) : slot(rank, index);
     switch (call_.kind) {
         case Kind::BARRIER:
             break;
@@ -280,7 +295,7 @@ void Movement::give(int index) {
         case Kind::SCATTER:
             for (int other = 0; other < world; ++other) {
                 const auto part = static_cast<std::size_t>(other);
-                if (other == rank && !is_over_own_part()) continue;  // read from the user's array
+                if (other == rank && !overwrites_own_part()) continue;  // `consume` reads the array
                 copy_slice(mine + part * block_ * size,
                            call_.source + (part * call_.count + span.at) * size, span.length);
             }
@@ -291,7 +306,7 @@ void Movement::give(int index) {
             copy_slice(mine, call_.source + span.at * size, span.length);
             break;
     }
-    // The root of a scatter never reads from a slot, so it copies its own part here.
+    // The root of a scatter never consumes a block, so it copies its own part here.
     if (call_.kind == Kind::SCATTER) {
         copy_slice(call_.result + span.at * size,
                    call_.source + (static_cast<std::size_t>(rank) * call_.count + span.at) * size,
@@ -299,7 +314,7 @@ void Movement::give(int index) {
     }
 }
 
-void Movement::take(int index) {
+void RunningCall::consume(int index) {
     const int rank = channel_->rank, world = channel_->shape.world;
     const auto me = static_cast<std::size_t>(rank);
     const std::size_t size = call_.itemsize;
@@ -313,21 +328,21 @@ void Movement::take(int index) {
             const char* const source = call_.source + span.at * size;
             if (depth_ == 1) {
                 // With more than two ranks the kernel writes the result before it has read all
-                // sources. In an in-place call that would overwrite this rank's source, so it reads
-                // its slot.
+                // sources. In an in-place call the result is this rank's source, so that is read
+                // from the slot.
                 combine(index, 0, span.length, world == 2 ? source : nullptr, result, nullptr);
                 break;
             }
             const Span part = slice(span, rank);
             const std::size_t offset = part.at * size;
             const bool keeps = call_.kind == Kind::ALL_REDUCE || rank == call_.root;
-            combine(index, offset, part.length, source + offset, total_slot(rank, index) + offset,
+            combine(index, offset, part.length, source + offset, sum_slot(rank, index) + offset,
                     keeps ? result + offset : nullptr);
             break;
         }
         case Kind::REDUCE_SCATTER:
             combine(index, me * block_ * size, span.length,
-                    is_over_own_part() ? nullptr
+                    overwrites_own_part() ? nullptr
                                        : call_.source + (me * call_.count + span.at) * size,
                     result, nullptr);
             break;
@@ -350,7 +365,7 @@ void Movement::take(int index) {
             }
             break;
         case Kind::BROADCAST:
-            copy_out(result, common_slot(index), span.length, is_only_reader());
+            copy_out(result, broadcast_slot(index), span.length, is_only_reader());
             break;
         case Kind::SCATTER:
             copy_out(result, slot(call_.root, index) + me * block_ * size, span.length,
@@ -359,7 +374,9 @@ void Movement::take(int index) {
     }
 }
 
-void Movement::bring_home(int index) {
+// With one reader of a sum (two ranks, or a reduce, which only the root copies out) its lines are
+// claimed.
+void RunningCall::gather_sums(int index) {
     const int rank = channel_->rank, world = channel_->shape.world;
     if (call_.kind == Kind::REDUCE && rank != call_.root) return;
     const bool is_claimed = world == 2 || call_.kind == Kind::REDUCE;
@@ -369,7 +386,7 @@ void Movement::bring_home(int index) {
         const int other = (rank + i) % world;
         const Span part = slice(span, other);
         copy_out(call_.result + (span.at + part.at) * size,
-                 total_slot(other, index) + part.at * size, part.length, is_claimed);
+                 sum_slot(other, index) + part.at * size, part.length, is_claimed);
     }
 }
 

@@ -1,15 +1,18 @@
-// A collective call through shared memory, as a state machine that never blocks.
+// A collective call through shared memory, as a state machine that never blocks: a software
+// pipeline of two or three stages over the blocks of the data.
 //
-// The data goes a block at a time. In its iteration `i` a rank
+// In iteration `i` a rank
 //
-//     copies block i into its slot                      (what the others need of it)
-//     and, once all have completed the iteration before,
-//     consumes block i - 1 from the others' slots       (copies it out, or combines it)
-//     [all_reduce and reduce of large data: consuming is combining the own slice, into the slot,
-//      and a third stage copies the others' slices of block i - 2 out]
+//     copies block i into its slot                            (copy_in: what the others need of it)
+//     and, once all ranks have completed iteration i - 1,
+//     consumes block i - 1 from the others' slots             (consume: combines or copies out)
+//     [large all_reduce and reduce: `consume` combines only this rank's slice of the block, into a
+//      slot, and gather_sums copies the other ranks' slices of block i - 2 out]
 //     and counts one tick.
 //
-// So there is one synchronisation per block, not two or three.
+// So there is one synchronisation per block, not two or three. The third stage makes a large
+// all_reduce a reduce-scatter and an all-gather (Rabenseifner's algorithm; see
+// collectives/shared_memory.py for the size from which that pays).
 //
 // Broadcast: only the root has data, so the slots of the other ranks would stay empty. The root
 // writes into the slots of all ranks in turn. It can then be many blocks ahead of its readers, and
@@ -39,14 +42,15 @@ enum class Kind : std::uint8_t {
     BARRIER,
 };
 constexpr int NUM_KINDS = 9;
-// In the order in which fingerprints count them: OPERATIONS in src/potluck/engine/fingerprint.py.
+// Numbered as in fingerprints: OPERATIONS in src/potluck/engine/fingerprint.py.
 constexpr const char* KIND_NAMES[NUM_KINDS] = {
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce",
     "scatter",    "gather",         "all_to_all", "barrier",
 };
 
-// What one rank asks for. `count` is in elements: of the whole array for all_reduce, broadcast and
-// reduce, of one rank's part for the others.
+// The arguments of one rank's call. `count` is in elements: of the whole array for all_reduce,
+// broadcast and reduce, of one rank's part for the others. `source` and `result` are the user's
+// arrays, read and written until the call has ended.
 struct Call {
     Kind kind = Kind::BARRIER;
     Combination combination;
@@ -59,16 +63,17 @@ struct Call {
     std::uint64_t fingerprint = 0;
 };
 
-class Movement {
+class RunningCall {
 public:
-    explicit Movement(const Call& call) : call_(call) {}
+    explicit RunningCall(const Call& call) : call_(call) {}
 
-    // Go on as far as possible: DONE, PENDING (`need` must come first) or DESYNC.
+    // Go on as far as possible without waiting: DONE, PENDING (`condition` must be met before the
+    // next step) or DESYNC.
     Outcome step(Channel& channel);
 
     bool has_begun() const { return channel_ != nullptr; }
     const Call& call() const { return call_; }
-    const Need& need() const { return need_; }
+    const Condition& condition() const { return condition_; }
     // The tick at which this call began here.
     std::uint32_t base() const { return base_; }
 
@@ -79,16 +84,16 @@ private:
     };
 
     void begin(Channel& channel);
-    bool gives() const;      // whether this rank writes into a slot
-    bool listens() const;    // whether this rank reads from slots
-    Need free_slot() const;  // what to wait for before the slot of block `iteration_` is written
-    Need takes() const;      // what to wait for before block `iteration_ - 1` is read
+    bool writes_slot() const;  // whether this rank writes into a slot
+    bool reads_slots() const;  // whether this rank reads from slots
+    Condition when_slot_is_free() const;   // before the slot of block `iteration_` is written
+    Condition when_data_is_ready() const;  // before block `iteration_ - 1` is read
     Span block(int index) const;
     Span slice(Span block, int of_rank) const;
-    void give(int index);        // stage 1: copy in
-    void take(int index);        // stage 2: combine, or copy out
-    void bring_home(int index);  // stage 3: copy out what other ranks have combined
-    bool is_over_own_part() const;
+    void copy_in(int index);      // stage 1
+    void consume(int index);      // stage 2: combine, or copy out
+    void gather_sums(int index);  // stage 3: copy out what other ranks have combined
+    bool overwrites_own_part() const;
     bool is_only_reader() const;
     // `copy_slice`: from the user's array into a slot. `copy_own`: from the user's array into the
     // result, past the caches if the result is large. `copy_out`: from another rank's slot into the
@@ -96,26 +101,26 @@ private:
     void copy_slice(char* to, const char* from, std::size_t length) const;
     void copy_own(char* to, const char* from, std::size_t length) const;
     void copy_out(char* to, char* from, std::size_t length, bool is_claimed) const;
-    // Combine all ranks' elements at `offset` of their slots into `total`, and copy the outcome to
-    // `result` if there is one. This rank's own elements come from `own` if that is given. With two
-    // ranks the other rank's elements are overwritten.
+    // Combine all ranks' elements at `offset` of their slots into `total`, and copy the sum to
+    // `result` if that is given. This rank's own elements are read from `own` if that is given,
+    // else from its slot. With two ranks the other rank's elements are overwritten.
     void combine(int index, std::size_t offset, std::size_t length, const char* own, char* total,
                  char* result) const;
     char* slot(int of_rank, int index) const;
-    char* total_slot(int owner, int index) const;
-    char* common_slot(int index) const;
-    int num_common_slots() const;
+    char* sum_slot(int owner, int index) const;
+    char* broadcast_slot(int index) const;
+    int num_broadcast_slots() const;
 
     Call call_;
     Channel* channel_ = nullptr;
-    Need need_;
+    Condition condition_;
     std::uint32_t base_ = 0;
     std::size_t block_ = 0;  // elements
     int num_blocks_ = 0;
-    bool is_large_ = false;  // results together are more than caches hold
-    int depth_ = 1;          // 2: slices are combined by their owners and copied out by the others
+    bool bypasses_cache_ = false;  // the results of all ranks together are more than caches hold
+    int depth_ = 1;  // 2: each rank combines a slice, which the others copy out (the third stage)
     int iteration_ = 0;
-    int stage_ = 0;
+    int stage_ = 0;  // within an iteration, where `step` goes on
     bool has_compared_ = false;
 };
 
