@@ -161,12 +161,12 @@ void adopt(ProgressLoop& loop, uint64_t id, int rank, std::shared_ptr<Stream> st
 
 const char* name_of(Event::Kind kind) {
     switch (kind) {
-        case Event::Kind::ended: return "ended";
-        case Event::Kind::wanted: return "wanted";
-        case Event::Kind::let_go: return "let go";
-        case Event::Kind::too_late: return "too late";
-        case Event::Kind::failed: return "failed";
-        case Event::Kind::over: return "over";
+        case Event::Kind::operation_ended: return "operation ended";
+        case Event::Kind::link_wanted: return "link wanted";
+        case Event::Kind::link_released: return "link released";
+        case Event::Kind::link_refused: return "link refused";
+        case Event::Kind::group_failed: return "group failed";
+        case Event::Kind::loop_ended: return "loop ended";
     }
     return "?";
 }
@@ -180,8 +180,8 @@ const char* name_of(GroupFailure::Kind kind) {
         case GroupFailure::Kind::left: return "left";
         case GroupFailure::Kind::overdue: return "overdue";
         case GroupFailure::Kind::desync: return "desync";
-        case GroupFailure::Kind::misfit: return "misfit";
-        case GroupFailure::Kind::told: return "told";
+        case GroupFailure::Kind::mismatch: return "mismatch";
+        case GroupFailure::Kind::abort_received: return "abort received";
         case GroupFailure::Kind::stopped: return "stopped";
         case GroupFailure::Kind::closed: return "closed";
         case GroupFailure::Kind::broke: return "broke";
@@ -206,7 +206,7 @@ nb::object failure(ProgressLoop& loop) {
     const GroupFailure& failure = loop.failure();
     return nb::make_tuple(
         name_of(failure.kind), failure.rank, failure.text,
-        failure.has_item ? nb::object(nb::cast(failure.item)) : nb::none(), failure.awaited,
+        failure.has_operation ? nb::object(nb::cast(failure.operation)) : nb::none(), failure.awaited,
         nb::bytes(reinterpret_cast<const char*>(failure.payload.data()), failure.payload.size()),
         failure.number, failure.dtype);
 }
@@ -321,10 +321,10 @@ void loop(nb::module_& m) {
         .def("stop", &ProgressLoop::stop)
         .def("close", &ProgressLoop::close)
         .def("join", &ProgressLoop::join, nb::call_guard<Unlocked>())
-        .def("say",
+        .def("set_abort",
              [](ProgressLoop& loop, nb::bytes body, bool has_abort) {
                  const auto* at = static_cast<const uint8_t*>(body.data());
-                 loop.say({at, at + body.size()}, has_abort);
+                 loop.set_abort({at, at + body.size()}, has_abort);
              })
         .def("events", &events)
         .def("failure", &failure)

@@ -56,9 +56,9 @@ void connection(nb::module_& m) {
         .def("push_control", &TestConnection::push_control)
         .def("write", &TestConnection::write)
         .def("read", &TestConnection::read)
-        .def("can_take",
+        .def("can_start",
              [](const TestConnection& self, size_t count) {
-                 return self.connection().can_take(count);
+                 return self.connection().can_start(count);
              })
         .def_prop_ro("is_blocked",
                      [](const TestConnection& self) { return self.connection().is_blocked; })

@@ -42,7 +42,7 @@ public:
         connections_.adopt(to_link(rank, link, slots_));
     }
 
-    void tell(int rank, nb::handle outgoing) { connections_.tell(rank, to_outgoing(outgoing)); }
+    void send_control(int rank, nb::handle outgoing) { connections_.send_control(rank, to_outgoing(outgoing)); }
 
     void move(const nb::callable& route, const nb::callable& source) {
         connections_.move(
@@ -78,11 +78,11 @@ void connections(nb::module_& m) {
     nb::class_<TestConnections>(m, "Connections")
         .def(nb::init<uint32_t, int, uint64_t>())
         .def("adopt", &TestConnections::adopt)
-        .def("tell", &TestConnections::tell)
+        .def("send_control", &TestConnections::send_control)
         .def("move", &TestConnections::move)
         .def("need",
              [](TestConnections& self, const std::vector<int>& ranks) { self.all().need(ranks); })
-        .def("pause", [](TestConnections& self, int rank) { self.all().held.insert(rank); })
+        .def("pause", [](TestConnections& self, int rank) { self.all().paused.insert(rank); })
         .def("consume", [](TestConnections& self, int rank,
                            uint64_t nbytes) { self.all().consume(rank, nbytes); })
         .def("hold", [](TestConnections& self, int rank,
@@ -90,7 +90,7 @@ void connections(nb::module_& m) {
         .def("release", [](TestConnections& self, int rank,
                            uint64_t nbytes) { self.all().release(rank, nbytes); })
         .def("can_read", [](TestConnections& self, int rank) { self.all().ready.insert(rank); })
-        .def("can_write", [](TestConnections& self, int rank) { self.all().has_room(rank); })
+        .def("can_write", [](TestConnections& self, int rank) { self.all().on_writable(rank); })
         .def("has_link",
              [](TestConnections& self, int rank) { return self.all().find(rank) != nullptr; })
         .def_prop_ro("departed", [](TestConnections& self) { return self.all().departed; })

@@ -116,7 +116,7 @@ void running(nb::module_& m) {
         .def("received", &received)
         .def("keep_early",
              [](TestPlan& plan, int peer) {
-                 plan.running.early[peer].push_back(std::make_shared<Kept>());
+                 plan.running.early[peer].push_back(std::make_shared<EarlyFrame>());
              })
         .def("conclude", [](const TestPlan& plan) { plan.running.conclude(); })
         .def("awaited", [](const TestPlan& plan) { return plan.running.awaited(); })

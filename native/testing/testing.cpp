@@ -78,12 +78,12 @@ nb::object arrived_or_none(bool is_there, const Arrived& arrived) {
 }
 
 void mailbox(nb::module_& m) {
-    nb::class_<Item>(m, "Item")
-        .def("awaited", &Item::awaited)
-        .def("missing", [](const Item& item, const std::set<int>& departed) {
-            return rank_or_none(item.missing(departed));
+    nb::class_<Operation>(m, "Operation")
+        .def("awaited", &Operation::awaited)
+        .def("missing", [](const Operation& operation, const std::set<int>& departed) {
+            return rank_or_none(operation.missing(departed));
         });
-    nb::class_<Sending, Item>(m, "Sending")
+    nb::class_<Sending, Operation>(m, "Sending")
         .def(
             "__init__",
             [](Sending* self, int peer, uint32_t channel, int32_t tag, uint8_t dtype,
@@ -99,7 +99,7 @@ void mailbox(nb::module_& m) {
                 self->nbytes = buffer.size();
             })
         .def_rw("number", &Sending::number);
-    nb::class_<Receiving, Item>(m, "Receiving")
+    nb::class_<Receiving, Operation>(m, "Receiving")
         .def("__init__",
              [](Receiving* self, int source, uint32_t channel, std::vector<int> ranks, int32_t tag,
                 uint8_t dtype, nb::handle data) {
@@ -145,8 +145,8 @@ void mailbox(nb::module_& m) {
         })
         .def("pending", [](const Mailbox& box) {
             nb::list items;
-            box.each_pending([&](const Item* item) {
-                items.append(nb::cast(item, nb::rv_policy::reference));
+            box.each_pending([&](const Operation* operation) {
+                items.append(nb::cast(operation, nb::rv_policy::reference));
             });
             return items;
         });

@@ -15,12 +15,12 @@ namespace {
 constexpr size_t merge_bytes = 8 * 1024;
 // Payloads from this size on travel through shared memory, where there is one.
 constexpr size_t shared_memory_bytes = 4 * 1024;
-// A payload that is combined is received into a buffer of this size and combined from there part by
-// part: the buffer stays in the cache, where a whole segment would not.
+// A payload that is to be reduced is received into a buffer of this size, and reduced from there
+// part by part: the buffer stays in the L2 cache, where a whole segment would not. It is a multiple
+// of every element size, so no element is cut.
 constexpr size_t part_bytes = 64 * 1024;
-
-// A payload with a checksum is read from memory once: a part of this size goes through the checksum
-// and then, still in the cache, to the kernel; and the same on the way in.
+// A payload with a checksum is loaded from memory once: the checksum is computed over parts of this
+// size, which the kernel then copies from the cache. The same on the way in.
 constexpr size_t checked_bytes = 128 * 1024;
 
 void put32(uint8_t* at, uint32_t value) {
@@ -52,7 +52,7 @@ bool Connection::is_writing() const {
     return piece_ < num_pieces_ || !control.empty() || link_.stream->unsent() > 0;
 }
 
-bool Connection::fits_shared_memory(size_t nbytes) const {
+bool Connection::uses_shared_memory(size_t nbytes) const {
     return link_.memory.num_slots() > 0 && shared_memory_bytes <= nbytes &&
            nbytes <= link_.memory.slot_bytes;
 }
@@ -77,13 +77,15 @@ bool Connection::write(const Source& source) {
             const size_t taken = link_.stream->send(pieces_ + piece_, num_pieces_ - piece_);
             add(counters_->bytes_sent, taken);
             budget -= std::min(budget, taken);
-            take(taken);
+            skip(taken);
             if (piece_ < num_pieces_) {
                 link_.stream->flush();
                 is_blocked = true;
                 return false;
             }
         }
+        // The stream has copied the last byte (or the kernel has): the payload's memory is free.
+        // Moved out of the member first: the callback may end the operation and what it holds.
         owned_.reset();
         if (sent_) {
             const std::function<void()> sent = std::move(sent_);
@@ -96,18 +98,19 @@ bool Connection::write(const Source& source) {
     return has_more && !is_blocked;
 }
 
-// Put a frame on the way; returns the bytes that went through shared memory.
+// Begin to write a frame; returns the bytes that went through shared memory.
 size_t Connection::start(Outgoing outgoing) {
     Frame& frame = outgoing.frame;
     const size_t nbytes = frame.length;
     add(counters_->messages_sent, 1);
     num_pieces_ = piece_ = 0;
     const bool is_bulk = frame.kind == Kind::data || frame.kind == Kind::piece;
-    if (is_bulk && fits_shared_memory(nbytes) && !slots_.empty()) {
+    if (is_bulk && uses_shared_memory(nbytes) && !slots_.empty()) {
         const uint32_t slot = slots_.front();
         slots_.pop_front();
-        // The frame that follows over the socket orders these stores: the receiver looks into the
-        // slot only when it has read that frame. So the slots need no locks and no fences.
+        // The frame that follows over the socket orders these stores: the receiver reads the slot
+        // only after that frame, and the locks of the kernel's socket make the send happen before
+        // the receive. So the slots need no locks and no fences.
         std::memcpy(link_.memory.outgoing[slot], outgoing.payload, nbytes);
         add(counters_->bytes_sent, nbytes);
         add(counters_->bytes_in_shared_memory, nbytes);
@@ -115,7 +118,7 @@ size_t Connection::start(Outgoing outgoing) {
         frame.tag = static_cast<int32_t>(slot);
         encode_head(frame);
         pieces_[num_pieces_++] = {head_.data(), head_.size()};
-        if (outgoing.sent) outgoing.sent();  // the payload is in the slot: its memory is free already
+        if (outgoing.sent) outgoing.sent();  // the payload has been copied: its memory is free
         return nbytes;
     }
     encode_head(frame);
@@ -147,7 +150,8 @@ void Connection::encode_head(const Frame& frame) {
     if (has_checksums_) put32(head_.data() + frame_bytes, crc32c(0, head_.data(), frame_bytes));
 }
 
-// Add the next part of a payload that is checked; false if there is none.
+// Add the next part of a payload with a checksum, and the checksum after the last one. Returns
+// false if there is no more.
 bool Connection::refill() {
     if (rest_.count == 0) return false;
     if (piece_ == num_pieces_) num_pieces_ = piece_ = 0;
@@ -162,8 +166,8 @@ bool Connection::refill() {
     return true;
 }
 
-// The link has taken `count` bytes of the pieces.
-void Connection::take(size_t count) {
+// The stream has taken `count` bytes of the pieces.
+void Connection::skip(size_t count) {
     while (piece_ < num_pieces_ && count >= pieces_[piece_].count) {
         count -= pieces_[piece_].count;
         ++piece_;
@@ -203,15 +207,17 @@ bool Connection::read(const Route& route) {
 }
 
 bool Connection::drain() {
-    parts_.resize(part_bytes);
+    part_buffer_.resize(part_bytes);
     for (size_t budget = budget_bytes; budget > 0;) {
-        const size_t taken = link_.stream->recv(parts_.data(), part_bytes);
+        const size_t taken = link_.stream->recv(part_buffer_.data(), part_bytes);
         if (taken == 0) return false;
         budget -= std::min(budget, taken);
     }
     return true;
 }
 
+// A header is complete. `decode` has checked its length against the bound of its kind, so that the
+// memory taken here is bounded whatever the peer sends.
 void Connection::begin(const Frame& frame, const Route& route) {
     add(counters_->messages_received, 1);
     checksum_in_ = 0;
@@ -226,25 +232,25 @@ void Connection::begin(const Frame& frame, const Route& route) {
     }
     sink_ = route(*this, frame);
     frame_ = frame;
-    in_parts_ = 0;
+    part_filled_ = 0;
     if (!sink_.buffer) {
         if (sink_.consume) {
-            parts_.resize(part_bytes);
+            part_buffer_.resize(part_bytes);
         } else {
-            if (whole_.size() < frame.length) whole_.resize(frame.length);
+            if (payload_.size() < frame.length) payload_.resize(frame.length);
         }
     }
 }
 
 void Connection::begin_in_shared_memory(const Frame& frame, const Route& route) {
     const LinkMemory& memory = link_.memory;
-    const auto slot = static_cast<uint32_t>(frame.tag);
+    const auto slot = static_cast<uint32_t>(frame.tag);  // a negative tag fails the bound below
     if (memory.num_slots() == 0 || frame.length > memory.slot_bytes) {
         throw ProtocolError("a frame points to a shared-memory slot that this link does not have");
     }
     if (slot >= memory.num_slots()) {
-        throw ProtocolError("shared-memory slot " + std::to_string(frame.tag) + " was named; there are " +
-                            std::to_string(memory.num_slots()));
+        throw ProtocolError("shared-memory slot " + std::to_string(frame.tag) +
+                            " was named; there are " + std::to_string(memory.num_slots()));
     }
     if (unreleased_.count(slot)) {
         throw ProtocolError("shared-memory slot " + std::to_string(slot) +
@@ -259,8 +265,8 @@ void Connection::begin_in_shared_memory(const Frame& frame, const Route& route) 
         std::memcpy(sink.buffer, payload, frame.length);
     }
     sink.complete(sink.buffer ? sink.buffer : payload);
-    // The slot is the peer's again once SLOT_FREE has left, not before: a peer that names it
-    // earlier has not waited for that, and would overwrite what is being read.
+    // The slot is the peer's again once SLOT_FREE has been sent. A peer that names the slot before
+    // has not waited for SLOT_FREE, and may have overwritten the payload while it was read here.
     unreleased_.insert(slot);
     Outgoing free;
     free.frame.kind = Kind::slot_free;
@@ -270,29 +276,30 @@ void Connection::begin_in_shared_memory(const Frame& frame, const Route& route) 
     control.push_back(std::move(free));
 }
 
+// Read payload bytes straight into their place: the user's array, or the part buffer.
 size_t Connection::read_payload(size_t budget) {
     const size_t left = std::min<size_t>(frame_->length - filled_, budget);
     size_t taken = 0;
     if (sink_.consume) {
-        uint8_t* part = parts_.data() + in_parts_;
-        taken = link_.stream->recv(part, std::min(left, part_bytes - in_parts_));
+        uint8_t* part = part_buffer_.data() + part_filled_;
+        taken = link_.stream->recv(part, std::min(left, part_bytes - part_filled_));
         if (has_checksums_) checksum_in_ = crc32c(checksum_in_, part, taken);
         filled_ += taken;
-        in_parts_ += taken;
-        if (in_parts_ == part_bytes || filled_ == frame_->length) {
-            sink_.consume(parts_.data(), filled_ - in_parts_, in_parts_);
-            in_parts_ = 0;
+        part_filled_ += taken;
+        if (part_filled_ == part_bytes || filled_ == frame_->length) {
+            sink_.consume(part_buffer_.data(), filled_ - part_filled_, part_filled_);
+            part_filled_ = 0;
         }
         return taken;
     }
-    uint8_t* target = (sink_.buffer ? sink_.buffer : whole_.data()) + filled_;
+    uint8_t* target = (sink_.buffer ? sink_.buffer : payload_.data()) + filled_;
     taken = link_.stream->recv(target, has_checksums_ ? std::min(left, checked_bytes) : left);
     if (has_checksums_) checksum_in_ = crc32c(checksum_in_, target, taken);
     filled_ += taken;
     return taken;
 }
 
-// Whether the payload's checksum is there; ProtocolError if it is another one.
+// Whether the payload's checksum has arrived; ProtocolError if it does not match.
 bool Connection::read_checksum() {
     while (trailer_filled_ < checksum_bytes) {
         const size_t taken = link_.stream->recv(trailer_in_ + trailer_filled_,
@@ -305,20 +312,22 @@ bool Connection::read_checksum() {
     return true;
 }
 
-// Nothing more can be read from this link. But the bytes were changed on the way, not by the peer,
-// so the peer is still told why the group ends.
+// After a mismatch nothing more can be read from this link, since the length of the next frame may
+// be wrong too. But the bytes were changed on the way, not by the peer, so the link is still good
+// for an ABORT that tells the peer why the group ends.
 void Connection::check(const uint8_t* theirs, uint32_t mine) {
     if (get32(theirs) == mine) return;
     is_garbled = true;
     throw ProtocolError("bytes were changed on the way: the checksum of a frame does not match");
 }
 
+// The state is reset before `complete` is called, which may end the group and throw.
 void Connection::finish() {
     Sink sink = std::move(sink_);
     sink_ = {};
     frame_.reset();
     filled_ = 0;
-    sink.complete(sink.buffer ? sink.buffer : whole_.data());
+    sink.complete(sink.buffer ? sink.buffer : payload_.data());
 }
 
 void Connection::free_slot(int32_t tag) {

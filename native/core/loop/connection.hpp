@@ -1,9 +1,9 @@
-// A connection: one link as the loop sees it. Frames in, frames out, no policy. The twin of
+// A connection: the framing layer over one link. Frames in, frames out, no policy. The twin of
 // engine/loop/connection.py.
 //
-// It keeps what is half done: a header or payload half read, a frame half written, the free slots of
-// link memory. It never blocks; `read` and `write` go on until the link has no more to give or
-// take, or until the budget is spent, so that no link starves the others.
+// A connection keeps the state of half-done transfers: a header or payload half read, a frame half
+// written, the free slots of link memory. It never blocks: `read` and `write` go on until the link
+// would block, or until the budget is spent, so that no link starves the others.
 #pragma once
 
 #include <atomic>
@@ -21,31 +21,33 @@
 namespace potluck {
 
 constexpr size_t checksum_bytes = 4;
-// What one call of `read` or `write` moves at most, about.
+// Bytes that one call of `read` or `write` moves at most, about.
 constexpr size_t budget_bytes = 2 * 1024 * 1024;
 
 using Bytes = std::shared_ptr<std::vector<uint8_t>>;
 
-// A frame to write. `sent` is called when its payload's memory is no longer needed.
+// A frame to write. The payload is not copied: its memory must stay unchanged until `sent` is
+// called.
 struct Outgoing {
     Frame frame;
     const uint8_t* payload = nullptr;
     std::function<void()> sent;
-    Bytes owned;  // keeps `payload` alive where it lies in no array of a caller
+    Bytes owned;  // keeps a payload alive that lies in no array of a caller
 };
 
-// Takes a part of a payload: bytes `offset` to `offset + count` of it.
+// Called with bytes `offset` to `offset + count` of a payload.
 using Consume = std::function<void(const uint8_t* part, size_t offset, size_t count)>;
 
-// Where a payload goes, and what to do once it is there. Without `buffer` and `consume` the payload
-// stays in the connection's own memory, and only `complete` looks at it.
+// Where the payload of an arriving frame goes. `complete` is called once all of it has come (and
+// its checksum, if any, has been found right). With neither `buffer` nor `consume` the payload is
+// kept in the connection's own memory, valid during `complete`.
 struct Sink {
     uint8_t* buffer = nullptr;
-    Consume consume;  // instead of a buffer: takes the payload in parts, as it comes
+    Consume consume;  // instead of a buffer: is given the payload in parts, as it arrives
     std::function<void(const uint8_t* payload)> complete;
 };
 
-// What crossed one link; see metrics.LinkMeter. Written by the loop, read from any thread.
+// Traffic of one link; see metrics.LinkMeter. Written by the loop, read from any thread.
 struct Counters {
     std::atomic<uint64_t> bytes_sent{0};
     std::atomic<uint64_t> bytes_received{0};
@@ -64,36 +66,37 @@ public:
     int rank() const { return link_.rank; }
     const Link& link() const { return link_; }
 
-    std::deque<Outgoing> control;
-    bool has_closed = false;       // the peer will send nothing more
-    bool is_acknowledged = false;  // the peer has read all that was sent before its CLOSE
+    std::deque<Outgoing> control;  // frames to be sent before any that `source` gives
+    bool has_closed = false;       // CLOSE was received: the peer will send nothing more
+    bool is_acknowledged = false;  // CLOSE_ACK was received: the peer has read all up to our CLOSE
     bool is_blocked = false;       // the link took less than offered; wait until it is writable
-    bool has_room = false;         // it is writable now
-    bool is_garbled = false;       // a checksum did not match: what comes makes no sense any more
-    bool has_aborted = false;      // the peer has said why the group is over: nothing else matters
+    bool is_writable = false;      // the poller has found a blocked link writable
+    bool is_garbled = false;       // a checksum did not match: nothing more can be read
+    bool has_aborted = false;      // ABORT was received, or is not to be waited for
 
     bool is_writing() const;
 
-    // Whether such a payload could start now (shared memory may be out of slots).
-    bool can_take(size_t nbytes) const { return !fits_shared_memory(nbytes) || !slots_.empty(); }
+    // Whether a payload of this size could start now (link memory may be out of slots).
+    bool can_start(size_t nbytes) const { return !uses_shared_memory(nbytes) || !slots_.empty(); }
 
-    // Write until the link is full, `source` has nothing more, or the budget is spent. Returns true
-    // if there may be more to write at once.
+    // Write `control`, then the frames that `source` gives, until the link would block, `source`
+    // gives no more, or the budget is spent. Returns true if there may be more to write at once.
     bool write(const Source& source);
 
-    // Read until the link has no more or the budget is spent; `route` places payloads. Returns true
-    // if there may be more to read at once.
+    // Read frames until the link would block or the budget is spent; `route` gives the sink of each
+    // payload. Returns true if there may be more to read at once. ProtocolError, LinkError.
     bool read(const Route& route);
 
-    // Take what has come and forget it. Returns true if there may be more at once.
+    // Read and discard. Returns true if there may be more to read at once.
     bool drain();
 
 private:
-    bool fits_shared_memory(size_t nbytes) const;
+    // Whether the payload of a DATA or PIECE frame would travel through shared memory.
+    bool uses_shared_memory(size_t nbytes) const;
     size_t start(Outgoing outgoing);
     void encode_head(const Frame& frame);
     bool refill();
-    void take(size_t count);
+    void skip(size_t count);
     void begin(const Frame& frame, const Route& route);
     void begin_in_shared_memory(const Frame& frame, const Route& route);
     size_t read_payload(size_t budget);
@@ -104,30 +107,34 @@ private:
 
     Link link_;
     std::shared_ptr<Counters> counters_;
-    // With checksums a header has its own behind it, and so has a payload.
+    // Where TLS does not guard the bytes, a CRC-32C follows each header and each payload.
     const bool has_checksums_;
     const size_t header_bytes_;
 
-    std::deque<uint32_t> slots_;
-    std::set<uint32_t> unreleased_;
+    std::deque<uint32_t> slots_;     // outgoing slots that are free
+    std::set<uint32_t> unreleased_;  // incoming slots whose SLOT_FREE has not been sent yet
 
-    std::vector<uint8_t> head_;  // a header, with a small payload behind it
+    // The frame that is being written: pieces_[piece_] to pieces_[num_pieces_] are left. They point
+    // into `head_`, the payload and `trailer_`, which must not move meanwhile.
+    std::vector<uint8_t> head_;  // the header, with a small payload behind it
     Piece pieces_[3] = {};
     size_t num_pieces_ = 0;
     size_t piece_ = 0;
-    Piece rest_;  // of a payload with a checksum: what is in no piece yet
+    Piece rest_;  // the part of a checked payload that is in no piece yet
     uint32_t checksum_out_ = 0;
     uint8_t trailer_[checksum_bytes] = {};
     std::function<void()> sent_;
     Bytes owned_;
 
+    // The frame that is being read; `frame_` is empty until its header is complete. `filled_`
+    // counts bytes of the header, then of the payload.
     uint8_t header_[frame_bytes + checksum_bytes] = {};
     size_t filled_ = 0;
     std::optional<Frame> frame_;
     Sink sink_;
-    std::vector<uint8_t> whole_;
-    std::vector<uint8_t> parts_;
-    size_t in_parts_ = 0;
+    std::vector<uint8_t> payload_;      // where the sink names no memory
+    std::vector<uint8_t> part_buffer_;  // where the sink consumes parts
+    size_t part_filled_ = 0;
     uint32_t checksum_in_ = 0;
     uint8_t trailer_in_[checksum_bytes] = {};
     size_t trailer_filled_ = 0;

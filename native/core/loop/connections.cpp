@@ -14,12 +14,12 @@ Connections::Connections(GroupState& state, Group group, uint64_t max_early_byte
       watched_(static_cast<size_t>(group.world_size)),
       flows_(static_cast<size_t>(group.world_size), FlowControl(max_early_bytes)) {}
 
-// -- links come and go
+// -- links
 
 void Connections::adopt(Link link) {
     const int rank = link.rank;
     if (find(rank) != nullptr || departed.count(rank)) {
-        hooks_.let_go(link);
+        hooks_.released(link);
         return;
     }
     auto& connection = by_rank_[static_cast<size_t>(rank)];
@@ -41,13 +41,15 @@ void Connections::need(const std::vector<int>& ranks) {
     }
 }
 
+// The poller must forget the descriptor before its owner can close it: the number may belong to
+// another link the moment after.
 void Connections::drop(Connection& connection) {
     const auto rank = static_cast<size_t>(connection.rank());
     if (watched_[rank] != 0) poller.forget(connection.link().stream->fd());
     watched_[rank] = 0;
     --num_connections_;
     const std::unique_ptr<Connection> last = std::move(by_rank_[rank]);
-    hooks_.let_go(last->link());
+    hooks_.released(last->link());
 }
 
 void Connections::watch(Connection& connection) {
@@ -61,6 +63,8 @@ void Connections::watch(Connection& connection) {
 
 // -- bytes
 
+// Reads come before writes: what is read may make segments ready to be sent. The sets are exchanged
+// for empty ones, since `read` and `write` add ranks for the next turn.
 void Connections::move(const Connection::Route& route, const Connection::Source& source) {
     for (int rank : std::exchange(ready, {})) {
         if (Connection* connection = find(rank)) {
@@ -70,20 +74,21 @@ void Connections::move(const Connection::Route& route, const Connection::Source&
     }
     for (int rank : std::exchange(dirty, {})) {
         Connection* connection = find(rank);
-        // A full link says when it has room; until then each try would be a call in vain.
-        if (connection != nullptr && (connection->has_room || !connection->is_blocked))
+        // The poller tells when a blocked link is writable; until then a write is a system call in
+        // vain.
+        if (connection != nullptr && (connection->is_writable || !connection->is_blocked))
             write(*connection, source, route);
     }
 }
 
-void Connections::has_room(int rank) {
+void Connections::on_writable(int rank) {
     if (Connection* connection = find(rank)) {
-        connection->has_room = true;
+        connection->is_writable = true;
         dirty.insert(rank);
     }
 }
 
-void Connections::tell(int peer, Outgoing outgoing) {
+void Connections::send_control(int peer, Outgoing outgoing) {
     if (Connection* connection = find(peer)) {
         connection->control.push_back(std::move(outgoing));
         dirty.insert(peer);
@@ -93,10 +98,10 @@ void Connections::tell(int peer, Outgoing outgoing) {
     unsent_[peer].push_back(std::move(outgoing));
 }
 
-void Connections::say(int peer, Kind kind) {
+void Connections::send_kind(int peer, Kind kind) {
     Outgoing outgoing;
     outgoing.frame = frame(kind);
-    tell(peer, std::move(outgoing));
+    send_control(peer, std::move(outgoing));
 }
 
 Frame Connections::frame(Kind kind, uint32_t channel, uint64_t operation) const {
@@ -111,10 +116,11 @@ Frame Connections::frame(Kind kind, uint32_t channel, uint64_t operation) const 
 
 void Connections::read(Connection& connection, const Connection::Route& route) {
     try {
+        // Bytes in the TLS buffer do not make the descriptor readable: the poller would not tell.
         if (connection.read(route) || connection.link().stream->is_readable())
             ready.insert(connection.rank());
     } catch (const LinkError& error) {
-        ended(connection, error.what());
+        on_end(connection, error.what());
     } catch (const ProtocolError& error) {
         violated(connection.rank(), error.what());
     }
@@ -123,28 +129,32 @@ void Connections::read(Connection& connection, const Connection::Route& route) {
 void Connections::write(Connection& connection, const Connection::Source& source,
                         const Connection::Route& route) {
     const bool was_blocked = connection.is_blocked;
-    connection.has_room = false;
+    connection.is_writable = false;
     try {
         if (connection.write(source)) dirty.insert(connection.rank());
-        if (was_blocked && !connection.is_blocked) dirty.merge(std::exchange(held, {}));
+        // A blocked link has room again: the links that paused for it may go on.
+        if (was_blocked && !connection.is_blocked) dirty.merge(std::exchange(paused, {}));
     } catch (const LinkError& error) {
         const int rank = connection.rank();
         const std::string text = error.what();
-        read(connection, route);  // its last words may name another rank, which it has lost
-        if (find(rank) == &connection) ended(connection, text);
+        // A write to a peer that has sent ABORT and closed fails while the ABORT lies unread. It
+        // may name another rank, whose loss is the cause; without this read the peer would be
+        // blamed.
+        read(connection, route);
+        if (find(rank) == &connection) on_end(connection, text);
         return;
     }
     watch(connection);
 }
 
-// -- early frames
+// -- flow control
 
 void Connections::consume(int rank, uint64_t nbytes) {
     const uint64_t credit = flow(rank).consume(nbytes);
     if (credit == 0 || find(rank) == nullptr) return;
     Outgoing outgoing;
     outgoing.frame = frame(Kind::credit, 0, credit);
-    tell(rank, std::move(outgoing));
+    send_control(rank, std::move(outgoing));
 }
 
 void Connections::hold(int rank, uint64_t nbytes) {
@@ -159,6 +169,8 @@ void Connections::release(int rank, uint64_t nbytes) {
 
 // -- failures
 
+// Nothing more is read from a peer that broke the protocol. After a wrong checksum the bytes are
+// skipped, up to the end of the link (ProgressLoop::flush_abort).
 void Connections::violated(int rank, const std::string& text) {
     if (Connection* connection = find(rank)) connection->has_aborted = !connection->is_garbled;
     lose(rank, GroupFailure::Kind::violated, text);
@@ -168,7 +180,9 @@ void Connections::lose(int rank, GroupFailure::Kind kind, const std::string& tex
     state_.fail(kind, rank, text, hooks_.current());
 }
 
-void Connections::ended(Connection& connection, const std::string& text) {
+// The link has ended. After a CLOSE the peer has left in order, which is no failure as long as no
+// operation needs that rank.
+void Connections::on_end(Connection& connection, const std::string& text) {
     const int rank = connection.rank();
     const bool has_closed = connection.has_closed;
     drop(connection);
@@ -180,9 +194,9 @@ void Connections::ended(Connection& connection, const std::string& text) {
     hooks_.check_departed();
 }
 
-void Connections::check_departed(const Item& item) {
-    const int gone = item.missing(departed);
-    if (gone >= 0) state_.fail(GroupFailure::Kind::left, gone, "", &item);
+void Connections::check_departed(const Operation& operation) {
+    const int gone = operation.missing(departed);
+    if (gone >= 0) state_.fail(GroupFailure::Kind::left, gone, "", &operation);
 }
 
 }  // namespace potluck

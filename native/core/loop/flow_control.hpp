@@ -1,5 +1,6 @@
-// Flow control of one link by credits: bounds what a rank must keep for a peer that is ahead of it.
-// The twin of engine/loop/flow_control.py, where the rules and their reasons are. Only counts.
+// Credit-based flow control of one link: bounds the memory that a rank needs for frames of a peer
+// that is ahead of it. The twin of engine/loop/flow_control.py, where the rules and their reasons
+// are (also why BEGUN frames are needed: credits alone would deadlock). Only counts; sends nothing.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,7 @@
 
 namespace potluck {
 
+// What each frame costs beside its payload, so that the number of empty frames is bounded too.
 constexpr uint64_t frame_overhead = 256;
 
 class FlowControl {
@@ -41,10 +43,12 @@ public:
         return in_flight_ == 0 || in_flight_ + nbytes + frame_overhead <= limit_;
     }
 
-    // A frame was sent: its credit is spent, also if it needed none.
+    // A frame was sent: its credit is spent, also if it needed none. The receiver can't tell which
+    // frames needed credit and returns it for every frame, so every frame must be counted.
     void sent(uint64_t nbytes) { in_flight_ += nbytes + frame_overhead; }
 
-    // The peer returns credit. ProtocolError if that is more than was spent.
+    // The peer returns credit. ProtocolError if that is more than was spent: `in_flight_` would
+    // wrap around, and no frame could be sent any more.
     void add_credit(uint64_t nbytes) {
         if (nbytes > in_flight_) {
             throw ProtocolError("it returned credit for " + std::to_string(nbytes) +
@@ -76,10 +80,11 @@ public:
         }
     }
 
-    // A kept frame is kept no longer; `consume` returns its credit.
+    // A kept frame is kept no longer; `consume` must follow, which returns its credit.
     void release(uint64_t nbytes) { held_ -= nbytes + frame_overhead; }
 
-    // A frame has been used. Returns the credit to send back now, 0 while it is too little.
+    // A frame has been used. Returns the credit to send back now: a quarter of the limit at a time,
+    // so that CREDIT frames are few, yet come before the sender runs out; 0 until then.
     uint64_t consume(uint64_t nbytes) {
         unreturned_ += nbytes + frame_overhead;
         if (4 * unreturned_ < limit_) return 0;
@@ -89,12 +94,14 @@ public:
     }
 
 private:
+    // A peer names channels freely; without a bound it could make `begun_` grow for ever.
     static constexpr size_t max_channels = 1 << 16;
 
     uint64_t limit_;
     uint64_t in_flight_ = 0;
     uint64_t held_ = 0;
     uint64_t unreturned_ = 0;
+    // By channel: the first operation that the peer has not begun, as far as is known.
     std::unordered_map<uint32_t, uint64_t> begun_;
 };
 

@@ -7,6 +7,8 @@ namespace potluck {
 
 namespace {
 
+// Little-endian by shifts, so that the layout depends neither on the processor nor on alignment;
+// compilers make one store or load of it.
 template <typename T>
 uint8_t* put(uint8_t* at, T value) {
     for (size_t index = 0; index < sizeof(T); ++index) {
@@ -31,6 +33,7 @@ std::string hex(unsigned value) {
     return text;
 }
 
+// Bytes as Python's repr shows them: they come from a stranger, and go into an error's text.
 std::string quoted(const uint8_t* bytes, size_t count) {
     std::string text = "b'";
     for (size_t index = 0; index < count; ++index) {
@@ -139,12 +142,14 @@ Frame decode(const uint8_t* header) {
     return frame;
 }
 
-// {"nbytes": n} in msgpack: a map of one, a string of six, an unsigned integer.
+// {"nbytes": n} in msgpack: a map of one entry, a string of six bytes, an unsigned integer. Written
+// in its widest form; read in all forms (positive fixint, uint 8 to uint 64), since the Python twin
+// writes the shortest.
 
-static const uint8_t request_prefix[] = {0x81, 0xa6, 'n', 'b', 'y', 't', 'e', 's'};
+static const uint8_t rts_prefix[] = {0x81, 0xa6, 'n', 'b', 'y', 't', 'e', 's'};
 
 std::vector<uint8_t> encode_rts(uint64_t nbytes) {
-    std::vector<uint8_t> body(request_prefix, request_prefix + sizeof request_prefix);
+    std::vector<uint8_t> body(rts_prefix, rts_prefix + sizeof rts_prefix);
     body.push_back(0xcf);
     for (int shift = 56; shift >= 0; shift -= 8) {
         body.push_back(static_cast<uint8_t>(nbytes >> shift));
@@ -153,10 +158,10 @@ std::vector<uint8_t> encode_rts(uint64_t nbytes) {
 }
 
 uint64_t decode_rts(const uint8_t* body, size_t length) {
-    if (length > sizeof request_prefix &&
-        std::memcmp(body, request_prefix, sizeof request_prefix) == 0) {
-        const uint8_t* at = body + sizeof request_prefix;
-        const size_t left = length - sizeof request_prefix;
+    if (length > sizeof rts_prefix &&
+        std::memcmp(body, rts_prefix, sizeof rts_prefix) == 0) {
+        const uint8_t* at = body + sizeof rts_prefix;
+        const size_t left = length - sizeof rts_prefix;
         const uint8_t type = *at++;
         if (type < 0x80 && left == 1) return type;
         size_t width = type == 0xcc ? 1 : type == 0xcd ? 2 : type == 0xce ? 4 : 8;

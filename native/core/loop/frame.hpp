@@ -1,5 +1,6 @@
-// The frame: 48 bytes that precede every payload between two ranks. The twin of wire/frames.py,
-// where each field is explained; the bounds here are the same, and checked before memory is taken.
+// The frame: the header of 48 bytes that precedes every payload between two ranks. The twin of
+// wire/frames.py, where each field is explained. The bounds of payloads are the same there, and are
+// checked before memory is taken, because the bytes come from another machine.
 #pragma once
 
 #include <cstddef>
@@ -33,10 +34,10 @@ enum class Kind : uint8_t {
 
 constexpr uint8_t protocol_version = 1;
 constexpr size_t frame_bytes = 48;
-constexpr uint32_t max_payload = 16 * 1024 * 1024;
-constexpr uint32_t eager_bytes = 64 * 1024;
-constexpr uint32_t max_control = 16 * 1024;
-constexpr uint8_t in_shared_memory = 1;
+constexpr uint32_t max_payload = 16 * 1024 * 1024;  // of DATA and PIECE
+constexpr uint32_t eager_bytes = 64 * 1024;         // messages up to this size are sent eagerly
+constexpr uint32_t max_control = 16 * 1024;         // payload of RTS and ABORT
+constexpr uint8_t in_shared_memory = 1;             // flag: the payload is in slot `tag`
 
 struct Frame {
     Kind kind{};
@@ -64,7 +65,8 @@ void encode(const Frame& frame, uint8_t* header);
 // The frame in 48 bytes; ProtocolError on anything potluck would not have sent.
 Frame decode(const uint8_t* header);
 
-// The payload of an RTS frame (msgpack, one field): the size of the message.
+// The payload of an RTS frame: the size of the message (msgpack, one field). The size is what the
+// peer claims; it is compared with the receive's array, and no memory is taken for it.
 std::vector<uint8_t> encode_rts(uint64_t nbytes);
 uint64_t decode_rts(const uint8_t* body, size_t length);
 

@@ -1,4 +1,4 @@
-// Hang detection: which rank holds up an operation that does not end. The twin of
+// Hang detection: finds the rank that blocks an operation which does not end. The twin of
 // engine/failures/hang_detection.py, where the protocol is explained. Keeps reports; sends nothing.
 #pragma once
 
@@ -11,15 +11,15 @@
 
 namespace potluck {
 
-constexpr double stall_s = 0.25;
-constexpr double answer_s = 0.25;
+constexpr double stall_s = 0.25;   // an operation that has run for so long queries its peers
+constexpr double answer_s = 0.25;  // how long reports are waited for after the deadline
 
 // Channel and number of an operation.
 using Key = std::pair<uint32_t, uint64_t>;
 
 struct HangCheck {
     std::set<int> askers;
-    std::vector<std::pair<int, bool>> reports;  // (rank, has it made the call), as they came
+    std::vector<std::pair<int, bool>> reports;  // (rank, has made the call), in order of arrival
 
     bool has_report(int rank) const {
         for (const auto& [other, called] : reports) {
@@ -28,8 +28,9 @@ struct HangCheck {
         return false;
     }
 
-    // The rank that holds the operation up, -1 if none is known (yet). `is_final`: the time for
-    // answers is over, so a missing report counts against its rank.
+    // The rank that blocks the operation, -1 if none is known (yet). `is_final`: the time for
+    // reports is over, so a missing report counts against its rank. Of several silent ranks one
+    // that this rank awaits comes first: only of that one it is known that its silence matters.
     int blocking_rank(const std::vector<int>& ranks, const std::vector<int>& awaited,
                       bool is_final) const {
         for (const auto& [rank, called] : reports) {
@@ -50,7 +51,7 @@ struct HangCheck {
     }
 };
 
-// The latest checks, at most 64: a peer may ask about operations that do not exist.
+// The latest checks, at most 64: a peer may query operations that do not exist, without end.
 class HangDetector {
 public:
     HangCheck* get(const Key& key) {

@@ -1,5 +1,6 @@
-// Point-to-point messages: matching sends with receives. The twin of engine/loop/mailbox.py, where
-// the protocol is explained. Touches no link.
+// Message matching of point-to-point operations, with the two queues of MPI libraries: posted
+// receives, and unexpected messages. The twin of engine/loop/mailbox.py, where the eager and the
+// rendezvous protocol are explained. Touches no link.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +14,13 @@
 #include <vector>
 
 #include "core/loop/frame.hpp"
-#include "core/loop/item.hpp"
+#include "core/loop/operation.hpp"
 
 namespace potluck {
 
-// A message on its way out.
-struct Sending : Item {
-    using Item::Item;
+// A send under way. `data` is the caller's array: unchanged until the ticket has ended.
+struct Sending : Operation {
+    using Operation::Operation;
 
     std::string call;
     int peer = 0;
@@ -31,8 +32,8 @@ struct Sending : Item {
     uint64_t nbytes = 0;
     double until = 0;
     double started = 0;
-    uint64_t offset = 0;
-    bool is_clear = false;
+    uint64_t offset = 0;    // bytes given to the link so far (rendezvous)
+    bool is_clear = false;  // CTS was received
 
     double deadline() const override { return until; }
     std::vector<Awaited> awaited() const override {
@@ -44,9 +45,10 @@ struct Sending : Item {
     std::string name() const override { return call; }
 };
 
-// A posted receive; `matched` is the rank it receives from, once known (-1: not yet).
-struct Receiving : Item {
-    using Item::Item;
+// A receive under way. `data` is the caller's array; `matched` is the rank that the message comes
+// from, once known (-1: not yet).
+struct Receiving : Operation {
+    using Operation::Operation;
 
     std::string call;
     int source = -1;  // -1: any
@@ -67,6 +69,7 @@ struct Receiving : Item {
         return {{matched < 0 ? source : matched,
                  "receive of " + std::to_string(nbytes) + " bytes, tag " + std::to_string(tag)}};
     }
+    // A receive from any source can't end once every other member of the channel has left.
     int missing(const std::set<int>& departed) const override {
         const int wanted = matched < 0 ? source : matched;
         if (wanted >= 0) return departed.count(wanted) ? wanted : -1;
@@ -89,7 +92,7 @@ struct Receiving : Item {
     }
 };
 
-// An unexpected message, one that came before its receive: its bytes, or only its RTS.
+// A message that has arrived: its bytes (EAGER), or only its RTS, and then `payload` is null.
 struct Arrived {
     int source;
     Frame frame;
@@ -100,31 +103,35 @@ struct Arrived {
 using SendingPtr = std::shared_ptr<Sending>;
 using ReceivingPtr = std::shared_ptr<Receiving>;
 
-// Whether the message has the size and dtype of the array that waits for it.
+// Whether the message has the size and dtype of the receive's array. Checked before a byte is
+// written into that array, so that a peer can't write beyond it.
 inline bool fits(const Receiving& receive, const Arrived& arrived) {
     return arrived.nbytes == receive.nbytes && arrived.frame.dtype == receive.dtype;
 }
 
 class Mailbox {
 public:
-    std::map<uint64_t, SendingPtr> sending;
-    std::map<int, std::deque<SendingPtr>> cleared;
-    std::map<std::pair<int, uint64_t>, ReceivingPtr> receiving;
-    std::list<ReceivingPtr> posted;
+    std::map<uint64_t, SendingPtr> sending;         // by message number: not sent completely yet
+    std::map<int, std::deque<SendingPtr>> cleared;  // by peer: CTS received, in order of the CTS
+    std::map<std::pair<int, uint64_t>, ReceivingPtr> receiving;  // CTS sent, pieces are due
+    std::list<ReceivingPtr> posted;                 // without a message yet, in order of the calls
 
-    // A receive was called: true, and the message that already waits for it, if one does.
+    // A receive was called: true and the first unexpected message that matches, or false, and the
+    // receive is posted.
     bool post(const ReceivingPtr& receive, Arrived& arrived) {
-        for (auto each = early_.begin(); each != early_.end(); ++each) {
+        for (auto each = unexpected_.begin(); each != unexpected_.end(); ++each) {
             if (!receive->takes(each->source, each->frame)) continue;
             arrived = std::move(*each);
-            early_.erase(each);
+            unexpected_.erase(each);
             return true;
         }
         posted.push_back(receive);
         return false;
     }
 
-    // A message came: the receive that waits for it, or nullptr, and it is kept.
+    // A message has arrived: the first posted receive that matches, or nullptr, and the message is
+    // kept as unexpected. In order of arrival, so messages of one source do not overtake each
+    // other.
     ReceivingPtr arrive(Arrived arrived) {
         for (auto each = posted.begin(); each != posted.end(); ++each) {
             if (!(*each)->takes(arrived.source, arrived.frame)) continue;
@@ -132,19 +139,19 @@ public:
             posted.erase(each);
             return found;
         }
-        early_.push_back(std::move(arrived));
+        unexpected_.push_back(std::move(arrived));
         return nullptr;
     }
 
     template <typename Visit>
     void each_pending(const Visit& visit) const {
-        for (const auto& [number, item] : sending) visit(item.get());
-        for (const auto& item : posted) visit(item.get());
-        for (const auto& [key, item] : receiving) visit(item.get());
+        for (const auto& [number, operation] : sending) visit(operation.get());
+        for (const auto& operation : posted) visit(operation.get());
+        for (const auto& [key, operation] : receiving) visit(operation.get());
     }
 
 private:
-    std::list<Arrived> early_;
+    std::list<Arrived> unexpected_;
 };
 
 }  // namespace potluck

@@ -7,16 +7,16 @@
 namespace potluck {
 
 void Messages::check_deadlines(double now) {
-    mailbox_.each_pending([&](const Item* item) {
-        if (now < item->deadline()) return;
-        state_.fail(GroupFailure::Kind::overdue, -1, "", item);
+    mailbox_.each_pending([&](const Operation* operation) {
+        if (now < operation->deadline()) return;
+        state_.fail(GroupFailure::Kind::overdue, -1, "", operation);
     });
 }
 
 double Messages::wakes_at() const {
     double soonest = std::numeric_limits<double>::infinity();
     mailbox_.each_pending(
-        [&](const Item* item) { soonest = std::min(soonest, item->deadline()); });
+        [&](const Operation* operation) { soonest = std::min(soonest, operation->deadline()); });
     return soonest;
 }
 
@@ -42,8 +42,9 @@ void Messages::send(SendingPtr sending) {
         outgoing.payload = sending->data;
         outgoing.sent = [this, sending] { end_send(sending); };
     } else {
-        // Announced even without credit: its receiver could not ask for it otherwise. The frame is
-        // small, and its bytes wait here until the receive gives them a place.
+        // RTS is sent even without credit: without it the receiver could not match the message, and
+        // both would wait for ever. The bytes stay in the caller's array until the CTS. An RTS
+        // costs the receiver a fixed amount, for which FlowControl::hold allows twice the limit.
         flow.sent(0);
         outgoing.owned = std::make_shared<std::vector<uint8_t>>(encode_rts(sending->nbytes));
         outgoing.payload = outgoing.owned->data();
@@ -51,7 +52,7 @@ void Messages::send(SendingPtr sending) {
         frame.length = static_cast<uint32_t>(outgoing.owned->size());
     }
     outgoing.frame = frame;
-    connections_.tell(sending->peer, std::move(outgoing));
+    connections_.send_control(sending->peer, std::move(outgoing));
 }
 
 void Messages::on_cts(Connection& connection, const Frame& frame) {
@@ -66,13 +67,14 @@ void Messages::on_cts(Connection& connection, const Frame& frame) {
     connections_.dirty.insert(connection.rank());
 }
 
+// Pieces need no credit: their receiver has asked for them (CTS) and has their memory.
 bool Messages::next_outgoing(Connection& connection, Outgoing& outgoing) {
     const auto found = mailbox_.cleared.find(connection.rank());
     if (found == mailbox_.cleared.end() || found->second.empty()) return false;
     const SendingPtr sending = found->second.front();
     const uint64_t start = sending->offset;
     const uint64_t count = std::min(segment_bytes_, sending->nbytes - start);
-    if (!connection.can_take(count)) return false;
+    if (!connection.can_start(count)) return false;
     sending->offset += count;
     outgoing.frame = connections_.frame(Kind::piece, sending->channel, sending->number);
     outgoing.frame.segment = static_cast<uint32_t>(start / segment_bytes_);
@@ -104,7 +106,8 @@ void Messages::receive(ReceivingPtr receiving) {
     }
 }
 
-// Where the payload of a small message goes: it is kept until somebody asks for it.
+// The sink of an eager message: memory of its own, because whether a receive matches it is decided
+// when it has come completely.
 Sink Messages::keep_eager(Connection& connection, const Frame& frame) {
     const int source = connection.rank();
     connections_.hold(source, frame.length);
@@ -129,9 +132,11 @@ void Messages::arrive(Arrived arrived) {
 
 void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
     receiving->matched = arrived.source;
+    // The group ends in the next two cases. The receive goes back among the pending operations, so
+    // that its ticket is finished with them.
     if (!fits(*receiving, arrived)) {
         mailbox_.posted.push_back(receiving);
-        state_.disagree(GroupFailure::Kind::misfit, arrived.source, *receiving, arrived.nbytes,
+        state_.disagree(GroupFailure::Kind::mismatch, arrived.source, *receiving, arrived.nbytes,
                         arrived.frame.dtype);
         return;
     }
@@ -143,7 +148,8 @@ void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
             "it announced message #" + std::to_string(key.second) + " again before it had sent it");
         return;
     }
-    // Only now the credit returns: what waits here unasked for is what credit bounds.
+    // The credit returns when the message is matched, not when it arrives: credit bounds the memory
+    // of unexpected messages.
     connections_.release(arrived.source, arrived.payload ? arrived.nbytes : 0);
     if (arrived.payload) {
         if (arrived.nbytes > 0) {
@@ -155,10 +161,12 @@ void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
     mailbox_.receiving[key] = receiving;
     Outgoing outgoing;
     outgoing.frame = connections_.frame(Kind::cts, receiving->channel, arrived.frame.operation);
-    connections_.tell(arrived.source, std::move(outgoing));
+    connections_.send_control(arrived.source, std::move(outgoing));
 }
 
-// Where a piece of a large message goes.
+// The sink of a piece: its place in the receive's array. A piece that is not the next one is
+// refused. The sum can't overflow: `offset` is at most `nbytes`, the size of an array in memory,
+// and a frame has at most 16 MiB.
 Sink Messages::route_piece(Connection& connection, const Frame& frame) {
     const std::pair<int, uint64_t> key(connection.rank(), frame.operation);
     const auto found = mailbox_.receiving.find(key);
@@ -181,9 +189,11 @@ Sink Messages::route_piece(Connection& connection, const Frame& frame) {
 }
 
 void Messages::end_receive(const ReceivingPtr& receiving) {
-    const auto place = std::find(receiving->ranks.begin(), receiving->ranks.end(), receiving->matched);
+    // The caller knows ranks by their place in the channel, the loop by their number in the group.
+    const std::vector<int>& ranks = receiving->ranks;
+    const auto place = std::find(ranks.begin(), ranks.end(), receiving->matched);
     receiving->ticket->finish(Ticket::State::done, now_s() - receiving->started,
-                              static_cast<int>(place - receiving->ranks.begin()));
+                              static_cast<int>(place - ranks.begin()));
 }
 
 }  // namespace potluck

@@ -1,5 +1,5 @@
-// Point-to-point messages on their way: announced (RTS), cleared (CTS), sent in pieces. The twin of
-// engine/loop/messages.py. Who gets a message is decided in mailbox.hpp.
+// The transfer of point-to-point messages: eager, or rendezvous (RTS, CTS, then pieces). The twin
+// of engine/loop/messages.py. Which receive a message goes to is decided in mailbox.hpp.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ public:
 
     void send(SendingPtr sending);
     void on_cts(Connection& connection, const Frame& frame);
-    // The next piece of a cleared message that may go over this link; false if there is none.
+    // The next piece of a cleared message for this link; false if there is none that can start.
     bool next_outgoing(Connection& connection, Outgoing& outgoing);
 
     // -- in
@@ -44,7 +44,7 @@ private:
     Connections& connections_;
     const uint64_t segment_bytes_;
     Mailbox mailbox_;
-    uint64_t message_ = 0;
+    uint64_t message_ = 0;  // number of the last message sent; 0: none
 };
 
 }  // namespace potluck

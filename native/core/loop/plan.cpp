@@ -11,6 +11,7 @@ CompiledPlan::CompiledPlan(PlanSpec given)
     : spec(std::move(given)),
       num_segments(spec.chunks.size()),
       segment_elements(std::max<uint64_t>(1, spec.segment_bytes / item_bytes(spec.dtype))) {
+    // An empty chunk has one segment too: its frame is the signal that a barrier is made of.
     for (size_t index = 0; index < spec.chunks.size(); ++index) {
         const uint64_t elements = spec.chunks[index].elements;
         num_segments[index] = static_cast<uint32_t>(
@@ -38,7 +39,7 @@ CompiledPlan::CompiledPlan(PlanSpec given)
 }
 
 RunningPlan::RunningPlan(PlanCall given, std::shared_ptr<Ticket> ticket)
-    : Item(std::move(ticket)),
+    : Operation(std::move(ticket)),
       call(std::move(given)),
       spec(call.plan->spec),
       sequence(call.sequence),
@@ -118,8 +119,9 @@ bool RunningPlan::is_ahead(int peer, int other) const {
     return left(peer) + 1 < left(other);
 }
 
-// The twin of engine/arrays/coding.py: an own chunk is encoded once, the same bytes go to all, and
-// it becomes what all others decode.
+// The twin of engine/arrays/coding.py. A chunk that this rank owns is encoded once, and the same
+// bytes go to all ranks. It is then replaced by its decoded form, so that the owner ends with the
+// same bits as the other ranks.
 Bytes RunningPlan::encoded(const Segment& segment) {
     if (!is_coded(segment)) return nullptr;
     const uint32_t num_takers = spec.chunks[segment.chunk].num_takers;
@@ -130,7 +132,7 @@ Bytes RunningPlan::encoded(const Segment& segment) {
         shared = {encode_segment(segment), num_takers};
         decode(spec.codec, segment.data, shared.bytes->data(), segment.elements);
     }
-    const Bytes bytes = shared.bytes;
+    const Bytes bytes = shared.bytes;  // before the entry is erased
     if (--shared.num_left == 0) shared_.erase(found);
     return bytes;
 }
@@ -141,6 +143,8 @@ Bytes RunningPlan::encode_segment(const Segment& segment) const {
     if (call.residual == nullptr || start < 0) {
         encode(spec.codec, bytes->data(), segment.data, segment.elements);
     } else {
+        // Error feedback (1-bit SGD, Seide et al. 2014): add what earlier calls have lost, encode
+        // the sum, keep what this call loses.
         float* residual = call.residual + start + segment.number * call.plan->segment_elements;
         combine(Dtype::float32, Op::sum, residual, segment.data, segment.elements);
         encode_with_residual(spec.codec, bytes->data(), residual, residual, segment.elements);
@@ -187,7 +191,7 @@ void RunningPlan::advance(uint32_t step) {
     --left_;
 }
 
-// -- the whole
+// -- the whole plan
 
 void RunningPlan::conclude() const {
     uint8_t* result = call.buffers[result_buffer];
@@ -215,7 +219,8 @@ std::vector<Awaited> RunningPlan::awaited() const {
     return waits;
 }
 
-// Whether `peer` must still take a segment, or send one that is not in `early` yet.
+// Whether `peer` is still needed: it must receive a segment, or send one that has not come. A peer
+// that has left may have sent its last segments before, and these wait in `early`.
 bool RunningPlan::needs(int peer) const {
     if (find(sends_, peer) != nullptr) return true;
     const Queue* queue = find(receives_, peer);

@@ -1,10 +1,11 @@
-// A plan under way: which segment each link may move next. The twin of engine/loop/running.py.
+// The execution state of a plan: which segment each link may move next. The twin of
+// engine/loop/running.py. Decides only; moves no bytes.
 //
-// What was asked is compiled once (CompiledPlan), how far a call is stands in RunningPlan.
-//
-// Decides only; moves no bytes. Per link and direction there is a queue of steps (rule 2). A segment
-// of a step may move once the step before it on the same chunk has finished that segment (rule 1).
-// Segments of a step move in order, so one counter a step is enough.
+// A plan is compiled once (CompiledPlan) and shared by its calls; each call has a RunningPlan. The
+// rules are those of collectives/plan.py. Per link and direction there is a queue of steps (rule
+// 2). A segment of a step may move once the step before it on the same chunk has finished that
+// segment (rule 1), so steps are pipelined. The segments of a step move in order, so one counter
+// per step is enough.
 #pragma once
 
 #include <array>
@@ -22,7 +23,7 @@
 #include "core/kernels/dtype.hpp"
 #include "core/loop/frame.hpp"
 #include "core/loop/hang_detection.hpp"
-#include "core/loop/item.hpp"
+#include "core/loop/operation.hpp"
 
 namespace potluck {
 
@@ -31,27 +32,27 @@ enum class Action : uint8_t { send = 0, copy = 1, reduce = 2 };
 struct Step {
     Action action;
     int peer;        // in the whole group's numbering
-    uint32_t chunk;  // index into the chunks below
+    uint32_t chunk;  // index into PlanSpec::chunks
     bool is_coded;   // its bytes are encoded on the wire
 };
 
-// The arrays of one call: what the rank contributes, where it wants the outcome, and scratch memory.
-// Chunks name them by their place here.
+// The arrays of one call: the rank's contribution, the result, and scratch memory. Chunks name them
+// by their index.
 constexpr size_t num_buffers = 3;
 constexpr size_t result_buffer = 1;
 using Buffers = std::array<uint8_t*, num_buffers>;
 
-// Where one chunk lies in them; `number` is its name in the plan.
+// The place of one chunk in the buffers; `number` is the chunk's name in the plan.
 struct Chunk {
     uint32_t number;
     uint8_t buffer;
     uint64_t start;  // its first element
     uint64_t elements;
-    int64_t residual;  // its first element in the residual; -1: nothing is fed back
-    uint32_t num_takers;  // of a chunk that this rank encodes once, for so many ranks; else 0
+    int64_t residual;     // its first element in the residual of error feedback; -1: none
+    uint32_t num_takers;  // how many ranks get the same encoded bytes of it; 0: encoded for each
 };
 
-// All of a call that does not change from one call to the next, as Python describes it.
+// What does not change from one call of a plan to the next, as Python describes it.
 struct PlanSpec {
     std::string call;  // for errors
     uint64_t fingerprint = 0;
@@ -62,13 +63,13 @@ struct PlanSpec {
     std::vector<int> ranks;  // all members of the channel
     std::vector<Chunk> chunks;
     std::vector<Step> steps;
-    Codec codec = Codec::fp16;        // of the steps that are coded
-    uint64_t num_unfinished = 0;      // elements of the result to work on once all steps are done
-    bool is_mean = false;             // then they are divided by the number of ranks
-    bool is_computed_by_all = false;  // then their NaNs are made alike
+    Codec codec = Codec::fp16;        // of the coded steps
+    uint64_t num_unfinished = 0;      // elements of the result that `conclude` works on
+    bool is_mean = false;             // `conclude` divides them by the number of ranks
+    bool is_computed_by_all = false;  // each rank computes the result: NaNs are canonicalized
 };
 
-// A plan with all that follows from it: made once, never changed, shared by its calls.
+// A plan and the tables that follow from it: made once, immutable, shared by its calls.
 class CompiledPlan {
 public:
     explicit CompiledPlan(PlanSpec spec);
@@ -80,17 +81,17 @@ public:
     };
 
     const PlanSpec spec;
-    std::vector<int> send_peers;     // in the order of their first steps
+    std::vector<int> send_peers;  // in the order of their first steps
     std::vector<int> receive_peers;
-    std::vector<Queue> sends;        // one for each of these
+    std::vector<Queue> sends;  // by index of send_peers
     std::vector<Queue> receives;
-    std::vector<int32_t> previous;   // by step: the one before it on the same chunk, -1 for none
+    std::vector<int32_t> previous;       // by step: the step before on the same chunk, -1: none
     std::vector<uint32_t> num_segments;  // by chunk
     uint64_t segment_elements;
-    uint64_t total_segments = 0;     // of all steps
+    uint64_t total_segments = 0;  // of all steps
 };
 
-// What one call adds to its plan. The memory must stay until the call has ended.
+// What one call adds to its plan. The arrays must stay until the call has ended.
 struct PlanCall {
     std::shared_ptr<const CompiledPlan> plan;
     uint64_t sequence = 0;
@@ -99,6 +100,7 @@ struct PlanCall {
     float* residual = nullptr;
 };
 
+// One segment of one step: the unit that is sent in a frame.
 struct Segment {
     uint32_t step = 0;
     uint32_t chunk = 0;
@@ -111,14 +113,14 @@ struct Segment {
 
 using Bytes = std::shared_ptr<std::vector<uint8_t>>;
 
-// A frame whose payload had to be kept.
-struct Kept {
+// A frame that can't be applied yet, with its payload.
+struct EarlyFrame {
     Frame frame;
     std::unique_ptr<uint8_t[]> payload;
 };
-using KeptPtr = std::shared_ptr<Kept>;
+using EarlyFramePtr = std::shared_ptr<EarlyFrame>;
 
-class RunningPlan : public Item {
+class RunningPlan : public Operation {
 public:
     RunningPlan(PlanCall call, std::shared_ptr<Ticket> ticket);
 
@@ -127,41 +129,44 @@ public:
     const uint64_t sequence;
     Key key;
     double started = 0;
-    bool has_asked = false;
-    bool is_overdue = false;
-    std::set<int> announced;
-    std::map<int, std::deque<KeptPtr>> early;
+    bool has_asked = false;   // HANG_QUERY was sent because it stalls
+    bool is_overdue = false;  // the deadline has passed, and all members were queried
+    std::set<int> announced;  // peers that BEGUN was sent to
+    std::map<int, std::deque<EarlyFramePtr>> early;  // by peer, in order
 
     const std::vector<int>& send_peers() const { return call.plan->send_peers; }
     const std::vector<int>& receive_peers() const { return call.plan->receive_peers; }
 
     // The segment to send to `peer` now; false if there is none (yet).
     bool next_send(int peer, Segment& segment) const;
-    // It is being sent; the next call of next_send gives the one after it.
+    // `segment` is being sent: next_send gives the one after it from now on.
     void issue(int peer, const Segment& segment);
-    // Whether `peer` has less left to come than `other`, by more than a segment.
+    // Whether `peer` has more than one segment less left to be sent to than `other`.
     bool is_ahead(int peer, int other) const;
-    // What goes over the wire for it; asked for once, when it is being sent. Empty: its memory.
+    // The encoded bytes of a coded segment, null for any other. Called once per segment: with error
+    // feedback it changes the residual.
     Bytes encoded(const Segment& segment);
-    // Its bytes have left its memory.
+    // The segment's memory may be overwritten now.
     void sent(const Segment& segment) { advance(segment.step); }
 
     // The segment that `peer` must send next; false if nothing more is due from it.
     bool next_receive(int peer, Segment& segment) const;
+    // Whether the memory of a due segment may be written now (rule 1).
     bool is_ready(const Segment& segment) const { return is_ready(segment.step, segment.number); }
-    // Whether the arriving bytes are combined with what is there (else they replace it).
+    // Whether the arriving bytes are reduced into the segment's memory (else they replace it).
     bool combines(const Segment& segment) const;
-    // Whether its payload can only be taken as a whole (else it may come in parts).
+    // Whether the payload is encoded. Then it can only be applied whole, not in parts.
     bool is_coded(const Segment& segment) const { return spec.steps[segment.step].is_coded; }
-    // Put a part of a segment's payload, from byte `offset` on, where it belongs.
+    // Copy, reduce or decode a part of a segment's payload, from byte `offset` on.
     void apply(const Segment& segment, const uint8_t* part, size_t offset, size_t count) const;
-    // All of it has been put there.
+    // All of the segment's payload has been applied.
     void received(int peer, const Segment& segment);
 
     bool is_complete() const { return left_ == 0; }
+    // After the last step: divide a mean, canonicalize NaNs.
     void conclude() const;
 
-    // Item
+    // Operation
     double deadline() const override { return deadline_; }
     void set_deadline(double deadline) { deadline_ = deadline; }
     std::vector<Awaited> awaited() const override;
@@ -189,18 +194,19 @@ private:
     void advance(uint32_t step);
     Bytes encode_segment(const Segment& segment) const;
 
+    // A segment that several ranks get with the same encoded bytes.
     struct Shared {
         Bytes bytes;
-        uint32_t num_left;
+        uint32_t num_left;  // ranks that it was not sent to yet
     };
 
     double deadline_;
     Queues sends_;
     Queues receives_;
-    std::vector<uint32_t> issued_;
-    std::vector<uint32_t> done_;
-    uint64_t left_;
-    // By chunk and number: segments of own chunks that not all takers have yet.
+    std::vector<uint32_t> issued_;  // by step: segments whose sending has begun
+    std::vector<uint32_t> done_;    // by step: segments that were sent or applied completely
+    uint64_t left_;                 // segments that are not done, of all steps
+    // By chunk and number of the segment.
     std::map<std::pair<uint32_t, uint32_t>, Shared> shared_;
 };
 

@@ -10,10 +10,10 @@ namespace potluck {
 
 namespace {
 
-// How many reports may wait to be read by a peer that queries more, and how many of the peers'
-// queries about calls that this rank has not made are kept.
+// The most frames that may wait for a peer that sends queries and reads no reports, and the most
+// queries about calls not made here that are kept: bounds on what a hostile peer can make grow.
 constexpr size_t max_unread = 1024;
-// How many ended calls of a channel are kept, to say what a late frame disagrees with.
+// Ended calls kept per channel, so that a late frame of another call can be reported as Desync.
 constexpr size_t num_remembered = 16;
 
 }  // namespace
@@ -37,7 +37,7 @@ void Plans::begin(RunningPtr running) {
                 fail_desync(peer, *running, theirs);
                 return;
             }
-            for (const KeptPtr& each : queue) connections_.release(peer, each->frame.length);
+            for (const EarlyFramePtr& each : queue) connections_.release(peer, each->frame.length);
             running->early[peer] = std::move(queue);
         }
     }
@@ -53,6 +53,7 @@ void Plans::begin(RunningPtr running) {
         }
     }
     advance(running);
+    // Only after the early frames were applied: a peer may have sent all of its part and left.
     if (!connections_.departed.empty() && by_key_.count(running->key))
         connections_.check_departed(*running);
     for (int peer : running->receive_peers()) announce(peer);
@@ -65,7 +66,8 @@ Plans::RunningPtr Plans::find(const Key& key) const {
 
 // -- deadlines
 
-// The first operation of each channel: the ones behind it may only wait for it.
+// The first operation of each channel. Later operations of the channel may only be waiting for it,
+// so they are not queried.
 std::vector<RunningPlan*> Plans::oldest() const {
     std::vector<RunningPlan*> first;
     std::set<uint32_t> channels;
@@ -115,9 +117,11 @@ bool Plans::next_outgoing(Connection& connection, Outgoing& outgoing) {
     if (state_.is_over()) return false;
     const int peer = connection.rank();
     FlowControl& flow = connections_.flow(peer);
+    // The oldest operation first, so that it ends first. An operation that can send nothing on this
+    // link now does not hold up the later ones (rule 3).
     for (const RunningPtr& running : running_) {
         Segment segment;
-        if (!running->next_send(peer, segment) || !connection.can_take(segment.wire_bytes))
+        if (!running->next_send(peer, segment) || !connection.can_start(segment.wire_bytes))
             continue;
         const uint32_t nbytes = segment.wire_bytes;
         if (!flow.may_send(running->spec.channel, running->sequence, nbytes)) continue;
@@ -142,12 +146,14 @@ bool Plans::next_outgoing(Connection& connection, Outgoing& outgoing) {
 // Flow balancing. A rank's links share one network interface. If one link runs ahead, the slowest
 // is left alone at the end, and one link alone can't fill the wire. So a link that is more than one
 // segment ahead of a *blocked* link pauses until that link has room. Only blocked links count: a
-// link that merely has nothing to send yet must not hold up the others (rule 3).
+// link that merely has nothing to send yet must not hold up the others (rule 3). No deadlock: a
+// blocked link waits only for its peer to read, never for this rank's other links; the paused
+// links are woken in Connections::write.
 bool Plans::must_wait(const RunningPlan& running, int peer) {
     for (int other : running.send_peers()) {
         const Connection* connection = connections_.find(other);
         if (connection != nullptr && connection->is_blocked && running.is_ahead(peer, other)) {
-            connections_.held.insert(peer);
+            connections_.paused.insert(peer);
             return true;
         }
     }
@@ -159,12 +165,14 @@ void Plans::sent(const RunningPtr& running, const Segment& segment) {
     advance(running);
 }
 
-// Apply early frames that have become due; wake the links; end what is complete.
+// Apply early frames that have become due; mark the links that may have something to send; end the
+// operation if it is complete.
 void Plans::advance(const RunningPtr& running) {
+    // Until nothing moves: a frame of one peer may be what a frame of another has waited for.
     bool has_moved = true;
     while (has_moved && !running->early.empty() && !state_.is_over()) {
         has_moved = false;
-        std::vector<int> peers;
+        std::vector<int> peers;  // a copy: apply_early erases entries
         for (const auto& [peer, queue] : running->early) peers.push_back(peer);
         for (int peer : peers) has_moved |= apply_early(*running, peer);
     }
@@ -172,7 +180,7 @@ void Plans::advance(const RunningPtr& running) {
     if (!running->is_complete()) return;
     const auto found = by_key_.find(running->key);
     if (found == by_key_.end()) return;
-    const RunningPtr last = running;  // `running` may be the list's own
+    const RunningPtr last = running;  // `running` may refer to the list's element, erased next
     running_.erase(found->second);
     by_key_.erase(found);
     auto& ended = ended_[last->spec.channel];
@@ -195,8 +203,9 @@ Sink Plans::route(Connection& connection, const Frame& frame) {
         connections_.hold(peer, frame.length);
         return keep(frame, &Plans::on_early, peer);
     }
-    // Credit returns at once for a call that has begun, also if its memory is not ready: the plan
-    // bounds what such a call can be sent, and its sender must not stop for it.
+    // Credit returns at once for a call that has begun, even if the segment's memory is not ready:
+    // the plan bounds what can still come for the call, so credit need not, and the sender does not
+    // stop for it.
     connections_.consume(peer, frame.length);
     Segment segment;
     if (running->early.count(peer) || !due(*running, peer, frame, segment) ||
@@ -226,8 +235,11 @@ Sink Plans::route(Connection& connection, const Frame& frame) {
     return sink;
 }
 
-Sink Plans::keep(const Frame& frame, void (Plans::*then)(int, KeptPtr), int peer) {
-    auto kept = std::make_shared<Kept>();
+// The sink of a frame that can't be applied when its header comes: memory of its own. What is done
+// with it is decided when its payload is complete, since the operation may have begun, or a step
+// may have ended, meanwhile.
+Sink Plans::keep(const Frame& frame, void (Plans::*then)(int, EarlyFramePtr), int peer) {
+    auto kept = std::make_shared<EarlyFrame>();
     kept->frame = frame;
     kept->payload.reset(new uint8_t[std::max<size_t>(1, frame.length)]);
     Sink sink;
@@ -237,7 +249,7 @@ Sink Plans::keep(const Frame& frame, void (Plans::*then)(int, KeptPtr), int peer
 }
 
 // A frame has been read whose operation had not begun when its header came.
-void Plans::on_early(int peer, KeptPtr kept) {
+void Plans::on_early(int peer, EarlyFramePtr kept) {
     const Key key(kept->frame.channel, kept->frame.operation);
     if (!by_key_.count(key)) {
         early_[key][peer].push_back(std::move(kept));
@@ -248,7 +260,7 @@ void Plans::on_early(int peer, KeptPtr kept) {
 }
 
 // A frame has been read that cannot be applied yet: a step before its own is not done.
-void Plans::on_waiting(int peer, KeptPtr kept) {
+void Plans::on_waiting(int peer, EarlyFramePtr kept) {
     const RunningPtr running = find({kept->frame.channel, kept->frame.operation});
     if (running == nullptr) {
         on_late(peer, kept->frame);
@@ -262,7 +274,7 @@ bool Plans::apply_early(RunningPlan& running, int peer) {
     auto& queue = running.early[peer];
     bool has_moved = false;
     while (!queue.empty()) {
-        const KeptPtr kept = queue.front();
+        const EarlyFramePtr kept = queue.front();
         Segment segment;
         if (!due(running, peer, kept->frame, segment) || !running.is_ready(segment)) break;
         queue.pop_front();
@@ -274,7 +286,9 @@ bool Plans::apply_early(RunningPlan& running, int peer) {
     return has_moved;
 }
 
-// The segment that `frame` must be; false (and a failed group) if it is another one.
+// The segment that is due from `peer`; false (and a failed group) if `frame` is another one. Every
+// field is compared with what the plan says, so the length and place of a write into the user's
+// array never come from the peer.
 bool Plans::due(const RunningPlan& running, int peer, const Frame& frame, Segment& segment) {
     if (frame.fingerprint != running.spec.fingerprint) {
         fail_desync(peer, running, frame.fingerprint);
@@ -302,13 +316,13 @@ void Plans::announce(int peer) {
         Outgoing outgoing;
         outgoing.frame =
             connections_.frame(Kind::begun, running->spec.channel, running->sequence);
-        connections_.tell(peer, std::move(outgoing));
+        connections_.send_control(peer, std::move(outgoing));
     }
 }
 
 void Plans::on_begun(Connection& connection, const Frame& frame) {
     connections_.flow(connection.rank()).has_begun(frame.channel, frame.operation);
-    connections_.dirty.insert(connection.rank());
+    connections_.dirty.insert(connection.rank());  // frames of that call may go now
 }
 
 // -- disagreements
@@ -320,7 +334,8 @@ void Plans::on_late(int peer, const Frame& frame) {
                         ", which has ended");
 }
 
-// Whether `frame` is of another call than this rank's (then the group has failed).
+// Whether `frame` belongs to another call than the one that this rank made under that number. If
+// so, the group has failed.
 bool Plans::disagrees(int peer, const Frame& frame) {
     if (const RunningPtr running = find({frame.channel, frame.operation})) {
         if (running->spec.fingerprint == frame.fingerprint) return false;
@@ -331,8 +346,8 @@ bool Plans::disagrees(int peer, const Frame& frame) {
     if (ended == ended_.end()) return false;
     for (const Ended& each : ended->second) {
         if (each.sequence != frame.operation || each.fingerprint == frame.fingerprint) continue;
-        struct Past : Item {
-            explicit Past(std::string name) : Item(nullptr), text(std::move(name)) {}
+        struct Past : Operation {  // only its name is needed, for the error
+            explicit Past(std::string name) : Operation(nullptr), text(std::move(name)) {}
             std::string text;
             double deadline() const override { return 0; }
             std::vector<Awaited> awaited() const override { return {}; }
@@ -360,7 +375,7 @@ void Plans::query(const RunningPlan& running, const std::vector<int>& peers, boo
         if (connections_.find(peer) == nullptr) continue;
         Outgoing outgoing;
         outgoing.frame = frame;
-        connections_.tell(peer, std::move(outgoing));
+        connections_.send_control(peer, std::move(outgoing));
     }
 }
 
@@ -448,7 +463,7 @@ void Plans::report(int peer, const Key& key, int rank, bool has_called) {
     outgoing.frame = connections_.frame(Kind::hang_report, key.first, key.second);
     outgoing.frame.chunk = static_cast<uint32_t>(rank);
     outgoing.frame.segment = has_called ? 1 : 0;
-    connections_.tell(peer, std::move(outgoing));
+    connections_.send_control(peer, std::move(outgoing));
 }
 
 }  // namespace potluck

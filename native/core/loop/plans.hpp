@@ -1,10 +1,10 @@
-// The collectives under way on one rank: segments in, segments out, each checked before it counts.
-// The twin of engine/loop/plans.py.
+// The collectives under way on one rank: matches arriving segments with their calls, schedules
+// outgoing segments, watches deadlines. The twin of engine/loop/plans.py.
 //
-// Frames carry the number and the fingerprint of their call. One that comes before this rank has
-// called, or before the memory it goes to is ready, is kept (`early`); one of another call ends the
-// group. What a plan allows next is decided in plan.hpp, which rank holds up an operation in
-// hang_detection.hpp.
+// A frame carries the number and the fingerprint of its call. A frame that comes before this rank
+// has made the call, or before its memory is ready, is kept (`early`); a frame with another
+// fingerprint ends the group (Desync). What a plan allows next is decided in plan.hpp, which rank
+// blocks an operation in hang_detection.hpp.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ public:
 
     void begin(std::shared_ptr<RunningPlan> running);
 
-    // Ask about operations that stall, and end the group over one that is overdue.
+    // Query the peers about operations that stall; end the group over one that is overdue.
     void check_deadlines(double now);
     // When check_deadlines has something to do; infinity if never.
     double wakes_at() const;
@@ -39,9 +39,9 @@ public:
 
     // The next segment that may go over this link; false if there is none now.
     bool next_outgoing(Connection& connection, Outgoing& outgoing);
-    // Where the payload of a DATA frame goes.
+    // The sink of a DATA frame.
     Sink route(Connection& connection, const Frame& frame);
-    // Let `peer` know what has begun here, if it may be waiting to send that.
+    // Tell `peer` which operations have begun here (BEGUN), if it may have no credit left for them.
     void announce(int peer);
 
     // -- frames about operations
@@ -65,9 +65,9 @@ private:
     bool must_wait(const RunningPlan& running, int peer);
     void sent(const RunningPtr& running, const Segment& segment);
     void advance(const RunningPtr& running);
-    Sink keep(const Frame& frame, void (Plans::*then)(int peer, KeptPtr kept), int peer);
-    void on_early(int peer, KeptPtr kept);
-    void on_waiting(int peer, KeptPtr kept);
+    Sink keep(const Frame& frame, void (Plans::*then)(int peer, EarlyFramePtr kept), int peer);
+    void on_early(int peer, EarlyFramePtr kept);
+    void on_waiting(int peer, EarlyFramePtr kept);
     bool apply_early(RunningPlan& running, int peer);
     bool due(const RunningPlan& running, int peer, const Frame& frame, Segment& segment);
     void on_late(int peer, const Frame& frame);
@@ -80,11 +80,13 @@ private:
     GroupState& state_;
     Connections& connections_;
     const Group group_;
-    std::list<RunningPtr> running_;
+    std::list<RunningPtr> running_;  // in the order of the calls
     std::map<Key, std::list<RunningPtr>::iterator> by_key_;
-    std::map<uint32_t, uint64_t> posted_;
-    std::map<uint32_t, std::deque<Ended>> ended_;
-    std::map<Key, std::map<int, std::deque<KeptPtr>>> early_;
+    std::map<uint32_t, uint64_t> posted_;          // by channel: the number of the next call
+    std::map<uint32_t, std::deque<Ended>> ended_;  // by channel: the latest calls that ended
+    // Frames of calls that this rank has not made, by peer. Bounded by flow control.
+    std::map<Key, std::map<int, std::deque<EarlyFramePtr>>> early_;
+    // Fingerprints that peers queried for such calls. Bounded by `max_unread`.
     std::map<Key, std::map<int, uint64_t>> queries_;
     HangDetector hangs_;
 };

@@ -23,7 +23,8 @@ namespace {
     throw std::system_error(errno, std::generic_category(), what);
 }
 
-// Rounded up: a deadline that is a fraction of a millisecond away must not be spun for.
+// Rounded up: with 0 for a deadline that is a fraction of a millisecond away, the loop would spin
+// until then.
 int milliseconds(double seconds) {
     return static_cast<int>(std::ceil(std::clamp(seconds, 0.0, 3600.0) * 1000));
 }
@@ -42,7 +43,7 @@ void Poller::wake() {
 #else
     const uint8_t one = 1;
 #endif
-    // A full pipe is awake already.
+    // EAGAIN means that the pipe is full, so `wait` will return anyway.
     while (::write(wake_writer_, &one, sizeof one) < 0 && errno == EINTR) {
     }
 }
@@ -67,10 +68,11 @@ void Poller::close() {
     epoll_ = -1;
 }
 
-void Poller::watch(int fd, int tag, bool for_room, bool is_new) {
+void Poller::watch(int fd, int tag, bool for_writing, bool is_new) {
     epoll_event event{};
-    event.events = EPOLLIN | (for_room ? EPOLLOUT : 0u);
-    event.data.u64 = static_cast<uint32_t>(fd) | static_cast<uint64_t>(static_cast<uint32_t>(tag)) << 32;
+    event.events = EPOLLIN | (for_writing ? EPOLLOUT : 0u);
+    const uint64_t high = static_cast<uint32_t>(tag);
+    event.data.u64 = static_cast<uint32_t>(fd) | high << 32;
     if (::epoll_ctl(epoll_, is_new ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, fd, &event) < 0) {
         fail("epoll_ctl");
     }
@@ -115,7 +117,7 @@ void Poller::close() {
     wake_reader_ = -1;
 }
 
-void Poller::watch(int fd, int tag, bool for_room, bool) { watched_[fd] = {tag, for_room}; }
+void Poller::watch(int fd, int tag, bool for_writing, bool) { watched_[fd] = {tag, for_writing}; }
 
 void Poller::forget(int fd) { watched_.erase(fd); }
 
@@ -123,7 +125,7 @@ const std::vector<Poller::Ready>& Poller::wait(double seconds) {
     std::vector<pollfd> polled;
     std::vector<int> tags;
     for (const auto& [fd, each] : watched_) {
-        polled.push_back({fd, static_cast<short>(POLLIN | (each.for_room ? POLLOUT : 0)), 0});
+        polled.push_back({fd, static_cast<short>(POLLIN | (each.for_writing ? POLLOUT : 0)), 0});
         tags.push_back(each.tag);
     }
     ready_.clear();

@@ -1,4 +1,4 @@
-// Waiting for many descriptors: epoll on Linux, poll elsewhere.
+// A poller for many descriptors, level-triggered: epoll on Linux, poll elsewhere.
 #pragma once
 
 #include <vector>
@@ -16,24 +16,26 @@ public:
     Poller(const Poller&) = delete;
     Poller& operator=(const Poller&) = delete;
 
-    // Watch `fd` for bytes, and for room if `for_room`. `tag` is what `wait` gives for it.
-    void watch(int fd, int tag, bool for_room, bool is_new);
+    // Watch `fd` for reading, and if `for_writing` also for writing. `tag` (not negative) names it
+    // in the results of `wait`.
+    void watch(int fd, int tag, bool for_writing, bool is_new);
     void forget(int fd);
 
-    // A descriptor that is ready; its end and its failures count as bytes.
+    // A descriptor that is ready. Hang-ups and errors count as readable: the next read reports
+    // them.
     struct Ready {
         int tag;
-        bool has_bytes;
-        bool has_room;
+        bool is_readable;
+        bool is_writable;
     };
 
-    // What is ready, after at most so many seconds.
+    // The descriptors that are ready, after at most `seconds`.
     const std::vector<Ready>& wait(double seconds);
 
-    // From any thread: let `wait` return, with nothing for it.
+    // From any thread: make `wait` return, now or at its next call.
     void wake();
 
-    // Nothing is watched any more; no other call may follow. Idempotent.
+    // Release the descriptors of the poller. No other call may follow. Idempotent.
     void close();
 
 private:
@@ -45,7 +47,7 @@ private:
 #else
     struct Watched {
         int tag;
-        bool for_room;
+        bool for_writing;
     };
     std::map<int, Watched> watched_;
 #endif

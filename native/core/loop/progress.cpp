@@ -15,11 +15,13 @@ namespace {
 
 // How long an orderly close waits for CLOSE_ACK: a stopped or dead peer must not hold it up.
 constexpr double close_s = 1.0;
+// The longest wait of the poller.
 constexpr double idle_s = 5.0;
-// How long a failing group tries to tell its peers before it closes the links.
+// How long a failing group tries to send ABORT to its peers before it closes the links.
 constexpr double flush_s = 0.2;
-// How long it waits for Python to make the error and its ABORT frame.
-constexpr double words_s = 5.0;
+// How long it waits for Python to make the ABORT frame: Python's thread may wait for the
+// interpreter lock, and may be gone.
+constexpr double abort_body_s = 5.0;
 
 std::vector<std::shared_ptr<Counters>> make_counters(int count) {
     std::vector<std::shared_ptr<Counters>> made;
@@ -31,7 +33,7 @@ std::vector<std::shared_ptr<Counters>> make_counters(int count) {
 
 // -- events
 
-void Events::push(Event event) {
+void EventQueue::push(Event event) {
     {
         const std::lock_guard lock(mutex_);
         events_.push_back(event);
@@ -39,7 +41,7 @@ void Events::push(Event event) {
     changed_.notify_one();
 }
 
-std::vector<Event> Events::take(double seconds) {
+std::vector<Event> EventQueue::take(double seconds) {
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, std::chrono::duration<double>(seconds),
                       [this] { return !events_.empty(); });
@@ -50,16 +52,19 @@ std::vector<Event> Events::take(double seconds) {
 
 ProgressLoop::ProgressLoop(const ProgressSpec& spec)
     : spec_(spec),
-      events_(std::make_shared<Events>()),
+      events_(std::make_shared<EventQueue>()),
       counters_(make_counters(spec.group.world_size)),
       connections_(
           state_, spec.group,
-          // With less than three segments of credit a sender would stop until each CREDIT comes.
+          // At least three segments of credit: with less a sender would stop after every segment
+          // until the CREDIT for it has come (stop-and-wait).
           std::max(spec.max_early_bytes, 3 * (spec.segment_bytes + frame_overhead)), counters_,
           {[this] { return current(); }, [this] { check_departed(); },
            [this](int rank) { plans_.announce(rank); },
-           [this](int rank) { events_->push({Event::Kind::wanted, static_cast<uint64_t>(rank)}); },
-           [this](const Link& link) { events_->push({Event::Kind::let_go, link.id}); }}),
+           [this](int rank) {
+               events_->push({Event::Kind::link_wanted, static_cast<uint64_t>(rank)});
+           },
+           [this](const Link& link) { events_->push({Event::Kind::link_released, link.id}); }}),
       plans_(state_, connections_, spec.group),
       messages_(state_, connections_, spec.segment_bytes),
       route_(
@@ -72,16 +77,20 @@ ProgressLoop::ProgressLoop(const ProgressSpec& spec)
     thread_ = std::thread([this] { run(); });
 }
 
+// No answer to `group_failed` can come any more, so the loop must not wait for one.
 ProgressLoop::~ProgressLoop() {
     stop();
     {
         const std::lock_guard lock(mutex_);
-        has_words_ = true;
+        has_answer_ = true;
     }
     changed_.notify_all();
     join();
 }
 
+// Returns false if the loop has ended. One wake-up per batch: while `is_awake_`, the loop is known
+// to take the inbox after its present wait. `turn` resets the flag in the critical section in which
+// it takes the inbox, so a command posted after that wakes the poller again, and none is lost.
 bool ProgressLoop::post(std::function<void()> command) {
     const std::lock_guard lock(mutex_);
     if (is_over_) return false;
@@ -93,21 +102,21 @@ bool ProgressLoop::post(std::function<void()> command) {
 void ProgressLoop::start(PlanCall call, std::shared_ptr<Ticket> ticket) {
     auto running = std::make_shared<RunningPlan>(std::move(call), ticket);
     const bool is_posted = post([this, running] {
-        if (begins(*running->ticket)) plans_.begin(running);
+        if (may_begin(*running->ticket)) plans_.begin(running);
     });
     if (!is_posted) ticket->finish(Ticket::State::refused, 0);
 }
 
 void ProgressLoop::send(SendingPtr sending) {
     const bool is_posted = post([this, sending] {
-        if (begins(*sending->ticket)) messages_.send(sending);
+        if (may_begin(*sending->ticket)) messages_.send(sending);
     });
     if (!is_posted) sending->ticket->finish(Ticket::State::refused, 0);
 }
 
 void ProgressLoop::receive(ReceivingPtr receiving) {
     const bool is_posted = post([this, receiving] {
-        if (begins(*receiving->ticket)) messages_.receive(receiving);
+        if (may_begin(*receiving->ticket)) messages_.receive(receiving);
     });
     if (!is_posted) receiving->ticket->finish(Ticket::State::refused, 0);
 }
@@ -116,15 +125,15 @@ void ProgressLoop::adopt(Link link) {
     const uint64_t id = link.id;
     const bool is_posted = post([this, link = std::move(link)] {
         if (state_.is_over()) {
-            events_->push({Event::Kind::too_late, link.id});
+            events_->push({Event::Kind::link_refused, link.id});
             return;
         }
         const int rank = link.rank;
         connections_.adopt(link);
-        // The link was made while this rank was leaving.
-        if (closing_ > 0) connections_.say(rank, Kind::close);
+        // A link that was made while this rank was leaving: its peer needs the CLOSE too.
+        if (closing_ > 0) connections_.send_kind(rank, Kind::close);
     });
-    if (!is_posted) events_->push({Event::Kind::too_late, id});
+    if (!is_posted) events_->push({Event::Kind::link_refused, id});
 }
 
 void ProgressLoop::no_link(int rank) {
@@ -144,12 +153,12 @@ void ProgressLoop::join() {
     if (thread_.joinable()) thread_.join();
 }
 
-void ProgressLoop::say(std::vector<uint8_t> abort_body, bool has_abort) {
+void ProgressLoop::set_abort(std::vector<uint8_t> abort_body, bool has_abort) {
     {
         const std::lock_guard lock(mutex_);
         abort_body_ = std::move(abort_body);
         has_abort_ = has_abort;
-        has_words_ = true;
+        has_answer_ = true;
     }
     changed_.notify_all();
 }
@@ -169,9 +178,9 @@ void ProgressLoop::run() {
 }
 
 void ProgressLoop::turn() {
-    for (const Poller::Ready& each : connections_.poller.wait(patience())) {
-        if (each.has_bytes) connections_.ready.insert(each.tag);
-        if (each.has_room) connections_.has_room(each.tag);
+    for (const Poller::Ready& each : connections_.poller.wait(poll_timeout())) {
+        if (each.is_readable) connections_.ready.insert(each.tag);
+        if (each.is_writable) connections_.on_writable(each.tag);
     }
     std::deque<std::function<void()>> inbox;
     {
@@ -181,43 +190,44 @@ void ProgressLoop::turn() {
     }
     try {
         for (; !inbox.empty(); inbox.pop_front()) inbox.front()();
-    } catch (...) {  // end() runs what is left, so that its callers get the error
+    } catch (...) {  // end() runs the commands that are left, so that their tickets end
         const std::lock_guard lock(mutex_);
         std::move(inbox.rbegin(), inbox.rend(), std::front_inserter(inbox_));
         throw;
     }
     connections_.move(route_, source_);
-    if (closing_ > 0) return;  // what is under way is given up
+    if (closing_ > 0) return;  // operations under way are given up: no deadline matters
     const double now = now_s();
     plans_.check_deadlines(now);
     messages_.check_deadlines(now);
 }
 
-// Seconds until there is something to do, if nothing is read or posted before.
-double ProgressLoop::patience() const {
+// How long the poller may wait: until the next deadline, not at all while links have work left.
+double ProgressLoop::poll_timeout() const {
     if (!connections_.ready.empty() || !connections_.dirty.empty()) return 0;
     const double until =
         closing_ > 0 ? closing_ : std::min(plans_.wakes_at(), messages_.wakes_at());
     return std::clamp(until - now_s(), 0.0, idle_s);
 }
 
-const Item* ProgressLoop::current() const {
+const Operation* ProgressLoop::current() const {
     if (!plans_.pending().empty()) return plans_.pending().front().get();
-    const Item* first = nullptr;
-    messages_.mailbox().each_pending([&](const Item* item) {
-        if (first == nullptr) first = item;
+    const Operation* first = nullptr;
+    messages_.mailbox().each_pending([&](const Operation* operation) {
+        if (first == nullptr) first = operation;
     });
     return first;
 }
 
 void ProgressLoop::check_departed() {
-    if (closing_ > 0) return;  // this rank is leaving and gives all up: no peer is lost to it
+    if (closing_ > 0) return;  // this rank leaves too: its operations are given up anyway
     for (const auto& running : plans_.pending()) connections_.check_departed(*running);
-    messages_.mailbox().each_pending([&](const Item* item) { connections_.check_departed(*item); });
+    messages_.mailbox().each_pending(
+        [&](const Operation* operation) { connections_.check_departed(*operation); });
 }
 
 // Whether an operation may begin: not if the group is over or being left.
-bool ProgressLoop::begins(Ticket& ticket) {
+bool ProgressLoop::may_begin(Ticket& ticket) {
     if (!state_.is_over() && closing_ == 0) return true;
     ticket.finish(Ticket::State::refused, 0);
     return false;
@@ -225,7 +235,8 @@ bool ProgressLoop::begins(Ticket& ticket) {
 
 // -- frames
 
-// Where the payload of an arriving frame goes, and what is done once it is there.
+// Dispatch of an arriving frame. A frame of another group (epoch), or with another sender than the
+// link's peer, can only come of a bug or an attack: the link is authenticated.
 Sink ProgressLoop::route(Connection& connection, const Frame& frame) {
     if (frame.epoch != spec_.group.epoch) {
         throw ProtocolError("a frame of epoch " + std::to_string(frame.epoch) + " in epoch " +
@@ -261,14 +272,14 @@ void ProgressLoop::handle(Connection& connection, const Frame& frame, const uint
             break;
         case Kind::abort:
             connection.has_aborted = true;
-            state_.fail(GroupFailure::Kind::told, connection.rank(), "", current(),
+            state_.fail(GroupFailure::Kind::abort_received, connection.rank(), "", current(),
                         {payload, payload + frame.length});
             break;
         case Kind::close:
             if (connection.has_closed) throw ProtocolError("a second CLOSE");
             connection.has_closed = true;
             // Frames are read in order: all that the peer sent before its CLOSE has been read.
-            connections_.say(connection.rank(), Kind::close_ack);
+            connections_.send_kind(connection.rank(), Kind::close_ack);
             break;
         case Kind::close_ack: connection.is_acknowledged = true; break;
         default: break;
@@ -279,12 +290,12 @@ void ProgressLoop::handle(Connection& connection, const Frame& frame, const uint
 
 // Begin the close handshake: CLOSE to every peer, which answers CLOSE_ACK. Operations under way
 // here are given up. A peer whose operations need this rank raises PeerLost when the link ends; the
-// others go on without this rank.
+// other peers go on without this rank.
 void ProgressLoop::begin_close() {
     if (closing_ > 0 || state_.is_over()) return;
     closing_ = now_s() + close_s;
     for (const auto& connection : connections_.all()) {
-        if (connection) connections_.say(connection->rank(), Kind::close);
+        if (connection) connections_.send_kind(connection->rank(), Kind::close);
     }
 }
 
@@ -302,18 +313,25 @@ bool ProgressLoop::should_end() {
     return is_settled || now_s() >= closing_;
 }
 
-// Tell the peers, then let every waiting caller go: whatever breaks here, nobody hangs.
+// The end of the loop: ABORT to the peers if the group failed, then every ticket is finished, so
+// that no caller waits for ever, whatever breaks here.
+//
+// The order matters. Tickets are finished after send_abort, because a half-written frame is still
+// read from a caller's array until then, and a caller may free the array once its ticket has ended.
+// The links go last, since their owner may close them then.
 void ProgressLoop::end() {
     try {
         if (state_.is_over() && state_.failure().kind != GroupFailure::Kind::closed) {
-            events_->push({Event::Kind::failed});
-            hear_what_to_say();
+            events_->push({Event::Kind::group_failed});
+            wait_for_abort_body();
             send_abort();
         }
     } catch (const std::exception&) {
-        // The links end now, which tells the peers as much.
+        // The links end without ABORT; the peers will raise PeerLost over this rank.
     }
     state_.fail(GroupFailure::Kind::closed, -1, "", nullptr);
+    // From here on `post` takes no command. Those in the inbox still run: the group is over, so
+    // operations are refused, and links too.
     std::deque<std::function<void()>> inbox;
     {
         const std::lock_guard lock(mutex_);
@@ -325,25 +343,26 @@ void ProgressLoop::end() {
         running->ticket->finish(Ticket::State::failed, now_s() - running->started);
     }
     messages_.mailbox().each_pending(
-        [](const Item* item) { item->ticket->finish(Ticket::State::failed, 0); });
+        [](const Operation* operation) { operation->ticket->finish(Ticket::State::failed, 0); });
     for (const auto& connection : connections_.all()) {
         if (connection) connections_.drop(*connection);
     }
     connections_.poller.close();
-    events_->push({Event::Kind::over});
+    events_->push({Event::Kind::loop_ended});
 }
 
-void ProgressLoop::hear_what_to_say() {
+void ProgressLoop::wait_for_abort_body() {
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, std::chrono::duration<double>(words_s), [this] { return has_words_; });
+    changed_.wait_for(lock, std::chrono::duration<double>(abort_body_s),
+                      [this] { return has_answer_; });
 }
 
-// Tell every linked peer why the group is over, within a bound.
+// Send ABORT to every linked peer, and wait until it was read, at most `flush_s`.
 //
-// Until this returns the callers' arrays belong to the loop, so that a frame half written can be
-// completed with the bytes that it began with: a peer finds the ABORT only behind a whole frame.
-// Each link is read until the peer's own ABORT or its end: closing it over unread bytes would reset
-// the connection, and the peer would lose the reason and blame this rank.
+// Until this returns the callers' arrays belong to the loop: a half-written frame must be completed
+// with the bytes that it began with, because a peer finds the ABORT only behind a whole frame. Each
+// link is read until the peer's own ABORT or the link's end: closing it over unread bytes would
+// reset the connection, and the peer would lose the reason and blame this rank.
 void ProgressLoop::send_abort() {
     if (!has_abort_) return;
     const auto body = std::make_shared<std::vector<uint8_t>>(abort_body_);
@@ -354,7 +373,7 @@ void ProgressLoop::send_abort() {
         outgoing.frame.length = static_cast<uint32_t>(body->size());
         outgoing.owned = body;
         outgoing.payload = body->data();
-        connection->control.clear();
+        connection->control.clear();  // no other control frame matters, and some could be many
         connection->control.push_back(std::move(outgoing));
     }
     const double deadline = now_s() + flush_s;
@@ -363,14 +382,15 @@ void ProgressLoop::send_abort() {
         if (left <= 0) break;
         bool has_more = false;
         for (const auto& connection : connections_.all()) {
-            if (connection) has_more |= part(*connection);
+            if (connection) has_more |= flush_abort(*connection);
         }
         if (!connections_.is_empty()) connections_.poller.wait(has_more ? 0 : left);
     }
 }
 
-// Go on with telling the peer and hearing it; true if there is more to do at once.
-bool ProgressLoop::part(Connection& connection) {
+// Write to the peer and read from it as far as possible; true if there is more to do at once. The
+// link is dropped when both sides have sent ABORT, or when the link ends.
+bool ProgressLoop::flush_abort(Connection& connection) {
     bool has_more = false;
     try {
         has_more = connection.write([](Connection&, Outgoing&) { return false; });
@@ -396,7 +416,7 @@ bool ProgressLoop::part(Connection& connection) {
     return has_more;
 }
 
-// Where a frame goes once the group is over.
+// The sink of frames that come once the group is over: their payloads are dropped.
 Sink ProgressLoop::discard(Connection& connection, const Frame& frame) {
     if (frame.kind == Kind::abort) connection.has_aborted = true;
     Sink sink;

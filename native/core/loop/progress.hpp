@@ -1,10 +1,11 @@
-// The progress loop: one thread that moves all bytes of one group. The twin of
+// The progress loop: one event-loop thread that moves all bytes of one group. The twin of
 // engine/loop/progress.py.
 //
-// Callers post operations and wait for their tickets; this loop owns every link and all state of the
-// group, so nothing in it is locked. It knows no Python: what only Python can do (make a link, name
-// an error, tell a caller who does not wait) it reports as events, which one Python thread takes
-// (engine/loop/native.py). So a main thread that is busy in Python slows down no byte.
+// Callers post operations and wait for their tickets. The loop's thread owns every link and all
+// state of the group, so none of that is locked; other threads only post commands to its inbox. The
+// loop never takes Python's interpreter lock. What only Python can do (make a link, make an error,
+// run a callback) it reports as events, which one Python thread takes (engine/loop/native.py). So
+// bytes move while the script computes in Python.
 #pragma once
 
 #include <condition_variable>
@@ -29,25 +30,25 @@ namespace potluck {
 
 struct Event {
     enum class Kind {
-        ended,     // operation `id` has ended, and nobody was waiting
-        wanted,    // a link to rank `id` is wanted
-        let_go,    // link `id` is no longer used
-        too_late,  // link `id` came when the group was over
-        failed,    // the group is over: see ProgressLoop::failure; `say` is waited for
-        over,      // the loop has ended
+        operation_ended,  // operation `id` has ended, and no thread was waiting for its ticket
+        link_wanted,      // a link to rank `id` is needed
+        link_released,    // link `id` is no longer used: it may be closed
+        link_refused,     // link `id` came when the group was over
+        group_failed,     // see ProgressLoop::failure; the loop waits for `set_abort`
+        loop_ended,       // the last event
     };
 
     Kind kind;
     uint64_t id = 0;
 };
 
-// What the loop has to tell, in order. Outlives it.
-class Events : public Unclaimed {
+// The events of a loop, in order. Shared with the tickets, which may outlive the loop.
+class EventQueue : public CompletionListener {
 public:
     void push(Event event);
-    void ended(uint64_t id) override { push({Event::Kind::ended, id}); }
+    void ended(uint64_t id) override { push({Event::Kind::operation_ended, id}); }
 
-    // All that there is to tell; waits for it at most so long.
+    // All events that there are; waits for the first one at most `seconds`.
     std::vector<Event> take(double seconds);
 
 private:
@@ -73,14 +74,16 @@ public:
 
     std::shared_ptr<Ticket> ticket(uint64_t id) { return std::make_shared<Ticket>(id, events_); }
 
-    // The memory that these name must stay until the ticket has ended or the loop is over. An
-    // operation that can't begin any more ends as refused.
+    // Post an operation. The loop reads and writes the arrays that it names until its ticket has
+    // ended, and the caller must keep them until then. If the group is over or being left, the
+    // ticket ends as refused.
     void start(PlanCall call, std::shared_ptr<Ticket> ticket);
     void send(SendingPtr sending);
     void receive(ReceivingPtr receiving);
 
+    // Use a link; the answer to the event `link_wanted`, or a link that the peer has made.
     void adopt(Link link);
-    // There is no link to `rank` to be had.
+    // The other answer: no link to `rank` could be made.
     void no_link(int rank);
     // End the group at once, for a reason that the caller knows.
     void stop();
@@ -89,11 +92,12 @@ public:
     // Wait until the thread has ended.
     void join();
 
-    // The answer to the event `failed`: frames that tell the peers why, none for an orderly end.
-    void say(std::vector<uint8_t> abort_body, bool has_abort);
+    // The answer to the event `group_failed`: the payload of the ABORT frames for the peers;
+    // without `has_abort` none are sent. Only Python can make it, since it contains the error.
+    void set_abort(std::vector<uint8_t> abort_body, bool has_abort);
 
-    Events& events() { return *events_; }
-    // Why the group is over; only after the event `failed`.
+    EventQueue& events() { return *events_; }
+    // Why the group is over; only after the event `group_failed`.
     const GroupFailure& failure() const { return state_.failure(); }
     Counters& counters(int rank) { return *counters_[static_cast<size_t>(rank)]; }
 
@@ -101,22 +105,22 @@ private:
     bool post(std::function<void()> command);
     void run();
     void turn();
-    double patience() const;
+    double poll_timeout() const;
     bool should_end();
     void begin_close();
     void end();
-    void hear_what_to_say();
+    void wait_for_abort_body();
     void send_abort();
-    bool part(Connection& connection);
-    const Item* current() const;
+    bool flush_abort(Connection& connection);
+    const Operation* current() const;
     void check_departed();
-    bool begins(Ticket& ticket);
+    bool may_begin(Ticket& ticket);
     Sink route(Connection& connection, const Frame& frame);
     void handle(Connection& connection, const Frame& frame, const uint8_t* payload);
     Sink discard(Connection& connection, const Frame& frame);
 
     const ProgressSpec spec_;
-    std::shared_ptr<Events> events_;
+    std::shared_ptr<EventQueue> events_;
     GroupState state_;
     std::vector<std::shared_ptr<Counters>> counters_;
     Connections connections_;
@@ -124,18 +128,20 @@ private:
     Messages messages_;
     Connection::Route route_;
     Connection::Source source_;
-    double closing_ = 0;  // until when peers may still answer, once this rank leaves
+    double closing_ = 0;  // once this rank leaves: until when peers may still answer; else 0
 
+    // The members up to `abort_body_` are guarded by `mutex_`, all above belong to the loop's
+    // thread. Neither mutex is held while another is taken.
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::deque<std::function<void()>> inbox_;
-    bool is_awake_ = false;
-    bool is_over_ = false;
-    bool has_words_ = false;
+    std::deque<std::function<void()>> inbox_;  // commands of other threads
+    bool is_awake_ = false;                    // the poller was woken for the inbox
+    bool is_over_ = false;                     // no command is taken any more
+    bool has_answer_ = false;                  // set_abort was called
     bool has_abort_ = false;
     std::vector<uint8_t> abort_body_;
 
-    std::mutex join_mutex_;
+    std::mutex join_mutex_;  // several threads may join
     std::thread thread_;
 };
 

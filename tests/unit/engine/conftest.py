@@ -102,7 +102,7 @@ class _PythonConnections:
         self._all.move(routed, lambda link: source(link.rank))
 
     def pause(self, rank: int) -> None:
-        self._all.held.add(rank)
+        self._all.paused.add(rank)
 
     def can_read(self, rank: int) -> None:
         self._all.ready.add(rank)

@@ -71,12 +71,12 @@ def test_a_loop_that_breaks_says_why_and_lets_go_who_waits() -> None:
         end.close()
     loop.adopt(2, 1, stream, "the other", 0, (), ())  # a descriptor that nobody can wait for
     kinds: list[str] = []
-    while "failed" not in kinds:
+    while "group failed" not in kinds:
         kinds += [kind for kind, _ in loop.events(20.0)]
     kind, rank, text, *_ = loop.failure()
     assert (kind, rank) == ("broke", 0)
     assert text
-    loop.say(b"", False)
+    loop.set_abort(b"", False)
     assert waiting.wait(20.0)
     assert waiting.state == "failed"
     loop.join()

@@ -117,7 +117,7 @@ def desync(group: Group, peer: int, item: object, theirs: int) -> Desync:
     )
 
 
-def misfit(group: Group, peer: int, item: object, nbytes: int, dtype: int) -> Desync:
+def message_mismatch(group: Group, peer: int, item: object, nbytes: int, dtype: int) -> Desync:
     """``peer`` sent a message of other ``nbytes`` or another ``dtype`` than this rank expects."""
     known = dtype_of(dtype)
     return _desync(group, peer, item, f"sent {nbytes} bytes of {known or 'an unknown dtype'}")

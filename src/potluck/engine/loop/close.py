@@ -38,7 +38,10 @@ def send_abort(state: GroupState, connections: Connections, drain_wake: Callable
         connection.control.append(Outgoing(header, memoryview(body)))
     deadline = time.monotonic() + _FLUSH_S
     while connections.by_rank and (left := deadline - time.monotonic()) > 0:
-        more = [_part(connections, connection) for connection in list(connections.by_rank.values())]
+        more = [
+            _flush_abort(connections, connection)
+            for connection in list(connections.by_rank.values())
+        ]
         if connections.by_rank:
             connections.selector.select(0.0 if any(more) else left)
             drain_wake()
@@ -50,7 +53,7 @@ def reject(state: GroupState, link: Link) -> None:
     until = time.monotonic() + _FLUSH_S
     scratch = memoryview(bytearray(64 * 1024))
     with contextlib.suppress(PotluckError):
-        link.send(memoryview(_last_words(state, link)))
+        link.send(memoryview(_final_frame(state, link)))
         if link.fileno() >= 0:  # in-process links keep what was sent when they are closed
             while (left := until - time.monotonic()) > 0:
                 wait_ready(link.fileno(), write=False, timeout_s=left)
@@ -59,7 +62,7 @@ def reject(state: GroupState, link: Link) -> None:
     link.close()
 
 
-def _part(connections: Connections, connection: Connection) -> bool:
+def _flush_abort(connections: Connections, connection: Connection) -> bool:
     """Write to the peer and read from it as far as possible; True if there is more to do at
     once."""
     try:
@@ -89,7 +92,7 @@ def _discard(connection: Connection, frame: Frame) -> Sink:
     return Sink(buffer, lambda _: None)
 
 
-def _last_words(state: GroupState, link: Link) -> bytes:
+def _final_frame(state: GroupState, link: Link) -> bytes:
     error, group = state.error, state.group
     frame, body = Frame(Kind.CLOSE, group.epoch, source=group.rank), b""
     if isinstance(error, GroupError) and not isinstance(error, GroupClosed):

@@ -87,14 +87,14 @@ class Connection:
     def is_writing(self) -> bool:
         return bool(self._writing or self.control)
 
-    def fits_shared_memory(self, nbytes: int) -> bool:
+    def uses_shared_memory(self, nbytes: int) -> bool:
         """Whether the payload of a DATA or PIECE frame would travel through shared memory."""
         memory = self.link.memory
         return memory is not None and _SHARED_MEMORY_BYTES <= nbytes <= memory.slot_bytes
 
-    def can_take(self, nbytes: int) -> bool:
+    def can_start(self, nbytes: int) -> bool:
         """Whether such a payload could start now (shared memory may be out of slots)."""
-        return not self._writing and (not self.fits_shared_memory(nbytes) or bool(self._slots))
+        return not self._writing and (not self.uses_shared_memory(nbytes) or bool(self._slots))
 
     def write(self, source: Callable[[Connection], Outgoing | None]) -> bool:
         """Write until the link is full, ``source`` has nothing more, or the budget is spent.
@@ -135,7 +135,7 @@ class Connection:
         if (
             memory is not None
             and frame.kind in frames.SHARED_MEMORY_KINDS
-            and self.fits_shared_memory(nbytes)
+            and self.uses_shared_memory(nbytes)
             and self._slots
         ):
             slot = self._slots.popleft()

@@ -51,7 +51,7 @@ class Connections:
         """Ranks for which there may be something to write."""
         self.ready: set[int] = set()
         """Ranks from which there may be something to read."""
-        self.held: set[int] = set()
+        self.paused: set[int] = set()
         """Ranks whose links pause until a blocked link has room (``Plans._must_wait``)."""
         self.selector = selectors.DefaultSelector()
         self._state = state
@@ -118,7 +118,7 @@ class Connections:
             if connection is not None:
                 self._write(connection, source, route)
 
-    def tell(self, peer: int, outgoing: Outgoing) -> None:
+    def send_control(self, peer: int, outgoing: Outgoing) -> None:
         """Send a frame before all data; a link is made if there is none."""
         connection = self.by_rank.get(peer)
         if connection is None:
@@ -128,9 +128,11 @@ class Connections:
         connection.control.append(outgoing)
         self.dirty.add(peer)
 
-    def say(self, rank: int, kind: Kind) -> None:
+    def send_kind(self, rank: int, kind: Kind) -> None:
         """Send a frame that is nothing but its kind."""
-        self.tell(rank, Outgoing(Frame(kind, self._group.epoch, source=self._group.rank), NOTHING))
+        self.send_control(
+            rank, Outgoing(Frame(kind, self._group.epoch, source=self._group.rank), NOTHING)
+        )
 
     def watch(self, connection: Connection) -> None:
         """Select on what this link can do next."""
@@ -179,8 +181,8 @@ class Connections:
             self.watch(connection)
         # A blocked link has room again: the links that paused for it may go on.
         if was_blocked and not connection.is_blocked:
-            self.dirty |= self.held
-            self.held.clear()
+            self.dirty |= self.paused
+            self.paused.clear()
 
     # -- early frames: what came before anybody here waited for it
 
@@ -206,7 +208,7 @@ class Connections:
         credit = self.flow(rank).consume(nbytes)
         if credit and rank in self.by_rank:
             frame = Frame(Kind.CREDIT, self._group.epoch, operation=credit, source=self._group.rank)
-            self.tell(rank, Outgoing(frame, NOTHING))
+            self.send_control(rank, Outgoing(frame, NOTHING))
 
     def hold(self, rank: int, nbytes: int) -> None:
         """A frame of ``rank`` must be kept: no operation here takes it yet."""

@@ -101,13 +101,13 @@ class Mailbox:
         self.cleared: dict[int, deque[Sending]] = {}
         self.receiving: dict[tuple[int, int], Receiving] = {}
         self.posted: list[Receiving] = []
-        self._early: list[Arrived] = []
+        self._unexpected: list[Arrived] = []
 
     def post(self, receive: Receiving) -> Arrived | None:
         """A receive was called: the message that already waits for it, if one does."""
-        for index, arrived in enumerate(self._early):
+        for index, arrived in enumerate(self._unexpected):
             if _matches(receive, arrived):
-                return self._early.pop(index)
+                return self._unexpected.pop(index)
         self.posted.append(receive)
         return None
 
@@ -116,7 +116,7 @@ class Mailbox:
         for index, receive in enumerate(self.posted):
             if _matches(receive, arrived):
                 return self.posted.pop(index)
-        self._early.append(arrived)
+        self._unexpected.append(arrived)
         return None
 
     def pending(self) -> list[Sending | Receiving]:

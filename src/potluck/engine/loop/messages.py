@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
-from potluck.engine.failures.group_errors import misfit, overdue
+from potluck.engine.failures.group_errors import message_mismatch, overdue
 from potluck.engine.failures.group_state import GroupState
 from potluck.engine.loop.connection import Connection, Outgoing, Sink
 from potluck.engine.loop.connections import NOTHING, Connections
@@ -64,14 +64,14 @@ class Messages:
         if len(sending.data) <= EAGER_BYTES and flow.has_credit(len(sending.data)):
             flow.sent(len(sending.data))
             done = partial(self._end_send, sending)
-            self._connections.tell(sending.peer, Outgoing(frame, sending.data, done))
+            self._connections.send_control(sending.peer, Outgoing(frame, sending.data, done))
         else:
             # Announced even without credit: its receiver could not ask for it otherwise. The frame
             # is small, and its bytes wait here until the receive gives them a place.
             flow.sent(0)
             body = frames.encode_rts(frames.Rts(len(sending.data)))
             frame = frame._replace(kind=Kind.RTS, length=len(body))
-            self._connections.tell(sending.peer, Outgoing(frame, memoryview(body)))
+            self._connections.send_control(sending.peer, Outgoing(frame, memoryview(body)))
 
     def on_cts(self, connection: Connection, frame: Frame, _: memoryview) -> None:
         """The receive that matches a large message was called (CTS)."""
@@ -90,7 +90,7 @@ class Messages:
         sending = cleared[0]
         start = sending.offset
         data = sending.data[start : start + self._segment_bytes]
-        if not connection.can_take(len(data)):
+        if not connection.can_start(len(data)):
             return None
         sending.offset += len(data)
         is_last = sending.offset == len(sending.data)
@@ -148,7 +148,7 @@ class Messages:
         if not fits(receiving, arrived):
             self._mailbox.posted.append(receiving)
             sent = (arrived.nbytes, arrived.frame.dtype)
-            self._state.fail(misfit(self._group, arrived.source, receiving, *sent))
+            self._state.fail(message_mismatch(self._group, arrived.source, receiving, *sent))
             return
         key = (arrived.source, arrived.frame.operation)
         if arrived.payload is None and key in self._mailbox.receiving:
@@ -163,7 +163,7 @@ class Messages:
             self._end_receive(receiving)
             return
         self._mailbox.receiving[key] = receiving
-        self._connections.tell(
+        self._connections.send_control(
             arrived.source,
             Outgoing(
                 Frame(

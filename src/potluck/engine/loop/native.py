@@ -28,7 +28,7 @@ from potluck.engine.failures.group_errors import (
     broke,
     desync,
     error_of,
-    misfit,
+    message_mismatch,
     overdue,
     peer_lost,
 )
@@ -287,19 +287,19 @@ class NativeLoop:
         error = broke(self.group, "the event thread", why(cause))
         self._state.fail(error)
         self._core.stop()
-        self._core.say(frames.encode_abort(abort_of(error)), True)
+        self._core.set_abort(frames.encode_abort(abort_of(error)), True)
         self._end()
 
     def _hear(self, kind: str, ident: int) -> None:
-        if kind == "ended":
+        if kind == "operation ended":
             self.settle(ident)
-        elif kind == "wanted":
+        elif kind == "link wanted":
             self._connector.request(ident)
-        elif kind == "let go":
+        elif kind == "link released":
             self._links.pop(ident).close()
-        elif kind == "failed":
+        elif kind == "group failed":
             self._on_failed()
-        elif kind == "over":
+        elif kind == "loop ended":
             self._end()
 
     def _on_failed(self) -> None:
@@ -309,15 +309,15 @@ class NativeLoop:
             self._state.fail(error)
         error = self._state.error
         if isinstance(error, GroupError) and not isinstance(error, GroupClosed):
-            self._core.say(frames.encode_abort(abort_of(error)), True)
+            self._core.set_abort(frames.encode_abort(abort_of(error)), True)
         else:
-            self._core.say(b"", False)
+            self._core.set_abort(b"", False)
 
     def _make_error(self) -> BaseException | None:
         kind, rank, text, name, waits, payload, number, dtype = self._core.failure()
         group = self.group
         item = None if name is None else _Report(name, waits)
-        if kind == "told":
+        if kind == "abort received":
             try:
                 return error_of(group, frames.decode_abort(payload), item)
             except ProtocolError as error:
@@ -327,8 +327,8 @@ class NativeLoop:
             return overdue(group, item, rank)
         if kind == "desync":
             return desync(group, rank, item, number)
-        if kind == "misfit":
-            return misfit(group, rank, item, number, dtype)
+        if kind == "mismatch":
+            return message_mismatch(group, rank, item, number, dtype)
         if kind == "broke":
             return broke(group, "the progress loop", text)
         causes: dict[str, Callable[[], Exception]] = {

@@ -134,7 +134,7 @@ class Plans:
             if segment is None:
                 continue
             nbytes = running.wire_bytes(segment)
-            if not connection.can_take(nbytes):
+            if not connection.can_start(nbytes):
                 continue
             if not flow.may_send(running.channel, running.sequence, nbytes):
                 continue
@@ -171,7 +171,7 @@ class Plans:
         for other in running.send_peers:
             connection = self._connections.by_rank.get(other)
             if connection is not None and connection.is_blocked and running.is_ahead(peer, other):
-                self._connections.held.add(peer)
+                self._connections.paused.add(peer)
                 return True
         return False
 
@@ -298,7 +298,7 @@ class Plans:
                     operation=running.sequence,
                     source=self._group.rank,
                 )
-                self._connections.tell(peer, Outgoing(frame, NOTHING))
+                self._connections.send_control(peer, Outgoing(frame, NOTHING))
 
     def on_begun(self, connection: Connection, frame: Frame, _: memoryview) -> None:
         """A peer has begun a call (BEGUN): that call's frames need no credit any more."""
@@ -337,7 +337,7 @@ class Plans:
         )
         for peer in set(peers):
             if peer in self._connections.by_rank:
-                self._connections.tell(peer, Outgoing(frame, NOTHING))
+                self._connections.send_control(peer, Outgoing(frame, NOTHING))
 
     def _diagnose(self, running: RunningPlan, now: float) -> None:
         """``running`` is overdue: find the blocking rank, and end the group with its name."""
@@ -415,4 +415,4 @@ class Plans:
             source=self._group.rank,
         )
         if peer in self._connections.by_rank:
-            self._connections.tell(peer, Outgoing(frame, NOTHING))
+            self._connections.send_control(peer, Outgoing(frame, NOTHING))

@@ -271,7 +271,7 @@ class ProgressLoop:
         if self._state.error is None:
             self._connections.adopt(rank, link)
             if self._closing is not None:  # the link was made while this rank was leaving
-                self._connections.say(rank, Kind.CLOSE)
+                self._connections.send_kind(rank, Kind.CLOSE)
         elif threading.current_thread() is self._thread:
             self._late.append(link)  # rejected at the very end: waiting callers come first
         else:
@@ -311,7 +311,7 @@ class ProgressLoop:
             raise ProtocolError("a second CLOSE")
         connection.has_closed = True
         # Frames are read in order, so all that the peer sent before its CLOSE has been read here.
-        self._connections.say(connection.rank, Kind.CLOSE_ACK)
+        self._connections.send_kind(connection.rank, Kind.CLOSE_ACK)
 
     def _on_close_ack(self, connection: Connection, _: Frame, __: memoryview) -> None:
         connection.is_acknowledged = True
@@ -328,7 +328,7 @@ class ProgressLoop:
             return
         self._closing = time.monotonic() + _CLOSE_S
         for rank in self._connections.by_rank:
-            self._connections.say(rank, Kind.CLOSE)
+            self._connections.send_kind(rank, Kind.CLOSE)
 
     def _should_end(self) -> bool:
         if self._state.error is not None:

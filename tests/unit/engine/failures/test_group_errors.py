@@ -10,7 +10,7 @@ from potluck.engine.failures.group_errors import (
     abort_of,
     desync,
     error_of,
-    misfit,
+    message_mismatch,
     overdue,
     peer_lost,
     refusal_of,
@@ -140,11 +140,11 @@ def test_a_disagreement_names_both_sides() -> None:
 
 
 def test_a_message_that_does_not_fit_names_both_sides() -> None:
-    error = misfit(GROUP, 2, "recv(float32, shape (4,))", 12, 3)
+    error = message_mismatch(GROUP, 2, "recv(float32, shape (4,))", 12, 3)
     assert "called recv(float32, shape (4,)), but rank 2 (worker c) sent 12 bytes of float32" in (
         str(error)
     )
-    assert "sent 12 bytes of an unknown dtype" in str(misfit(GROUP, 2, "recv", 12, 99))
+    assert "sent 12 bytes of an unknown dtype" in str(message_mismatch(GROUP, 2, "recv", 12, 99))
 
 
 @pytest.mark.parametrize(

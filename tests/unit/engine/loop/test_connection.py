@@ -295,7 +295,7 @@ def test_slots_are_used_until_there_are_none_and_again_after_a_credit(
     )
 
     def source(connection: Connection) -> Outgoing | None:
-        return queue.popleft() if queue and connection.can_take(len(queue[0].payload)) else None
+        return queue.popleft() if queue and connection.can_start(len(queue[0].payload)) else None
 
     connection.write(source)
     assert len(queue) == 1
@@ -305,9 +305,9 @@ def test_slots_are_used_until_there_are_none_and_again_after_a_credit(
         (IN_SHARED_MEMORY, 0),
         (IN_SHARED_MEMORY, 1),
     ]
-    assert not connection.can_take(5000)
-    assert connection.can_take(100), "small payloads go through the stream"
-    assert connection.can_take(SLOT + 1), "and so do those that fit no slot"
+    assert not connection.can_start(5000)
+    assert connection.can_start(100), "small payloads go through the stream"
+    assert connection.can_start(SLOT + 1), "and so do those that fit no slot"
 
     link.incoming += frames.encode(Frame(Kind.SLOT_FREE, 3, source=1, tag=1))
     connection.read(lambda *_: pytest.fail("credits are the connection's own business"))

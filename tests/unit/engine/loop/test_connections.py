@@ -108,8 +108,8 @@ def test_a_frame_for_a_rank_without_a_link_asks_for_one_and_waits(
     twin: SimpleNamespace, links: list[FakeLink]
 ) -> None:
     group = Group(twin)
-    group.all.tell(2, told(Kind.CTS, operation=5))
-    group.all.tell(2, told(Kind.CTS, operation=6))
+    group.all.send_control(2, told(Kind.CTS, operation=5))
+    group.all.send_control(2, told(Kind.CTS, operation=6))
     assert set(group.all.wanted) == {2}
     group.all.adopt(2, links[2])
     group.queues[2] = [told(Kind.BEGUN)]
@@ -139,7 +139,7 @@ def test_links_that_pause_go_on_when_a_blocked_link_has_room(
         group.all.adopt(rank, links[rank])
     group.move()
     links[1].room = 10
-    group.all.tell(1, told(Kind.BEGUN))
+    group.all.send_control(1, told(Kind.BEGUN))
     group.all.pause(2)
     group.queues[2] = [told(Kind.BEGUN)]
     group.move()
@@ -218,7 +218,7 @@ def test_the_last_words_of_a_peer_that_can_not_be_written_to_are_read(
     group.move()
     links[1].incoming += frames.encode(Frame(Kind.BEGUN, EPOCH, operation=7, source=1))
     links[1].is_broken = True
-    group.all.tell(1, told(Kind.CTS))
+    group.all.send_control(1, told(Kind.CTS))
     group.move()
     assert [(rank, frame.operation) for rank, frame in group.came] == [(1, 7)]
     assert group.all.failure == (1, "broken pipe")

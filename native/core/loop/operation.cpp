@@ -1,4 +1,4 @@
-#include "core/loop/item.hpp"
+#include "core/loop/operation.hpp"
 
 namespace potluck {
 
@@ -29,12 +29,13 @@ void Ticket::claim() {
     ++claims_;
 }
 
+// The listener is called without the lock: it takes a lock of its own (EventQueue).
 void Ticket::unclaim() {
     {
         const std::lock_guard lock(mutex_);
         if (--claims_ > 0 || state_ == State::running) return;
     }
-    if (const auto unclaimed = unclaimed_.lock()) unclaimed->ended(id);
+    if (const auto unclaimed = listener_.lock()) unclaimed->ended(id);
 }
 
 void Ticket::finish(State state, double seconds, int source) {
@@ -49,7 +50,7 @@ void Ticket::finish(State state, double seconds, int source) {
         if (is_claimed) changed_.notify_all();
     }
     if (is_claimed) return;
-    if (const auto unclaimed = unclaimed_.lock()) unclaimed->ended(id);
+    if (const auto unclaimed = listener_.lock()) unclaimed->ended(id);
 }
 
 }  // namespace potluck
