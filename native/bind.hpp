@@ -1,4 +1,4 @@
-// The parts of the binding: each bind_*.cpp registers one idea of the core.
+// The parts of the extension module: each bind_*.cpp registers one part of the core.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -16,7 +16,8 @@ static_assert(sizeof(Py_ssize_t) == sizeof(std::int64_t));
 
 int code(Dtype dtype) { return static_cast<int>(dtype); }
 
-// Of a letter of the buffer protocol (Python's struct module; Zf and Zd are NumPy's).
+// The dtype code of a format of the buffer protocol (Python's struct module; Zf and Zd are
+// NumPy's); 0: none of ours.
 int dtype_of(const char* format, Py_ssize_t size) {
     if (format == nullptr || format[0] == '\0') return 0;
     const auto is = [&](const char* text) { return std::strcmp(format, text) == 0; };
@@ -40,7 +41,8 @@ int dtype_of(const char* format, Py_ssize_t size) {
     }
 }
 
-// Of a DLPack dtype. Complex tensors may be views that are conjugated when they are read.
+// The dtype code of a DLPack dtype; 0: none of ours. Complex tensors are left out, because they may
+// be lazy views that are conjugated when they are read.
 int dtype_of(const nb::dlpack::dtype& type) {
     using Kind = nb::dlpack::dtype_code;
     constexpr Dtype NONE{};
@@ -75,7 +77,8 @@ struct ExchangeTable {
     int (*describe)(void* object, nb::dlpack::dltensor* out);
 };
 
-// torch, once a script has imported it: we never do. Kept for ever, as torch is.
+// torch's types and functions, found once a script has imported torch; this file never imports it.
+// The references are never released, as torch can't be unloaded.
 struct Torch {
     PyTypeObject* tensor = nullptr;
     PyTypeObject* parameter = nullptr;
@@ -109,6 +112,7 @@ const Torch* torch() {
     return known.describe == nullptr ? nullptr : &known;
 }
 
+// False, without the Python exception that led to it.
 bool refused() {
     PyErr_Clear();
     return false;
@@ -116,13 +120,14 @@ bool refused() {
 
 }  // namespace
 
-bool Array::take(nb::handle object, bool writable) {
+bool Array::describe(nb::handle object, bool writable) {
     static PyTypeObject* const numpy =
         reinterpret_cast<PyTypeObject*>(nb::module_::import_("numpy").attr("ndarray").ptr());
-    return Py_TYPE(object.ptr()) == numpy ? take_numpy(object, writable) : take_tensor(object);
+    if (Py_TYPE(object.ptr()) == numpy) return describe_numpy(object, writable);
+    return describe_tensor(object);
 }
 
-bool Array::take_numpy(nb::handle object, bool writable) {
+bool Array::describe_numpy(nb::handle object, bool writable) {
     const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
     if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) {
         view_.obj = nullptr;
@@ -138,7 +143,7 @@ bool Array::take_numpy(nb::handle object, bool writable) {
     return true;
 }
 
-bool Array::take_tensor(nb::handle object) {
+bool Array::describe_tensor(nb::handle object) {
     const Torch* known = torch();
     if (known == nullptr) return false;
     const PyTypeObject* type = Py_TYPE(object.ptr());
@@ -157,7 +162,7 @@ bool Array::take_tensor(nb::handle object) {
         stride *= told.shape[i];
     }
     count_ = static_cast<std::size_t>(stride);
-    // What a view of -x holds is x: torch negates when it reads.
+    // The memory of a lazy view of -x holds x: torch negates when it reads.
     const nb::object negated = nb::steal(PyObject_CallMethodNoArgs(object.ptr(), known->is_neg));
     if (!negated.is_valid()) return refused();
     if (negated.ptr() != Py_False) return false;

@@ -1,8 +1,9 @@
-// What a NumPy array or a torch tensor says of itself, asked in the least time that there is.
+// Pointer, shape and dtype of a NumPy array or a torch tensor, for the fast path, where the inquiry
+// itself counts (a fraction of a microsecond).
 //
-// Only arrays that calls through shared memory can read and write where they are: C-contiguous, in
-// host memory, of a dtype of ours, and neither subclasses nor lazy views. For all others the caller
-// takes the slow path, which copies them or says what is wrong.
+// Only of arrays that calls through shared memory can use in place: C-contiguous, in host memory,
+// of a supported dtype, neither subclasses nor lazy views. For all others the caller takes the
+// usual way, which copies them or explains what is wrong.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,8 +22,10 @@ public:
         if (view_.obj != nullptr) PyBuffer_Release(&view_);
     }
 
-    // False: not an array as above. Never raises.
-    bool take(nanobind::handle object, bool writable);
+    // Describe `object`; false if it is not an array as above. Never raises. For a NumPy array the
+    // buffer is held until the destructor runs; a tensor is only borrowed, so the caller must hold
+    // a reference.
+    bool describe(nanobind::handle object, bool writable);
 
     char* data() const { return data_; }
     std::size_t count() const { return count_; }
@@ -32,8 +35,8 @@ public:
     int dtype() const { return dtype_; }  // 0: none
 
 private:
-    bool take_numpy(nanobind::handle object, bool writable);
-    bool take_tensor(nanobind::handle object);
+    bool describe_numpy(nanobind::handle object, bool writable);
+    bool describe_tensor(nanobind::handle object);
 
     Py_buffer view_{};
     char* data_ = nullptr;

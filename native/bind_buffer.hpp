@@ -1,4 +1,4 @@
-// A Python object's memory as bytes: anything with the buffer protocol (NumPy arrays, memoryviews).
+// A Python object's memory as bytes, by the buffer protocol (NumPy arrays, memoryviews, bytes).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,7 +9,8 @@
 
 namespace potluck::bind {
 
-// Contiguous memory, held while this lives. Raises what the object raises (BufferError, TypeError).
+// Contiguous memory. While a Buffer lives the object may neither free nor resize it. Raises what
+// the object raises (BufferError, TypeError).
 class Buffer {
 public:
     Buffer(nanobind::handle object, bool writable) {
@@ -31,10 +32,10 @@ private:
     Py_buffer view_{};
 };
 
-// Work on fewer bytes takes less long than handing the interpreter lock over, and taking it again.
+// Work on fewer bytes takes less time than to release the interpreter lock and take it again.
 constexpr std::size_t WORTH_UNLOCKING = 32768;
 
-// Runs `work`, without the interpreter lock where that is worth it.
+// Runs `work`, without the interpreter lock if there are enough bytes.
 template <class Work>
 void without_lock(std::size_t bytes, Work&& work) {
     if (bytes < WORTH_UNLOCKING) return work();

@@ -1,4 +1,5 @@
-// Reduction, codecs and checksums, as functions over buffers.
+// Python binding of the kernels: reduction, codecs and checksums, as functions over buffers. All
+// sizes and codes are checked here; the core trusts them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -44,7 +45,8 @@ void combine_buffers(int dtype_code, nb::handle op_name, nb::handle target, nb::
     });
 }
 
-void combine_many_buffers(int dtype_code, nb::handle op_name, nb::handle target, nb::sequence sources) {
+void combine_many_buffers(int dtype_code, nb::handle op_name, nb::handle target,
+                          nb::sequence sources) {
     const Dtype dtype = dtype_of(dtype_code);
     const Op op = reduction_named(op_name).op;
     require(has_combine(dtype, op), "this operation has no meaning for this element type");

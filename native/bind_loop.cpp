@@ -1,6 +1,7 @@
-// The progress loop and its TLS streams, for engine/loop/native.py and transport/native_tls.py.
+// Python binding of the progress loop and its TLS streams, for engine/loop/native.py and
+// transport/native_tls.py.
 //
-// The loop's thread never takes the interpreter lock: Python waits for its events instead.
+// The loop's thread never takes the interpreter lock: a Python thread waits for its events instead.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -34,11 +35,11 @@ uint8_t* pointer(uintptr_t address) { return reinterpret_cast<uint8_t*>(address)
 
 // -- tickets
 
-// How often a waiting thread asks whether a signal has come (Ctrl-C).
+// How often a waiting thread takes the interpreter lock to handle signals (Ctrl-C).
 constexpr double signal_s = 0.1;
 
-// Whether the operation has ended, after at most so many seconds (negative: however long it takes).
-// If so, it is the caller who must tell: its end is not reported as an event.
+// Wait for the operation, at most `seconds` (negative: without limit). Returns whether it has
+// ended; if so, the caller must handle the end, which is not reported as an event.
 bool wait(Ticket& ticket, double seconds) {
     const double until = now_s() + seconds;
     ticket.claim();
@@ -81,13 +82,13 @@ std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, ui
     spec.segment_bytes = segment_bytes;
     spec.ranks = std::move(ranks);
     for (const auto& [number, buffer, start, elements, residual, num_takers] : chunks) {
-        if (buffer >= num_buffers) throw nb::value_error("a chunk in a buffer that is not there");
+        if (buffer >= num_buffers) throw nb::value_error("a chunk in a buffer that does not exist");
         spec.chunks.push_back({number, buffer, start, elements, residual, num_takers});
     }
     for (const auto& [action, peer, chunk, is_coded] : steps) {
         if (action < 0 || action > 2 || peer < 0 ||
             static_cast<size_t>(peer) >= spec.ranks.size() || chunk >= chunks.size()) {
-            throw nb::value_error("a step that names an action, rank or chunk that is not there");
+            throw nb::value_error("a step of an action, rank or chunk that does not exist");
         }
         spec.steps.push_back(
             {static_cast<Action>(action), spec.ranks[static_cast<size_t>(peer)], chunk, is_coded});
@@ -98,7 +99,9 @@ std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, ui
     return std::make_shared<CompiledPlan>(std::move(spec));
 }
 
-// Where an array's memory begins; null for None. Whoever passes it keeps the array.
+// The address of an array's memory, null for None. The buffer is released at once: a NumPy array
+// does not move its memory, and the Python loop keeps the arrays (_Item.keep) until the ticket has
+// ended.
 uint8_t* memory_of(nb::handle array) {
     return array.is_none() ? nullptr : static_cast<uint8_t*>(Buffer(array, false).data());
 }
@@ -195,27 +198,30 @@ nb::list events(ProgressLoop& loop, double seconds) {
         const Unlocked unlocked;
         taken = loop.events().take(seconds);
     }
-    nb::list told;
+    nb::list named;
     for (const Event& event : taken) {
-        told.append(nb::make_tuple(name_of(event.kind), event.id));
+        named.append(nb::make_tuple(name_of(event.kind), event.id));
     }
-    return told;
+    return named;
 }
 
 nb::object failure(ProgressLoop& loop) {
     const GroupFailure& failure = loop.failure();
     return nb::make_tuple(
         name_of(failure.kind), failure.rank, failure.text,
-        failure.has_operation ? nb::object(nb::cast(failure.operation)) : nb::none(), failure.awaited,
+        failure.has_operation ? nb::object(nb::cast(failure.operation)) : nb::none(),
+        failure.awaited,
         nb::bytes(reinterpret_cast<const char*>(failure.payload.data()), failure.payload.size()),
         failure.number, failure.dtype);
 }
 
-// What crossed the link to `rank` since the last call.
+// The traffic of the link to `rank` since the last call. Exchanged for 0, so no byte that the loop
+// counts meanwhile is lost or counted twice.
 nb::tuple take_counters(ProgressLoop& loop, int rank) {
     Counters& counters = loop.counters(rank);
-    return nb::make_tuple(counters.bytes_in_shared_memory.exchange(0), counters.bytes_received.exchange(0),
-                          counters.bytes_sent.exchange(0), counters.messages_received.exchange(0),
+    return nb::make_tuple(counters.bytes_in_shared_memory.exchange(0),
+                          counters.bytes_received.exchange(0), counters.bytes_sent.exchange(0),
+                          counters.messages_received.exchange(0),
                           counters.messages_sent.exchange(0));
 }
 

@@ -1,4 +1,4 @@
-// Reductions by name, as Python passes them (potluck.types.ReduceOp).
+// Reductions by the names that Python passes (potluck.types.ReduceOp).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,11 +10,11 @@ namespace potluck::bind {
 struct Reduction {
     const char* name;
     Op op;
-    bool is_mean = false;  // a sum that is divided in the end
+    bool is_mean = false;  // a sum that is divided by the number of ranks at the end
 };
 
-// In the order in which fingerprints count them: REDUCTIONS in src/potluck/engine/fingerprint.py,
-// with which ShmEngine compares it.
+// Numbered as in fingerprints: REDUCTIONS in src/potluck/engine/fingerprint.py. ShmEngine compares
+// the two when it is made.
 constexpr Reduction reductions[] = {
     {"sum", Op::sum},         {"mean", Op::sum, true}, {"min", Op::min},
     {"max", Op::max},         {"product", Op::product}, {"band", Op::band},
@@ -22,7 +22,7 @@ constexpr Reduction reductions[] = {
 };
 constexpr int num_reductions = static_cast<int>(sizeof(reductions) / sizeof(Reduction));
 
-// Its place in `reductions`; -1 if `name` is not a string, or names none.
+// The index in `reductions`; -1 if `name` is not a string or no reduction.
 inline int reduction_of(nanobind::handle name) {
     if (!PyUnicode_Check(name.ptr())) return -1;
     for (int i = 0; i < num_reductions; ++i) {

@@ -344,8 +344,8 @@ private:
         if (kind == Kind::BROADCAST && !is_one) return false;
         const bool writes_source = is_one && (kind != Kind::BROADCAST || !is_root);
         Array from, to;
-        if (has_source && !from.take(source, writes_source)) return false;
-        if (has_result && !is_one && !to.take(result, true)) return false;
+        if (has_source && !from.describe(source, writes_source)) return false;
+        if (has_result && !is_one && !to.describe(result, true)) return false;
         const Array& into = is_one ? from : to;
         if (has_source && has_result && from.dtype() != into.dtype()) return false;
         // A part comes from each rank, or goes to each.

@@ -1,4 +1,4 @@
-// Native work without the interpreter lock.
+// Releases the interpreter lock (GIL) for native work.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,13 +8,13 @@
 
 namespace potluck::bind {
 
-// Gives the interpreter lock up until the end of the scope.
+// Releases the interpreter lock until the end of the scope.
 //
-// Unlike nanobind's own guard it survives the end of the interpreter. Before Python 3.14 a daemon
-// thread that asks for the lock of an interpreter that is shutting down is ended by pthread_exit,
-// which unwinds the C++ frames above it: through a destructor (noexcept) that is std::terminate,
-// and the script's exit code is lost. So such a thread sleeps here until the process has ended, as
-// Python 3.14 has it do.
+// Unlike nanobind's own guard, this one survives the end of the interpreter. Before Python 3.14 a
+// daemon thread that asks for the lock of an interpreter that is shutting down is ended by
+// pthread_exit, which unwinds the C++ frames above it. Unwinding through a destructor (noexcept) is
+// std::terminate, and the script's exit code is lost. So such a thread sleeps here until the
+// process has ended, as it does by itself from Python 3.14 on.
 class Unlocked {
 public:
     Unlocked() noexcept : state_(PyEval_SaveThread()) {}
@@ -23,7 +23,7 @@ public:
     ~Unlocked() {
         try {
             PyEval_RestoreThread(state_);
-        } catch (...) {  // pthread_exit's unwinding; glibc aborts if this block is ever left
+        } catch (...) {  // the unwinding of pthread_exit; glibc aborts if this block is ever left
             while (true) std::this_thread::sleep_for(std::chrono::hours(1));
         }
     }

@@ -1,4 +1,5 @@
-// The extension module potluck._native. Only this file and its parts (bind_*.cpp) know Python.
+// The extension module potluck._native. Only this file and its parts (bind_*.cpp) know Python; the
+// core does not.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -9,8 +10,8 @@
 namespace nb = nanobind;
 
 NB_MODULE(_native, m) {
-    // A process may end without close(): what its daemon threads hold then lives to the last moment,
-    // and is no leak that anybody should read of.
+    // A process may end without close(). Objects that its daemon threads hold are then alive at
+    // exit, and nanobind would print them as leaks.
     nb::set_leak_warnings(false);
     m.doc() = "potluck's native core; src/potluck/native.py is the only file that imports it";
     m.attr("version") = POTLUCK_VERSION;
@@ -19,7 +20,7 @@ NB_MODULE(_native, m) {
 #else
     m.attr("has_openssl") = false;
 #endif
-    m.def("cpu_features", &potluck::cpu_features, "What was found on this processor.");
+    m.def("cpu_features", &potluck::cpu_features, "The features that this processor has.");
     potluck::bind::kernels(m);
     potluck::bind::shared_memory(m);
     potluck::bind::loop(m);

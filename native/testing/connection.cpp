@@ -1,4 +1,4 @@
-// One native connection over a link that the test makes in Python.
+// Exposes one native connection, over a link that the test makes in Python.
 #include "core/loop/connection.hpp"
 
 #include <nanobind/nanobind.h>
@@ -14,7 +14,7 @@ namespace potluck::testing {
 
 namespace {
 
-// Holds what the connection only points to.
+// A connection, with the slots of link memory to which it only points.
 class TestConnection {
 public:
     TestConnection(int rank, const nb::object& link)

@@ -1,4 +1,5 @@
-// The native connections of a group, without a loop: a test makes the links and moves the bytes.
+// Exposes the native connections of a group, without a loop: a test makes the links and calls
+// `move`.
 #include "core/loop/connections.hpp"
 
 #include <nanobind/nanobind.h>
@@ -35,14 +36,16 @@ public:
                             static_cast<PythonStream&>(*link.stream).close();
                         }}) {}
 
-    std::vector<int> wanted;  // ranks to which a link was asked for
-    std::vector<int> held;    // ranks a frame of which had to be kept
+    std::vector<int> wanted;  // ranks to which a link was requested
+    std::vector<int> held;    // ranks of which a frame had to be kept
 
     void adopt(int rank, const nb::object& link) {
         connections_.adopt(to_link(rank, link, slots_));
     }
 
-    void send_control(int rank, nb::handle outgoing) { connections_.send_control(rank, to_outgoing(outgoing)); }
+    void send_control(int rank, nb::handle outgoing) {
+        connections_.send_control(rank, to_outgoing(outgoing));
+    }
 
     void move(const nb::callable& route, const nb::callable& source) {
         connections_.move(
@@ -58,7 +61,7 @@ public:
             });
     }
 
-    // (rank, text) of what ended the group, or None.
+    // (rank, text) of the failure that ended the group, or None.
     nb::object failure() const {
         if (!state_.is_over()) return nb::none();
         return nb::make_tuple(state_.failure().rank, state_.failure().text);

@@ -1,4 +1,4 @@
-// Between the values of the tests (Python) and those of the core.
+// Conversions between the Python values of the tests and the types of the core.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// A link of a test: an object in Python with `send`, `recv_into`, `fileno` and, perhaps, `memory`.
+// A stream over a link of a test: a Python object with the methods of potluck.transport.link.Link.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -35,7 +35,7 @@ public:
     }
 
 private:
-    // The link's own error, as the core knows it.
+    // Calls a method of the link; Python's LinkError becomes the core's.
     size_t call(const char* name, const nb::object& buffer) const {
         try {
             return nb::cast<size_t>(link_.attr(name)(buffer));
@@ -48,7 +48,7 @@ private:
     nb::object link_;
 };
 
-// `slots` holds the memory that the link shares.
+// `slots` keeps the link memory alive, to which the returned link only points.
 inline Link to_link(int rank, const nb::object& object, std::vector<Held>& slots) {
     Link link;
     link.rank = rank;
@@ -65,7 +65,7 @@ inline Link to_link(int rank, const nb::object& object, std::vector<Held>& slots
     return link;
 }
 
-// (frame, payload, sent or None), as connection.Outgoing of the Python loop.
+// From (frame, payload, sent or None): connection.Outgoing of the Python loop.
 inline Outgoing to_outgoing(nb::handle object) {
     const nb::tuple fields = nb::borrow<nb::tuple>(object);
     const Held payload = hold(fields[1], false);
@@ -79,7 +79,7 @@ inline Outgoing to_outgoing(nb::handle object) {
     return outgoing;
 }
 
-// (buffer or None, complete), as connection.Sink of the Python loop.
+// From (buffer or None, complete): connection.Sink of the Python loop.
 inline Sink to_sink(const nb::object& object, const Frame& frame) {
     const nb::tuple fields = nb::borrow<nb::tuple>(object);
     Held buffer;

@@ -1,4 +1,4 @@
-// A native plan under way, without a loop: a test moves its segments.
+// Exposes a native running plan, without a loop: a test moves its segments.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/set.h>
@@ -18,7 +18,7 @@ namespace potluck::testing {
 
 namespace {
 
-// The memory of a call's arrays, as long as the call is looked at.
+// Keeps the arrays of a call alive, to which the running plan only points.
 struct Arrays {
     std::vector<Held> held;
 
@@ -63,7 +63,7 @@ void received(TestPlan& plan, int peer, const Segment& segment, nb::handle paylo
     plan.running.received(peer, segment);
 }
 
-// Bytes as they go over the wire.
+// The payload of a segment's frame.
 nb::bytes payload(TestPlan& plan, const Segment& segment) {
     const Bytes encoded = plan.running.encoded(segment);
     const uint8_t* data = encoded ? encoded->data() : segment.data;

@@ -1,5 +1,6 @@
-// The extension module potluck._native_testing: the state machines of the native loop, so that the
-// unit tests of the Python loop run on them too. Built for development only; no wheel carries it.
+// The extension module potluck._native_testing: exposes the state machines of the native loop, so
+// that the unit tests of the Python loop run on them too. Built for development only; no wheel
+// contains it.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/set.h>
@@ -72,7 +73,7 @@ void hang_detection(nb::module_& m) {
 
 nb::object rank_or_none(int rank) { return rank < 0 ? nb::none() : nb::cast(rank); }
 
-// What came before its receive. The test's own object is copied, its payload is not.
+// An unexpected message as the test sees it: a copy that shares the payload.
 nb::object arrived_or_none(bool is_there, const Arrived& arrived) {
     return is_there ? nb::cast(arrived) : nb::none();
 }

@@ -1,13 +1,13 @@
-// Hostile bytes for what reads a link: the frame parser, and the connection that cuts a stream into
-// frames.
+// A fuzzer of the code that reads a link: the frame parser, and the connection that cuts a stream
+// into frames.
 //
-//     frame_fuzz [SECONDS [SEED]]      5 minutes by default; prints its seed and what it did
+//     frame_fuzz [SECONDS [SEED]]      5 minutes by default; prints its seed and its counts
 //
-// A generation starts from frames that potluck would send, in a row, and changes them: bits, bytes,
-// whole fields, lengths, order, cuts, pieces of other inputs. Inputs that reached something new (an
-// error or an end not seen before) join the corpus. Run under the sanitizers (make fuzz); what they
-// do not see is checked here: only ProtocolError and LinkError come out, no more is ever announced
-// than a frame of its kind may have, and a header that is taken reads back as the same bytes.
+// An input starts as a row of frames that potluck would send, and is mutated: bits, bytes, whole
+// fields, lengths, order, cuts, pieces of other inputs. Inputs with a new outcome (an error or an
+// end not seen before) join the corpus. Run under the sanitizers (make fuzz). What these do not see
+// is checked here: only ProtocolError and LinkError are thrown, no frame announces more than its
+// kind may have, and a header that is accepted is encoded to the same bytes again.
 // With libFuzzer: -DPOTLUCK_LIBFUZZER -fsanitize=fuzzer.
 #include <algorithm>
 #include <chrono>
@@ -37,7 +37,7 @@ namespace {
     std::abort();
 }
 
-// A stream that gives the input in pieces of changing size, and nothing now and then.
+// A stream that returns the input in pieces of changing size, and now and then would block.
 class Pieces : public Stream {
 public:
     Pieces(const uint8_t* data, size_t size, size_t rhythm, bool has_checksums)
@@ -72,7 +72,7 @@ private:
     bool has_checksums_;
 };
 
-// What an input led to, in words: the corpus keeps one input for each.
+// The outcome of an input as text: the corpus keeps one input for each outcome.
 std::string read_header(const Input& input) {
     uint8_t header[frame_bytes] = {};
     if (!input.empty()) std::memcpy(header, input.data(), std::min(frame_bytes, input.size()));
@@ -123,10 +123,11 @@ std::string read_stream(const Input& input, unsigned how) {
         ++num_frames;
         Sink sink;
         seen = 0;
-        // What only announces a lot is taken in parts: zeroing megabytes would be all we do.
+        // A long payload is taken in parts: with a buffer, most time would go into zeroing
+        // megabytes.
         const size_t where = frame.length > 4096 ? 2 : place;
         if (where == 1) {
-            buffer.assign(frame.length, 0);  // exactly: what is written behind it is found
+            buffer.assign(frame.length, 0);  // of exactly this size: the sanitizer finds overflows
             sink.buffer = buffer.data();
         } else if (where == 2) {
             sink.consume = [&](const uint8_t* part, size_t offset, size_t count) {
@@ -148,7 +149,7 @@ std::string read_stream(const Input& input, unsigned how) {
     };
     std::string end = "end";
     try {
-        // The stream says "nothing now" at most every other time, so this ends.
+        // The stream would block at most every other time, so this ends.
         for (size_t i = 0; i < 2 * input.size() + 16 && !stream->is_empty(); ++i)
             connection.read(route);
         while (!connection.control.empty()) {
@@ -175,7 +176,7 @@ public:
 
     uint64_t below(uint64_t bound) { return bound ? random_() % bound : 0; }
 
-    // Some frames that potluck might send, with their payloads.
+    // Frames that potluck might send, with their payloads.
     Input fresh(bool has_checksums) {
         Input input;
         for (uint64_t left = 1 + below(4); left > 0; --left) {
@@ -212,7 +213,7 @@ public:
 
     void change(Input& input, const std::vector<Input>& corpus, bool has_checksums) {
         for (uint64_t left = 1 + below(5); left > 0; --left) change_once(input, corpus);
-        // Bytes behind a right checksum get further than those behind a wrong one.
+        // A wrong checksum ends the input there: half of the headers get a right one.
         if (has_checksums && below(2) && input.size() >= frame_bytes + checksum_bytes) {
             put_checksum(input, 0, frame_bytes, frame_bytes);
         }
@@ -233,7 +234,7 @@ private:
             case 1:
                 if (size) input[at] = static_cast<uint8_t>(random_());
                 break;
-            case 2: {  // a whole number, of any width, at any place
+            case 2: {  // an integer at a bound, of any width, at any place
                 const uint64_t number = numbers[below(std::size(numbers))];
                 const size_t width = std::min<size_t>(size_t{1} << below(4), size - at);
                 if (width == 0) break;
@@ -262,7 +263,7 @@ private:
                 input.insert(input.begin() + static_cast<std::ptrdiff_t>(at), piece.begin(), piece.end());
                 break;
             }
-            case 7: {  // said twice
+            case 7: {  // the end repeated
                 const Input copy(input.begin() + static_cast<std::ptrdiff_t>(at), input.end());
                 input.insert(input.end(), copy.begin(), copy.end());
                 break;

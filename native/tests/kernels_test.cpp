@@ -1,7 +1,8 @@
-// The kernels without Python: exhaustive over 16-bit floats, and one digest of everything else.
+// Tests of the kernels without Python: exhaustive over 16-bit floats, and one digest of all other
+// results.
 //
-// Results must not depend on the processor, so the digest is a constant here: every instruction set
-// of every architecture must arrive at it (the Python tests hold the same kernels to NumPy's bits).
+// Results must not depend on the processor, so the digest is a constant: every instruction set of
+// every architecture must give it. (That the bits are those of NumPy is tested in Python.)
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -29,7 +30,7 @@ constexpr uint32_t expected_digest = 0x2fcef231;
         }                                                                        \
     } while (false)
 
-// What the 16 bits mean, by the book: sign, exponent, fraction.
+// The value of 16 bits by the definition of IEEE 754: sign, exponent, fraction.
 double value_of(uint16_t bits, int exponent_bits) {
     const int fraction_bits = 15 - exponent_bits;
     const int bias = (1 << (exponent_bits - 1)) - 1;
@@ -56,7 +57,8 @@ void check_half(const Half& half, int exponent_bits) {
             CHECK(back[i] == all[i]);
         }
     }
-    // Half way between two neighbours goes to the even one, a hair more or less to the nearer one.
+    // The middle between two neighbours is rounded to the even one; the next float32 below and
+    // above the middle to the nearer one.
     const uint16_t infinity = static_cast<uint16_t>(((1 << exponent_bits) - 1) << (15 - exponent_bits));
     for (uint16_t low = 0; low + 1 < infinity; ++low) {
         const auto middle = static_cast<float>(
@@ -64,14 +66,14 @@ void check_half(const Half& half, int exponent_bits) {
         const float three[] = {std::nextafterf(middle, 0.0f), middle, std::nextafterf(middle, INFINITY)};
         uint16_t to[3];
         half.narrow(to, three, 3);
-        // A middle below float32's own last place is not between the two any more.
+        // Where float32 has no value between the middle and a neighbour there is nothing to test.
         if (middle == 0 || three[0] <= wide[low] || three[2] >= wide[low + 1]) continue;
         CHECK(to[0] == low && to[2] == low + 1);
         CHECK(to[1] == (low & 1 ? low + 1 : low));
     }
 }
 
-// Bits without a pattern, the same everywhere.
+// Pseudo-random bits (xorshift), the same on every machine.
 void fill(std::vector<uint8_t>& memory, uint64_t seed) {
     for (uint8_t& byte : memory) {
         seed ^= seed << 13;
@@ -96,7 +98,7 @@ bool is_nan(Dtype dtype, const uint8_t* at) {
     }
 }
 
-// Any NaN counts as any other.
+// All NaNs count as equal: their sign and payload depend on the processor.
 uint32_t digest_of(uint32_t digest, Dtype dtype, std::vector<uint8_t> values) {
     const bool is_complex = dtype == Dtype::complex64 || dtype == Dtype::complex128;
     const size_t item = item_bytes(dtype) / (is_complex ? 2 : 1);
@@ -106,24 +108,25 @@ uint32_t digest_of(uint32_t digest, Dtype dtype, std::vector<uint8_t> values) {
     return crc32c(digest, values.data(), values.size());
 }
 
-// The two results of `combine_twice`, over its sources or elsewhere, are those of `combine_into`.
-void check_twice(Dtype dtype, Op op, const std::vector<std::vector<uint8_t>>& memory,
+// Both results of `combine_into_both`, over its sources or in other memory, equal `combine_into`'s.
+void check_into_both(Dtype dtype, Op op, const std::vector<std::vector<uint8_t>>& memory,
                  const std::vector<uint8_t>& expected, size_t count) {
     std::vector<uint8_t> a = memory[0], b = memory[1], out(expected.size()), also(expected.size());
     const auto same = [&](const uint8_t* found) {
         const std::vector<uint8_t> values(found, found + expected.size());
         return digest_of(0, dtype, values) == digest_of(0, dtype, expected);
     };
-    combine_twice(dtype, op, out.data(), also.data(), a.data(), b.data() + 1, count);
+    combine_into_both(dtype, op, out.data(), also.data(), a.data(), b.data() + 1, count);
     CHECK(same(out.data()) && out == also);
-    combine_twice(dtype, op, b.data() + 1, a.data(), a.data(), b.data() + 1, count);
+    combine_into_both(dtype, op, b.data() + 1, a.data(), a.data(), b.data() + 1, count);
     CHECK(same(a.data()) && same(b.data() + 1));
 }
 
-// However many sources are added in one pass: what two at a time give, also over the first of them.
+// `combine_many` of 2 to 9 sources equals combining two at a time, also over the first source.
 void check_many(Dtype dtype, Op op, const std::vector<const void*>& sources, size_t count) {
     const size_t size = count * item_bytes(dtype);
-    const bool is_half = dtype == Dtype::float16 || dtype == Dtype::bfloat16;  // is rounded once
+    // combine_many rounds 16-bit floats once, two at a time would round in each step.
+    const bool is_half = dtype == Dtype::float16 || dtype == Dtype::bfloat16;
     if (is_half || size == 0) return;
     for (size_t num = 2; num <= 9; ++num) {
         std::vector<const void*> all;
@@ -161,7 +164,7 @@ uint32_t digest() {
                 std::vector<uint8_t> out(count * item);
                 combine_into(dtype, op, out.data(), sources[0], sources[1], count);
                 total = digest_of(total, dtype, out);
-                check_twice(dtype, op, memory, out, count);
+                check_into_both(dtype, op, memory, out, count);
                 check_many(dtype, op, sources, count);
                 combine_many(dtype, op, out.data(), sources.data(), sources.size(), count);
                 total = digest_of(total, dtype, out);

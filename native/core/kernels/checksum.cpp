@@ -7,7 +7,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
-#if defined(__clang__)  // where sse4.2 does not bring the instruction's own feature along
+#if defined(__clang__)  // there sse4.2 does not imply the feature crc32
 #define POTLUCK_CRC_TARGET __attribute__((target("sse4.2,crc32")))
 #define POTLUCK_FOLD_TARGET \
     __attribute__((target("avx512f,avx512vl,vpclmulqdq,pclmul,sse4.2,crc32")))
@@ -28,11 +28,11 @@ namespace potluck {
 
 namespace {
 
-constexpr std::uint32_t polynomial = 0x82f63b78;  // bits reversed
+constexpr std::uint32_t polynomial = 0x82f63b78;  // bit-reflected
 
 using Table = std::array<std::uint32_t, 256>;
 
-// tables[k][b]: what byte b does to the register, k bytes later.
+// tables[k][b]: the change of the register by byte b, k bytes later.
 constexpr std::array<Table, 8> make_tables() {
     std::array<Table, 8> tables{};
     for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -60,7 +60,8 @@ std::uint32_t by_byte(const unsigned char* data, std::size_t count, std::uint32_
 
 #if defined(POTLUCK_CRC_TARGET)
 
-// The register after `bytes` zero bytes more is linear in the register: four tables give it.
+// Advances the register over `bytes` zero bytes. That is linear over GF(2), so one table for each
+// byte of the register gives it. Used to join the checksums of adjacent pieces.
 using Shift = std::array<Table, 4>;
 
 Shift make_shift(std::size_t bytes) {
@@ -101,8 +102,9 @@ POTLUCK_CRC_TARGET inline std::uint64_t step8(std::uint64_t state, const unsigne
 #endif
 }
 
-// The instruction takes 3 cycles but can start every cycle: three lanes of `lane` bytes at a time.
-// What is read from memory comes faster in long lanes, which the processor sees coming.
+// The crc32 instruction has a latency of 3 cycles and a throughput of 1 per cycle, so three
+// independent lanes of `lane` bytes are computed side by side and joined. Long lanes let the
+// hardware prefetcher follow each of the three streams.
 template <std::size_t lane>
 POTLUCK_CRC_TARGET std::uint32_t by_lanes(const unsigned char*& data, std::size_t& count,
                                           std::uint32_t state) {
@@ -139,14 +141,16 @@ bool has_instruction() {
 
 #if defined(POTLUCK_FOLD_TARGET)
 
-// x^n mod the polynomial, bits reversed and one place up, as a carry-less multiplication wants it.
+// x^n modulo the polynomial, bit-reflected. Shifted by one, because the product of two reflected
+// numbers of 64 bits has 127 bits and lies one place too low.
 constexpr std::uint64_t power(int n) {
     std::uint32_t value = 0x80000000;
     for (; n > 0; --n) value = (value >> 1) ^ (value & 1 ? polynomial : 0);
     return std::uint64_t{value} << 1;
 }
 
-// What moves 128 bits `distance` bits on without changing the remainder: low half, high half.
+// The two multipliers (for the low and the high half) that move a block of 128 bits `distance` bits
+// on without changing the remainder.
 struct Fold {
     std::uint64_t low, high;
 };
@@ -159,7 +163,7 @@ POTLUCK_FOLD_TARGET inline __m512i spread(Fold fold) {
                             static_cast<long long>(fold.high), static_cast<long long>(fold.low));
 }
 
-// `next` and the four blocks of `block`, moved on to it.
+// `next` plus the four 128-bit blocks of `block`, moved on to its place.
 POTLUCK_FOLD_TARGET inline __m512i folded(__m512i block, __m512i fold, __m512i next) {
     constexpr int exclusive_or = 0x96;
     return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(block, fold, 0x00),
@@ -169,8 +173,10 @@ POTLUCK_FOLD_TARGET inline __m512i folded(__m512i block, __m512i fold, __m512i n
 
 constexpr std::size_t fold_bytes = 256;
 
-// Intel, "Fast CRC computation for generic polynomials using PCLMULQDQ", on registers of 512 bits:
-// four of them run over the data and are folded into 16 bytes with the same remainder.
+// The folding algorithm of Gopal et al. (Intel), "Fast CRC Computation for Generic Polynomials
+// Using PCLMULQDQ Instruction", 2009, on registers of 512 bits: four of them run over the data (to
+// hide the latency of the multiplication), and are then folded into 16 bytes with the same
+// remainder.
 POTLUCK_FOLD_TARGET std::uint32_t by_folding(const unsigned char* data, std::size_t count,
                                              std::uint32_t state) {
     __m512i blocks[4];

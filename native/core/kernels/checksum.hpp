@@ -1,4 +1,5 @@
-// CRC-32C (Castagnoli), as in iSCSI and ext4. The twin: src/potluck/wire/checksum.py.
+// CRC-32C (the Castagnoli polynomial, as in iSCSI and ext4), by the best instructions that the
+// processor has. The twin: src/potluck/wire/checksum.py.
 #pragma once
 
 #include <cstddef>
@@ -9,10 +10,10 @@ namespace potluck {
 // The checksum of `count` bytes; `crc` is the checksum of what came before them (0: nothing).
 std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t count);
 
-// The same by the processor's crc32 instruction, where it has one: without wide multiplication.
+// The same by the crc32 instruction alone (without carry-less multiplication), where there is one.
 std::uint32_t crc32c_lanes(std::uint32_t crc, const void* data, std::size_t count);
 
-// The same without the processor's instructions: the oracle of the tests.
+// The same by tables ("slicing by 8"), on every processor: the oracle of the tests.
 std::uint32_t crc32c_portable(std::uint32_t crc, const void* data, std::size_t count);
 
 }  // namespace potluck

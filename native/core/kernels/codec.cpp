@@ -13,7 +13,8 @@ const Half& half(Codec codec) {
     return codec == Codec::fp16 ? kernels().float16 : kernels().bfloat16;
 }
 
-// int8: the float32 scales of all blocks, then the codes.
+// The layout of int8: the float32 scales of all blocks, then the codes. `block` is called with the
+// byte offsets of a block's scale, of its codes, and of its float32 values, and its length.
 template <class Block>
 void for_blocks(std::size_t count, Block&& block) {
     const std::size_t num_blocks = (count + int8_block - 1) / int8_block;
@@ -64,6 +65,8 @@ void decode_accumulate(Codec codec, void* target, const void* encoded, std::size
 void encode_with_residual(Codec codec, void* encoded, void* residual, const void* source,
                           std::size_t count) {
     encode(codec, encoded, source, count);
+    // Strip by strip, so that decoded values need a small buffer, which stays in the L1 cache. A
+    // strip of the source is read before the residual is written over it.
     constexpr std::size_t strip = 4 * int8_block;
     const char* codes = static_cast<const char*>(encoded);
     float decoded[strip];

@@ -1,7 +1,8 @@
-// Encodings of float32 on the wire. The twins, and the formats: src/potluck/codecs/.
+// Codecs: lossy encodings of float32 on the wire. The twins, and the formats, are in
+// src/potluck/codecs/.
 //
-// Pointers need no alignment. Encoded bytes and decoded values are those of the twins, bit by bit,
-// except which NaN a NaN is.
+// Pointers need no alignment. Encoded bytes and decoded values equal those of the twins bit for
+// bit, except for the payload of a NaN.
 #pragma once
 
 #include <cstddef>
@@ -23,11 +24,12 @@ void encode(Codec codec, void* encoded, const void* source, std::size_t count);
 // target = decode(encoded), float32.
 void decode(Codec codec, void* target, const void* encoded, std::size_t count);
 
-// target += decode(encoded), float32, rounded after the multiplication and after the addition.
+// target += decode(encoded), float32. Rounded after the multiplication and again after the addition
+// (no fused multiply-add), so that the result is the same on every processor.
 void decode_accumulate(Codec codec, void* target, const void* encoded, std::size_t count);
 
-// encoded = encode(source) and residual = source - decode(encoded): what error feedback keeps.
-// residual may be source.
+// encoded = encode(source) and residual = source - decode(encoded), which error feedback adds to
+// the next source. residual may be source.
 void encode_with_residual(Codec codec, void* encoded, void* residual, const void* source,
                           std::size_t count);
 

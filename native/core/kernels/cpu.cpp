@@ -10,10 +10,11 @@ namespace potluck {
 
 namespace {
 
-// What is taken where the system does not tell.
+// Assumed where the system does not tell.
 constexpr std::size_t USUAL_CACHE = std::size_t{32} << 20;
 
-// From the system's files, as "32768K": sysconf gives the sum of a processor's parts for some.
+// The size of the last-level cache. From sysfs (as "32768K"), because sysconf gives the sum over
+// all parts of some processors.
 std::size_t last_cache() {
     std::size_t kib = 0;
     for (int index = 0;; ++index) {

@@ -1,4 +1,4 @@
-// What this processor can do, asked once at run time: one build serves all machines.
+// Features of the processor, detected once at run time, so that one build serves all machines.
 #pragma once
 
 #include <cstddef>
@@ -9,19 +9,18 @@ namespace potluck {
 
 struct Cpu {
     bool avx2 = false;        // with FMA and F16C, as every AVX2 machine has them
-    bool avx512 = false;      // F, BW, DQ and VL, and the operating system keeps their registers
+    bool avx512 = false;      // F, BW, DQ and VL, and the operating system saves their registers
     bool sse42 = false;       // with the crc32 instruction
     bool pclmul = false;      // carry-less multiply
     bool vpclmul = false;     // the same on AVX-512 registers
     bool neon = false;        // always there on aarch64
     bool arm_crc32 = false;
-    std::size_t last_cache = 0;  // bytes of the last cache, which cores share
+    std::size_t last_cache = 0;  // bytes of the last-level cache, which cores share
 };
 
-// The processor this runs on.
 const Cpu& cpu();
 
-// The names of what was found, for people.
+// The names of the features that were found, for people.
 std::vector<std::string> cpu_features();
 
 }  // namespace potluck

@@ -25,8 +25,10 @@ enum class Dtype : std::uint8_t {
 };
 constexpr int num_dtypes = 16;  // code 0 is none
 
-// A mean is a sum here; `divide` finishes it.
-enum class Op : std::uint8_t { sum = 0, min = 1, max = 2, product = 3, band = 4, bor = 5, bxor = 6 };
+// A mean is a sum here, which `divide` finishes.
+enum class Op : std::uint8_t {
+    sum = 0, min = 1, max = 2, product = 3, band = 4, bor = 5, bxor = 6
+};
 constexpr int num_ops = 7;
 
 constexpr std::size_t item_bytes(Dtype dtype) {

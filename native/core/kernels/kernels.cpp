@@ -7,7 +7,7 @@ namespace potluck {
 
 namespace {
 
-// The sets that run here, the best last.
+// The tables that run on this machine, the best last.
 std::vector<const Kernels*> sets() {
     std::vector<const Kernels*> found;
     for (const Kernels* table : {kernels_base(), kernels_avx2(), kernels_avx512()}) {
@@ -23,6 +23,7 @@ std::atomic<const Kernels*>& current() {
 
 }  // namespace
 
+// Relaxed: the tables themselves are constant.
 const Kernels& kernels() { return *current().load(std::memory_order_relaxed); }
 
 std::vector<std::string> kernel_sets() {

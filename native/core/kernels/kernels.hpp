@@ -1,5 +1,5 @@
-// The table of kernels. One is filled per instruction set (kernels_*.cpp); `kernels()` is the best
-// that this processor runs.
+// The dispatch table of the kernels: one table per instruction set (kernels_*.cpp). `kernels()` is
+// the best one that this processor runs.
 #pragma once
 
 #include <cstddef>
@@ -12,13 +12,14 @@ namespace potluck {
 
 // out[i] = op(a[i], b[i]); out may be a or b.
 using Combine = void (*)(void* out, const void* a, const void* b, std::size_t count);
-// The same, and a copy of it at `also`, which may be a or b, too.
-using CombineTwice = void (*)(void* out, void* also, const void* a, const void* b,
+// The same, with a copy of the result at `also`, which may be a or b.
+using CombineIntoBoth = void (*)(void* out, void* also, const void* a, const void* b,
                               std::size_t count);
-// out[i] = op(op(sources[0][i], sources[1][i]), ...) of three or four; out may be any of them.
+// out[i] = op(op(sources[0][i], sources[1][i]), ...) of three or four; out may be any of them. One
+// pass over out, where combining two at a time would read and write it for each source.
 using CombineMany = void (*)(void* out, const void* const* sources, std::size_t num_sources,
                              std::size_t count);
-constexpr std::size_t most_sources = 4;
+constexpr std::size_t max_sources = 4;
 using Divide = void (*)(void* array, std::size_t count, double divisor);
 using Convert = void (*)(void* target, const void* source, std::size_t count);
 
@@ -36,7 +37,7 @@ using DecodeBlock = void (*)(void* target, const void* codes, float scale, std::
 
 struct Kernels {
     Combine combine[num_dtypes][num_ops] = {};
-    CombineTwice combine_twice[num_dtypes] = {};  // sums, as the next ones
+    CombineIntoBoth combine_into_both[num_dtypes] = {};  // sums, as the next ones
     CombineMany combine_many[num_dtypes] = {};
     Divide divide[num_dtypes] = {};
     Half float16, bfloat16;
@@ -49,11 +50,12 @@ struct Kernels {
 
 const Kernels& kernels();
 
-// The names of the sets that run here, the best last; for tests and benchmarks, to use another one.
+// The names of the tables that run on this machine, the best last. Tests and benchmarks choose
+// another one by `use_kernel_set`.
 std::vector<std::string> kernel_sets();
 void use_kernel_set(const std::string& name);
 
-// Each gives nullptr where the compiler or the processor can't.
+// nullptr where the compiler or the processor lacks the instructions.
 const Kernels* kernels_base();
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();

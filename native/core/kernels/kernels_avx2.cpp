@@ -1,4 +1,5 @@
-// The kernels for processors with AVX2; the build compiles this file with their flags.
+// The kernels for processors with AVX2. The build compiles this file with their flags, so nothing
+// of it may run before cpu() has been asked.
 #if defined(__AVX2__)
 
 #include "core/kernels/kernels_impl.hpp"

@@ -1,4 +1,5 @@
-// The kernels for processors with AVX-512; the build compiles this file with their flags.
+// The kernels for processors with AVX-512. The build compiles this file with their flags, so
+// nothing of it may run before cpu() has been asked.
 #if defined(__AVX512BW__)
 
 #include "core/kernels/kernels_impl.hpp"

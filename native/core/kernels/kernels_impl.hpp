@@ -1,6 +1,8 @@
-// The loops of all kernels, in plain C++ that compilers turn into vector instructions. Included once
-// per instruction set, by kernels_*.cpp, which are compiled with different flags: therefore all is in
-// an unnamed namespace, and nothing inline from the standard library is called.
+// The loops of all kernels, in plain C++ that compilers vectorize. Included once per instruction
+// set, by kernels_*.cpp, which are compiled with different flags. Therefore all is in an unnamed
+// namespace, and no inline function of the standard library is called: of an inline function the
+// linker keeps one copy for all files, which could be the one with instructions that an older
+// processor lacks.
 #include <initializer_list>
 
 #include "core/kernels/kernels.hpp"
@@ -25,6 +27,10 @@
 
 namespace potluck {
 namespace {
+
+// POTLUCK_LOOP: the compiler may assume that iterations do not depend on each other, so that it
+// vectorizes without run-time checks for overlap. True of every loop here: arrays are either the
+// same memory, element by element, or apart.
 
 // An element anywhere in memory: no alignment, no type-based aliasing.
 #if defined(__GNUC__)
@@ -60,6 +66,9 @@ struct Bfloat16 {
 
 inline float widen(Bfloat16 value) { return from_bits(u32{value.bits} << 16); }
 
+// Round to nearest even: add just under half of the last kept place, and one more if that place is
+// odd. The carry into the exponent is right, also into infinity. A NaN is kept apart: its payload
+// could be carried away, or lie in the bits that are cut off; bit 6 makes it a quiet one.
 inline void narrow(float value, Bfloat16& out) {
     const u32 bits = to_bits(value);
     const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -113,7 +122,7 @@ inline void narrow(float value, Float16& out) {
 
 #endif
 
-// -- what an operation does to two values
+// -- operations on two values
 
 struct Sum {
     template <class T>
@@ -123,7 +132,8 @@ struct Product {
     template <class T>
     static T of(T a, T b) { return static_cast<T>(a * b); }
 };
-// The second when they are equal, NaN when either is.
+// The second value when they are equal; NaN when either is: `a != a` finds a NaN in a, and a
+// comparison with a NaN in b is false. `|` instead of `||`, which would keep the loop a branch.
 struct Min {
     template <class T>
     static T of(T a, T b) { return ((a < b) | (a != a)) ? a : b; }
@@ -132,7 +142,7 @@ struct Max {
     template <class T>
     static T of(T a, T b) { return ((a > b) | (a != a)) ? a : b; }
 };
-// The first when they are equal: NumPy's rule for float16.
+// The first value when they are equal: NumPy's rule for float16.
 struct MinFirst {
     static float of(float a, float b) { return ((a <= b) | (a != a)) ? a : b; }
 };
@@ -164,7 +174,8 @@ void combine_loop(void* out, const void* a, const void* b, std::size_t count) {
 }
 
 template <class T, class Operation>
-void combine_twice_loop(void* out, void* also, const void* a, const void* b, std::size_t count) {
+void combine_into_both_loop(void* out, void* also, const void* a, const void* b,
+                            std::size_t count) {
     auto* o = static_cast<Any<T>*>(out);
     auto* p = static_cast<Any<T>*>(also);
     const auto* x = static_cast<const Any<T>*>(a);
@@ -180,7 +191,7 @@ void combine_twice_loop(void* out, void* also, const void* a, const void* b, std
 template <class T, class Operation>
 void combine_many_loop(void* out, const void* const* sources, std::size_t num_sources,
                        std::size_t count) {
-    static_assert(most_sources == 4);
+    static_assert(max_sources == 4);
     auto* o = static_cast<Any<T>*>(out);
     const auto* x = static_cast<const Any<T>*>(sources[0]);
     const auto* y = static_cast<const Any<T>*>(sources[1]);
@@ -264,7 +275,7 @@ inline void narrow_some(Any<Bfloat16>* out, const float* in, std::size_t count) 
     }
 }
 
-// 16-bit floats go through float32 strips that stay in the first cache.
+// 16-bit floats go through float32 strips that stay in the L1 cache.
 constexpr std::size_t strip = 256;
 
 template <class F>
@@ -318,15 +329,15 @@ void widen_combine(void* target, const void* source, std::size_t count) {
     for_strips(count, [&](std::size_t at, std::size_t n) {
         float wide[strip];
         widen_some(wide, in + at, n);
-        // A pointer of its own: through the captured one each store could change the pointer.
+        // A local pointer: for the compiler a store through the captured one could change it.
         Any<float>* const o = out + at;
         POTLUCK_LOOP
         for (std::size_t i = 0; i < n; ++i) o[i].value = Operation::of(o[i].value, wide[i]);
     });
 }
 
-// The products are stored before they are added: seen in one expression, GCC makes fused
-// multiply-adds of them, whatever -ffp-contract says, where the processor has them and only there.
+// The products are stored before they are added. In one expression GCC makes fused multiply-adds of
+// them, in spite of -ffp-contract=off, and the result would depend on the processor.
 template <class T>
 void complex_product(void* out, const void* a, const void* b, std::size_t count) {
     auto* o = static_cast<Any<T>*>(out);
@@ -381,7 +392,7 @@ void divide_half(void* array, std::size_t count, double divisor) {
     });
 }
 
-// NumPy divides by n + 0i with Smith's method; so does this, for the same bits.
+// Smith's method for a division by n + 0i, as in NumPy, so that the bits are the same.
 template <class T>
 void divide_complex(void* array, std::size_t count, double divisor) {
     auto* values = static_cast<Any<T>*>(array);
@@ -399,19 +410,24 @@ void divide_complex(void* array, std::size_t count, double divisor) {
 float encode_block(void* codes, const void* source, std::size_t count) {
     auto* out = static_cast<Any<u8>*>(codes);
     const auto* in = static_cast<const Any<u32>*>(source);
+    // Magnitudes are compared as integers: the bits of floats without a sign have the order of
+    // their values, and infinity and NaN come last.
     u32 largest = 0;
     POTLUCK_LOOP
     for (std::size_t i = 0; i < count; ++i) {
         const u32 magnitude = in[i].value & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;
     }
-    if (largest >= 0x7f800000u || largest < 0x0d800000u) {  // not finite, or below 2^-100
+    // Not finite, or below 2^-100: a bound well above the magnitudes for which `inverse` overflows
+    // or the scale is subnormal. See src/potluck/codecs/int8.py.
+    if (largest >= 0x7f800000u || largest < 0x0d800000u) {
         __builtin_memset(codes, 0, count);
         return largest >= 0x7f800000u ? from_bits(0x7fc00000u) : 0.0f;
     }
     const float maximum = from_bits(largest);
     const float inverse = 127.0f / maximum;
-    // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even, and leaves it in the low bits.
+    // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even: the last place of such a float
+    // is 1. The integer is then in the low bits, in two's complement.
     POTLUCK_LOOP
     for (std::size_t i = 0; i < count; ++i) {
         const float shifted = from_bits(in[i].value) * inverse + 12582912.0f;
@@ -447,7 +463,8 @@ void fill_numbers(Kernels& table, Dtype dtype) {
     row[static_cast<int>(Op::max)] = combine_loop<T, Max>;
 }
 
-// Sums, products and bits wrap alike for both signs; unsigned arithmetic is defined to.
+// Sums, products and bitwise operations give the same bits for signed and unsigned integers. They
+// are done on unsigned ones, because an overflow of signed integers is undefined behaviour in C++.
 template <class Signed, class Unsigned>
 void fill_integers(Kernels& table, Dtype dtype_signed, Dtype dtype_unsigned) {
     fill_numbers<Signed>(table, dtype_signed);
@@ -455,7 +472,7 @@ void fill_integers(Kernels& table, Dtype dtype_signed, Dtype dtype_unsigned) {
     for (const Dtype dtype : {dtype_signed, dtype_unsigned}) {
         auto& row = table.combine[static_cast<int>(dtype)];
         row[static_cast<int>(Op::sum)] = combine_loop<Unsigned, Sum>;
-        table.combine_twice[static_cast<int>(dtype)] = combine_twice_loop<Unsigned, Sum>;
+        table.combine_into_both[static_cast<int>(dtype)] = combine_into_both_loop<Unsigned, Sum>;
         table.combine_many[static_cast<int>(dtype)] = combine_many_loop<Unsigned, Sum>;
         row[static_cast<int>(Op::product)] = combine_loop<Unsigned, Product>;
         row[static_cast<int>(Op::band)] = combine_loop<Unsigned, Band>;
@@ -464,7 +481,7 @@ void fill_integers(Kernels& table, Dtype dtype_signed, Dtype dtype_unsigned) {
     }
 }
 
-// Two uint16 multiplied as int could overflow.
+// Two uint16 are promoted to int, whose product could overflow (65535^2 > 2^31).
 struct Product16 {
     static u16 of(u16 a, u16 b) { return static_cast<u16>(u32{a} * u32{b}); }
 };
@@ -475,7 +492,7 @@ void fill_floats(Kernels& table, Dtype dtype) {
     auto& row = table.combine[static_cast<int>(dtype)];
     row[static_cast<int>(Op::sum)] = combine_loop<T, Sum>;
     row[static_cast<int>(Op::product)] = combine_loop<T, Product>;
-    table.combine_twice[static_cast<int>(dtype)] = combine_twice_loop<T, Sum>;
+    table.combine_into_both[static_cast<int>(dtype)] = combine_into_both_loop<T, Sum>;
     table.combine_many[static_cast<int>(dtype)] = combine_many_loop<T, Sum>;
     table.divide[static_cast<int>(dtype)] = divide_loop<T>;
 }

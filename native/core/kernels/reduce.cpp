@@ -9,7 +9,8 @@ namespace potluck {
 
 namespace {
 
-// Elements that are combined from all sources before the next ones are: they stay in the first cache.
+// Bytes of the target that are combined from all sources before the next ones are (loop tiling): so
+// partial results stay in the L1 cache.
 constexpr std::size_t block_bytes = 8192;
 
 Combine kernel(Dtype dtype, Op op) {
@@ -21,6 +22,8 @@ const char* at(const void* base, std::size_t offset) {
     return static_cast<const char*>(base) + offset;
 }
 
+// 16-bit floats: accumulated in float32 and rounded once, so the error does not grow with the
+// number of sources.
 void combine_many_wide(const Half& half, Op op, void* target, const void* const* sources,
                        std::size_t num_sources, std::size_t count) {
     constexpr std::size_t strip = 2048;
@@ -34,8 +37,9 @@ void combine_many_wide(const Half& half, Op op, void* target, const void* const*
     }
 }
 
+// By integers: a float is NaN if its magnitude bits are above those of infinity.
 template <typename Bits>
-void make_alike(void* array, std::size_t count, Bits infinity, Bits nan) {
+void canonicalize(void* array, std::size_t count, Bits infinity, Bits nan) {
     const Bits magnitude = static_cast<Bits>(~Bits{0}) >> 1;
     for (std::size_t i = 0; i < count; ++i) {
         Bits bits;
@@ -58,10 +62,10 @@ void combine_into(Dtype dtype, Op op, void* target, const void* a, const void* b
     kernel(dtype, op)(target, a, b, count);
 }
 
-void combine_twice(Dtype dtype, Op op, void* target, void* also, const void* a, const void* b,
+void combine_into_both(Dtype dtype, Op op, void* target, void* also, const void* a, const void* b,
                    std::size_t count) {
-    const CombineTwice twice = kernels().combine_twice[static_cast<int>(dtype)];
-    if (op == Op::sum && twice != nullptr) return twice(target, also, a, b, count);
+    const CombineIntoBoth both = kernels().combine_into_both[static_cast<int>(dtype)];
+    if (op == Op::sum && both != nullptr) return both(target, also, a, b, count);
     kernel(dtype, op)(target, a, b, count);
     if (count != 0) std::memcpy(also, target, count * item_bytes(dtype));
 }
@@ -85,12 +89,12 @@ void combine_many(Dtype dtype, Op op, void* target, const void* const* sources,
     }
     const CombineMany many =
         op == Op::sum ? kernels().combine_many[static_cast<int>(dtype)] : nullptr;
-    const std::size_t most = many != nullptr ? most_sources : 2, block = block_bytes / item;
+    const std::size_t most = many != nullptr ? max_sources : 2, block = block_bytes / item;
     for (std::size_t begin = 0; begin < count; begin += block) {
         const std::size_t n = std::min(block, count - begin), offset = begin * item;
         void* const total = at(target, offset);
         for (std::size_t next = 0; next < num_sources;) {
-            const void* some[most_sources];
+            const void* some[max_sources];
             std::size_t num = 0;
             if (next > 0) some[num++] = total;
             while (num < most && next < num_sources) some[num++] = at(sources[next++], offset);
@@ -106,15 +110,15 @@ void divide(Dtype dtype, void* array, std::size_t count, std::size_t divisor) {
     kernels().divide[static_cast<int>(dtype)](array, count, static_cast<double>(divisor));
 }
 
-void make_nans_alike(Dtype dtype, void* array, std::size_t count) {
+void canonicalize_nans(Dtype dtype, void* array, std::size_t count) {
     switch (dtype) {
-        case Dtype::float16: return make_alike<std::uint16_t>(array, count, 0x7c00, 0x7e00);
-        case Dtype::bfloat16: return make_alike<std::uint16_t>(array, count, 0x7f80, 0x7fc0);
+        case Dtype::float16: return canonicalize<std::uint16_t>(array, count, 0x7c00, 0x7e00);
+        case Dtype::bfloat16: return canonicalize<std::uint16_t>(array, count, 0x7f80, 0x7fc0);
         case Dtype::complex64: count *= 2; [[fallthrough]];
-        case Dtype::float32: return make_alike<std::uint32_t>(array, count, 0x7f800000, 0x7fc00000);
+        case Dtype::float32: return canonicalize<std::uint32_t>(array, count, 0x7f800000, 0x7fc00000);
         case Dtype::complex128: count *= 2; [[fallthrough]];
         case Dtype::float64:
-            return make_alike<std::uint64_t>(array, count, 0x7ff0000000000000, 0x7ff8000000000000);
+            return canonicalize<std::uint64_t>(array, count, 0x7ff0000000000000, 0x7ff8000000000000);
         default: return;
     }
 }

@@ -1,10 +1,10 @@
-// Combining contributions element by element. The twin: src/potluck/engine/arrays/reduction.py.
+// Element-wise reduction of contributions. The twin: src/potluck/engine/arrays/reduction.py.
 //
-// Pointers need no alignment. Results are those of NumPy (ml_dtypes for bfloat16) bit by bit, with two
-// exceptions: which NaN a NaN is (sign and payload; NumPy itself gives one or the other), and the last
-// place of a complex product (NumPy fuses there where the processor can). min and max of NaN and
-// anything are NaN; of zeros of both signs they are the one that NumPy gives on x86: the second (the
-// first for float16).
+// Pointers need no alignment. Results equal those of NumPy (of ml_dtypes for bfloat16) bit for bit,
+// with two exceptions: the sign and payload of a NaN, in which NumPy itself varies, and the last
+// place of a complex product, which NumPy computes with fused multiply-adds where the processor has
+// them. min and max of NaN and anything are NaN; of zeros of both signs they give the zero that
+// NumPy gives on x86: the second (the first for float16).
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,8 @@
 
 namespace potluck {
 
-// Whether the combination has a meaning: bits of floats and the order of complex numbers have none.
+// Whether the operation is defined for the dtype: bitwise operations on floats and the order of
+// complex numbers are not.
 bool has_combine(Dtype dtype, Op op);
 
 // target[i] = op(target[i], source[i]). The two may be the same memory, else must not overlap.
@@ -24,7 +25,7 @@ void combine_into(Dtype dtype, Op op, void* target, const void* a, const void* b
                   std::size_t count);
 
 // also[i] = target[i] = op(a[i], b[i]). Each may be a or b.
-void combine_twice(Dtype dtype, Op op, void* target, void* also, const void* a, const void* b,
+void combine_into_both(Dtype dtype, Op op, void* target, void* also, const void* a, const void* b,
                    std::size_t count);
 
 // target[i] = op(...op(op(sources[0][i], sources[1][i]), sources[2][i])...), from left to right.
@@ -33,13 +34,13 @@ void combine_twice(Dtype dtype, Op op, void* target, void* also, const void* a, 
 void combine_many(Dtype dtype, Op op, void* target, const void* const* sources,
                   std::size_t num_sources, std::size_t count);
 
-// Whether `divide` has a meaning: for float and complex types.
+// Whether `divide` is defined: for float and complex types.
 bool has_divide(Dtype dtype);
 
-// array[i] /= divisor, in the array's type: how a mean ends.
+// array[i] /= divisor, in the array's type: the last step of a mean.
 void divide(Dtype dtype, void* array, std::size_t count, std::size_t divisor);
 
-// Every NaN becomes the one NaN. Other types than floats and complex numbers have none.
-void make_nans_alike(Dtype dtype, void* array, std::size_t count);
+// Replaces every NaN by the canonical quiet NaN. No effect on types without NaN.
+void canonicalize_nans(Dtype dtype, void* array, std::size_t count);
 
 }  // namespace potluck

@@ -197,7 +197,7 @@ void RunningPlan::conclude() const {
     uint8_t* result = call.buffers[result_buffer];
     if (result == nullptr || spec.ranks.size() < 2 || spec.num_unfinished == 0) return;
     if (spec.is_mean) divide(spec.dtype, result, spec.num_unfinished, spec.ranks.size());
-    if (spec.is_computed_by_all) make_nans_alike(spec.dtype, result, spec.num_unfinished);
+    if (spec.is_computed_by_all) canonicalize_nans(spec.dtype, result, spec.num_unfinished);
 }
 
 std::vector<Awaited> RunningPlan::awaited() const {

@@ -25,7 +25,7 @@ void combine_all(const Combination& what, void* target, const void* const* sourc
     const std::size_t size = item_bytes(what.dtype);
     if (!what.is_mean) {
         if (num == 2 && also != nullptr) {
-            return combine_twice(what.dtype, what.op, target, also, sources[0], sources[1], count);
+            return combine_into_both(what.dtype, what.op, target, also, sources[0], sources[1], count);
         }
         combine_many(what.dtype, what.op, target, sources, num_sources, count);
         if (also != nullptr) std::memcpy(also, target, count * size);

@@ -45,8 +45,8 @@ def combine(op: ReduceOp, mine: Array, theirs: Array) -> None:
     _KERNELS[op](mine, theirs, out=mine)
 
 
-def make_nans_alike(array: Array) -> None:
-    """Every NaN becomes the one NaN, so that ranks that computed them themselves have the same."""
+def canonicalize_nans(array: Array) -> None:
+    """Replace every NaN by the canonical one: ranks that each computed the result may differ in it."""
     if array.dtype.kind in "iub":
         return
     parts = array.view(array.real.dtype) if array.dtype.kind == "c" else array

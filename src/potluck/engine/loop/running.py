@@ -177,7 +177,7 @@ class RunningPlan:
             return
         kernels.conclude(self.call.op, self._result, self.compiled.plan.world_size)
         if self.compiled.is_computed_by_all:
-            reduction.make_nans_alike(self._result)
+            reduction.canonicalize_nans(self._result)
 
     def awaited(self) -> list[tuple[int, str]]:
         """(peer, what is missing) for every link this rank still waits on, for errors."""
