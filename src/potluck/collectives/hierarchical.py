@@ -1,12 +1,14 @@
-"""Hierarchical: inside the node first, then between nodes, then inside again.
+"""Hierarchical: an intra-node reduction, a ring of nodes, then an intra-node broadcast.
 
-The nodes form a ring. Every chunk has a *home* node, and on every node one *leader*: the worker
-that exchanges this chunk with other nodes. To reduce, the workers of a node send their
-contributions to the leader, and the leaders pass partial results along the ring, ending at home. To
-copy, the leaders pass the chunk along the ring, starting at home, and send it to the workers of
-their node. So every node's wire carries what one rank's wire would carry in a ring of nodes,
-however many workers share it. The chunks of a node are led by different workers. Nodes may have
-unequal numbers of workers, even one.
+The nodes form a ring. Every chunk has a *home* node, and on every node one *leader* rank: the
+worker that exchanges this chunk with other nodes. To reduce, the workers of a node send their
+contributions to the leader, and the leaders pass partial results along the ring, ending at the home
+node. To copy, the leaders pass the chunk along the ring, starting at the home node, and send it to
+the workers of their own node. So a node's network interface carries as many bytes as one rank's
+would in a ring of nodes, however many workers the node has. The chunks of a node are led by
+different workers in turn (a multi-leader design, as in Bayatpour et al., "Scalable Reduction
+Collectives with Data Partitioning-based Multi-Leader Design", 2017). Nodes may have unequal numbers
+of workers, even one.
 
 With a codec, sums that went along a ring would be encoded at every hop: then the leaders of a chunk
 exchange it with the leader at home directly.
@@ -34,14 +36,18 @@ def _members(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ring:
-    """The nodes' ring as one rank sees it. ``homes[c]`` is chunk ``c``'s home node, ``lanes[c]``
-    says which worker leads it; ``root``, where given, leads all chunks on its own node."""
+class _NodeRing:
+    """The ring of nodes as one rank sees it.
+
+    ``homes[c]`` is the home node of chunk ``c``. ``leader_index[c]``, modulo the number of workers
+    of a node, is the index of the worker that leads the chunk there. ``root``, where given, leads
+    all chunks on its own node.
+    """
 
     rank: int
     members: tuple[tuple[int, ...], ...]
     homes: list[int]
-    lanes: list[int]
+    leader_index: list[int]
     root: int | None = None
 
     @property
@@ -52,9 +58,9 @@ class _Ring:
         ranks = self.members[node % len(self.members)]
         if self.root is not None and self.root in ranks:
             return self.root
-        return ranks[self.lanes[chunk] % len(ranks)]
+        return ranks[self.leader_index[chunk] % len(ranks)]
 
-    def led(self) -> list[list[int]]:
+    def led_chunks(self) -> list[list[int]]:
         """The chunks that this rank leads on its own node, by their home nodes."""
         node = self.node
         chunks: list[list[int]] = [[] for _ in self.members]
@@ -63,7 +69,7 @@ class _Ring:
                 chunks[home].append(chunk)
         return chunks
 
-    def mates(self) -> list[int]:
+    def local_peers(self) -> list[int]:
         """The other workers of this node, the next one first."""
         ranks = self.members[self.node]
         here = ranks.index(self.rank)
@@ -71,20 +77,20 @@ class _Ring:
 
     def intra_node_reduce(self) -> list[Step]:
         """Reduce every chunk to its leader on this node."""
-        node, num_nodes, mates = self.node, len(self.members), self.mates()
+        node, num_nodes, peers = self.node, len(self.members), self.local_peers()
         steps: list[Step] = []
         chunks = range(len(self.homes))
         for chunk in sorted(chunks, key=lambda c: (node - 1 - self.homes[c]) % num_nodes):
             leader = self.leader(node, chunk)
             if leader == self.rank:
-                steps += [reduce_from(mate, chunk) for mate in mates]
+                steps += [reduce_from(peer, chunk) for peer in peers]
             else:
                 steps.append(send(leader, chunk))
         return steps
 
     def reduce_to_home(self) -> list[Step]:
         """Reduce every chunk to the leader of its home node."""
-        node, num_nodes, led = self.node, len(self.members), self.led()
+        node, num_nodes, led = self.node, len(self.members), self.led_chunks()
         steps = self.intra_node_reduce()
         for i in range(1, num_nodes):
             steps += [send(self.leader(node + 1, c), c) for c in led[(node - i) % num_nodes]]
@@ -94,7 +100,7 @@ class _Ring:
 
     def copy_from_home(self) -> list[Step]:
         """Copy every chunk from the leader of its home node to all ranks."""
-        node, num_nodes, led = self.node, len(self.members), self.led()
+        node, num_nodes, led = self.node, len(self.members), self.led_chunks()
         steps: list[Step] = []
         for i in range(num_nodes - 1):
             steps += [send(self.leader(node + 1, c), c) for c in led[(node - i) % num_nodes]]
@@ -105,7 +111,7 @@ class _Ring:
     def direct_exchange(self) -> list[Step]:
         """Reduce every chunk from all nodes' leaders to the leader of its home node, and copy the
         result back, without a ring: each node's sum is encoded once, and the result once."""
-        node, num_nodes, led = self.node, len(self.members), self.led()
+        node, num_nodes, led = self.node, len(self.members), self.led_chunks()
         steps: list[Step] = []
         for i in range(1, num_nodes):
             steps += [send(self.leader(node + i, c), c) for c in led[(node + i) % num_nodes]]
@@ -117,50 +123,53 @@ class _Ring:
 
     def intra_node_broadcast(self) -> list[Step]:
         """Copy every chunk from its leader on this node to all workers of the node."""
-        node, num_nodes, mates = self.node, len(self.members), self.mates()
+        node, num_nodes, peers = self.node, len(self.members), self.local_peers()
         steps: list[Step] = []
         chunks = range(len(self.homes))
         for chunk in sorted(chunks, key=lambda c: (node - self.homes[c]) % num_nodes):
             leader = self.leader(node, chunk)
             if leader == self.rank:
-                steps += [send(mate, chunk) for mate in mates]
+                steps += [send(peer, chunk) for peer in peers]
             else:
                 steps.append(copy(leader, chunk))
         return steps
 
 
-def _spread(me: Rank) -> _Ring:
-    """As many chunks for every home, and at least one for every worker to lead."""
+def _spread(me: Rank) -> _NodeRing:
+    """The same number of chunks for every home node, so many that every worker leads at least
+    one."""
     members = _members(me.nodes)
     num_nodes = len(members)
-    num_lanes = -(-max(map(len, members)) // num_nodes)
-    chunks = range(num_nodes * num_lanes)
-    return _Ring(
+    chunks_per_home = -(-max(map(len, members)) // num_nodes)
+    chunks = range(num_nodes * chunks_per_home)
+    return _NodeRing(
         me.rank,
         members,
         homes=[c % num_nodes for c in chunks],
-        lanes=list(chunks),
+        leader_index=list(chunks),
     )
 
 
-def _rooted(me: Rank, num_chunks: int) -> _Ring:
-    """All chunks are at home on the root's node, and led there by the root."""
+def _rooted(me: Rank, num_chunks: int) -> _NodeRing:
+    """All chunks have their home on the root's node, and the root leads them there."""
     members = _members(me.nodes)
     home = next(i for i, ranks in enumerate(members) if me.root in ranks)
-    return _Ring(me.rank, members, [home] * num_chunks, list(range(num_chunks)), me.root)
+    return _NodeRing(me.rank, members, [home] * num_chunks, list(range(num_chunks)), me.root)
 
 
-def _owned(me: Rank) -> _Ring:
-    """Chunk ``r`` is at home with rank ``r``."""
+def _owned(me: Rank) -> _NodeRing:
+    """Chunk ``r`` has its home on the node of rank ``r``, and rank ``r`` leads it there."""
     members = _members(me.nodes)
     places = {
-        rank: (node, lane) for node, ranks in enumerate(members) for lane, rank in enumerate(ranks)
+        rank: (node, index)
+        for node, ranks in enumerate(members)
+        for index, rank in enumerate(ranks)
     }
-    return _Ring(
+    return _NodeRing(
         me.rank,
         members,
         homes=[places[rank][0] for rank in range(me.world_size)],
-        lanes=[places[rank][1] for rank in range(me.world_size)],
+        leader_index=[places[rank][1] for rank in range(me.world_size)],
     )
 
 
@@ -178,17 +187,17 @@ def coded_all_reduce(me: Rank) -> Draft:
 
 
 def reduce_scatter(me: Rank) -> Draft:
-    """A node sends every chunk that is at home elsewhere once."""
+    """A node sends every chunk once whose home is another node."""
     return Draft(me.world_size, _owned(me).reduce_to_home())
 
 
 def all_gather(me: Rank) -> Draft:
-    """A node receives every chunk that is at home elsewhere once."""
+    """A node receives every chunk once whose home is another node."""
     return Draft(me.world_size, _owned(me).copy_from_home())
 
 
 def broadcast(me: Rank) -> Draft:
-    """A pipelined chain of nodes; the leaders of a node share its inner work."""
+    """A pipelined chain of nodes; the leaders of a node share the intra-node broadcast."""
     ring = _rooted(me, max(map(len, _members(me.nodes))))
     return Draft(len(ring.homes), ring.copy_from_home())
 

@@ -1,4 +1,4 @@
-"""Collectives that their callers wait for: the short way through shared memory, and back."""
+"""Blocking collectives of torch: the fast path through shared memory, and calls that it refuses."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def waiting_calls_take_the_fast_path_and_give_the_same(run):
 
 
 @check(2)
-def a_rank_that_can_not_take_the_short_way_meets_those_that_do(run):
+def a_rank_that_can_not_take_the_fast_path_meets_ranks_that_do(run):
     dist.all_reduce(torch.ones(1))
-    # In pieces on one rank, whole on the other.
+    # Not contiguous on one rank, contiguous on the other.
     shape = (3, 2) if run.rank else (2, 3)
     mine = torch.ones(shape).t() if run.rank else torch.ones(shape)
     assert mine.is_contiguous() == (run.rank == 0)
@@ -62,14 +62,14 @@ def a_rank_that_can_not_take_the_short_way_meets_those_that_do(run):
         if work is not None:
             work.wait()
     assert mine.tolist() == [[2.0] * 3] * 2
-    # A call under way goes first; the one after it finds its way.
+    # A call that is under way goes first; the blocking call after it takes its turn.
     first, second = torch.ones(1 << 20), torch.ones(2)
     work = dist.all_reduce(first, async_op=True)
     dist.all_reduce(second)
     work.wait()
     assert first.eq(2).all()
     assert second.tolist() == [2.0, 2.0]
-    # Not the engine's own: a mean that is cut.
+    # A mean of integers, which torch truncates, is no operation of the engine.
     whole = torch.tensor([3, -4]) if run.rank else torch.tensor([2, -3])
     with fast_calls(0):
         dist.all_reduce(whole, dist.ReduceOp.AVG)
