@@ -35,7 +35,7 @@ void Ticket::unclaim() {
         const std::lock_guard lock(mutex_);
         if (--claims_ > 0 || state_ == State::running) return;
     }
-    if (const auto unclaimed = listener_.lock()) unclaimed->ended(id);
+    if (const auto listener = listener_.lock()) listener->ended(id);
 }
 
 void Ticket::finish(State state, double seconds, int source) {
@@ -50,7 +50,7 @@ void Ticket::finish(State state, double seconds, int source) {
         if (is_claimed) changed_.notify_all();
     }
     if (is_claimed) return;
-    if (const auto unclaimed = listener_.lock()) unclaimed->ended(id);
+    if (const auto listener = listener_.lock()) listener->ended(id);
 }
 
 }  // namespace potluck

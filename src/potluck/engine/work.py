@@ -129,7 +129,7 @@ class Work:
         seconds = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
         if not self._running.acquire(timeout=seconds):
             return False
-        self._running.release()  # for the next who waits
+        self._running.release()  # for the next waiting thread
         return True
 
     def then(self, transform: Callable[[Any], Any]) -> Work:

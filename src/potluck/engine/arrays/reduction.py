@@ -46,7 +46,8 @@ def combine(op: ReduceOp, mine: Array, theirs: Array) -> None:
 
 
 def canonicalize_nans(array: Array) -> None:
-    """Replace every NaN by the canonical one: ranks that each computed the result may differ in it."""
+    """Replace every NaN by the canonical one. Where each rank computes the result itself, the NaNs
+    of two ranks may differ in sign and payload."""
     if array.dtype.kind in "iub":
         return
     parts = array.view(array.real.dtype) if array.dtype.kind == "c" else array

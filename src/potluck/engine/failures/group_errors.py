@@ -33,7 +33,7 @@ _OVER = re.compile(r"over:([A-Za-z]{1,40}):(-?[0-9]{1,5}):([01])")
 
 
 class Awaiting(Protocol):
-    """An operation under way, and whom it waits for."""
+    """An operation under way, and the ranks that it waits for."""
 
     def awaited(self) -> list[tuple[int, str]]: ...
 

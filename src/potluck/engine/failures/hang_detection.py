@@ -1,7 +1,7 @@
 """Hang detection: which rank holds up an operation that does not end.
 
 The neighbour that a rank waits for is seldom to blame: it may itself wait for another. So ranks
-ask each other who has made the call.
+ask each other which of them have made the call.
 
 - *Stalled*: an operation that has run for ``STALL_S`` sends HANG_QUERY with its call's fingerprint
   to the ranks that it waits for. A rank in another call sees the mismatch and raises Desync.

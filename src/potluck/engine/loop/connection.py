@@ -1,8 +1,8 @@
-"""A connection: one link as the progress loop sees it. Frames in, frames out, no policy.
+"""A connection: the framing layer over one link. Frames in, frames out, no policy.
 
-It keeps what is half done: a header or payload half read, a frame half written, the free
-slots of link memory. It never blocks; ``read`` and ``write`` go on until the link has no more to
-give or take, or until ``BUDGET`` bytes have moved, so that no link starves the others.
+A connection keeps the state of half-done transfers: a header or payload half read, a frame half
+written, the free slots of link memory. It never blocks: ``read`` and ``write`` go on until the link
+would block, or until ``BUDGET`` bytes have moved, so that no link starves the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SHARED_MEMORY_BYTES = 4 * 1024
 
 
 class Outgoing(NamedTuple):
-    """A frame to write. ``sent`` is called when its payload's memory is no longer needed."""
+    """A frame to write. The payload is not copied: its memory must stay unchanged until ``sent`` is
+    called."""
 
     frame: Frame
     payload: memoryview
@@ -61,9 +62,9 @@ class Connection:
         self.is_blocked = False
         """The link took less than offered; wait until it is writable."""
         self.is_garbled = False
-        """A checksum did not match: what comes makes no sense any more."""
+        """A checksum did not match: nothing more can be read."""
         self.has_aborted = False
-        """The peer has said why the group is over: nothing after that matters."""
+        """ABORT was received, or is not to be waited for."""
         memory = link.memory
         self._slots: deque[int] = deque(range(memory.num_slots) if memory else ())
         self._unreleased: set[int] = set()
@@ -93,11 +94,12 @@ class Connection:
         return memory is not None and _SHARED_MEMORY_BYTES <= nbytes <= memory.slot_bytes
 
     def can_start(self, nbytes: int) -> bool:
-        """Whether such a payload could start now (shared memory may be out of slots)."""
+        """Whether a payload of this size could start now (link memory may be out of slots)."""
         return not self._writing and (not self.uses_shared_memory(nbytes) or bool(self._slots))
 
     def write(self, source: Callable[[Connection], Outgoing | None]) -> bool:
-        """Write until the link is full, ``source`` has nothing more, or the budget is spent.
+        """Write ``control``, then the frames that ``source`` gives, until the link would block,
+        ``source`` gives no more, or the budget is spent.
 
         Returns True if there may be more to write at once.
         """
@@ -127,7 +129,7 @@ class Connection:
         return True
 
     def _start(self, outgoing: Outgoing) -> int:
-        """Put a frame on the way; returns the bytes that went through shared memory."""
+        """Begin to write a frame; returns the bytes that went through shared memory."""
         frame, payload, sent = outgoing
         self.meter.messages_sent += 1
         nbytes = len(payload)
@@ -139,15 +141,16 @@ class Connection:
             and self._slots
         ):
             slot = self._slots.popleft()
-            # The frame that follows over the socket orders these stores: the receiver looks into
-            # the slot only when it has read that frame. So the slots need no locks.
+            # The frame that follows over the socket orders these stores: the receiver reads the
+            # slot only after that frame, and the locks of the kernel's socket make the send happen
+            # before the receive. So the slots need no locks.
             _copy(memory.outgoing(slot)[:nbytes], payload)
             self.meter.bytes_sent += nbytes
             self.meter.bytes_in_shared_memory += nbytes
             frame = frame._replace(flags=frame.flags | IN_SHARED_MEMORY, tag=slot)
             self._writing.append(memoryview(_header(frame, are_checked=self._are_checked)))
             if sent is not None:
-                sent()  # the payload is in the slot: its memory is free already
+                sent()  # the payload has been copied: its memory is free
             return nbytes
         if nbytes <= _MERGE_BYTES:
             self._writing.append(
@@ -170,7 +173,8 @@ class Connection:
         return self._scratch[:nbytes]
 
     def read(self, route: Callable[[Connection, Frame], Sink]) -> bool:
-        """Read until the link has no more or the budget is spent; ``route`` places payloads.
+        """Read frames until the link would block or the budget is spent; ``route`` gives the sink
+        of each payload.
 
         Returns True if there may be more to read at once.
         """
@@ -197,7 +201,7 @@ class Connection:
         return True
 
     def drain(self) -> bool:
-        """Take what has come and forget it. Returns True if there may be more at once."""
+        """Read and discard. Returns True if there may be more to read at once."""
         budget = BUDGET
         while budget > 0:
             taken = self.link.recv_into(self._small)
@@ -215,8 +219,9 @@ class Connection:
     def _check(self, data: memoryview, checksum: memoryview) -> None:
         if crc32c(data) == int.from_bytes(checksum, "little"):
             return
-        # Nothing more can be read from this link. But the bytes were changed on the way, not by the
-        # peer, so the peer is still told why the group ends.
+        # Nothing more can be read from this link, since the length of the next frame may be wrong
+        # too. But the bytes were changed on the way, not by the peer, so the link is still good for
+        # an ABORT that tells the peer why the group ends.
         self.is_garbled = True
         raise ProtocolError("bytes were changed on the way: the checksum of a frame does not match")
 
@@ -241,8 +246,9 @@ class Connection:
                 _copy(sink.buffer, payload)
                 payload = sink.buffer
             sink.complete(payload)
-            # The slot is the peer's again once SLOT_FREE has left, not before: a peer that names it
-            # earlier has not waited for that, and would overwrite what is being read.
+            # The slot is the peer's again once SLOT_FREE has been sent. A peer that names the slot
+            # before has not waited for SLOT_FREE, and may have overwritten the payload while it was
+            # read here.
             self._unreleased.add(slot)
             free = Frame(Kind.SLOT_FREE, frame.epoch, tag=slot)
             self.control.append(

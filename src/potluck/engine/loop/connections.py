@@ -1,7 +1,6 @@
-"""The connections of one rank in one group: which can be read, which have frames to write.
+"""The connections of one rank in one group: readiness, I/O, and the accounting of flow control.
 
-Runs on the progress loop. What a frame means is decided in ``plans.py`` and ``messages.py``; this
-module moves bytes and keeps each connection's flow control (``flow_control.py``).
+Runs on the progress loop. What a frame means is decided in ``plans.py`` and ``messages.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Connections:
         self.ready: set[int] = set()
         """Ranks from which there may be something to read."""
         self.paused: set[int] = set()
-        """Ranks whose links pause until a blocked link has room (``Plans._must_wait``)."""
+        """Ranks whose links pause for a blocked link (``Plans._must_wait``)."""
         self.selector = selectors.DefaultSelector()
         self._state = state
         self._group = state.group
@@ -66,10 +65,10 @@ class Connections:
         self._unsent: dict[int, deque[Outgoing]] = {}
         self._flows: dict[int, FlowControl] = {}
 
-    # -- links come and go
+    # -- links
 
     def adopt(self, rank: int, link: Link) -> None:
-        """A link to ``rank`` is there."""
+        """Use a new link. A second link to a rank is closed at once."""
         if rank in self.by_rank or rank in self.departed:
             link.close()
             return
@@ -85,7 +84,7 @@ class Connections:
         self.ready.add(rank)
 
     def need(self, ranks: Iterable[int]) -> None:
-        """Links to these ranks are wanted."""
+        """Request links to these ranks, where there are none."""
         for rank in ranks:
             if rank not in self.by_rank and rank not in self.departed:
                 self._connector.request(rank)
@@ -105,7 +104,7 @@ class Connections:
         route: Callable[[Connection, Frame], Sink],
         source: Callable[[Connection], Outgoing | None],
     ) -> None:
-        """Read what has come and write what may go, a bounded amount per link."""
+        """Read and write on all links that are ready, a bounded amount per link."""
         ready, self.ready = self.ready, set()
         for rank in ready:
             connection = self.by_rank.get(rank)
@@ -119,7 +118,7 @@ class Connections:
                 self._write(connection, source, route)
 
     def send_control(self, peer: int, outgoing: Outgoing) -> None:
-        """Send a frame before all data; a link is made if there is none."""
+        """Send a frame before all data frames; a link is requested if there is none."""
         connection = self.by_rank.get(peer)
         if connection is None:
             self._connector.request(peer)
@@ -129,7 +128,7 @@ class Connections:
         self.dirty.add(peer)
 
     def send_kind(self, rank: int, kind: Kind) -> None:
-        """Send a frame that is nothing but its kind."""
+        """Send a control frame that has no fields but its kind."""
         self.send_control(
             rank, Outgoing(Frame(kind, self._group.epoch, source=self._group.rank), NOTHING)
         )
@@ -184,7 +183,7 @@ class Connections:
             self.dirty |= self.paused
             self.paused.clear()
 
-    # -- early frames: what came before anybody here waited for it
+    # -- early frames, and the credit for them (flow_control.py)
 
     def keep(
         self,
@@ -192,7 +191,7 @@ class Connections:
         frame: Frame,
         then: Callable[[Connection, Frame, bytearray], None],
     ) -> Sink:
-        """Take a payload that nobody waits for yet into memory of its own."""
+        """The sink of a payload that no operation takes yet: memory of its own."""
         payload = bytearray(frame.length)
         return Sink(memoryview(payload), lambda _: then(connection, frame, payload))
 
@@ -204,7 +203,7 @@ class Connections:
         return flow
 
     def consume(self, rank: int, nbytes: int) -> None:
-        """A frame of ``rank`` has been used: return its credit, if it is time."""
+        """A frame of ``rank`` has been used: return its credit, if enough has gathered."""
         credit = self.flow(rank).consume(nbytes)
         if credit and rank in self.by_rank:
             frame = Frame(Kind.CREDIT, self._group.epoch, operation=credit, source=self._group.rank)
@@ -221,21 +220,21 @@ class Connections:
         self.consume(rank, nbytes)
 
     def on_credit(self, connection: Connection, frame: Frame, _: memoryview) -> None:
-        """The peer returns credit (CREDIT): what waited for it may go."""
+        """The peer returns credit (CREDIT): frames that waited for credit may go."""
         self.flow(connection.rank).add_credit(frame.operation)
         self.dirty.add(connection.rank)
 
     # -- failures
 
     def violated(self, rank: int, error: ProtocolError) -> None:
-        """What ``rank`` sent makes no sense, so nothing after it does either."""
+        """``rank`` has broken the protocol, so that nothing after it on its link can be trusted."""
         connection = self.by_rank.get(rank)
         if connection is not None:
             connection.has_aborted = not connection.is_garbled
         self.lose(rank, error)
 
     def lose(self, rank: int, error: Exception) -> None:
-        """There is no use in the link to ``rank`` any more, or no way to have one."""
+        """The link to ``rank`` is lost, or can't be had: end the group."""
         current = next(iter(self._pending()), None)
         self._state.fail(peer_lost(self._group, rank, error, current))
 
@@ -249,7 +248,7 @@ class Connections:
             self.check_departed(item)
 
     def check_departed(self, item: Pending) -> None:
-        """An operation that still needs something from a rank that left can't end."""
+        """End the group if ``item`` still needs something from a rank that left."""
         gone = item.missing(self.departed)
         if gone is not None:
             left = LinkError("it left the group (its context was closed)")

@@ -1,6 +1,6 @@
-"""Point-to-point messages on their way: announced (RTS), cleared (CTS), sent in pieces.
+"""The transfer of point-to-point messages: eager, or rendezvous (RTS, CTS, then pieces).
 
-Runs on the progress loop. Who gets a message is decided in ``mailbox.py``.
+Runs on the progress loop. Which receive a message goes to is decided in ``mailbox.py``.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class Messages:
             self._connections.check_departed(receiving)
 
     def keep_eager(self, connection: Connection, frame: Frame) -> Sink:
-        """Where the payload of a small message goes: it is kept until somebody asks for it."""
+        """The sink of an eager message: memory of its own, because whether a receive matches it is
+        decided when it has come completely."""
         self._connections.hold(connection.rank, frame.length)
         return self._connections.keep(connection, frame, self._on_eager)
 

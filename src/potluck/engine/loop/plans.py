@@ -359,7 +359,8 @@ class Plans:
             self._state.fail(overdue(self._group, running, blocking_rank))
 
     def on_hang_query(self, connection: Connection, frame: Frame, _: memoryview) -> None:
-        """A peer says which call it waits in, and may ask who else is in it (HANG_QUERY)."""
+        """A peer names the call that it waits in, and may ask which ranks have made it
+        (HANG_QUERY)."""
         if self._disagrees(connection.rank, frame):
             return
         key = (frame.channel, frame.operation)

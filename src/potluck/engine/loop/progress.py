@@ -345,7 +345,8 @@ class ProgressLoop:
         return settled or time.monotonic() >= self._closing
 
     def _end(self) -> None:
-        """Tell the peers, then let every waiting caller go: whatever breaks here, nobody hangs."""
+        """Send ABORT if the group failed, then end every operation, so that no caller waits for
+        ever, whatever breaks here."""
         try:
             send_abort(self._state, self._connections, self._drain_wake)
         except Exception:
