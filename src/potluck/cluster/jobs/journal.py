@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from potluck.cluster.jobs.course import Course
+from potluck.cluster.jobs.sample_progress import SampleProgress
 from potluck.wire.control import Fact, WorkerProgress
 
 MAX_NOTES = 1000
@@ -67,7 +67,7 @@ class Journal:
         self.epoch = 0
         self.step = -1
         self.loss: float | None = None
-        self.course = Course()
+        self.sample_progress = SampleProgress()
         self._newest = (0, 0, -1)
         self._members: tuple[str, ...] = ()
         self._entered: set[str] = set()
@@ -173,7 +173,7 @@ class Journal:
         if newest > self._newest:  # workers tell of one step at different times
             self._newest, self.step = newest, told.step
             self.loss = told.loss if told.loss is not None else self.loss
-            self.course.tell(told.committed_samples, told.total_samples, now)
+            self.sample_progress.update(told.committed_samples, told.total_samples, now)
         self._conclude_recovery(told, now)
         if self._rejoining.get(worker, told.epoch + 1) <= told.epoch:
             del self._rejoining[worker]

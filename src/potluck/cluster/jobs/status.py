@@ -52,7 +52,7 @@ def status_of(
         workers=tuple(workers),
         events=tuple(control.clip(note.text) for note in journal.notes[-_MAX_EVENTS:]),
         wire=spec.wire,
-        samples=journal.course.samples(now),
+        samples=journal.sample_progress.samples(now),
         world_restarts=state.world.number,
     )
 

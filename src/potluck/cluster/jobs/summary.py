@@ -113,7 +113,7 @@ def summarize(
         ),
         problems=tuple(problems),
         events=tuple(f"{note.at:.1f} s: {note.text}" for note in journal.notes),
-        samples=journal.course.samples(now),
+        samples=journal.sample_progress.samples(now),
         world_restarts=state.world.number,
     )
 

@@ -137,7 +137,7 @@ def test_workers_that_tell_of_one_step_late_take_nothing_back() -> None:
     seen = []
     for name, number in (("0", 1), ("0", 2), ("1", 1), ("0", 3), ("1", 2), ("1", 3)):
         journal.progress(samples(name, number), 1.0)
-        seen.append((journal.step, journal.course.committed))
+        seen.append((journal.step, journal.sample_progress.committed))
     assert seen == [(1, 10), (2, 20), (2, 20), (3, 30), (3, 30), (3, 30)]
 
 
@@ -151,11 +151,11 @@ def test_a_lost_worker_and_one_that_comes_back_take_nothing_back() -> None:
     journal.progress(samples("1", 62, epoch=2), 11.0)
     journal.progress(samples("0", 61), 11.1)
     journal.progress(WorkerProgress("2"), 11.2)
-    assert (journal.step, journal.course.committed) == (62, 620)
+    assert (journal.step, journal.sample_progress.committed) == (62, 620)
     journal.announced(3, ("0", "1", "2"), ("2",))
     journal.progress(samples("2", 63, epoch=3), 12.0)
     journal.progress(samples("0", 62, epoch=2), 12.1)
-    assert (journal.step, journal.course.committed) == (63, 630)
+    assert (journal.step, journal.sample_progress.committed) == (63, 630)
 
 
 def test_a_training_that_goes_on_from_a_checkpoint_is_where_that_was() -> None:
@@ -163,7 +163,7 @@ def test_a_training_that_goes_on_from_a_checkpoint_is_where_that_was() -> None:
     journal.progress(samples("0", 61), 10.0)
     journal.announced(2, ("0", "1", "2"), ("0", "1", "2"))
     journal.progress(samples("1", 51, epoch=2), 20.0)
-    assert (journal.step, journal.course.committed) == (51, 510)
+    assert (journal.step, journal.sample_progress.committed) == (51, 510)
 
 
 def test_a_second_training_of_one_script_begins_at_its_own_beginning() -> None:
@@ -174,5 +174,5 @@ def test_a_second_training_of_one_script_begins_at_its_own_beginning() -> None:
     seen = []
     for name, number in (("0", 1), ("1", 1), ("0", 2), ("1", 2)):
         journal.progress(samples(name, number), 2.0)
-        seen.append((journal.step, journal.course.committed))
+        seen.append((journal.step, journal.sample_progress.committed))
     assert seen == [(1, 10), (1, 10), (2, 20), (2, 20)]

@@ -1,4 +1,4 @@
-"""How far a job's training is: committed samples, and their rate over the last seconds. Pure."""
+"""The training progress of a job: committed samples, and their rate over the last seconds. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SPACING_S = 0.25
 
 
 @dataclass(slots=True)
-class Course:
-    """The newest count, and earlier ones as points (time, count) for the rate."""
+class SampleProgress:
+    """The newest count of samples, and earlier counts as points (time, count) for the rate."""
 
     committed: int = 0
     total: int = 0
     _points: deque[tuple[float, int]] = field(default_factory=deque)
 
-    def tell(self, committed: int, total: int, now: float) -> None:
-        """``committed`` samples of ``total`` count now. A lower count than before is another
-        training, or one that went on from an older checkpoint."""
+    def update(self, committed: int, total: int, now: float) -> None:
+        """``committed`` samples of ``total`` count now. A lower count than before comes of another
+        training, or of one that went on from an older checkpoint."""
         if total <= 0:
             return
         points = self._points

@@ -1,19 +1,19 @@
-"""How far a training is: what the counts that workers report give together."""
+"""The progress of a training, from the counts that workers report."""
 
 from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.jobs.course import WINDOW_S, Course
+from potluck.cluster.jobs.sample_progress import WINDOW_S, SampleProgress
 from potluck.wire.control import Samples
 
 
-def told(*counts: tuple[float, int], total: int = 1000) -> Course:
-    """A course that was told (time, committed samples) of ``total``."""
-    course = Course()
+def told(*counts: tuple[float, int], total: int = 1000) -> SampleProgress:
+    """The progress after reports of (time, committed samples) of ``total``."""
+    progress = SampleProgress()
     for now, committed in counts:
-        course.tell(committed, total, now)
-    return course
+        progress.update(committed, total, now)
+    return progress
 
 
 def test_nothing_is_known_of_a_script_that_tells_nothing() -> None:
@@ -34,25 +34,25 @@ def test_a_first_count_alone_gives_no_rate_nor_do_two_close_together() -> None:
 
 
 def test_steps_that_take_longer_than_the_window_have_a_rate_that_stands() -> None:
-    course = told((0.0, 60), (60.0, 120), (120.0, 180))
-    assert [course.samples(now).per_s for now in (120.0, 150.0, 180.0)] == [1.0, 1.0, 1.0]
+    progress = told((0.0, 60), (60.0, 120), (120.0, 180))
+    assert [progress.samples(now).per_s for now in (120.0, 150.0, 180.0)] == [1.0, 1.0, 1.0]
 
 
 def test_a_training_that_stands_still_gets_slower_and_slower() -> None:
-    course = told(*((float(second), 10 * second) for second in range(1, 12)))
-    rates = [course.samples(now).per_s for now in (12.0, 17.0, 22.0)]
+    progress = told(*((float(second), 10 * second) for second in range(1, 12)))
+    rates = [progress.samples(now).per_s for now in (12.0, 17.0, 22.0)]
     assert rates == [10.0, pytest.approx(100 / 15), 5.0]
 
 
 def test_a_count_that_goes_back_begins_a_new_measurement() -> None:
     """All workers were lost, and the next ones went on from a checkpoint."""
-    course = told((1.0, 100), (2.0, 200), (9.0, 150))
-    assert course.samples(9.0) == Samples(150, 1000, None)
-    course.tell(170, 1000, 11.0)
-    assert course.samples(11.0) == Samples(170, 1000, 10.0)
+    progress = told((1.0, 100), (2.0, 200), (9.0, 150))
+    assert progress.samples(9.0) == Samples(150, 1000, None)
+    progress.update(170, 1000, 11.0)
+    assert progress.samples(11.0) == Samples(170, 1000, 10.0)
 
 
 def test_what_is_kept_does_not_grow_with_the_number_of_reports() -> None:
-    course = told(*((n / 1000, n) for n in range(100_000)), total=10**6)
-    assert len(course._points) < 200
-    assert course.samples(100.0).per_s == pytest.approx(1000, rel=0.01)
+    progress = told(*((n / 1000, n) for n in range(100_000)), total=10**6)
+    assert len(progress._points) < 200
+    assert progress.samples(100.0).per_s == pytest.approx(1000, rel=0.01)
