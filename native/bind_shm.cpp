@@ -212,7 +212,9 @@ public:
     }
     ~PyChannel() {
         const Unlocked unlocked;
-        engine_->close();  // before the memory is unmapped, which the engine thread reads
+        // Before the memory is unmapped, which the engine thread reads. The engine belongs to the
+        // group, and so does its end: Python drops the channels of a group together.
+        engine_->close();
     }
 
     std::uint64_t take_number() { return number_++; }

@@ -203,7 +203,8 @@ Outcome Channel::wait(const Condition& condition, std::int64_t until_ns) {
     if (is_stopped()) return Outcome::STOPPED;
     // Yield before sleeping. Where ranks outnumber cores the awaited rank may be ready to run on
     // this core, and a yield costs a third of a sleep with its wake-up. One yield for each rank, so
-    // that each of them can have had a turn.
+    // that each of them can have had a turn. To yield for longer measured worse: next to other
+    // programs eight ranks took 85 us for 4 KiB with 20 us of yielding, 42 us with this.
     for (int turn = 0; turn < shape.world; ++turn) {
         yield();
         if (is_met(condition)) return Outcome::DONE;

@@ -36,7 +36,7 @@ constexpr int MAX_WORLD = 64;
 constexpr int ALL = 0xffff;  // in place of a rank: every rank
 // Fingerprints kept of a rank's last calls. A rank that has not yet compared its call finds the
 // peers' fingerprints of that call as long as no peer is this many calls ahead. With 4 slots none
-// is more than two ahead: the next call could not get a free slot.
+// is more than three ahead: a writer would find no free slot, and a reader no data.
 constexpr std::uint32_t NUM_CALLS = 6;
 constexpr std::uint32_t NUM_LINK_CALLS = 64;
 

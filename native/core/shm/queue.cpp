@@ -101,6 +101,8 @@ std::int64_t Queue::ongoing() {
     return static_cast<std::int64_t>(ended);
 }
 
+// A thread that has ended the last call releases the channel a moment later. It is worth to wait for
+// that: a submitted call costs a ticket on the heap and a wake-up of the engine thread.
 bool Queue::reserve() {
     for (int attempt = 0; attempt < MAX_ATTEMPTS; ++attempt) {
         {
@@ -111,7 +113,7 @@ bool Queue::reserve() {
                 return true;
             }
         }
-        relax();  // no call is left: the thread that ended the last one is about to release
+        relax();
     }
     return false;
 }
