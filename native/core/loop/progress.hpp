@@ -130,8 +130,9 @@ private:
     Connection::Source source_;
     double closing_ = 0;  // once this rank leaves: until when peers may still answer; else 0
 
-    // The members up to `abort_body_` are guarded by `mutex_`, all above belong to the loop's
-    // thread. Neither mutex is held while another is taken.
+    // The members up to `abort_body_` are guarded by `mutex_`. All members above belong to the
+    // loop's thread, except the event queue and the atomic counters. Neither mutex is held while
+    // another is taken.
     std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<std::function<void()>> inbox_;  // commands of other threads
