@@ -187,7 +187,7 @@ def _fastest(
         found.append((seconds, plan, links))
         lowest = min(lowest, seconds)
     equal = [each for each in found if each[0] <= lowest * _EQUALLY_FAST]
-    seconds, plan, _ = min(equal, key=lambda each: (bytes_moved(*each[1:], nbytes), each[0]))
+    seconds, plan, _ = min(equal, key=lambda each: (bytes_moved(each[1], each[2], nbytes), each[0]))
     return plan.algorithm, seconds
 
 
