@@ -20,7 +20,6 @@ from typing import Any
 
 from potluck.backends.agent_waits import LOOK_EVERY_S, LongWaits
 from potluck.background import Tasks, start_task, start_thread, stop, why
-from potluck.cluster.links.control import ControlLink
 from potluck.errors import AgentLost, ConfigurationError, LinkError, PotluckError
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
@@ -28,6 +27,8 @@ from potluck.wire import control
 from potluck.wire.messages import Hello
 
 _log = logging.getLogger(__name__)
+
+_Link = aio.MessageLink[control.FromAgent, control.FromWorker]
 
 _REPORT_EVERY_S = 0.1
 _GOODBYE_S = 2.0
@@ -165,7 +166,7 @@ class AgentLink:
         self._connected = threading.Event()
         self._failure: Exception | None = None
         self._loop = asyncio.new_event_loop()
-        self._link: ControlLink[control.FromAgent, control.FromWorker] | None = None
+        self._link: _Link | None = None
         self._ending = False
         self._finished = False
         self._is_over = False
@@ -247,7 +248,7 @@ class AgentLink:
             failure = LinkError(f"the agent at {self._host}:{self._port} can't be reached: {error}")
             self._failure = error if isinstance(error, PotluckError) else failure
             return
-        self._link = link = ControlLink(
+        self._link = link = aio.MessageLink(
             reader, writer, received=control.FROM_AGENT, sent=control.TO_AGENT
         )
         listening = asyncio.create_task(self._listen(link))
@@ -260,9 +261,10 @@ class AgentLink:
             await asyncio.wait([listening], timeout=_GOODBYE_S)
         await stop(listening, looking)
         await self._tasks.ended()
-        await link.close(_GOODBYE_S)
+        await link.flush(_GOODBYE_S)
+        await link.close()
 
-    async def _listen(self, link: ControlLink[control.FromAgent, control.FromWorker]) -> None:
+    async def _listen(self, link: _Link) -> None:
         try:
             while True:
                 answer = self._take(await link.receive())
@@ -276,7 +278,7 @@ class AgentLink:
             link.send(control.Failed(self.worker, control.clip(_broke(error))))
             self._lost(_broke(error))
 
-    async def _look_around(self, link: ControlLink[control.FromAgent, control.FromWorker]) -> None:
+    async def _look_around(self, link: _Link) -> None:
         """Tell the agent if an operation does not end."""
         waits = LongWaits()
         while True:

@@ -20,12 +20,11 @@ import msgspec
 from potluck.background import stop
 from potluck.cluster.home.node_state import AgentRecord
 from potluck.cluster.jobs.summary import Summary
-from potluck.cluster.links.local import call_agent, read_reply
+from potluck.cluster.links.local import call_agent
 from potluck.cluster.node_agent import NodeAgent
 from potluck.errors import ConfigurationError, LinkError, ProtocolError
 from potluck.settings import Settings
 from potluck.system import SIGHUP
-from potluck.transport import aio
 from potluck.wire import jobs, local
 from potluck.wire.control import StatusReply
 from potluck.wire.format import PREFIX_BYTES
@@ -182,23 +181,22 @@ async def _run_by_agent(
         """The third time, leave."""
         nonlocal num_interrupts
         num_interrupts += 1
-        writer.write(local.REQUEST.encode(local.InterruptRequest(number)))
+        link.send(local.InterruptRequest(number))
         if num_interrupts >= 3:
             main.cancel()
 
-    encoded = local.REQUEST.encode(request)
     try:
-        local.REQUEST.decode(encoded[PREFIX_BYTES:])
+        local.REQUEST.decode(local.REQUEST.encode(request)[PREFIX_BYTES:])
     except ProtocolError as error:
         raise ConfigurationError(f"no agent takes this job: {error}") from None
-    reader, writer = await call_agent(settings, agent)
+    link = await call_agent(settings, agent)
     try:
-        writer.write(encoded)
+        link.send(request)
         client.interrupts_by(interrupt)
         while not client.summary.done():
-            client.send(await read_reply(reader))
+            client.send(await link.receive())
         return client.summary.result()
-    except (OSError, asyncio.IncompleteReadError) as error:
+    except LinkError as error:
         raise LinkError(
             "this machine's agent has ended; if others are left, they go on with the job: see "
             "`potluck status` there"
@@ -208,7 +206,7 @@ async def _run_by_agent(
             "left without waiting for the end; `potluck status` shows what still runs"
         ) from None
     finally:
-        await aio.end(writer)
+        await link.close()
 
 
 async def _run_alone(settings: Settings, request: RunRequest, client: JobClient) -> Summary:

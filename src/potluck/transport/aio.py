@@ -1,6 +1,8 @@
-"""Greetings over asyncio streams, for the control plane: the TLS, limits and errors of links.
+"""Greetings and messages over asyncio streams, for the control plane: the TLS, limits and errors of
+links.
 
-``connect`` is the client's half, ``Server`` the server's.
+``connect`` is the client's half of a greeting, ``Server`` the server's. A ``MessageLink`` carries
+the messages that follow it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from potluck.background import OnBroken, start_task, stop
 from potluck.errors import LinkError, ProtocolError
@@ -25,6 +27,8 @@ from potluck.wire.format import PREFIX_BYTES, MessageFormat
 from potluck.wire.messages import GREETING, Greeting, Hello, Welcome
 
 T = TypeVar("T")
+Received = TypeVar("Received")
+Sent = TypeVar("Sent")
 
 Greeted = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Hello, str], Awaitable[None]]
 """``greeted(reader, writer, hello, node)``: a caller proved itself; answer it and talk to it."""
@@ -175,3 +179,68 @@ async def end(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
+
+
+class MessageLink(Generic[Received, Sent]):
+    """Messages in both directions over a greeted connection; ``received`` and ``sent`` are the
+    formats of those that the other side and this side may send.
+
+    Sending never blocks. If the other side does not read, the link ends once ``max_unsent`` bytes
+    wait to be sent.
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        received: MessageFormat[Received],
+        sent: MessageFormat[Sent],
+        max_unsent: int = 4 << 20,
+    ) -> None:
+        self.writer = writer
+        self.reason = ""
+        """Why this side ended the link; empty if it did not."""
+        self._reader = reader
+        self._received = received
+        self._sent = sent
+        self._max_unsent = max_unsent
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait to be sent."""
+        return self.writer.transport.get_write_buffer_size()
+
+    async def receive(self) -> Received:
+        """The next message. LinkError when the link has ended, ProtocolError for bytes that are no
+        message. No deadline."""
+        try:
+            return await receive(self._reader, self._received)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise LinkError(self.reason or "the other side ended the link") from error
+
+    def send(self, message: Sent) -> bool:
+        """Send ``message``, without blocking; False, and dropped, if the link has ended."""
+        if self.writer.transport.is_closing():
+            return False
+        self.writer.write(self._sent.encode(message))
+        if self.unsent > self._max_unsent:
+            self.abort("it does not read what it is sent")
+        return True
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until all sent messages were handed to the system, at most ``timeout_s``."""
+        transport = self.writer.transport
+        transport.set_write_buffer_limits(high=1, low=0)  # with 0 and 0 drain() never returns
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(timeout_s):
+                await self.writer.drain()
+
+    def abort(self, reason: str = "") -> None:
+        """End the link at once; ``receive`` raises."""
+        self.reason = reason
+        self.writer.transport.abort()
+
+    async def close(self) -> None:
+        """End the link at once, whatever the other side does. Returns when it has ended."""
+        await end(self.writer)

@@ -16,7 +16,6 @@ import pytest
 
 from potluck.backends import agent_link
 from potluck.backends.agent import AgentBackend
-from potluck.cluster.links.control import ControlLink
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
@@ -49,7 +48,7 @@ class ScriptedAgent:
         self.heard: queue.Queue[control.FromWorker | None] = queue.Queue()
         self._answer = answer
         self._credentials = load_credentials(load_settings())
-        self._linked: Future[ControlLink[control.FromWorker, control.FromAgent]] = Future()
+        self._linked: Future[aio.MessageLink[control.FromWorker, control.FromAgent]] = Future()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -75,7 +74,7 @@ class ScriptedAgent:
         await aio.write_greeting(writer, self._answer)
         if isinstance(self._answer, Refusal):
             return
-        link = ControlLink(reader, writer, received=control.TO_AGENT, sent=control.FROM_AGENT)
+        link = aio.MessageLink(reader, writer, received=control.TO_AGENT, sent=control.FROM_AGENT)
         self._linked.set_result(link)
         try:
             while not isinstance(message := await link.receive(), control.Finished):

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from potluck.background import Tasks
 from potluck.cluster.jobs.process import Launch, WorkerProcess
 from potluck.cluster.jobs.pulse import Pulse
-from potluck.cluster.links.control import ControlLink
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 from potluck.system import SIGKILL
 from potluck.transport import aio
@@ -45,7 +44,7 @@ class LocalWorkers:
         self._report = report
         self._processes: dict[str, WorkerProcess] = {}
         self._alive: set[str] = set()
-        self._links: dict[str, ControlLink[control.FromWorker, control.FromAgent]] = {}
+        self._links: dict[str, aio.MessageLink[control.FromWorker, control.FromAgent]] = {}
         self._unlinked: dict[str, asyncio.Event] = {}
         self._tasks = Tasks()
         self._pulse = Pulse(
@@ -131,7 +130,7 @@ class LocalWorkers:
         if refusal is not None:
             return
         worker = hello.worker
-        link = ControlLink(reader, writer, received=control.TO_AGENT, sent=control.FROM_AGENT)
+        link = aio.MessageLink(reader, writer, received=control.TO_AGENT, sent=control.FROM_AGENT)
         ended = self._unlinked[worker]
         ended.clear()
         self._links[worker] = link
@@ -151,7 +150,7 @@ class LocalWorkers:
         return None
 
     async def _listen(
-        self, worker: str, link: ControlLink[control.FromWorker, control.FromAgent]
+        self, worker: str, link: aio.MessageLink[control.FromWorker, control.FromAgent]
     ) -> None:
         is_done = False
         with contextlib.suppress(LinkError):

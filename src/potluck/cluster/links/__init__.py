@@ -1,3 +1,3 @@
-"""Connections to an agent: of its workers (``control.py``), of other agents (``peers.py``), of this
-machine's commands (``local.py``). Their messages are in the files of the same names in ``wire``.
+"""Connections to an agent: of other agents (``peers.py``), and of this machine's commands
+(``local.py``). Those of its workers are at ``jobs``.
 """

@@ -42,19 +42,14 @@ class _Connected:
 
     is_behind = False
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-
-    @property
-    def unsent(self) -> int:
-        """Bytes of replies that the command has not read yet."""
-        return self._writer.transport.get_write_buffer_size()
+    def __init__(self, link: aio.MessageLink[local.Request, local.Reply]) -> None:
+        self._link = link
 
     def send(self, message: local.Reply) -> None:
         """Send ``message`` to the command, without blocking."""
         is_end = isinstance(message, local.CommandResult | JobEnded)
-        if not self._writer.transport.is_closing() and (is_end or self.unsent < _MAX_UNSENT):
-            self._writer.write(local.REPLY.encode(message))
+        if is_end or self._link.unsent < _MAX_UNSENT:
+            self._link.send(message)
 
 
 Answer = Callable[[Any, Client], Coroutine[Any, Any, None]]
@@ -80,40 +75,33 @@ class Commands:
     ) -> None:
         """Serve the connection of a command: answer its requests until it leaves."""
         await aio.write_greeting(writer, Welcome())
-        client = _Connected(writer)
+        link = aio.MessageLink(
+            reader, writer, received=local.REQUEST, sent=local.REPLY, max_unsent=2 * _MAX_UNSENT
+        )
+        client = _Connected(link)
         tasks = Tasks()
 
         def answered(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
                 _log.error("a command's request could not be answered", exc_info=error)
-                writer.transport.abort()
+                link.abort()
 
         try:
-            while (request := await read_request(reader)) is not None:
+            while True:
+                request = await link.receive()
                 task = tasks.start(self._answers[type(request)](request, client))
                 task.add_done_callback(answered)
+        except LinkError:  # the command has left
+            pass
         finally:
             await stop(*tasks)
             for tell in self.on_gone:
                 tell(client)
 
 
-async def read_request(reader: asyncio.StreamReader) -> local.Request | None:
-    """The next request of a command; None when the command has gone."""
-    try:
-        return await aio.receive(reader, local.REQUEST)
-    except (asyncio.IncompleteReadError, OSError):
-        return None
-
-
-async def read_reply(reader: asyncio.StreamReader) -> local.Reply:
-    """The next reply of an agent; IncompleteReadError or OSError when the agent has gone."""
-    return await aio.receive(reader, local.REPLY)
-
-
 async def call_agent(
     settings: Settings, agent: AgentRecord | None = None
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+) -> aio.MessageLink[local.Reply, local.Request]:
     """A connection to ``agent``, by default this machine's. ConfigurationError if none runs
     here."""
     record = agent or find_agent(settings.home)
@@ -122,7 +110,7 @@ async def call_agent(
     credentials = load_credentials(settings)
     hello = Hello(CLIENT, credentials.namespace)
     reader, writer, _ = await aio.connect("127.0.0.1", record.port, hello, credentials)
-    return reader, writer
+    return aio.MessageLink(reader, writer, received=local.REPLY, sent=local.REQUEST)
 
 
 async def ask_agent(
@@ -138,12 +126,14 @@ async def ask_agent(
     """
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await call_agent(settings, agent)
+            link = await call_agent(settings, agent)
             try:
-                writer.write(local.REQUEST.encode(request))
-                return await read_reply(reader)
+                link.send(request)
+                return await link.receive()
+            except LinkError as error:
+                raise LinkError(f"this machine's agent did not answer: {error}") from error
             finally:
-                await aio.end(writer)
-    except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
-        why = str(error) or f"no answer within {timeout_s:g} s"
+                await link.close()
+    except TimeoutError as error:
+        why = f"no answer within {timeout_s:g} s"
         raise LinkError(f"this machine's agent did not answer: {why}") from error

@@ -17,7 +17,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
@@ -59,19 +58,18 @@ Unreachable = Callable[[str, int], None]
 link: no agent listens there any more."""
 
 
-@dataclass(slots=True, eq=False)
-class _Link:
-    node: str
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    host: str
-    made: float
-    introduction: peers.Introduction | None = None
-    reason: str = ""
+class _Link(aio.MessageLink[peers.PeerMessage, peers.PeerMessage]):
+    """The link to ``node`` at ``host``, made at this time."""
 
-    def end(self, reason: str) -> None:
-        self.reason = reason
-        self.writer.transport.abort()
+    def __init__(
+        self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        form = peers.MESSAGE
+        super().__init__(reader, writer, received=form, sent=form, max_unsent=_MAX_UNSENT)
+        self.node = node
+        self.host = _host_of(writer.get_extra_info("peername"))
+        self.made = _now()
+        self.introduction: peers.Introduction | None = None
 
 
 class ControlLinks:
@@ -149,7 +147,7 @@ class ControlLinks:
     def unsent(self, node: str) -> int:
         """Bytes that wait to be sent to ``node``; 0 without a link."""
         link = self._links.get(node)
-        return 0 if link is None else link.writer.transport.get_write_buffer_size()
+        return 0 if link is None else link.unsent
 
     def heard(self, hint: Hint) -> None:
         """A finder found ``hint``."""
@@ -165,13 +163,13 @@ class ControlLinks:
         link = self._links.get(node)
         if link is None or link.introduction is None:
             return False
-        return self._write(link, message)
+        return link.send(message)
 
     def drop(self, node: str, reason: str) -> None:
         """End the link to ``node``, if there is one."""
         link = self._links.get(node)
         if link is not None:
-            link.end(reason)
+            link.abort(reason)
 
     async def close(self) -> None:
         """End all links and calls. Nothing more is told."""
@@ -281,21 +279,20 @@ class ControlLinks:
 
     def _take(self, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Link:
         old = self._links.get(node)
-        host = _host_of(writer.get_extra_info("peername"))
-        link = _Link(node, reader, writer, host, _now())
+        link = _Link(node, reader, writer)
         self._links[node] = link
         self._book.linked(node)
         if old is not None:
-            old.end("the peer made a new link")
+            old.abort("the peer made a new link")
             self._tell_end(old)
         return link
 
     async def _serve(self, link: _Link) -> None:
         """Introduce this node, then take messages until the link ends."""
         try:
-            self._write(link, self._me())
+            link.send(self._me())
             async with asyncio.timeout(_INTRODUCTION_S):
-                first = await _receive(link.reader)
+                first = await link.receive()
             if not isinstance(first, peers.Introduction):
                 raise ProtocolError(f"it began with {type(first).__name__}, not an introduction")
             link.introduction = first
@@ -305,7 +302,7 @@ class ControlLinks:
                 tell(link.node, first, aio.shown_namespace(link.writer))
             while True:
                 async with asyncio.timeout(IDLE_S):
-                    message = await _receive(link.reader)
+                    message = await link.receive()
                 if self._links.get(link.node) is not link:
                     return
                 self._take_message(link.node, message)
@@ -318,7 +315,7 @@ class ControlLinks:
             self._complain.warning(f"cut off node {link.node[:12]} at {link.host}: {error}")
         finally:
             self._forget(link)
-            await aio.end(link.writer)
+            await link.close()
 
     def _take_message(self, node: str, message: peers.PeerMessage) -> None:
         take = self._takers.get(type(message))
@@ -338,15 +335,6 @@ class ControlLinks:
             for tell in self.on_ended:
                 tell(link.node, link.introduction.incarnation, link.reason)
 
-    def _write(self, link: _Link, message: peers.PeerMessage) -> bool:
-        transport = link.writer.transport
-        if transport.is_closing():
-            return False
-        link.writer.write(peers.MESSAGE.encode(message))
-        if transport.get_write_buffer_size() > _MAX_UNSENT:
-            link.end("it does not read what it is sent")
-        return True
-
 
 def _host_of(peer: tuple[Any, ...]) -> str:
     """The host of a socket's address, in a form that can be called: a link-local IPv6 address
@@ -360,13 +348,6 @@ def _host_of(peer: tuple[Any, ...]) -> str:
     # address of the interface is still being checked for duplicates. Such an end has no scope.
     name = interface_of(host) if host.startswith("fe80:") else ""
     return f"{host}%{name}" if name else host
-
-
-async def _receive(reader: asyncio.StreamReader) -> peers.PeerMessage:
-    try:
-        return await aio.receive(reader, peers.MESSAGE)
-    except (asyncio.IncompleteReadError, OSError) as error:
-        raise LinkError("the other side ended the link") from error
 
 
 def _now() -> float:

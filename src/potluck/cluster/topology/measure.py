@@ -144,8 +144,8 @@ async def _bandwidth(train: Callable[[int], Awaitable[TrainArrived]]) -> float:
     return min(each.half_bytes / max(each.seconds, 1e-6) for each in (arrived, again))
 
 
-class _Talk:
-    """Messages over the streams of a measuring connection."""
+class _Talk(aio.MessageLink[facts.Measuring, facts.Measuring]):
+    """The connection of a measurement, over which trains travel."""
 
     def __init__(
         self,
@@ -153,22 +153,13 @@ class _Talk:
         writer: asyncio.StreamWriter,
         may_go_on: Callable[[], bool],
     ) -> None:
-        self._reader, self._writer = reader, writer
+        super().__init__(reader, writer, received=facts.MEASURING, sent=facts.MEASURING)
         self._may_go_on = may_go_on
         writer.transport.set_write_buffer_limits(high=_BUFFER)
         sock: socket.socket | None = writer.get_extra_info("socket")
         if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _BUFFER)
-
-    def send(self, message: facts.Measuring) -> None:
-        self._writer.write(facts.MEASURING.encode(message))
-
-    async def receive(self) -> facts.Measuring:
-        try:
-            return await aio.receive(self._reader, facts.MEASURING)
-        except (asyncio.IncompleteReadError, OSError) as error:
-            raise LinkError("the other side ended the measurement") from error
 
     async def push(self, nbytes: int) -> TrainArrived:
         """Send a train; returns what the other side timed."""
@@ -196,7 +187,7 @@ class _Talk:
                 raise Stopped
             is_last = left < len(piece) or loop.time() > until
             self.send(Load(piece, is_last))
-            await self._writer.drain()
+            await self.writer.drain()
             if is_last:
                 return
 

@@ -97,7 +97,7 @@ def test_it_stops_in_the_middle_when_a_job_begins_at_either_end() -> None:
                 await measure("127.0.0.1", port, node, me, may_go_on=for_a_while)
         asked = 0
         async with asyncio.timeout(WAIT_S), answering(for_a_while) as (port, node):
-            with pytest.raises(LinkError, match="the other side ended the measurement"):
+            with pytest.raises(LinkError, match="the other side ended the link"):
                 await measure("127.0.0.1", port, node, me, may_go_on=lambda: True)
 
     asyncio.run(story())
