@@ -3,6 +3,9 @@ into a folder for each job to work in. What is no longer needed is bounded.
 
 Below ``root``: ``objects`` and ``packages`` (see ``package.py``), never changed once there;
 ``jobs``, one folder for each job, in which its workers may write.
+
+Packages travel over the links of agents: one node serves parts of what it has, another asks for
+parts. Each part is at most 256 KiB, so heartbeats on the same link are never far behind.
 """
 
 from __future__ import annotations
@@ -13,24 +16,31 @@ import functools
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from potluck.cluster.code_store.package import (
     IGNORE_FILE,
+    MAX_MANIFEST,
+    PackageFile,
     PackageFiles,
     check_script,
+    decode_manifest,
     encode_manifest,
     read_part,
     scan,
 )
-from potluck.cluster.code_store.transfer import PackageFetcher, PackageServer, Send
-from potluck.errors import ConfigurationError, ProtocolError
+from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 from potluck.wire import peers
 
 KEPT_JOBS = 4
 KEPT_PACKAGES = 8
 KEPT_BYTES = 1 << 30
+
+Send = Callable[[str, peers.PeerMessage], bool]
+"""``send(node, message)``: False without a link to that node."""
+
+_STEP_S = 10.0
 
 
 class CodeStore:
@@ -41,7 +51,6 @@ class CodeStore:
         self._root = root
         self._server = PackageServer(send)
         self._send = send
-        self._here: dict[bytes, Path] = {}
         self._in_use: set[str] = set()
 
     @functools.cached_property
@@ -65,7 +74,7 @@ class CodeStore:
 
     def has(self, package: bytes) -> bool:
         """Whether it is here, and served."""
-        return package in self._here
+        return self._server.folder_of(package) is not None
 
     async def take_in(self, folder: Path, script: str) -> bytes:
         """Make a package of ``folder`` and serve it; its name. Copies every file that is new.
@@ -101,7 +110,6 @@ class CodeStore:
         if self._server.offer(folder) != package:
             raise ProtocolError(f"{folder} was changed; remove it")
         os.utime(folder)  # the one used last is kept longest
-        self._here[package] = folder
 
     def open(self, package: bytes, job: str) -> Path:
         """The folder in which the workers of ``job`` run: a copy of ``package`` of their own.
@@ -113,7 +121,7 @@ class CodeStore:
         self._in_use.add(job)
         if target.is_dir():
             return target
-        source = self._here.get(package)
+        source = self._server.folder_of(package)
         if source is None:
             raise ConfigurationError("the script's folder was removed here; start the job again")
         temporary = target.with_name(f".{secrets.token_hex(8)}")
@@ -159,7 +167,6 @@ class CodeStore:
             package = bytes.fromhex(path.name) if len(path.name) == 64 else b""
             if not self._in_use:
                 self._server.withdraw(package)
-                self._here.pop(package, None)
                 shutil.rmtree(path, ignore_errors=True)
         total = 0
         for path in _newest(self._root / "objects"):
@@ -176,3 +183,127 @@ def _newest(folder: Path) -> list[Path]:
         with contextlib.suppress(OSError):
             found.append((path.stat().st_mtime, path))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+class PackageServer:
+    """Serves packages of folders on this machine to nodes that ask.
+
+    ``allows(node)`` is asked for each request; links are authenticated already, so it is about who
+    takes part in a job.
+    """
+
+    def __init__(self, send: Send, allows: Callable[[str], bool] = lambda node: True) -> None:
+        self._send = send
+        self._allows = allows
+        self._offered: dict[bytes, tuple[Path, dict[bytes, PackageFile], bytes]] = {}
+
+    def offer(self, folder: Path) -> bytes:
+        """Scan ``folder`` and serve it from now on; the package's name. Reads every file."""
+        manifest = scan(folder)
+        data, package = encode_manifest(manifest)
+        files = {file.sha256: file for file in manifest.files}
+        self._offered[package] = (folder, files, data)
+        return package
+
+    def folder_of(self, package: bytes) -> Path | None:
+        """The folder that ``package`` is served from; None if it is not served."""
+        found = self._offered.get(package)
+        return None if found is None else found[0]
+
+    def withdraw(self, package: bytes) -> None:
+        """Serve it no more."""
+        self._offered.pop(package, None)
+
+    def answer(self, node: str, wanted: peers.PartWanted) -> None:
+        """``node`` asked for a part."""
+        package, file, offset = wanted.package, wanted.file, wanted.offset
+        try:
+            size, data = self._part(node, package, file, offset)
+        except (PotluckError, OSError) as error:
+            self._send(node, peers.NotHere(package, file, str(error)[:4096]))
+            return
+        self._send(node, peers.PackagePart(package, file, offset, size, data))
+
+    def _part(self, node: str, package: bytes, sha256: bytes, offset: int) -> tuple[int, bytes]:
+        if not self._allows(node) or package not in self._offered:
+            raise ProtocolError("this node has no such package")
+        folder, files, data = self._offered[package]
+        if not sha256:
+            return len(data), data[offset : offset + peers.MAX_PART]
+        if sha256 not in files:
+            raise ProtocolError("the package has no such file")
+        file = files[sha256]
+        return file.size, read_part(folder, file, offset, peers.MAX_PART)
+
+
+class PackageFetcher:
+    """Gets packages from other nodes into ``store``. ``arrived`` feeds it their answers."""
+
+    def __init__(self, store: PackageFiles, send: Send) -> None:
+        self._store = store
+        self._send = send
+        self._waiting: dict[tuple[str, bytes, bytes], asyncio.Future[peers.PackagePart]] = {}
+
+    def arrived(self, node: str, message: peers.PackagePart | peers.NotHere) -> None:
+        """``node`` answered. What was not asked for is dropped."""
+        future = self._waiting.get((node, message.package, message.file))
+        if future is None or future.done():
+            return
+        if isinstance(message, peers.NotHere):
+            future.set_exception(LinkError(f"node {node[:12]} can't give it: {message.reason}"))
+        else:
+            future.set_result(message)
+
+    def lost(self, node: str) -> None:
+        """The link to ``node`` ended: so do the transfers from it."""
+        for (source, _, _), future in self._waiting.items():
+            if source == node and not future.done():
+                future.set_exception(LinkError(f"the link to node {node[:12]} ended"))
+
+    async def fetch(self, node: str, package: bytes) -> Path:
+        """The folder of ``package``, with what is missing here brought over from ``node``.
+
+        LinkError if it goes away, has no such package, or is silent for 10 s; ProtocolError if what
+        it sends is not what was asked for. Sends only files that no earlier package brought.
+        """
+        data = await self._bytes(node, package, b"", MAX_MANIFEST)
+        manifest = decode_manifest(data, package)
+        for file in self._store.missing(manifest):
+            content = await self._bytes(node, package, file.sha256, file.size, exact=True)
+            await asyncio.to_thread(self._store.add, content, file.sha256)
+        return await asyncio.to_thread(self._store.unpack, manifest, package)
+
+    async def _bytes(
+        self, node: str, package: bytes, sha256: bytes, limit: int, *, exact: bool = False
+    ) -> bytes:
+        data = bytearray()
+        while True:
+            part = await self._part(node, package, sha256, len(data))
+            too_long = part.size > limit or (exact and part.size != limit)
+            if part.offset != len(data) or too_long or len(data) + len(part.data) > part.size:
+                raise ProtocolError(f"node {node[:12]} sent another part than was asked for")
+            data += part.data
+            if len(data) == part.size:
+                return bytes(data)
+            if not part.data:
+                raise ProtocolError(f"node {node[:12]} sent an empty part")
+
+    async def _part(
+        self, node: str, package: bytes, sha256: bytes, offset: int
+    ) -> peers.PackagePart:
+        key = (node, package, sha256)
+        if key in self._waiting:
+            raise LinkError("the same package is being fetched from this node already")
+        future: asyncio.Future[peers.PackagePart] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = future
+        try:
+            if not self._send(node, peers.PartWanted(package, sha256, offset)):
+                raise LinkError(f"there is no link to node {node[:12]}")
+            async with asyncio.timeout(_STEP_S):
+                return await future
+        except TimeoutError:
+            raise LinkError(
+                f"node {node[:12]} sent nothing of the script's folder for {_STEP_S:g} s"
+            ) from None
+        finally:
+            del self._waiting[key]
