@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from potluck.cluster.membership.election import newcomers
 from potluck.cluster.membership.events import GroupRefused, WantGroup
@@ -16,28 +17,11 @@ from potluck.wire.nodes import View
 
 @dataclass(frozen=True, slots=True)
 class ViewDraft:
-    """The successor of ``view`` that this node would propose. Its epoch must be above ``floor``,
-    the highest that a newcomer ever used."""
+    """A view that this node would propose: ``build(epoch)`` makes it, with an epoch above
+    ``floor``, the highest that a newcomer ever used."""
 
-    view: View
-    kept: tuple[str, ...]
-    joining: tuple[tuple[str, int], ...]
-    wanted: tuple[WantGroup, ...]
-    over: frozenset[str]
+    build: Callable[[int], View]
     floor: int
-    reason: str
-
-    def build(self, epoch: int) -> View:
-        """The draft as the view of ``epoch``."""
-        return following(
-            self.view,
-            epoch,
-            kept=self.kept,
-            joining=self.joining,
-            wanted=self.wanted,
-            over=self.over,
-            reason=self.reason,
-        )
 
 
 class PendingChanges:
@@ -94,15 +78,16 @@ class PendingChanges:
         reasons += [f"job {job} is over" for job in sorted(over)]
         peers = detector.peers
         floors = [beat.installed for node in joining if (beat := peers[node].last) is not None]
-        return ViewDraft(
+        build = partial(
+            following,
             view,
-            tuple(member.node for member in reachability.kept),
-            tuple((node, peers[node].incarnation) for node in joining),
-            wanted,
-            over,
-            max(floors, default=0),
-            "; ".join(reasons)[:4096],
+            kept=tuple(member.node for member in reachability.kept),
+            joining=tuple((node, peers[node].incarnation) for node in joining),
+            wanted=wanted,
+            over=over,
+            reason="; ".join(reasons)[:4096],
         )
+        return ViewDraft(build, max(floors, default=0))
 
     def _possible(self, view: View) -> tuple[WantGroup, ...]:
         for job, want in list(self._wanted.items()):
