@@ -1,4 +1,5 @@
-"""The documentation: every public name has its place in the reference, and the site builds."""
+"""The documentation: every public name has its place in the reference, the site builds, and a walk
+through the code counts the files that it names."""
 
 from __future__ import annotations
 
@@ -89,3 +90,21 @@ def test_a_reader_of_the_site_asks_no_other_machine_for_anything(site: Path) -> 
         for match in EXTERNAL.findall(page.read_text())
     }
     assert found == set()
+
+
+def test_the_walk_of_a_run_counts_its_files() -> None:
+    most, num_carriers = 24, 2
+    source = ROOT / "src" / "potluck"
+    _, _, walk = (ROOT / "ARCHITECTURE.md").read_text().partition("## Follow one `potluck run`\n")
+    walk, _, _ = walk.partition("\n## ")
+    crossed: set[Path] = set()
+    for row in re.findall(r"^\| \d+ \|.*$", walk, re.MULTILINE):
+        folder = source
+        for name in re.findall(r"`([\w/]+\.py)`", row.split("|")[3]):
+            places = (base / name for base in (folder, source, source / "cluster"))
+            path = next((place for place in places if place.is_file()), None)
+            assert path is not None, f"{name} is no file, in: {row}"
+            crossed.add(path)
+            folder = path.parent
+    assert f"crosses {len(crossed) + num_carriers} files" in walk
+    assert len(crossed) + num_carriers <= most

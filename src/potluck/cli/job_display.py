@@ -1,5 +1,5 @@
-"""The display of a running job: plain lines, or on a terminal a live table below the workers'
-lines.
+"""The display of a job: plain lines or, on a terminal, a live table below the lines of the workers;
+at the end, the summary.
 
 All writing is done by a thread: a terminal that was stopped (Ctrl-S) or a pipe that is not read
 must not stop the agent, which has workers to watch. When too much waits to be written, the workers'
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import typer
+
 from potluck.background import start_thread
 from potluck.system import SIGPIPE
 from potluck.waiting import to_stderr
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.console import Group as RichGroup
 
+    from potluck.cluster.jobs.summary import RecoverySummary, Summary
     from potluck.cluster.run import JobClient, Watcher
-    from potluck.wire.control import Samples
+    from potluck.wire.control import Fact, Samples
 
 _log = logging.getLogger(__name__)
 
@@ -290,3 +293,58 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def print_summary(summary: Summary) -> None:
+    """Write the summary to stdout, and the problems of the job to stderr."""
+    lines = list(_lines(summary))
+    if lines:
+        typer.echo("")
+        for line in lines:
+            typer.echo(line)
+    for problem in summary.problems:
+        first, *rest = problem.strip().splitlines() or ["failed"]
+        typer.echo(f"potluck: {first}", err=True)
+        for line in rest:
+            typer.echo(f"    {line}", err=True)
+
+
+def _lines(summary: Summary) -> list[str]:
+    rows: list[tuple[str, str]] = []
+    for name, value in summary.facts.items():
+        rows.append((name.replace("_", " "), _shown(value)))
+    if summary.committed_steps:
+        if summary.samples is not None:
+            committed, total = summary.samples.committed, summary.samples.total
+            rows.append(("committed samples", f"{committed:,} of {total:,}"))
+        rows.append(("committed steps", str(summary.committed_steps)))
+        rows.append(("steps run again", str(summary.steps_run_again)))
+        rows.append(("seconds", duration(summary.seconds)))
+    for recovery in summary.recoveries:
+        rows.append(("recovery", _recovery(recovery)))
+    for worker in summary.workers:
+        if worker.parameter_hash is not None:
+            rows.append((f"parameters of worker {worker.worker}", worker.parameter_hash[:16]))
+    if summary.hashes_equal is not None:
+        rows.append(("parameters", "equal on all" if summary.hashes_equal else "DIFFERENT"))
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+def _recovery(recovery: RecoverySummary) -> str:
+    parts = [recovery.cause]
+    if recovery.reformed_s is not None:
+        parts.append(f"re-formed in {recovery.reformed_s:.2f} s")
+    if recovery.run_again:
+        parts.append(f"step {recovery.step} run again")
+    if recovery.recovered_s is not None:
+        parts.append(f"next step committed after {recovery.recovered_s:.2f} s")
+    else:
+        parts.append("no step committed after it")
+    return ", ".join(parts)
+
+
+def _shown(value: Fact) -> str:
+    if isinstance(value, float) and not math.isnan(value):
+        return f"{value:.4f}"
+    return str(value)

@@ -128,8 +128,7 @@ def run(
 
     The exit code is that of the first worker whose own code failed; 0 if all went well.
     """
-    from potluck.cli.job_display import watcher_for
-    from potluck.cli.report import print_summary
+    from potluck.cli.job_display import print_summary, watcher_for
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.jobs.chaos import check_ranks, parse_chaos
     from potluck.cluster.run import checked, run_job

@@ -176,7 +176,7 @@ class NodeAgent:
         self.jobs = dispatcher = JobDispatcher(host, code_store)
         self._callers = {
             CLIENT: commands.greeted,
-            "control": dispatcher.runner.greeted,
+            "control": dispatcher.greeted,
         }
         if not self._is_private:
             self._callers |= {KIND: links.greeted, measure.KIND: surveyor.greeted}

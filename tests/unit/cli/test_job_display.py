@@ -18,9 +18,9 @@ from potluck.cli.job_display import (
     duration,
     how_far,
     number,
+    print_summary,
     watcher_for,
 )
-from potluck.cli.report import print_summary
 from potluck.cluster.jobs.summary import RecoverySummary, Summary, WorkerSummary
 from potluck.wire.control import Samples, StatusReply, WorkerStatus
 

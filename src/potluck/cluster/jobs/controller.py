@@ -1,12 +1,13 @@
 """``JobController``: leads one job, on the node that leads the cluster.
 
 Reports about the job's workers, from all nodes, are events for ``groups.membership``. The actions
-that it decides are carried out here: orders to workers (``orders.py``), groups that the nodes are
-to agree on (``group_agreement.py``), lines for people (``output_relay.py``).
+that it decides are carried out here: orders to the nodes of the workers, and groups that the nodes
+are to agree on (``group_agreement.py``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import sys
@@ -17,22 +18,21 @@ from dataclasses import replace
 
 import msgspec
 
+from potluck.background import Alarm
 from potluck.cluster.jobs.chaos import parse_chaos
+from potluck.cluster.jobs.endings import Endings
 from potluck.cluster.jobs.group_agreement import GroupAgreement
 from potluck.cluster.jobs.groups import events, membership
-from potluck.cluster.jobs.groups.roster import Phase, State
+from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, State
 from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.journal import Journal
-from potluck.cluster.jobs.membership_loop import MembershipLoop, policy_of, taken_over
-from potluck.cluster.jobs.orders import WorkerOrders
 from potluck.cluster.jobs.output_relay import OutputRelay
-from potluck.cluster.jobs.placement import place
+from potluck.cluster.jobs.placement import Placement
 from potluck.cluster.jobs.process import free_port
 from potluck.cluster.jobs.roll_call import RollCall
 from potluck.cluster.jobs.status import missing_workers, status_of
 from potluck.cluster.jobs.summary import encode_summary, summarize
-from potluck.cluster.topology.versions import differences
-from potluck.system import SIGKILL
+from potluck.system import SIGCONT, SIGKILL, SIGSTOP
 from potluck.wire import control, jobs
 from potluck.wire.messages import PLAIN
 from potluck.wire.nodes import JobGroup, View
@@ -45,7 +45,8 @@ _LOOK_AGAIN_S = 1.0
 
 
 class JobController:
-    """One job; ``over`` is set when it has ended."""
+    """One job. ``over`` is set when it has ended; ``crash`` is then the error of potluck's own that
+    ended it, if there was one. ``state`` is that of the job's membership."""
 
     def __init__(
         self,
@@ -62,43 +63,40 @@ class JobController:
         ``before`` in the view before this one, and whose workers were started for ``world``."""
         names = tuple(each.worker for each in places)
         self.spec = spec
-        self.places = places
+        self.placement = Placement(spec, places, host.names, host.links.introduction)
         self.world = world or jobs.WorldSpec(members=names, master_port=spec.master_port)
         self.has_begun = not is_new
         self.num_interrupts = 0
+        self.over = asyncio.Event()
+        self.crash: Exception | None = None
         self._host = host
         self._nodes = set(view.nodes)
         self._reported: set[str] = set()
-        self._unfit: set[str] = set()
-        self._pids: dict[str, int] = {}
-        self._exit_codes: dict[str, int] = {}
         self._held: deque[tuple[str, jobs.FromNode]] | None = None
         self._looked_at = float("-inf")
         self._chaos = parse_chaos(spec.chaos)
         self._groups = GroupAgreement(spec.job, view.group(spec.job))
+        self._journal = Journal(names, time.monotonic())
         self._output = OutputRelay(host, spec, lambda: spec.starter in self._nodes)
-        self._orders = WorkerOrders(
-            host,
-            spec.job,
-            node_of=lambda worker: self.node_of[worker],
-            state=lambda: self.state,
+        self._endings = Endings(
+            tell=self._tell,
+            signal=self._signal,
+            state_of=lambda worker: self.state.worker(worker),
             note=self.note,
         )
         self._roll_call = RollCall(self._missing, self.note)
+        self.state: State
+        self._events: deque[events.Event] = deque()
+        self._is_handling = False
+        self._is_closed = False
+        self._alarm = Alarm(lambda: self._handle(events.Tick()))
+        self._first_actions: tuple[events.Action, ...] = ()
+        policy, group = JobPolicy.of(spec), self._groups.group
         if is_new:
-            state, self._first_actions = membership.begin(names, policy_of(spec), view.epoch)
+            self.state, self._first_actions = membership.begin(names, policy, view.epoch)
         else:
-            group = self._groups.group
-            state = taken_over(names, policy_of(spec), view.epoch, group, self.world)
-            self._first_actions = ()
-        self._loop = MembershipLoop(state, self._act)
-        self.over = self._loop.over
-        self._journal = Journal(names, time.monotonic())
-        if not is_new:
+            self.state = membership.take_over(names, policy, view.epoch, group, self.world)
             self._tell_of_take_over(view, before)
-            gone = tuple(each.worker for each in places if each.node not in view.nodes)
-            if self.world.is_fixed and gone:
-                self._loop.handle(events.Away(gone, self._host.names.readable(view.reason)))
 
     def _tell_of_take_over(self, view: View, before: JobGroup | None) -> None:
         reason, me = self._host.names.readable(view.reason), self._host.names.called(self._host.me)
@@ -111,52 +109,48 @@ class JobController:
         if group is not None:
             names = tuple(member.worker for member in group.members)
             journal.announced(group.epoch, names, ())
-
-    @property
-    def state(self) -> State:
-        """The state of the job's membership."""
-        return self._loop.state
-
-    @property
-    def crash(self) -> Exception | None:
-        """The error of potluck's own that ended the job, None if there was none."""
-        return self._loop.crash
-
-    @property
-    def node_of(self) -> dict[str, str]:
-        """The node of each worker."""
-        return {each.worker: each.node for each in self.places}
+        places = self.placement.places
+        gone = tuple(each.worker for each in places if each.node not in view.nodes)
+        if self.world.is_fixed and gone:
+            self._handle(events.Away(gone, reason))
 
     def close(self) -> None:
         """Decide nothing any more; end all timers and tasks."""
-        self._loop.close()
+        self._is_closed = True
+        self._alarm.set(None)
         self._roll_call.close()
-        self._orders.close()
+        self._endings.close()
+
+    def _handle(self, event: events.Event) -> None:
+        """Have membership decide about ``event``, then about the events that its actions cause."""
+        self._events.append(event)
+        if self._is_handling or self._is_closed or self.crash is not None:
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                event = self._events.popleft()
+                self.state, actions = membership.handle(self.state, event, time.monotonic())
+                self._act(actions)
+        except Exception as error:  # not the caller's fault: raised where the end is waited for
+            self.crash = error
+            self.over.set()
+        finally:
+            self._is_handling = False
+        self._alarm.set(None if self._is_closed else self.state.next_wakeup())
+        if self.state.over:
+            self.over.set()
 
     # The nodes.
-
-    def objection(self, view: View) -> str:
-        """Why this job can't be begun; empty if it can."""
-        nodes = sorted({each.node for each in self.places})
-        texts = [text for node in nodes for text in self._differences(node)]
-        if self.spec.starter not in view.nodes:
-            texts.append("the node it was started on is not in the cluster's view")
-        return "not all nodes can run this script: " + "; ".join(texts) if texts else ""
-
-    def _differences(self, node: str) -> list[str]:
-        said = self._host.links.introduction(node)
-        if said is None:
-            return [f"there is no link to {self._host.names.called(node)}"]
-        return differences(self._host.names.called(node), self.spec.versions, said.versions)
 
     def refuse(self, reason: str) -> None:
         """The job can't be begun."""
         self._host.links.send(self.spec.starter, jobs.Submitted(self.spec.job, reason[:4000]))
-        self._loop.over.set()
+        self.over.set()
 
     def order(self, node: str) -> None:
         """Send ``node`` the job and its places, maybe not for the first time."""
-        self._host.links.send(node, jobs.Order(self.spec, self.places, self.world))
+        self._host.links.send(node, jobs.Order(self.spec, self.placement.places, self.world))
 
     def hold(self) -> None:
         """No majority can be reached: keep the nodes' messages until ``installed``."""
@@ -174,14 +168,15 @@ class JobController:
         for node in sorted(self._nodes - set(view.nodes)):
             self._reported.discard(node)
             reason = f"node {self._host.names.called(node)} left the cluster's view"
-            gone = tuple(each.worker for each in self.places if each.node == node)
+            gone = self.placement.at(node)
             self._groups.away(gone)
             if self.has_begun:
-                self._loop.handle(events.Away(tuple(filter(self._knows, gone)), reason))
+                self._handle(events.Away(tuple(filter(self._knows, gone)), reason))
             elif gone:
                 self.note(reason)
         self._nodes = set(view.nodes)
-        self._take_in_newcomers(view)
+        if self.has_begun and not (self.state.num_finished or self.state.stopping):
+            self.placement.take_in(view.nodes, self.note)
         for node in view.nodes:
             self.order(node)
         self._settle()
@@ -191,25 +186,13 @@ class JobController:
         for event in told:
             if isinstance(event, events.Agreed):
                 self._journal.announced(event.epoch, event.members, joined)
-            self._loop.handle(event)
+            self._handle(event)
 
     def group_refused(self, floor: int, reason: str) -> None:
         """The nodes don't agree on what was announced last."""
         event = self._groups.refused(floor, self._host.names.readable(reason))
         if event is not None:
-            self._loop.handle(event)
-
-    def _take_in_newcomers(self, view: View) -> None:
-        if not self.has_begun or self.state.num_finished or self.state.stopping:
-            return
-        fitting = []
-        for node in view.nodes:
-            if node in self.node_of.values() or not (texts := self._differences(node)):
-                fitting.append(node)
-            elif node not in self._unfit:
-                self._unfit.add(node)
-                self.note(f"a node can't take part: {'; '.join(texts)}")
-        self.places += place(self.spec, fitting, self.places)
+            self._handle(event)
 
     def _settle(self) -> None:
         want = None if self._held is not None else self._groups.settled()
@@ -229,10 +212,12 @@ class JobController:
         event = message.event if isinstance(message, jobs.Happened) else message
         if isinstance(event, control.Said):
             self.note(f"{self._sayer(event.worker, node)}{event.text}")
-        elif self.node_of.get(event.worker) != node or not self._knows(event.worker):
+        elif self.placement.node_of(event.worker) != node or not self._knows(event.worker):
             return
         elif isinstance(event, jobs.Output):
-            self._output.line(event, self._called(event.worker))
+            if event.stream == "stderr":
+                self._journal.wrote(event.worker, event.text)
+            self._output.line(event, self.placement.label(event.worker))
         else:
             self._happened(event, node)
 
@@ -244,11 +229,6 @@ class JobController:
     def _knows(self, worker: str) -> bool:
         return any(each.name == worker for each in self.state.workers)
 
-    def _called(self, worker: str) -> str:
-        """What people call the node of ``worker``; empty where there is only one."""
-        node = self.node_of.get(worker)
-        return "" if node is None or self.spec.is_local else self._host.names.label(node)
-
     def _report(self, node: str, told: jobs.Reported) -> None:
         if told.error:
             tell = self.note if self.has_begun else self.refuse
@@ -256,22 +236,22 @@ class JobController:
             return
         self._reported.add(node)
         if not self.has_begun:
-            if {each.node for each in self.places} <= self._reported:
+            if set(self.placement.nodes) <= self._reported:
                 self._begin()
             return
-        alive = {each.worker for each in told.workers if each.is_alive}
         for each in told.workers:
-            if self.node_of.get(each.worker) == node and self._knows(each.worker):
-                self._loop.handle(each)
-        for name in [each.worker for each in self.places if each.node == node]:
+            if self.placement.node_of(each.worker) == node and self._knows(each.worker):
+                self._handle(each)
+        alive = {each.worker for each in told.workers if each.is_alive}
+        for name in self.placement.at(node):
             self._compare(name, name in alive)
 
     def _begin(self) -> None:
         self.has_begun = True
         self._host.links.send(self.spec.starter, jobs.Submitted(self.spec.job))
         if not self.spec.is_local:
-            nodes = dict.fromkeys(each.node for each in self.places)
-            where, count = ", ".join(map(self._host.names.label, nodes)), len(self.places)
+            where = ", ".join(map(self._host.names.label, self.placement.nodes))
+            count = len(self.placement.places)
             self.note(f"starting {count} worker{'s' if count > 1 else ''} on {where}")
         if self.spec.wire == PLAIN:
             self.note("links between workers are plain: whoever is on the wire reads along")
@@ -281,32 +261,33 @@ class JobController:
         """The node of worker ``name`` reported whether its process runs. If that differs from the
         state here, the node has not got the newest order, or has lost the process."""
         if not self._knows(name):
-            self._loop.handle(events.Placed(name))
+            self._handle(events.Placed(name))
             return
         state, worker = self.state, self.state.worker(name)
         if worker.phase is Phase.STOPPING and state.world.is_fixed and not state.stopping:
             if is_alive:  # its node may not have heard of it
-                self._orders.signal((name,), signal.SIGTERM if state.world.broken else SIGKILL)
+                self._signal((name,), signal.SIGTERM if state.world.broken else SIGKILL)
             else:  # it ended with its agent, which is another now
-                self._exit_codes[name] = -SIGKILL
-                self._loop.handle(jobs.Exited(name, -SIGKILL))
+                self._journal.facts_of(name).exit_code = -SIGKILL
+                self._handle(jobs.Exited(name, -SIGKILL))
         elif is_alive or worker.phase in (Phase.GONE, Phase.WAITING, Phase.SPARE):
             pass
         elif worker.phase is Phase.STARTING:
-            self._orders.start(name, worker.attempt)
+            self._start(name, worker.attempt)
         elif worker.alive and worker.phase is not Phase.STOPPING:
             self._groups.ended(name)
-            self._loop.handle(events.Away((name,), f"worker {name} did not outlive its agent"))
-            self._loop.handle(events.Placed(name))
+            self._handle(events.Away((name,), f"worker {name} did not outlive its agent"))
+            self._handle(events.Placed(name))
 
     # Events of the workers.
 
     def _happened(self, event: jobs.Event, node: str) -> None:
         now, worker = time.monotonic(), self.state.worker(event.worker)
+        facts = self._journal.facts_of(event.worker)
         match event:
-            case jobs.Started(name, attempt, pid):
+            case jobs.Started(_, attempt, pid):
                 if attempt == worker.attempt:
-                    self._pids[name] = pid
+                    facts.pid = pid
             case jobs.OutputEnded(name, attempt):
                 self._output.ended(name, attempt)
             case control.Waiting(_, epoch):
@@ -316,35 +297,35 @@ class JobController:
             case control.WorkerProgress():
                 for note in self._journal.progress(event, now):
                     self._output.note(note.text)
-            case control.Ready(name, pid=pid):
-                self._pids[name] = pid
+            case control.Ready(pid=pid):
+                facts.pid = pid
                 self._follow_ring()
-                self._loop.handle(msgspec.structs.replace(event, node=node))
+                self._handle(msgspec.structs.replace(event, node=node))
                 if not self.state.having(Phase.MEMBER):
                     self._roll_call.begin()
             case control.Installed(name, epoch):
                 if self._journal.installed(name, epoch, now) and self.state.world.is_fixed:
                     self._output.note(self._journal.world_formed(now))
-                self._loop.handle(event)
+                self._handle(event)
             case control.Lost():
                 self._journal.reported(event.epoch, event.step, now)
-                self._loop.handle(event)
+                self._handle(event)
             case jobs.Exited(name, code, attempt):
                 self._output.exited(name, attempt)
                 if attempt < worker.attempt:
                     return
                 self._groups.ended(name)
-                self._exit_codes[name] = code
-                self._loop.handle(event)
+                facts.exit_code = code
+                self._handle(event)
             case jobs.Stalled(name, reason):
-                called = self._called(name)
-                where = f" on {called}" if called else ""
+                label = self.placement.label(name)
+                where = f" on {label}" if label else ""
                 text = f"worker {name}{where} stands still: {reason}"
-                self._loop.handle(jobs.Stalled(name, text))
+                self._handle(jobs.Stalled(name, text))
             case control.Said():
                 pass  # passed on as it came
             case _:
-                self._loop.handle(event)
+                self._handle(event)
         if self._groups.take(event, self.state.worker(event.worker).joined):
             self._settle()
 
@@ -352,14 +333,14 @@ class JobController:
         """From the next group on, ranks follow the ring of nodes that avoids slow links."""
         view = self._host.plane.view
         ring = self._host.surveyor.ring(() if view is None else view.nodes)
-        self._loop.state = replace(self.state, ring=ring)
+        self.state = replace(self.state, ring=ring)
 
     def _look_at_members(self, epoch: int) -> None:
         """A member waits for long: have the agents of all members probe them."""
         group, now = self.state.group(epoch), time.monotonic()
         if group is not None and now - self._looked_at >= _LOOK_AGAIN_S:
             self._looked_at = now
-            self._orders.tell(group.members, control.Probe(_A_LOOK))
+            self._tell(group.members, control.Probe(_A_LOOK))
 
     def _chaos_due(self, worker: str, epoch: int, step: int) -> None:
         group = self.state.group(epoch)
@@ -368,11 +349,11 @@ class JobController:
             self.note(f"chaos: {fault}")
             names = tuple(each.name for each in self.state.workers)
             hit = (worker,) if fault.rank is not None else names
+            self._signal(hit, SIGSTOP if fault.seconds else SIGKILL)
             if fault.seconds:
-                self._orders.suspend(hit, fault.seconds)
-            else:
-                self._orders.signal(hit, SIGKILL)
-        self._orders.tell((worker,), control.ChaosDone(step))
+                loop = asyncio.get_running_loop()
+                loop.call_later(fault.seconds, self._signal, hit, SIGCONT)
+        self._tell((worker,), control.ChaosDone(step))
 
     def interrupted(self, message: jobs.InterruptJob) -> None:
         """The operator wants the job to end."""
@@ -381,7 +362,7 @@ class JobController:
             if not self.has_begun:
                 self.refuse("interrupted before it began")
                 return
-            self._loop.handle(events.Interrupted(message.number))
+            self._handle(events.Interrupted(message.number))
 
     # Actions that were decided.
 
@@ -394,28 +375,28 @@ class JobController:
                 case events.EndGroup():
                     self._end_group(action)
                 case events.SendProbe(probe, to):
-                    self._orders.tell(to, control.Probe(probe))
+                    self._tell(to, control.Probe(probe))
                 case events.BeginWorld():
                     self._begin_world(action)
                 case events.EndWorld(workers, lost, cause, reason):
                     for worker in lost:
                         self._journal.lost(worker, _lost_text(worker, cause), time.monotonic())
                     self.note(_first_line(reason))
-                    self._orders.terminate(workers)
+                    self._endings.terminate(workers)
                 case events.Start(worker, attempt, reason, alone):
                     if attempt and alone:
                         self.note(f"starting worker {worker} again ({reason})")
-                    self._output.started(worker)
-                    self._orders.start(worker, attempt)
+                    self._journal.started(worker)
+                    self._start(worker, attempt)
                 case events.Kill(workers, reason):
                     self.note(reason)
-                    self._orders.signal(workers, SIGKILL)
+                    self._signal(workers, SIGKILL)
                 case events.EndWorkers(workers, number, reason):
                     self.note(f"stopping worker {', '.join(workers)}: {_first_line(reason)}")
                     if number:
-                        self._orders.interrupt(workers, number)
+                        self._endings.interrupt(workers, number)
                     else:
-                        self._orders.stop(workers, reason)
+                        self._endings.stop(workers, reason)
                 case events.Note(reason):
                     self.note(reason)
 
@@ -446,7 +427,21 @@ class JobController:
             self.note(action.reason)
         cause = control.clip(action.reason)
         over = control.GroupOver(action.epoch, action.worker, action.certain, cause)
-        self._orders.tell(action.to, over)
+        self._tell(action.to, over)
+
+    # Orders to the nodes of workers.
+
+    def _start(self, worker: str, attempt: int) -> None:
+        for node in self.placement.by_node((worker,)):
+            self._host.links.send(node, jobs.StartWorker(self.spec.job, worker, attempt))
+
+    def _tell(self, workers: Sequence[str], message: control.FromAgent) -> None:
+        for node, names in self.placement.by_node(workers).items():
+            self._host.links.send(node, jobs.TellWorkers(self.spec.job, names, message))
+
+    def _signal(self, workers: Sequence[str], number: int) -> None:
+        for node, names in self.placement.by_node(workers).items():
+            self._host.links.send(node, jobs.SignalWorkers(self.spec.job, names, number))
 
     # For people.
 
@@ -462,17 +457,16 @@ class JobController:
             self.state,
             self._journal,
             node=self._host.me,
-            pids=self._pids,
-            called=self._called,
+            called=self.placement.label,
             now=time.monotonic(),
         )
 
     def _missing(self) -> str:
-        return missing_workers(self.state, pids=self._pids, called=self._called)
+        return missing_workers(self.state, self._journal, self.placement.label)
 
     async def all_read(self) -> None:
         """Return when the output of all ended workers was passed on; see ``OutputRelay``."""
-        await self._output.all_read(lambda worker: self.node_of[worker] in self._nodes)
+        await self._output.all_read(lambda worker: self.placement.node_of(worker) in self._nodes)
 
     def summary(self) -> jobs.JobEnded:
         """The end of the job, with its summary and exit code."""
@@ -481,9 +475,7 @@ class JobController:
             script=self.spec.script,
             state=self.state,
             journal=self._journal,
-            exit_codes=self._exit_codes,
             unfired=[str(fault) for fault in self._chaos.waiting],
-            last_words=self._output.last_words,
             python=sys.executable,
             now=time.monotonic(),
         )

@@ -1,8 +1,8 @@
 """The dispatcher: one agent's entry for everything about jobs.
 
 It takes messages of other agents, requests of this machine's commands, and the cluster's views, and
-gives each to the part that it is for: a ``JobController`` for each job while this node leads the
-cluster, the ``LocalRunner`` of the workers here, or the command that waits for its job.
+gives each to the part that it is for: the ``JobController`` of the job, if this node leads the
+cluster; the ``LocalRunner`` of the job's workers here; or the command that waits for the job.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -28,7 +29,9 @@ from potluck.cluster.membership import events
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.system import SIGHUP
+from potluck.transport import aio
 from potluck.wire import control, jobs, local
+from potluck.wire.messages import Hello, Refusal
 from potluck.wire.nodes import View
 
 _log = logging.getLogger(__name__)
@@ -55,7 +58,7 @@ class JobDispatcher:
     itself."""
 
     def __init__(self, host: JobHost, code_store: CodeStore) -> None:
-        self.runner = LocalRunner(host, code_store, self._must_wait)
+        self.runners: dict[str, LocalRunner] = {}
         self._host = host
         self._code_store = code_store
         self._controllers: dict[str, JobController] = {}
@@ -64,6 +67,7 @@ class JobDispatcher:
         self._has_view = asyncio.Event()
         self._view_changed = asyncio.Event()
         self._tasks = Tasks()
+        self._ending = Tasks()
         self._submitting: dict[Client, asyncio.Task[None]] = {}
         self._tasks.start(self._tell_status())
         host.links.on(jobs.JobMessage, self.received)
@@ -180,7 +184,7 @@ class JobDispatcher:
         """The status of all jobs: of those led here as it is now, else as the leader told it
         last."""
         led = {job: each.status() for job, each in self._controllers.items() if each.has_begun}
-        told = {job: here.status for job, here in self.runner.jobs.items() if here.status}
+        told = {job: here.status for job, here in self.runners.items() if here.status}
         return tuple(status for _, status in sorted((told | led).items()))[: jobs.MAX_JOBS]
 
     def rate(self) -> float:
@@ -188,6 +192,19 @@ class JobDispatcher:
         name = self._host.names.label(self._host.me)
         workers = [each for job in self.status() for each in job.workers if each.node == name]
         return sum(each.samples_per_s or 0.0 for each in workers if each.rank >= 0)
+
+    # A worker of this machine.
+
+    async def greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello, node: str
+    ) -> None:
+        """A worker has connected: give the connection to the runner of its job."""
+        runner = self.runners.get(hello.job)
+        if runner is not None:
+            await runner.greeted(reader, writer, hello)
+        else:
+            refusal = Refusal("job", f"this node runs no job {hello.job!r}")
+            await aio.write_greeting(writer, refusal)
 
     # Messages of other agents, and of this agent to itself.
 
@@ -218,18 +235,37 @@ class JobDispatcher:
                 controller.received(node, message)
 
     def _ordered(self, message: jobs.FromLeader) -> None:
-        self.runner.received(message)
-        if isinstance(message, jobs.JobStatus):
-            watched = self._watched.get(message.status.job)
-            if watched is not None:
-                # The leader's ``Submitted`` may have been lost with the leader that sent it.
-                watched.is_taken = True
-                watched.client.send(message)
-        elif isinstance(message, jobs.JobList):
-            gone = [job for job, each in self._watched.items() if each.is_taken]
-            for job in set(gone) - set(message.jobs):
-                text = "it ended while this node was away; the leader's log says how"
-                self._watched.pop(job).client.send(local.CommandResult(False, text))
+        """The leader of this node's view sent ``message``."""
+        match message:
+            case jobs.Order(spec):
+                runner = self.runners.get(spec.job)
+                if runner is not None:
+                    runner.order_again(message)
+                else:
+                    self.runners[spec.job] = LocalRunner(
+                        self._host, self._code_store, message, self._must_wait
+                    )
+            case jobs.JobList(listed):
+                self._drop(self.runners.keys() - set(listed))
+                gone = [job for job, each in self._watched.items() if each.is_taken]
+                for job in set(gone) - set(listed):
+                    text = "it ended while this node was away; the leader's log says how"
+                    self._watched.pop(job).client.send(local.CommandResult(False, text))
+            case jobs.JobStatus(status):
+                if (runner := self.runners.get(status.job)) is not None:
+                    runner.status = status
+                if (watched := self._watched.get(status.job)) is not None:
+                    # The leader's ``Submitted`` may have been lost with the leader that sent it.
+                    watched.is_taken = True
+                    watched.client.send(message)
+            case _:
+                if (runner := self.runners.get(message.job)) is not None:
+                    runner.ordered(message)
+
+    def _drop(self, ended: Collection[str]) -> None:
+        """End the workers here of the ``ended`` jobs."""
+        for job in ended:
+            self._ending.start(self.runners.pop(job).put_away())
 
     def _shown(self, message: jobs.ToStarter) -> None:
         watched = self._watched.get(message.job)
@@ -258,7 +294,7 @@ class JobDispatcher:
             controller = JobController(
                 self._host, spec, place(spec, view.nodes, ()), view, is_new=True
             )
-            objection = controller.objection(view)
+            objection = controller.placement.objection(view)
             if objection:
                 raise ConfigurationError(objection)
         except PotluckError as error:
@@ -323,22 +359,26 @@ class JobDispatcher:
             case events.Install(view):
                 self._installed(view)
             case events.Pause(reason):
-                self.runner.hold(reason)
+                for runner in self.runners.values():
+                    runner.hold(reason)
                 for controller in self._controllers.values():
                     controller.hold()
             case events.Resume():
                 assert self._host.plane.view is not None
                 for controller in self._controllers.values():
                     controller.installed(self._host.plane.view)
-                self.runner.say_again()
+                for runner in self.runners.values():
+                    runner.say_again()
             case events.Leave(reason, resync):
                 self._has_view.clear()
                 self._stop_leading()
-                self.runner.hold(reason)
+                for runner in self.runners.values():
+                    runner.hold(reason)
                 if self._host.plane.is_banned:
-                    self.runner.give_up()
+                    self._drop(list(self.runners))
                 elif resync:
-                    self.runner.resync()
+                    for runner in self.runners.values():
+                        runner.resync()
             case events.GroupRefused(job, floor, reason) if job in self._controllers:
                 self._controllers[job].group_refused(floor, reason)
             case _:
@@ -352,9 +392,9 @@ class JobDispatcher:
         if view.leader == me:
             for controller in list(self._controllers.values()):
                 controller.installed(view)
-            # A new leader takes over the jobs that it knows from its own local runner: every node
+            # A new leader takes over the jobs that it knows from its own runners: every node
             # was told every job.
-            for job, here in self.runner.jobs.items():
+            for job, here in self.runners.items():
                 if job not in self._controllers:
                     controller = JobController(
                         self._host,
@@ -369,14 +409,16 @@ class JobDispatcher:
             self._tell_all(self._list())
         else:
             self._stop_leading()
-        self.runner.installed(view)
+        for runner in self.runners.values():
+            runner.installed(view)
         for node, message in self._early.take():
             if node == view.leader:
                 self._ordered(message)
             elif isinstance(message, jobs.Order):
                 text = "does not lead the cluster, and ordered a job: nothing is run for it"
                 self._host.note(f"{self._host.names.called(node)} {text}")
-        self.runner.say_again()
+        for runner in self.runners.values():
+            runner.say_again()
         # The leader may be another one: what was sent to the one before may be lost.
         for job, watched in self._watched.items():
             if not watched.is_taken:
@@ -394,7 +436,8 @@ class JobDispatcher:
         if view.leader == self._host.me:
             self._host.links.send(node, self._list())  # a job may have ended meanwhile
         if node == view.leader:
-            self.runner.say_again()
+            for runner in self.runners.values():
+                runner.say_again()
 
     def _stop_leading(self) -> None:
         for controller in self._controllers.values():
@@ -406,4 +449,5 @@ class JobDispatcher:
         """End all workers here; no task stays."""
         self._stop_leading()
         await self._tasks.close()
-        await self.runner.close()
+        self._drop(list(self.runners))
+        await self._ending.ended()

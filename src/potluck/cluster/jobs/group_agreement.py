@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from potluck.cluster.jobs.groups.events import Agreed, Announce, NotAgreed
-from potluck.cluster.jobs.placement import holders
 from potluck.cluster.membership.events import WantGroup
-from potluck.types import MeasuredPath
+from potluck.types import MeasuredPath, Member
 from potluck.wire import control, jobs
 from potluck.wire.nodes import JobGroup
 
@@ -128,3 +127,25 @@ class GroupAgreement:
         if not self._announced:
             return None
         return NotAgreed(self._announced.pop().epoch, floor, reason)
+
+
+def holders(
+    group: JobGroup | None,
+    members: Iterable[Member],
+    *,
+    joined: Iterable[str],
+    settled: Iterable[str],
+    ended: Iterable[str],
+) -> tuple[tuple[str, ...], bool]:
+    """Which of ``members``, announced to follow ``group``, hold the job's state; and whether the
+    job may begin afresh: none of them does, and all that did are known to have ended.
+
+    ``joined`` are new in it, ``settled`` were heard to hold the state, ``ended`` have ended.
+    """
+    if group is None:
+        return (), False
+    staying = {member.worker for member in members} - set(joined)
+    known = set(settled) | {m.worker for m in group.members if m.worker not in group.entering}
+    kept = tuple(m.worker for m in group.members if m.worker in staying & known)
+    may_go_on = {m.worker for m in group.members} - set(ended)
+    return kept, not kept and may_go_on <= staying & set(group.entering)

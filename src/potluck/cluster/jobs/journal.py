@@ -6,6 +6,7 @@ clock of ``now``, in seconds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from potluck.cluster.jobs.sample_progress import SampleProgress
 from potluck.wire.control import Fact, WorkerProgress
 
 MAX_NOTES = 1000
+_LAST_WORDS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,9 @@ class Recovery:
 
 @dataclass(slots=True)
 class WorkerFacts:
-    """What one worker last said about itself, restarts included. ``training`` numbers the loops
-    that its script runs one after the other."""
+    """What is known of one worker, restarts included. ``training`` numbers the loops that its
+    script runs one after the other. ``pid`` is its newest process, ``exit_code`` how the newest
+    process that ended did, ``last_words`` are the newest lines of its stderr."""
 
     training: int = 0
     epoch: int = 0
@@ -54,6 +57,9 @@ class WorkerFacts:
     samples_per_s: float | None = None
     device: str = ""
     facts: dict[str, Fact] = field(default_factory=dict)
+    pid: int = 0
+    exit_code: int | None = None
+    last_words: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_WORDS))
 
 
 class Journal:
@@ -78,6 +84,14 @@ class Journal:
     def facts_of(self, worker: str) -> WorkerFacts:
         """What ``worker`` last said; of one that came later, nothing at first."""
         return self.workers.setdefault(worker, WorkerFacts())
+
+    def started(self, worker: str) -> None:
+        """A process of ``worker`` starts."""
+        self.facts_of(worker).last_words.clear()
+
+    def wrote(self, worker: str, line: str) -> None:
+        """``worker`` wrote ``line`` to its stderr."""
+        self.facts_of(worker).last_words.append(line)
 
     def note(self, text: str, now: float) -> None:
         self.notes.append(JournalNote(now - self.began, text))

@@ -1,32 +1,34 @@
-"""``LocalRunner``: runs the workers of all jobs that are placed on one node.
+"""``LocalRunner``: runs the workers of one job that are placed on one node.
 
-It fetches a job's folder, starts and stops the workers here, gives them the groups that the
-cluster's view holds, and reports to the leader. It takes orders only from the leader of its own
-view: no other node can make this one run anything.
+It fetches the job's folder, starts and stops the processes of the workers here, holds their control
+links, gives them the groups that the cluster's view has, and reports to the leader. It decides
+nothing: what becomes of the workers is reported in the order in which it happens, and the job's
+controller orders what is done.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import signal
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from potluck.background import Tasks, stop, why
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.jobs.chaos import parse_chaos
 from potluck.cluster.jobs.host import JobHost
-from potluck.cluster.jobs.local_workers import LocalWorkers, world_variables
+from potluck.cluster.jobs.process import Launch, WorkerProcess
+from potluck.cluster.jobs.pulse import Pulse
 from potluck.cluster.jobs.worker_reports import WorkerReports
-from potluck.errors import ConfigurationError, LinkError, PotluckError
+from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 from potluck.system import SIGKILL
 from potluck.transport import aio
-from potluck.types import Member
 from potluck.wire import control, jobs
-from potluck.wire.messages import Hello, Refusal
+from potluck.wire.messages import Hello, Refusal, Welcome
 from potluck.wire.nodes import JobGroup, View
 
 _log = logging.getLogger(__name__)
@@ -35,113 +37,100 @@ _MAX_UNSENT = 1 << 20
 _MAX_KEPT_LINES = 1000
 _BRING_S = 10.0
 _BRING_AGAIN_S = 0.2
+_LAST_MESSAGES_S = 1.0
 
-
-@dataclass(slots=True, eq=False)
-class LocalJob:
-    """One job here. ``world`` is the one that workers are started for now; ``unsent`` are lines of
-    output for which there was no leader."""
-
-    spec: jobs.JobSpec
-    places: jobs.Places
-    world: jobs.WorldSpec
-    reports: WorkerReports = field(default_factory=WorkerReports)
-    workers: LocalWorkers | None = None
-    preparing: asyncio.Task[None] | None = None
-    group: JobGroup | None = None
-    status: control.StatusReply | None = None
-    error: str = ""
-    unsent: deque[jobs.Output] = field(default_factory=lambda: deque(maxlen=_MAX_KEPT_LINES))
-
-    @property
-    def alive(self) -> tuple[str, ...]:
-        return () if self.workers is None else self.workers.alive
+_Link = aio.MessageLink[control.FromWorker, control.FromAgent]
 
 
 class LocalRunner:
-    """All jobs of this node. While ``must_wait()``, a command of this machine does not keep up with
-    the output, and the output of the workers here is not read."""
+    """One job on this node, from its first order to ``put_away``. ``world`` is the one that workers
+    are started for now, ``group`` the newest that the nodes agreed on, ``status`` what the leader
+    told last."""
 
-    def __init__(self, host: JobHost, code_store: CodeStore, must_wait: Callable[[], bool]) -> None:
-        self.jobs: dict[str, LocalJob] = {}
+    def __init__(
+        self, host: JobHost, code_store: CodeStore, order: jobs.Order, must_wait: Callable[[], bool]
+    ) -> None:
+        """While ``must_wait()``, a command of this machine does not keep up with the output, and
+        the output of the workers here is not read."""
+        self.spec = order.spec
+        self.places = order.places
+        self.world = order.world
+        self.group: JobGroup | None = None
+        self.status: control.StatusReply | None = None
         self._host = host
         self._code_store = code_store
         self._must_wait = must_wait
+        self._launch: Launch | None = None
+        self._error = ""
+        self._reports = WorkerReports()
+        self._unsent: deque[jobs.Output] = deque(maxlen=_MAX_KEPT_LINES)
+        self._processes: dict[str, WorkerProcess] = {}
+        self._alive: set[str] = set()
+        self._links: dict[str, _Link] = {}
+        self._unlinked: dict[str, asyncio.Event] = {}
+        self._pulse = Pulse(
+            lambda worker, reason: self._happened(jobs.Stalled(worker, control.clip(reason))),
+            self._say,
+        )
         self._tasks = Tasks()
+        self._preparing = self._tasks.start(self._prepare())
 
-    # What the leader orders.
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """The workers whose processes run."""
+        return tuple(sorted(self._alive))
 
-    def received(self, message: jobs.FromLeader) -> None:
-        """The leader of this node's view sent ``message``."""
-        if isinstance(message, jobs.Order):
-            self._order(message)
-        elif isinstance(message, jobs.JobList):
-            for job_id in self.jobs.keys() - set(message.jobs):
-                self._drop(job_id)
-        elif isinstance(message, jobs.JobStatus):
-            job = self.jobs.get(message.status.job)
-            if job is not None:
-                job.status = message.status
-        elif (job := self.jobs.get(message.job)) is not None and job.workers is not None:
-            match message:
-                case jobs.StartWorker(_, worker, attempt):
-                    self._start(job, job.workers, worker, attempt)
-                case jobs.SignalWorkers(_, workers, number):
-                    job.workers.signal(workers, number)
-                case jobs.TellWorkers(_, workers, told):
-                    job.workers.tell(workers, told)
+    async def put_away(self) -> None:
+        """End all processes, links and tasks. Nothing more is reported."""
+        await stop(self._preparing)  # the folder may be on its way, over a slow link
+        self._pulse.close()
+        await self._tasks.close()
+        for process in self._processes.values():
+            process.signal(SIGKILL)
+        for process in self._processes.values():
+            await process.release()
+        for link in list(self._links.values()):
+            link.abort()
+        if not self.spec.is_local:
+            await asyncio.to_thread(self._code_store.close, self.spec.job)
 
-    def _order(self, order: jobs.Order) -> None:
-        job = self.jobs.get(order.spec.job)
-        if job is None:
-            job = self.jobs[order.spec.job] = LocalJob(order.spec, order.places, order.world)
-            job.preparing = self._tasks.start(self._prepare(job))
-            return
-        job.places, job.world = order.places, order.world
-        if job.workers is not None:
-            self._report(job)
-        elif job.error:
-            job.error = ""
-            job.preparing = self._tasks.start(self._prepare(job))
+    # Before the first worker starts.
 
-    async def _prepare(self, job: LocalJob) -> None:
-        """Fetch the folder if needed, make the job's ``LocalWorkers``, and report to the leader."""
-        spec, job_id = job.spec, job.spec.job
+    async def _prepare(self) -> None:
+        """Fetch the folder if needed, and report to the leader."""
+        spec = self.spec
         folder: Path | None = None
         try:
             if spec.package is not None:
                 if not self._code_store.has(spec.package):
-                    await self._bring(spec, spec.package)
-                folder = await asyncio.to_thread(self._code_store.open, spec.package, job_id)
+                    await self._bring(spec.package)
+                folder = await asyncio.to_thread(self._code_store.open, spec.package, spec.job)
             elif spec.starter != self._host.me:
                 raise ConfigurationError("it is local to the node it was started on")
         except (PotluckError, OSError) as error:
-            job.error = str(error)[:4000]
+            self._error = str(error)[:4000]
         except Exception as error:  # the leader would wait for this node's report for ever
-            _log.exception("preparing job %s broke", job_id)
-            job.error = f"this is potluck's fault, please report it: {why(error)}"[:4000]
+            _log.exception("preparing job %s broke", spec.job)
+            self._error = f"this is potluck's fault, please report it: {why(error)}"[:4000]
         else:
-            if self.jobs.get(job_id) is not job:
-                return
-            launch = self._host.launcher(
+            self._launch = self._host.launcher(
                 spec,
                 folder,
                 is_starter=spec.starter == self._host.me,
-                sink=partial(self._line, job),
+                sink=self._line,
                 is_behind=self._is_behind,
             )
-            job.workers = LocalWorkers(job_id, launch, partial(self._happened, job))
-        self._report(job)
+        self._report()
 
-    async def _bring(self, spec: jobs.JobSpec, package: bytes) -> None:
+    async def _bring(self, package: bytes) -> None:
         """Fetch the package from the starter or the leader. Either may not know yet that this node
         is in the view, or may not have the package itself yet: both are asked again for a while."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _BRING_S
         while True:
-            view = self._host.plane.view
-            nodes = set() if view is None else {spec.starter, view.leader} - {self._host.me}
-            for node in sorted(nodes, key=lambda node: node != spec.starter):
+            view, starter = self._host.plane.view, self.spec.starter
+            nodes = set() if view is None else {starter, view.leader} - {self._host.me}
+            for node in sorted(nodes, key=lambda node: node != starter):
                 try:
                     await self._code_store.fetch(node, package)
                     return
@@ -152,157 +141,242 @@ class LocalRunner:
                 raise LinkError("no node that is left has the script's folder")
             await asyncio.sleep(_BRING_AGAIN_S)
 
-    def _start(self, job: LocalJob, workers: LocalWorkers, worker: str, attempt: int) -> None:
-        if worker in workers.alive or not job.reports.is_new(worker, attempt):
-            return
-        job.reports.starting(worker, attempt, job.world.number)
-        workers.start(worker, attempt, self._variables(job, worker))
+    # What the leader orders.
 
-    def _variables(self, job: LocalJob, worker: str) -> dict[str, str]:
-        """The variables that tell ``worker`` its rank in its world. Workers that came later have
+    def order_again(self, order: jobs.Order) -> None:
+        """The leader, maybe a new one, ordered the job once more."""
+        self.places, self.world = order.places, order.world
+        if self._launch is not None:
+            self._report()
+        elif self._error:
+            self._error = ""
+            self._preparing = self._tasks.start(self._prepare())
+
+    def ordered(self, message: jobs.StartWorker | jobs.SignalWorkers | jobs.TellWorkers) -> None:
+        """The leader says what is to be done with workers."""
+        match message:
+            case jobs.StartWorker(_, worker, attempt):
+                if self._launch is not None:
+                    self._start(self._launch, worker, attempt)
+            case jobs.SignalWorkers(_, workers, number):
+                self._signal(workers, number)
+            case jobs.TellWorkers(_, workers, told):
+                self._tell(workers, told)
+
+    def _start(self, launch: Launch, worker: str, attempt: int) -> None:
+        """Start ``worker``. If it can't be started, its exit code is 127."""
+        if worker in self._alive or not self._reports.is_new(worker, attempt):
+            return
+        self._reports.starting(worker, attempt, self.world.number)
+        unlinked = self._unlinked[worker] = asyncio.Event()
+        unlinked.set()
+
+        def on_exit(code: int) -> None:
+            self._tasks.start(self._exited(worker, code, attempt))
+
+        try:
+            process = launch(worker, self._variables(worker, attempt), on_exit)
+        except ConfigurationError as error:
+            self._say(str(error))
+            self._happened(jobs.Exited(worker, 127, attempt))
+            self._happened(jobs.OutputEnded(worker, attempt))
+            return
+        self._processes[worker] = process
+        self._alive.add(worker)
+        self._happened(jobs.Started(worker, attempt, process.pid))
+
+    def _variables(self, worker: str, attempt: int) -> dict[str, str]:
+        """The variables that tell ``worker`` its place in its world. Workers that came later have
         ranks after all others."""
-        node_of = {place.worker: place.node for place in job.places}
-        members = job.world.members
+        node_of = {place.worker: place.node for place in self.places}
+        members = self.world.members
         if worker not in members:
-            members = tuple(place.worker for place in job.places)
+            members = tuple(place.worker for place in self.places)
+        rank, size = members.index(worker), len(members)
         beside = [each for each in members if node_of[each] == node_of[worker]]
         nodes = {"POTLUCK_NODES": ",".join(self._host.names.label(node_of[m]) for m in members)}
         return {
             "POTLUCK_AGENT": f"127.0.0.1:{self._host.port}",
             "POTLUCK_BIND": self._host.bind,
-            "POTLUCK_WIRE": job.spec.wire,
-            **({} if job.spec.is_local else nodes),
+            "POTLUCK_WIRE": self.spec.wire,
+            "POTLUCK_JOB": self.spec.job,
+            "POTLUCK_WORKER": worker,
+            "POTLUCK_RESTARTS": str(attempt),
+            **({} if self.spec.is_local else nodes),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            # Scripts don't change this one: by it the worker knows that a world which torch forms
+            # is the one that it was started for.
+            "POTLUCK_WORLD_RANK": f"{rank}/{size}",
             "LOCAL_RANK": str(beside.index(worker)),
             "LOCAL_WORLD_SIZE": str(len(beside)),
             "MASTER_ADDR": self._address(node_of[members[0]]),
-            "MASTER_PORT": str(job.world.master_port),
-            **world_variables(members.index(worker), len(members), job.world.number),
+            "MASTER_PORT": str(self.world.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.world.number),
         }
 
-    def _report(self, job: LocalJob) -> None:
-        """Report to the leader everything about this job's workers here that it may not know."""
-        name, say, alive = job.spec.job, self._host.to_leader, job.alive
-        for event in job.reports.ended():
-            say(jobs.Happened(name, event))
-        say(jobs.Reported(name, job.reports.seen(alive), job.error))
-        for event in job.reports.standing(alive):
-            say(jobs.Happened(name, event))
-        while job.unsent:
-            if not say(job.unsent[0]):
-                return
-            job.unsent.popleft()
+    def _tell(self, workers: Sequence[str], message: control.FromAgent) -> None:
+        """Send ``message`` to those of ``workers`` that have a link here; those that have none
+        are asked to stop by SIGTERM."""
+        for worker in workers:
+            link = self._links.get(worker)
+            if link is not None:
+                link.send(message)
+                if isinstance(message, control.Probe):
+                    is_alive = worker in self._alive
+                    self._pulse.probed(worker, self._processes[worker].pid if is_alive else 0)
+            elif isinstance(message, control.Stop):
+                self._signal((worker,), signal.SIGTERM)
 
-    def _drop(self, job_id: str) -> None:
-        job = self.jobs.pop(job_id)
-        self._tasks.start(self._put_away(job))
-
-    async def _put_away(self, job: LocalJob) -> None:
-        if job.preparing is not None:  # the folder may be on its way, over a slow link
-            await stop(job.preparing)
-        if job.workers is not None:
-            await job.workers.put_away()
-        if not job.spec.is_local:
-            await asyncio.to_thread(self._code_store.close, job.spec.job)
+    def _signal(self, workers: Sequence[str], number: int) -> None:
+        for worker in workers:
+            if worker in self._alive:
+                self._processes[worker].signal(number)
 
     # What the cluster agreed on.
 
     def installed(self, view: View) -> None:
-        """Give each new group of ``view`` to its members here."""
-        for job_id, job in self.jobs.items():
-            group = view.group(job_id)
-            if group is None or (job.group is not None and group.epoch <= job.group.epoch):
-                continue
-            before, job.group = job.group, group
-            if job.workers is None:
-                continue
-            names = tuple(member.worker for member in group.members)
-            if before is not None and not job.world.is_fixed:  # that ends as a whole
-                for member in before.members:
-                    if member.worker not in names and member.node not in view.nodes:
-                        cause = (
-                            f"node {self._host.names.called(member.node)} left the cluster's view"
-                        )
-                        over = control.GroupOver(before.epoch, member.worker, False, cause)
-                        job.workers.tell(job.alive, over)
-            chaos = parse_chaos(job.spec.chaos)
-            members = tuple(self._seen_from_here(member) for member in group.members)
-            for rank, name in enumerate(names):
-                steps = chaos.steps_of(rank)
-                told = control.GroupView(job_id, group.epoch, members, steps, group.paths)
-                if job.reports.world_of(name) == group.world:
-                    job.workers.tell((name,), told)
+        """Give the workers here the job's group in ``view``, if it is a new one."""
+        group = view.group(self.spec.job)
+        if group is None or (self.group is not None and group.epoch <= self.group.epoch):
+            return
+        before, self.group = self.group, group
+        names = tuple(member.worker for member in group.members)
+        if before is not None and not self.world.is_fixed:  # that ends as a whole
+            for member in before.members:
+                if member.worker not in names and member.node not in view.nodes:
+                    cause = f"node {self._host.names.called(member.node)} left the cluster's view"
+                    over = control.GroupOver(before.epoch, member.worker, False, cause)
+                    self._tell(self.alive, over)
+        chaos = parse_chaos(self.spec.chaos)
+        members = tuple(replace(each, host=self._address(each.node)) for each in group.members)
+        for rank, name in enumerate(names):
+            steps = chaos.steps_of(rank)
+            told = control.GroupView(self.spec.job, group.epoch, members, steps, group.paths)
+            if self._reports.world_of(name) == group.world:
+                self._tell((name,), told)
 
     def hold(self, reason: str) -> None:
-        """This node is paused, or in no view: end the groups here, and have their workers wait."""
-        for job in self.jobs.values():
-            if job.workers is None:
-                continue
-            if job.group is not None and not job.world.is_fixed:  # that may outlast the pause
-                cause = control.clip(reason)
-                over = control.GroupOver(job.group.epoch, "", False, cause)
-                job.workers.tell(job.alive, over)
-            job.workers.tell(job.alive, control.Hold(control.clip(reason)))
-
-    def give_up(self) -> None:
-        """End all workers here: their jobs go on without this node for good."""
-        for job_id in list(self.jobs):
-            self._drop(job_id)
+        """This node is paused, or in no view: end the group here, and have its workers wait."""
+        cause = control.clip(reason)
+        if self.group is not None and not self.world.is_fixed:  # that may outlast the pause
+            self._tell(self.alive, control.GroupOver(self.group.epoch, "", False, cause))
+        self._tell(self.alive, control.Hold(cause))
 
     def resync(self) -> None:
         """The workers here have a state that was dropped (of a fork): kill them; the leader has
         them started again."""
-        for job in self.jobs.values():
-            if job.workers is not None:
-                job.workers.signal(job.alive, SIGKILL)
+        self._signal(self.alive, SIGKILL)
 
     def say_again(self) -> None:
-        """There is a leader again, maybe another one: report all jobs to it."""
-        for job in self.jobs.values():
-            if job.workers is not None or job.error:
-                self._report(job)
-
-    def _seen_from_here(self, member: Member) -> Member:
-        host = self._address(member.node)
-        return Member(member.worker, member.node, host, member.port, member.local_rank)
+        """There is a leader again, maybe another one: report to it."""
+        if self._launch is not None or self._error:
+            self._report()
 
     def _address(self, node: str) -> str:
         return "127.0.0.1" if node == self._host.me else self._host.links.last_address(node)
 
-    # What the workers do.
+    # Reports to the leader.
 
-    async def greeted(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        hello: Hello,
-        node: str,
-    ) -> None:
-        """A worker of this machine has connected: give the connection to its job's workers."""
-        job = self.jobs.get(hello.job)
-        if job is None or job.workers is None:
-            refusal = Refusal("job", f"this node runs no job {hello.job!r}")
-            await aio.write_greeting(writer, refusal)
-        else:
-            await job.workers.greeted(reader, writer, hello)
+    def _report(self) -> None:
+        """Report everything about the workers here that the leader may not know."""
+        name, say, alive = self.spec.job, self._host.to_leader, self.alive
+        for event in self._reports.ended():
+            say(jobs.Happened(name, event))
+        say(jobs.Reported(name, self._reports.seen(alive), self._error))
+        for event in self._reports.standing(alive):
+            say(jobs.Happened(name, event))
+        while self._unsent:
+            if not say(self._unsent[0]):
+                return
+            self._unsent.popleft()
 
-    def _line(self, job: LocalJob, worker: str, stream: str, text: str) -> None:
-        line = jobs.Output(job.spec.job, worker, stream, text)
-        if job.unsent or not self._host.to_leader(line):
-            job.unsent.append(line)
+    def _happened(self, event: jobs.Event) -> None:
+        self._host.to_leader(jobs.Happened(self.spec.job, self._reports.take(event)))
+        stands_still = self._host.plane.stands_still
+        if stands_still and isinstance(event, control.Ready | control.Lost):
+            self._tell((event.worker,), control.Hold(control.clip(stands_still)))
+
+    def _say(self, text: str) -> None:
+        """Something to tell a person."""
+        self._happened(control.Said("", control.clip(text)))
+
+    def _line(self, worker: str, stream: str, text: str) -> None:
+        line = jobs.Output(self.spec.job, worker, stream, text)
+        if self._unsent or not self._host.to_leader(line):
+            self._unsent.append(line)
 
     def _is_behind(self) -> bool:
         view = self._host.plane.view
         is_far_behind = view is not None and self._host.links.unsent(view.leader) > _MAX_UNSENT
         return is_far_behind or self._must_wait()
 
-    def _happened(self, job: LocalJob, event: jobs.Event) -> None:
-        self._host.to_leader(jobs.Happened(job.spec.job, job.reports.take(event)))
-        stands_still = self._host.plane.stands_still
-        if stands_still and isinstance(event, control.Ready | control.Lost):
-            assert job.workers is not None
-            job.workers.tell((event.worker,), control.Hold(control.clip(stands_still)))
+    # Connections and ends of workers.
 
-    async def close(self) -> None:
-        """End all workers here."""
-        self.give_up()
-        await self._tasks.ended()
+    async def greeted(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello
+    ) -> None:
+        """A worker of this job has connected: answer, and take its messages until the link ends."""
+        refusal = self._objection(hello)
+        await aio.write_greeting(writer, refusal or Welcome())
+        if refusal is not None:
+            return
+        worker = hello.worker
+        link = aio.MessageLink(reader, writer, received=control.TO_AGENT, sent=control.FROM_AGENT)
+        ended = self._unlinked[worker]
+        ended.clear()
+        self._links[worker] = link
+        try:
+            await self._listen(worker, link)
+        finally:
+            ended.set()
+            if self._links.get(worker) is link:
+                del self._links[worker]
+                self._tasks.start(self._hung_up(worker, self._processes.get(worker)))
+
+    def _objection(self, hello: Hello) -> Refusal | None:
+        if hello.worker in self._links:
+            return Refusal("duplicate", f"worker {hello.worker} is connected already")
+        if hello.worker not in self._unlinked:
+            return Refusal("worker", f"job {self.spec.job} has no worker {hello.worker!r}")
+        return None
+
+    async def _listen(self, worker: str, link: _Link) -> None:
+        is_done = False
+        with contextlib.suppress(LinkError):
+            try:
+                while not is_done:
+                    message = await link.receive()
+                    if message.worker != worker:
+                        raise ProtocolError(f"it spoke for worker {message.worker!r}")
+                    self._pulse.answered(worker)
+                    self._happened(message)
+                    is_done = isinstance(message, control.Finished)
+            except PotluckError as error:
+                if not isinstance(error, LinkError):
+                    self._say(f"worker {worker} was cut off: {error}")
+                raise
+
+    async def _hung_up(self, worker: str, process: WorkerProcess | None) -> None:
+        """The link ended. Mostly the process has ended as well, and its exit code says more: wait
+        for that a moment."""
+        await asyncio.sleep(_LAST_MESSAGES_S)
+        if self._processes.get(worker) is process and worker not in self._links:
+            self._happened(jobs.Disconnected(worker))
+
+    async def _exited(self, worker: str, code: int, attempt: int) -> None:
+        """The process ended. A death by signal is reported at once; before an exit the worker may
+        have sent its reason, which is read first."""
+        process = self._processes[worker]
+        if code >= 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_MESSAGES_S):
+                    await self._unlinked[worker].wait()
+        self._alive.discard(worker)
+        self._pulse.answered(worker)
+        link = self._links.pop(worker, None)
+        if link is not None:
+            link.abort()
+        self._happened(jobs.Exited(worker, code, attempt))
+        await process.release()
+        self._happened(jobs.OutputEnded(worker, attempt))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable
 
 from potluck.cluster.jobs.host import JobHost
 from potluck.wire import control, jobs
 
-_LAST_WORDS = 30
 _MAX_UNSENT = 4 << 20
 _OUTPUT_S = 5.0
 """How long the end of a job waits for the last output of workers on other nodes."""
@@ -18,12 +16,11 @@ _OUTPUT_S = 5.0
 
 class OutputRelay:
     """Passes on the output of the job of ``spec``: to the starter while ``is_starter_here()``, else
-    to a log. ``last_words`` are the newest lines of each worker's stderr."""
+    to a log."""
 
     def __init__(
         self, host: JobHost, spec: jobs.JobSpec, is_starter_here: Callable[[], bool]
     ) -> None:
-        self.last_words: dict[str, deque[str]] = {}
         self._host = host
         self._spec = spec
         self._is_starter_here = is_starter_here
@@ -31,10 +28,6 @@ class OutputRelay:
         self._exited: set[tuple[str, int]] = set()
         self._read: set[tuple[str, int]] = set()
         self._was_read = asyncio.Event()
-
-    def started(self, worker: str) -> None:
-        """A new process of ``worker`` starts."""
-        self.last_words.pop(worker, None)
 
     def exited(self, worker: str, attempt: int) -> None:
         """A process ended; its last lines may still be under way."""
@@ -47,9 +40,6 @@ class OutputRelay:
 
     def line(self, line: jobs.Output, node: str) -> None:
         """A worker on the node called ``node`` (empty: not to be named) wrote ``line``."""
-        if line.stream == "stderr":
-            words = self.last_words.setdefault(line.worker, deque(maxlen=_LAST_WORDS))
-            words.append(line.text)
         label = f"{line.worker} {node}".strip()[:256]
         if not self._is_starter_here():
             self._host.log.write(self._spec.job, f"[{label}] {line.text}")

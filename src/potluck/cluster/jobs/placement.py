@@ -1,12 +1,14 @@
-"""Which workers a job has on which nodes. Pure."""
+"""Which workers a job has on which nodes, and which nodes can take part. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from potluck.types import Member
-from potluck.wire.jobs import JobSpec, WorkerPlace
-from potluck.wire.nodes import JobGroup
+from potluck.cluster.names import NodeNames
+from potluck.cluster.topology.versions import differences
+from potluck.wire.jobs import JobSpec, Places, WorkerPlace
+from potluck.wire.nodes import View
+from potluck.wire.peers import Introduction
 
 
 def place(
@@ -29,23 +31,73 @@ def place(
     )
 
 
-def holders(
-    group: JobGroup | None,
-    members: Iterable[Member],
-    *,
-    joined: Iterable[str],
-    settled: Iterable[str],
-    ended: Iterable[str],
-) -> tuple[tuple[str, ...], bool]:
-    """Which of ``members``, announced to follow ``group``, hold the job's state; and whether the
-    job may begin afresh: none of them does, and all that did are known to have ended.
+class Placement:
+    """The ``places`` of the workers of the job of ``spec``. ``introduction(node)`` is that of a
+    node with a link."""
 
-    ``joined`` are new in it, ``settled`` were heard to hold the state, ``ended`` have ended.
-    """
-    if group is None:
-        return (), False
-    staying = {member.worker for member in members} - set(joined)
-    known = set(settled) | {m.worker for m in group.members if m.worker not in group.entering}
-    kept = tuple(m.worker for m in group.members if m.worker in staying & known)
-    may_go_on = {m.worker for m in group.members} - set(ended)
-    return kept, not kept and may_go_on <= staying & set(group.entering)
+    def __init__(
+        self,
+        spec: JobSpec,
+        places: Places,
+        names: NodeNames,
+        introduction: Callable[[str], Introduction | None],
+    ) -> None:
+        self.places = places
+        self._names = names
+        self._introduction = introduction
+        self._spec = spec
+        self._node_of = {each.worker: each.node for each in places}
+        self._unfit: set[str] = set()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that have places, in the order of their workers."""
+        return tuple(dict.fromkeys(self._node_of.values()))
+
+    def node_of(self, worker: str) -> str | None:
+        """The node of ``worker``; None if it has no place."""
+        return self._node_of.get(worker)
+
+    def at(self, node: str) -> tuple[str, ...]:
+        """The workers that have places at ``node``."""
+        return tuple(each.worker for each in self.places if each.node == node)
+
+    def by_node(self, workers: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """``workers``, grouped by their nodes."""
+        found: dict[str, tuple[str, ...]] = {}
+        for worker in workers:
+            node = self._node_of[worker]
+            found[node] = (*found.get(node, ()), worker)
+        return found
+
+    def label(self, worker: str) -> str:
+        """What people call the node of ``worker``; empty where there is only one."""
+        node = self.node_of(worker)
+        return "" if node is None or self._spec.is_local else self._names.label(node)
+
+    def objection(self, view: View) -> str:
+        """Why the job can't be begun in ``view``; empty if it can."""
+        texts = [text for node in sorted(self.nodes) for text in self._differences(node)]
+        if self._spec.starter not in view.nodes:
+            texts.append("the node it was started on is not in the cluster's view")
+        return "not all nodes can run this script: " + "; ".join(texts) if texts else ""
+
+    def take_in(self, nodes: Iterable[str], note: Callable[[str], None]) -> None:
+        """Give places to those of ``nodes`` that have none and can take part; ``note`` gets why
+        others can't."""
+        fitting, taken = [], set(self.nodes)
+        for node in nodes:
+            if node in taken or not (texts := self._differences(node)):
+                fitting.append(node)
+            elif node not in self._unfit:
+                self._unfit.add(node)
+                note(f"a node can't take part: {'; '.join(texts)}")
+        added = place(self._spec, fitting, self.places)
+        self.places += added
+        self._node_of |= {each.worker: each.node for each in added}
+
+    def _differences(self, node: str) -> list[str]:
+        called, said = self._names.called(node), self._introduction(node)
+        if said is None:
+            return [f"there is no link to {called}"]
+        return differences(called, self._spec.versions, said.versions)

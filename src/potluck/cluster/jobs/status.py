@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from potluck.cluster.jobs.groups.roster import EXPECTED, Phase, State, WorkerState
 from potluck.cluster.jobs.journal import Journal
@@ -17,7 +17,6 @@ def status_of(
     journal: Journal,
     *,
     node: str,
-    pids: Mapping[str, int],
     called: Callable[[str], str],
     now: float,
 ) -> control.StatusReply:
@@ -32,7 +31,7 @@ def status_of(
                 worker=worker.name,
                 rank=ranks.get(worker.name, -1) if worker.phase is Phase.MEMBER else -1,
                 phase=worker.phase.value,
-                pid=pids.get(worker.name, 0) if worker.alive else 0,
+                pid=facts.pid if worker.alive else 0,
                 restarts=worker.attempt,
                 device=facts.device,
                 step=facts.step,
@@ -57,7 +56,7 @@ def status_of(
     )
 
 
-def missing_workers(state: State, *, pids: Mapping[str, int], called: Callable[[str], str]) -> str:
+def missing_workers(state: State, journal: Journal, called: Callable[[str], str]) -> str:
     """The workers that the first group waits for, in words; empty if the group has formed, or no
     worker is ready."""
     ready, missing = state.having(Phase.READY), state.having(*EXPECTED)
@@ -65,7 +64,8 @@ def missing_workers(state: State, *, pids: Mapping[str, int], called: Callable[[
         return ""
     call = "init_process_group" if state.world.is_fixed else "potluck.init()"
     found = ", ".join(
-        _whereabouts(each, pids.get(each.name, 0), called(each.name), call) for each in missing
+        _whereabouts(each, journal.facts_of(each.name).pid, called(each.name), call)
+        for each in missing
     )
     return f"ready: {len(ready)} of {len(ready) + len(missing)} workers; still waiting for {found}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -73,19 +73,16 @@ def summarize(
     script: str,
     state: State,
     journal: Journal,
-    exit_codes: Mapping[str, int],
     unfired: Sequence[str],
-    last_words: Mapping[str, Sequence[str]],
     python: str,
     now: float,
 ) -> Summary:
-    """The summary of a job that is over. ``unfired`` are ordered faults that never happened,
-    ``last_words`` the last lines of each worker's stderr."""
+    """The summary of a job that is over. ``unfired`` are ordered faults that never happened."""
     workers = tuple(
         WorkerSummary(
             worker=worker.name,
             finished=worker.finished,
-            exit=exit_codes.get(worker.name),
+            exit=journal.facts_of(worker.name).exit_code,
             restarts=worker.attempt,
             parameter_hash=_text(journal.facts_of(worker.name).facts.get(HASH)),
             facts=dict(journal.facts_of(worker.name).facts),
@@ -93,7 +90,7 @@ def summarize(
         for worker in state.workers
     )
     hashes = {w.parameter_hash for w in workers if w.finished and w.parameter_hash is not None}
-    problems = list(_failures(state, last_words, python))
+    problems = list(_failures(state, journal, python))
     if len(hashes) > 1:
         problems.append("the workers ended with different parameters")
     problems += [f"the fault {fault!r} never happened" for fault in unfired]
@@ -143,13 +140,13 @@ def explain(lines: Sequence[str], python: str) -> str | None:
     return None
 
 
-def _failures(state: State, last_words: Mapping[str, Sequence[str]], python: str) -> Sequence[str]:
+def _failures(state: State, journal: Journal, python: str) -> Sequence[str]:
     if state.interrupted:
         return [state.stopping]
     failure = state.failure
     if failure is None:
         return []
-    said = explain(last_words.get(failure.worker, ()), python)
+    said = explain(journal.facts_of(failure.worker).last_words, python)
     text = failure.text
     if failure.code is not None and "exited" not in text and "killed" not in text:
         code = failure.code if failure.code <= 128 else 128 - failure.code

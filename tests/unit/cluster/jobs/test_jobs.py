@@ -150,7 +150,7 @@ def test_an_order_of_the_leader_is_carried_out_also_if_it_comes_before_its_view(
         package = await package_of(code_store, tmp_path / "code")
         places = (jobs.WorkerPlace("0", ME, 0),)
         all_jobs.received(LEADER, jobs.Order(spec(package, LEADER), places))
-        assert not all_jobs.runner.jobs
+        assert not all_jobs.runners
         install(machine, all_jobs, view(LEADER, ME))
         async with asyncio.timeout(20):
             while not reports(machine):
@@ -190,10 +190,10 @@ def test_a_banned_node_ends_its_workers(tmp_path: Path) -> None:
         install(machine, all_jobs, view(LEADER, ME))
         all_jobs.received(LEADER, jobs.Order(spec(package, LEADER), ()))
         all_jobs.act(events.Leave("a cut"))
-        assert all_jobs.runner.jobs, "it may come back"
+        assert all_jobs.runners, "it may come back"
         machine.is_banned = True
         all_jobs.act(events.Leave("banned"))
-        assert not all_jobs.runner.jobs
+        assert not all_jobs.runners
 
     play(tmp_path, story)
 
@@ -206,7 +206,7 @@ def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
         all_jobs.received(EVE, order)
         all_jobs.received(EVE, jobs.StartWorker("job", "0", 0))
         install(machine, all_jobs, view(LEADER, ME, EVE, epoch=4))
-        assert not all_jobs.runner.jobs
+        assert not all_jobs.runners
 
     machine = play(tmp_path, story)
     assert machine.launched == []
@@ -269,7 +269,9 @@ def test_a_wait_is_passed_on_to_all_nodes_and_a_stopped_worker_named_by_its_own(
         nodes = (ME, LEADER, EVE)
         for node in nodes:
             all_jobs.received(node, jobs.Reported("job"))
-        workers = {place.node: place.worker for place in all_jobs._controllers["job"].places}
+        workers = {
+            place.node: place.worker for place in all_jobs._controllers["job"].placement.places
+        }
         for node in nodes:
             ready = control.Ready(workers[node], port=1, pid=1)
             all_jobs.received(node, jobs.Happened("job", ready))

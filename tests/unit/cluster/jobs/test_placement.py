@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.cluster.jobs.placement import holders, place
+from potluck.cluster.jobs.group_agreement import holders
+from potluck.cluster.jobs.placement import place
 from potluck.types import Member
 from potluck.wire.jobs import JobSpec, WorkerPlace
 from potluck.wire.names import Versions

@@ -51,14 +51,15 @@ def summary_of(
     journal = Journal([worker.name for worker in state.workers], 100.0)
     for name, told in (facts or {}).items():
         journal.progress(WorkerProgress(name, epoch=1, step=50, facts=told), 101.0)
+    for name, lines in (stderr or {}).items():
+        for line in lines:
+            journal.wrote(name, line)
     return summarize(
         job="job",
         script="train.py",
         state=state,
         journal=journal,
-        exit_codes={},
         unfired=unfired,
-        last_words=stderr or {},
         python="python",
         now=110.0,
     )

@@ -30,7 +30,7 @@ from potluck.cluster.membership.view import following, objection_to
 from potluck.types import Member
 from potluck.wire import nodes as wire
 from potluck.wire.control import Finished, Installed, Ready
-from potluck.wire.jobs import Exited
+from potluck.wire.jobs import Exited, WorldSpec
 from potluck.wire.nodes import JobGroup, StableRecord, View, ViewMember
 
 
@@ -408,7 +408,8 @@ def test_a_group_that_is_not_agreed_on_is_announced_again_after_a_moment() -> No
 
 def test_the_next_leader_takes_the_job_over_in_the_same_order() -> None:
     members = tuple(Member(name, f"node{name}", port=1) for name in ("2", "0"))
-    state = membership.take_over("012", JobPolicy(), 6, members)
+    group, world = JobGroup("job", 6, members), WorldSpec(members=("0", "1", "2"))
+    state = membership.take_over("012", JobPolicy(), 6, group, world)
     assert [worker.name for worker in state.having(Phase.MEMBER)] == ["2", "0"]
     assert state.worker("1").phase is Phase.AWAY
     for event in (Installed("2", 6), Installed("0", 6)):

@@ -57,7 +57,8 @@ from potluck.cluster.jobs.groups.turn import Turn
 from potluck.cluster.topology.graph import in_ring
 from potluck.types import Member
 from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
-from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled
+from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled, WorldSpec
+from potluck.wire.nodes import JobGroup
 
 
 def begin(
@@ -74,17 +75,17 @@ def take_over(
     names: Iterable[str],
     policy: JobPolicy,
     epoch: int,
-    members: Iterable[Member],
-    world: WorldState | None = None,
+    group: JobGroup | None,
+    world: WorldSpec,
 ) -> State:
-    """The state of a job with which a new leader begins: the group of ``epoch`` in the nodes' view,
-    in rank order, and the ``world`` that the workers were started for. The agents report the rest
+    """The state of a job with which a new leader begins: its ``group`` in the nodes' view of
+    ``epoch``, and the ``world`` that the workers were started for. The agents report the rest
     again: which workers are ready, have installed a group, or have ended."""
-    group = tuple(members)
-    names = tuple(names)
-    world = world or WorldState(names)
-    known = {member.worker: member for member in group}
-    joined = {member.worker: rank - len(group) for rank, member in enumerate(group)}
+    members = tuple[Member, ...]()
+    if group is not None and group.world == world.number:
+        epoch, members = group.epoch, group.members
+    known = {member.worker: member for member in members}
+    joined = {member.worker: rank - len(members) for rank, member in enumerate(members)}
 
     def worker(name: str) -> WorkerState:
         if name in known:
@@ -93,9 +94,14 @@ def take_over(
             return WorkerState(name, Phase.AWAY)
         return WorkerState(name, Phase.STARTING if name in world.members else Phase.SPARE)
 
-    live = LiveGroup(epoch, tuple(member.worker for member in group))
-    workers = tuple(worker(name) for name in names)
-    return State(policy, workers, epoch=epoch, groups=(live,) if group else (), world=world)
+    live = LiveGroup(epoch, tuple(member.worker for member in members))
+    return State(
+        policy,
+        tuple(worker(name) for name in names),
+        epoch=epoch,
+        groups=(live,) if members else (),
+        world=WorldState(world.members, world.number, world.restarts, world.is_fixed),
+    )
 
 
 def handle(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:

@@ -10,6 +10,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from potluck.types import Member
+from potluck.wire.jobs import JobSpec
+
+_CAUSE_S = 4.0
+"""A worker may fail this long before the nodes know that another's machine is lost: 3 s, and some
+time on the way."""
+_CAUSE_S_LOCAL = 1.0
 
 
 class Phase(StrEnum):
@@ -64,7 +70,18 @@ class JobPolicy:
     agree_again_s: float = 0.5
     wait_s: float = 60.0
     restarts_worlds: bool = True
-    cause_s: float = 1.0
+    cause_s: float = _CAUSE_S_LOCAL
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> JobPolicy:
+        """What the operator chose for the job of ``spec``."""
+        return cls(
+            max_restarts=spec.max_restarts,
+            restarts_worlds=spec.restarts_worlds,
+            wait_s=spec.wait_s,
+            min_workers=spec.min_workers,
+            cause_s=_CAUSE_S_LOCAL if spec.is_local else _CAUSE_S,
+        )
 
     def restart_delay_s(self, in_vain: int) -> float:
         """How long a restart waits after ``in_vain`` starts in a row that led into no group."""

@@ -23,7 +23,8 @@ from potluck.types import Member
 from potluck.wire import jobs, peers
 from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
 from potluck.wire.format import PREFIX_BYTES
-from potluck.wire.jobs import Disconnected, Exited, Stalled
+from potluck.wire.jobs import Disconnected, Exited, Stalled, WorldSpec
+from potluck.wire.nodes import JobGroup
 from support import stories
 
 SIGKILL, SIGINT, SIGSEGV = 9, 2, 11
@@ -602,8 +603,9 @@ def test_a_newcomer_that_entered_with_others_goes_on_when_they_have_finished() -
 def test_a_worker_started_again_at_the_end_is_stopped_under_any_leader(is_taken_over: bool) -> None:
     story = training(3)
     if is_taken_over:
-        members = [Member(name, "node", port=1) for name in story.names]
-        story.state = membership.take_over(story.names, JobPolicy(), 1, members)
+        members = tuple(Member(name, "node", port=1) for name in story.names)
+        group, world = JobGroup("job", 1, members), WorldSpec(members=tuple(story.names))
+        story.state = membership.take_over(story.names, JobPolicy(), 1, group, world)
         story.enter()
     story.tell(Exited("2", -SIGKILL))
     story.enter()

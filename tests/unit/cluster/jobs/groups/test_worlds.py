@@ -21,10 +21,11 @@ from potluck.cluster.jobs.groups.events import (
     Start,
     Tick,
 )
-from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, WorldState
+from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
 from potluck.types import Member
 from potluck.wire.control import Failed, Finished, Installed, Ready
-from potluck.wire.jobs import Exited, Seen, Stalled
+from potluck.wire.jobs import Exited, Seen, Stalled, WorldSpec
+from potluck.wire.nodes import JobGroup
 from support import stories
 
 SIGTERM, SIGKILL = 15, 9
@@ -310,9 +311,10 @@ def test_what_a_node_repeats_of_an_earlier_process_changes_nothing() -> None:
 
 
 def test_another_leader_goes_on_with_the_world_if_all_of_it_is_there() -> None:
-    world = WorldState(("0", "1"), 4, 2, is_fixed=True)
-    members = [Member(name, "node", port=1) for name in "01"]
-    state = membership.take_over("01", JobPolicy(), 9, members, world)
+    world = WorldSpec(4, ("0", "1"), 2, is_fixed=True)
+    members = tuple(Member(name, "node", port=1) for name in "01")
+    group = JobGroup("job", 9, members, world=4)
+    state = membership.take_over("01", JobPolicy(), 9, group, world)
     story = Story(2)
     story.state = state
     story.tell(Tick(), Seen("0", 7, 4, True), Seen("1", 7, 4, True))
@@ -324,8 +326,9 @@ def test_another_leader_goes_on_with_the_world_if_all_of_it_is_there() -> None:
 
 
 def test_another_leader_ends_a_world_that_lost_members_with_the_leader() -> None:
-    world = WorldState(("0", "1"), 4, 2, is_fixed=True)
-    state = membership.take_over("01", JobPolicy(), 9, [Member("1", "node", port=1)], world)
+    world = WorldSpec(4, ("0", "1"), 2, is_fixed=True)
+    group = JobGroup("job", 9, (Member("1", "node", port=1),), world=4)
+    state = membership.take_over("01", JobPolicy(), 9, group, world)
     story = Story(2)
     story.state = state
     story.tell(Away(("0",), "ada has ended"))

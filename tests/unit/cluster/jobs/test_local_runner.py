@@ -1,0 +1,104 @@
+"""The workers of one machine: a worker speaks for itself only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from potluck.cluster.jobs.host import JobHost
+from potluck.cluster.jobs.local_runner import LocalRunner
+from potluck.cluster.names import NodeNames
+from potluck.cluster.topology.versions import own_versions
+from potluck.wire import control, jobs
+from potluck.wire.messages import Hello
+from potluck.wire.nodes import View, ViewMember
+
+ME = "me"
+SPEC = jobs.JobSpec(
+    job="job", script="train.py", package=None, starter=ME, versions=own_versions(), per_node=2
+)
+ORDER = jobs.Order(
+    SPEC,
+    (jobs.WorkerPlace("0", ME, 0), jobs.WorkerPlace("1", ME, 1)),
+    jobs.WorldSpec(members=("0", "1")),
+)
+
+
+class Machine:
+    """The rest of the agent, and launcher and process of its workers: starts nothing, writes down
+    what it hears."""
+
+    pid, stands_still = 1, ""
+    view = View("L", 1, (ViewMember(ME, 1, 1),))
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.is_prepared = asyncio.Event()
+
+    @property
+    def heard(self) -> list[jobs.Event]:
+        return [message.event for message in self.sent if isinstance(message, jobs.Happened)]
+
+    def host(self) -> JobHost:
+        me: Any = self
+        return JobHost(
+            me=ME,
+            port=1,
+            bind="127.0.0.1",
+            names=NodeNames(ME, ME),
+            launcher=lambda spec, folder, **how: self.launch,
+            links=me,
+            plane=me,
+            surveyor=me,
+            commands=me,
+            log=me,
+            note=print,
+        )
+
+    def send(self, node: str, message: jobs.FromNode) -> bool:
+        self.sent.append(message)
+        if isinstance(message, jobs.Reported):
+            self.is_prepared.set()
+        return True
+
+    def launch(
+        self, worker: str, variables: dict[str, str], on_exit: Callable[[int], None]
+    ) -> Machine:
+        return self
+
+    def signal(self, number: int) -> None:
+        pass
+
+    async def release(self) -> None:
+        pass
+
+
+def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> None:
+    async def story() -> Machine:
+        machine = Machine()
+        no_store: Any = None
+        runner = LocalRunner(machine.host(), no_store, ORDER, lambda: False)
+        async with asyncio.timeout(20):
+            await machine.is_prepared.wait()
+        for worker in "01":
+            runner.ordered(jobs.StartWorker("job", worker, 0))
+
+        async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await runner.greeted(reader, writer, Hello("control", "", job="job", worker="0"))
+            writer.close()
+
+        async with await asyncio.start_server(called, "127.0.0.1", 0) as server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            for said in (control.Installed("0", 4), control.Finished("1")):
+                writer.write(control.TO_AGENT.encode(said))
+            async with asyncio.timeout(20):
+                await reader.read()
+            writer.close()
+        await runner.put_away()
+        return machine
+
+    machine = asyncio.run(story())
+    _, _, said, complaint = machine.heard
+    assert said == control.Installed("0", 4)
+    assert complaint == control.Said("", "worker 0 was cut off: it spoke for worker '1'")
