@@ -137,9 +137,10 @@ void Connections::write(Connection& connection, const Connection::Source& source
     } catch (const LinkError& error) {
         const int rank = connection.rank();
         const std::string text = error.what();
-        // A write to a peer that has sent ABORT and closed fails while the ABORT lies unread. It
-        // may name another rank, whose loss is the cause; without this read the peer would be
-        // blamed.
+        // A write to a peer that has sent ABORT and closed fails while the ABORT lies unread. The
+        // ABORT may name another rank, whose loss is the cause, so it is read before the peer is
+        // blamed. (Links inside a process still give it; a socket's stream that has failed throws
+        // again.)
         read(connection, route);
         if (find(rank) == &connection) on_end(connection, text);
         return;

@@ -89,6 +89,8 @@ void Channel::wake(int of_rank) {
 
 // `known_` and `known_all_` are the newest ticks that this rank has seen: ticks only rise, so a
 // condition that these meet is met for good, without a load from a line that another core writes.
+// (`reached` is right as long as a cached tick is less than 2^31 rounds old. A reader of broadcasts
+// looks at no rank but the root, and so must reach an all-rank call within 2^31 rounds.)
 // The loads are acquire: the slots that a peer wrote before its tick are read after this.
 bool Channel::is_met(const Condition& condition) {
     if (condition.peer != ALL) {
