@@ -129,7 +129,7 @@ public:
     const uint64_t sequence;
     Key key;
     double started = 0;
-    bool has_asked = false;   // HANG_QUERY was sent because it stalls
+    bool has_queried = false;  // HANG_QUERY was sent because it stalls
     bool is_overdue = false;  // the deadline has passed, and all members were queried
     std::set<int> announced;  // peers that BEGUN was sent to
     std::map<int, std::deque<EarlyFramePtr>> early;  // by peer, in order

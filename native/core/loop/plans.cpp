@@ -41,11 +41,11 @@ void Plans::begin(RunningPtr running) {
             running->early[peer] = std::move(queue);
         }
     }
-    const auto asked = queries_.find(running->key);
-    if (asked != queries_.end()) {
-        const auto questions = std::move(asked->second);
-        queries_.erase(asked);
-        for (const auto& [peer, fingerprint] : questions) {
+    const auto queried = queries_.find(running->key);
+    if (queried != queries_.end()) {
+        const auto fingerprints = std::move(queried->second);
+        queries_.erase(queried);
+        for (const auto& [peer, fingerprint] : fingerprints) {
             if (fingerprint != running->spec.fingerprint) {
                 fail_desync(peer, *running, fingerprint);
                 return;
@@ -78,7 +78,7 @@ std::vector<RunningPlan*> Plans::oldest() const {
 }
 
 // The operation whose deadline comes next; an overdue one that was queried comes first.
-RunningPlan* Plans::suspect() const {
+RunningPlan* Plans::next_overdue() const {
     RunningPlan* next = nullptr;
     for (const RunningPtr& running : running_) {
         if (next == nullptr || std::tuple(!running->is_overdue, running->deadline()) <
@@ -92,13 +92,13 @@ RunningPlan* Plans::suspect() const {
 void Plans::check_deadlines(double now) {
     if (running_.empty()) return;
     for (RunningPlan* running : oldest()) {
-        if (running->has_asked || now < running->started + stall_s) continue;
-        running->has_asked = true;
+        if (running->has_queried || now < running->started + stall_s) continue;
+        running->has_queried = true;
         std::vector<int> peers;
         for (const auto& [peer, what] : running->awaited()) peers.push_back(peer);
         query(*running, peers, false);
     }
-    RunningPlan* late = suspect();
+    RunningPlan* late = next_overdue();
     if (late != nullptr && now >= late->deadline()) diagnose(*late, now);
 }
 
@@ -106,9 +106,9 @@ double Plans::wakes_at() const {
     double soonest = std::numeric_limits<double>::infinity();
     if (running_.empty()) return soonest;
     for (const RunningPlan* running : oldest()) {
-        if (!running->has_asked) soonest = std::min(soonest, running->started + stall_s);
+        if (!running->has_queried) soonest = std::min(soonest, running->started + stall_s);
     }
-    return std::min(soonest, suspect()->deadline());
+    return std::min(soonest, next_overdue()->deadline());
 }
 
 // -- segments out
@@ -421,7 +421,7 @@ void Plans::on_hang_query(Connection& connection, const Frame& frame) {
         return;
     }
     if (connection.control.size() >= max_unread) {
-        throw ProtocolError("it asks and asks, and reads no answer (" +
+        throw ProtocolError("it sends hang queries and reads no report (" +
                             std::to_string(connection.control.size()) + " wait)");
     }
     const auto [check, is_new] = hangs_.open(key);

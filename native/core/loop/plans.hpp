@@ -61,7 +61,7 @@ private:
 
     RunningPtr find(const Key& key) const;
     std::vector<RunningPlan*> oldest() const;
-    RunningPlan* suspect() const;
+    RunningPlan* next_overdue() const;
     bool must_wait(const RunningPlan& running, int peer);
     void sent(const RunningPtr& running, const Segment& segment);
     void advance(const RunningPtr& running);

@@ -84,19 +84,19 @@ class Plans:
     def check_deadlines(self, now: float) -> None:
         """Ask about operations that stall, and end the group over one that is overdue."""
         for running in self._oldest():
-            if not running.has_asked and now >= running.started + STALL_S:
-                running.has_asked = True
+            if not running.has_queried and now >= running.started + STALL_S:
+                running.has_queried = True
                 self._query(running, [peer for peer, _ in running.awaited()], pass_on=False)
-        late = self._suspect()
+        late = self._next_overdue()
         if late is not None and now >= late.deadline:
             self._diagnose(late, now)
 
     def wake_times(self) -> Iterator[float]:
         """When ``check_deadlines`` has something to do (monotonic seconds)."""
         for running in self._oldest():
-            if not running.has_asked:
+            if not running.has_queried:
                 yield running.started + STALL_S
-        late = self._suspect()
+        late = self._next_overdue()
         if late is not None:
             yield late.deadline
 
@@ -108,7 +108,7 @@ class Plans:
             first.setdefault(running.channel, running)
         return list(first.values())
 
-    def _suspect(self) -> RunningPlan | None:
+    def _next_overdue(self) -> RunningPlan | None:
         """The operation whose deadline comes next; an overdue one that was queried comes first."""
         return min(
             self._running.values(),
@@ -374,7 +374,7 @@ class Plans:
             return
         if len(connection.control) >= _MAX_UNREAD:
             raise ProtocolError(
-                f"it asks and asks, and reads no answer ({len(connection.control)} wait)"
+                f"it sends hang queries and reads no report ({len(connection.control)} wait)"
             )
         check, is_new = self._hangs.open(key)
         self._report(connection.rank, key, self._group.rank, has_called)

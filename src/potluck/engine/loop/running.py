@@ -57,7 +57,7 @@ class RunningPlan:
         self.deadline = deadline
         self.work = work
         self.started = 0.0
-        self.has_asked = False
+        self.has_queried = False
         self.announced: set[int] = set()
         self.is_overdue = False
         self.early: dict[int, deque[tuple[Frame, bytearray]]] = {}
