@@ -293,6 +293,24 @@ def test_ranks_that_name_different_codecs_get_desync(kind: str, theirs: str | No
     assert "codec fp16" in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", TCP_KINDS)
+def test_a_desync_of_coded_calls_names_the_algorithm_of_the_peer(kind: str) -> None:
+    def call(ctx: DistributedContext) -> None:
+        algorithm = "hierarchical" if ctx.rank else "direct"
+        ctx.all_reduce(np.ones(5000, np.float32), algorithm=algorithm, codec="fp16")
+
+    with (
+        open_world(kind, 2, segment_bytes=SEGMENT_BYTES) as opened,
+        pytest.raises(WorldError) as caught,
+    ):
+        opened.run(call)
+    for rank, error in caught.value.errors.items():
+        assert isinstance(error, Desync), rank
+        names = "direct" if error.rank == 0 else "hierarchical"
+        theirs = f"called all_reduce(float32, 5000 elements, op sum, {names}, codec fp16)"
+        assert theirs in str(error)
+
+
 def wrong_calls(ctx: DistributedContext) -> list[tuple[type[Exception], str, Any]]:
     floats, doubles = np.ones(8, np.float32), np.ones(8)
     short = np.zeros(7, np.float32)

@@ -1,23 +1,24 @@
-"""A fingerprint: a call in 64 bits, the same on all ranks that make the same call.
+"""Fingerprints: a call in 64 bits, equal on all ranks that make the same call.
 
 =====  ====================================================================================
 bits   meaning
 =====  ====================================================================================
-60-63  operation, counted from 1; 0: a call of the engine's own, which errors don't describe
+60-63  operation, counted from 1; 0: an internal call of the engine, which errors do not describe
 56-59  dtype, its code on the wire
 52-55  reduction, counted from 1; 0: none
-48-51  algorithm, counted from 1; for a call with a codec that, counted on from the last one
+48-51  algorithm, counted from 1; a call with a codec: the pair of algorithm and codec, counted on
 24-47  elements of one rank's part; the largest number stands for all above it
-0-23   hash of all that the call is: shape, root, segment size, members, codec too
+0-23   hash of the whole call, with its shape, root, segment size and members
 =====  ====================================================================================
 
-Every frame has the fingerprint of its call, and so has the memory of a channel
-(``native/bind_shm.cpp`` makes the same 64 bits). So a rank that receives another call than its
-own can say at once which one that is.
+Every frame carries the fingerprint of its call, and so does the shared memory of a channel
+(``native/bind_shm.cpp`` lays out the same 64 bits). A rank that receives another fingerprint than
+its own can therefore name the peer's call in its error.
 """
 
 from __future__ import annotations
 
+import itertools
 from hashlib import blake2b
 
 from potluck.codecs import NAMES as CODECS
@@ -37,9 +38,13 @@ OPERATIONS = (
     Operation.BARRIER,
 )
 REDUCTIONS = tuple(ReduceOp)
-"""Both are in the order in which the native core counts them, too."""
+"""The native core counts both in this order, too."""
 
-_HOW = (*(algorithm.value for algorithm in Algorithm), *(f"codec {name}" for name in CODECS))
+_HOW = (
+    *((algorithm, "") for algorithm in Algorithm),
+    *itertools.product((Algorithm.DIRECT, Algorithm.HIERARCHICAL), CODECS),
+)
+"""Pairs of algorithm and codec; four bits hold 15. The native core writes (shared_memory, "")."""
 _MANY = (1 << 24) - 1
 
 
@@ -52,19 +57,19 @@ def fingerprint_of(
     count: int,
     text: str,
 ) -> int:
-    """The fingerprint of a call on ``count`` elements, of which ``text`` says all there is."""
+    """The fingerprint of a call on ``count`` elements; ``text`` is the whole call, for the hash."""
     words = (
         (OPERATIONS.index(operation) + 1, 60),
         (code_of_name(dtype), 56),
         (0 if op is None else REDUCTIONS.index(op) + 1, 52),
-        (_HOW.index(f"codec {codec}" if codec else algorithm.value) + 1, 48),
+        (_HOW.index((algorithm, codec)) + 1, 48),
         (min(count, _MANY), 24),
     )
     return sum(word << shift for word, shift in words) | _hash(text, 24)
 
 
 def undescribed(text: str) -> int:
-    """The fingerprint of a call of the engine's own."""
+    """The fingerprint of an internal call of the engine, which ``describe`` does not name."""
     return _hash(text, 60)
 
 
@@ -73,7 +78,7 @@ def _hash(text: str, bits: int) -> int:
 
 
 def describe(fingerprint: int) -> str:
-    """The call as errors name it, as far as its fingerprint says; empty if it doesn't."""
+    """The call as errors name it, without shape and root; empty for an internal or unknown call."""
     operation, dtype, op, how = (fingerprint >> shift & 15 for shift in (60, 56, 52, 48))
     if not 0 < operation <= len(OPERATIONS) or not 0 < dtype <= len(NAMES):
         return ""
@@ -85,5 +90,6 @@ def describe(fingerprint: int) -> str:
     if 0 < op <= len(REDUCTIONS):
         parts.append(f"op {REDUCTIONS[op - 1]}")
     if 0 < how <= len(_HOW):
-        parts.append(_HOW[how - 1])
+        algorithm, codec = _HOW[how - 1]
+        parts += [algorithm, f"codec {codec}"] if codec else [algorithm]
     return f"{OPERATIONS[operation - 1]}({', '.join(parts)})"

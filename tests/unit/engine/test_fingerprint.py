@@ -22,7 +22,13 @@ def test_a_fingerprint_says_which_call_it_is() -> None:
     assert describe(gather.fingerprint) == "gather(bfloat16, 1 element, tree)"
     assert describe(replace(CALL, operation=Operation.BARRIER).fingerprint) == "barrier"
     coded = replace(CALL, algorithm=Algorithm.DIRECT, codec="int8")
-    assert describe(coded.fingerprint) == "all_reduce(float32, 6 elements, op sum, codec int8)"
+    assert describe(coded.fingerprint) == (
+        "all_reduce(float32, 6 elements, op sum, direct, codec int8)"
+    )
+    coded = replace(coded, algorithm=Algorithm.HIERARCHICAL, codec="bf16")
+    assert describe(coded.fingerprint) == (
+        "all_reduce(float32, 6 elements, op sum, hierarchical, codec bf16)"
+    )
     huge = replace(CALL, shape=(1 << 30,))
     assert describe(huge.fingerprint) == (
         "all_reduce(float32, at least 16777215 elements, op sum, tree)"
