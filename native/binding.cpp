@@ -15,6 +15,7 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);
     m.doc() = "potluck's native core; src/potluck/native.py is the only file that imports it";
     m.attr("version") = POTLUCK_VERSION;
+    m.attr("interface") = POTLUCK_INTERFACE;  // src/potluck/native.py compares it
 #ifdef POTLUCK_OPENSSL
     m.attr("has_openssl") = true;
 #else

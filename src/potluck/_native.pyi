@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Any
 
 version: str
+interface: str
 has_openssl: bool
 
 def cpu_features() -> list[str]: ...

@@ -1,10 +1,14 @@
-"""The native core, if it is here: the one place that imports ``potluck._native``.
+"""The native core: the one place that imports the extension ``potluck._native``.
 
-``available`` says whether it is, ``reason`` why not; ``core`` is the extension module. Code with a
-native way and a Python way asks ``available`` once, when the work begins. The environment
-variable ``POTLUCK_NATIVE`` chooses: ``0`` switches the core off, the path of an extension file
-loads that build of it (how the sanitizers run), anything else means "if it is here". Importing
-this module never fails and imports neither NumPy nor torch.
+``available`` says whether the core was loaded, ``reason`` why not; ``core`` is the extension.
+Code that has a native and a Python implementation asks ``available`` once, when its work begins.
+The environment variable ``POTLUCK_NATIVE`` chooses: ``0`` switches the core off, the path of an
+extension file loads that build (as the sanitizers do), anything else loads the core if it is built.
+
+This module raises ImportError if the extension was built from other sources than the Python files,
+because a later call would fail at changed arguments. To find out, the extension holds the hash of
+the stub ``_native.pyi`` at the time of the build; the stub lists all functions and arguments. A
+change in C++ that leaves the stub as it is goes unnoticed. Neither NumPy nor torch is imported.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import importlib
 import importlib.util
 import os
 import sys
+from hashlib import sha256
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,15 +29,23 @@ VARIABLE = "POTLUCK_NATIVE"
 _REBUILD = "install potluck again (in a checkout: make native)"
 
 
+def interface() -> str:
+    """The SHA-256 of the stub of these Python files, as native/build/CMakeLists.txt computes it."""
+    return sha256(Path(__file__).with_name("_native.pyi").read_bytes()).hexdigest()
+
+
 class Loaded(NamedTuple):
-    """The outcome of looking for the extension: the module, or why there is none."""
+    """The outcome of loading the extension: the module, or None and the reason."""
 
     module: ModuleType | None
     reason: str
 
 
 def load(wanted: str) -> Loaded:
-    """Look for the extension as the value ``wanted`` of POTLUCK_NATIVE says."""
+    """Load the extension as ``wanted``, a value of POTLUCK_NATIVE, asks.
+
+    ImportError if the extension was built from other sources than these Python files.
+    """
     if wanted == "0":
         return Loaded(None, f"switched off by {VARIABLE}=0")
     try:
@@ -42,17 +56,17 @@ def load(wanted: str) -> Loaded:
         return Loaded(None, "it was not built: no working C++20 compiler was there")
     except (ImportError, OSError) as error:
         return Loaded(None, f"the extension is there but can't be loaded; {_REBUILD}: {error}")
-    version = getattr(module, "version", "an unknown version")
-    if version != VERSION:
-        return Loaded(
-            None,
-            f"the extension is of version {version}, potluck of {VERSION}; {_REBUILD}",
+    if (getattr(module, "version", ""), getattr(module, "interface", "")) != (VERSION, interface()):
+        raise ImportError(
+            f"{module.__file__} was built from other sources than the Python files of potluck "
+            f"{VERSION} in {Path(__file__).parent}; {_REBUILD}, or set {VARIABLE}=0 to run on the "
+            "Python engine"
         )
     return Loaded(module, "")
 
 
 def describe() -> str:
-    """One line for people: which engine runs, and with what."""
+    """The engine of this process in one line: native with its CPU features and TLS, or Python."""
     if not available:
         return f"Python ({reason})"
     tls = "OpenSSL" if core.has_openssl else "no OpenSSL: TLS stays in Python"

@@ -28,11 +28,38 @@ def test_the_extension_is_of_the_same_version_as_the_package() -> None:
 
 
 @needs_core
-def test_an_extension_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extension_of_another_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "VERSION", "9.9")
-    loaded = native.load("")
-    assert loaded.module is None
-    assert f"is of version {native.core.version}, potluck of 9.9; install" in loaded.reason
+    with pytest.raises(
+        ImportError, match=r"the Python files of potluck 9\.9 in .*make native"
+    ):
+        native.load("")
+
+
+@needs_core
+def test_an_extension_built_beside_another_stub_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "interface", lambda: "0" * 64)
+    with pytest.raises(ImportError, match=r"_native.*was built from other sources.*make native"):
+        native.load("")
+
+
+def test_an_older_build_ends_the_import_and_names_the_command_that_rebuilds() -> None:
+    script = (
+        "import sys, types\n"
+        "import potluck.version\n"
+        "older = types.ModuleType('potluck._native')\n"
+        "older.__file__ = '/where/_native.so'\n"
+        "older.version = potluck.version.VERSION\n"
+        "sys.modules['potluck._native'] = older\n"
+        "import potluck.native"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    said = run.stderr.splitlines()[-1]
+    assert said.startswith("ImportError: /where/_native.so was built from other sources than ")
+    assert "install potluck again (in a checkout: make native), or set POTLUCK_NATIVE=0" in said
 
 
 def test_a_broken_extension_is_a_sentence_not_a_traceback(
