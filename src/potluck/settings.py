@@ -1,6 +1,6 @@
-"""Every default of potluck, in one place, with its unit and its environment variable.
+"""Settings: every default of potluck with its unit and its environment variable.
 
-``Settings()`` is the plain defaults; ``load_settings()`` is what a program uses: arguments win over
+``Settings()`` has the defaults only. Programs call ``load_settings()``: arguments win over
 environment variables (``POTLUCK_`` and the field's name in capitals), which win over defaults.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import typing
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, replace
@@ -24,7 +25,7 @@ PREFIX = "POTLUCK_"
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a setting is, in which unit: part of its type, for ``describe_settings``."""
+    """The meaning and unit of a setting, kept in its type annotation for ``describe_settings``."""
 
     text: str
 
@@ -44,7 +45,7 @@ def _default_home() -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """potluck's settings. What is left out of the repr is secret and appears in no error."""
+    """potluck's settings. Fields left out of the repr are secrets, which appear in no error."""
 
     home: Annotated[Path, About("directory of the node's key and the cluster's secret")] = field(
         default_factory=_default_home
@@ -63,15 +64,15 @@ class Settings:
         Port, About("port on which nodes look for each other (UDP) and their agents talk (TCP)")
     ] = 52415
     discovery: Annotated[
-        str, About("ways to find peers: some of mdns, beacon, static, with ',' between")
+        str, About("ways to find peers, separated by commas: mdns, beacon, static")
     ] = "mdns,beacon,static"
     peers: Annotated[
-        str, About("nodes to call without being told by the network: host or host:port, with ','")
+        str, About("nodes to connect to if multicast is dropped: host or host:port, with commas")
     ] = ""
     min_peers: Annotated[
         int,
         Meta(ge=0),
-        About("others to wait for before a job starts: nodes, or processes that find each other"),
+        About("other nodes to wait for before a job starts; with discovery: other processes"),
     ] = 0
     peer_timeout_s: Annotated[
         Seconds, About("seconds an operation waits for a peer before it gives up")
@@ -80,14 +81,18 @@ class Settings:
     max_retries: Annotated[
         int, Meta(ge=0, le=1000), About("attempts to connect after the first one failed")
     ] = 3
-    hello_timeout_s: Annotated[Seconds, About("seconds a caller has to say who it is")] = 5.0
+    hello_timeout_s: Annotated[
+        Seconds, About("seconds that a connecting peer has to authenticate itself")
+    ] = 5.0
     max_pending: Annotated[
-        int, Meta(ge=1, le=10_000), About("callers at one time that have not said who they are")
+        int,
+        Meta(ge=1, le=10_000),
+        About("most connections at one time that are not authenticated yet"),
     ] = 64
     bucket_size_mb: Annotated[
         float, Meta(gt=0, le=65_536), About("megabytes (2**20 bytes) of gradients reduced together")
     ] = 25.0
-    segment_bytes: Annotated[Bytes, About("bytes of the largest piece sent as one frame")] = 1 << 19
+    segment_bytes: Annotated[Bytes, About("most bytes of payload in one frame")] = 1 << 19
     max_early_bytes: Annotated[
         Bytes, About("bytes kept per link for operations this rank has not begun yet")
     ] = 2 << 20
@@ -103,6 +108,11 @@ class Settings:
     ] = "sealed"
     log_level: Annotated[Level, About("least important log lines to show")] = "warning"
 
+    @property
+    def machine_name(self) -> str:
+        """``name``, or the host name if that is empty; at most 256 characters."""
+        return (self.name or socket.gethostname())[:256]
+
 
 def environment_name(setting: str) -> str:
     """The environment variable of a field: ``POTLUCK_GRADIENT_PORT`` for ``gradient_port``."""
@@ -111,7 +121,7 @@ def environment_name(setting: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """One setting for people: its variable, its default as text, what it is, in which unit."""
+    """One setting as the documentation lists it: ``about`` is its meaning and unit, in words."""
 
     name: str
     environment: str
@@ -128,10 +138,12 @@ def describe_settings() -> list[Description]:
 
 
 def load_settings(**arguments: Any) -> Settings:
-    """Defaults, overridden by the environment, overridden by ``arguments`` that are not None.
+    """The settings of this process: defaults, replaced by the environment, then by ``arguments``.
 
+    An argument that is None, or an empty variable, counts as not set. TypeError for an argument
+    that is no setting.
     ConfigurationError names the variable or argument, its value (never a secret's) and what is
-    expected there. An empty variable counts as not set.
+    expected there.
     """
     unknown = sorted(arguments.keys() - _fields().keys())
     if unknown:
@@ -145,24 +157,27 @@ def load_settings(**arguments: Any) -> Settings:
             continue
         try:
             values[name] = _converted(value, _types()[name])
-        except (ValueError, TypeError):  # which may quote a secret
-            is_argument = arguments.get(name) is not None
-            where = f"argument {name}" if is_argument else environment_name(name)
+        except (ValueError, TypeError):  # its text may quote a secret: it is dropped
             shown = repr(value) if _fields()[name].repr else "(not shown)"
             expected = _expected(_types()[name])
+            where = _source(name, arguments)
             problems.append(f"{where}={shown}: input should be {expected} ({_about(name)})")
     if problems:
         raise ConfigurationError("; ".join(problems)) from None
     settings = Settings(**values)
     if settings.psk is not None and settings.passphrase is not None:
-        raise ConfigurationError(
-            "POTLUCK_PSK and POTLUCK_PASSPHRASE are both set: each gives the cluster secret; "
-            "unset one"
-        )
+        both = " and ".join(_source(name, arguments) for name in ("psk", "passphrase"))
+        raise ConfigurationError(f"{both} are both set: each gives the cluster secret; unset one")
     try:
         return replace(settings, home=settings.home.expanduser())
     except RuntimeError as error:
-        raise ConfigurationError(f"POTLUCK_HOME={str(settings.home)!r}: {error}") from None
+        where = _source("home", arguments)
+        raise ConfigurationError(f"{where}={str(settings.home)!r}: {error}") from None
+
+
+def _source(name: str, arguments: dict[str, Any]) -> str:
+    """Where the value of a setting comes from, as errors name it: an argument or a variable."""
+    return environment_name(name) if arguments.get(name) is None else f"argument {name}"
 
 
 _TRUE, _FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "off", "f", "false", "n", "no")
@@ -175,7 +190,7 @@ _FROM_TEXT: dict[Any, Callable[[str], Any]] = {
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """``value`` as ``kind``, within its bounds; ValueError or TypeError if it is not."""
+    """``value`` as the type ``kind``; ValueError or TypeError if that is impossible."""
     base = kind.__origin__
     if isinstance(value, str) and base in _FROM_TEXT:
         value = _FROM_TEXT[base](value)

@@ -25,7 +25,7 @@ def environment(own_environment: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def on(home: Path) -> dict[str, str]:
-    return {**os.environ, "POTLUCK_HOME": str(home)}
+    return {**os.environ, "POTLUCK_HOME": str(home), "POTLUCK_NAME": home.name}
 
 
 def potluck(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,6 +56,7 @@ def test_a_second_machine_joins_and_a_wrong_code_voids_the_next_one(environment:
     assert gave["node"] == made["node"]
     second_node = json.loads(potluck(second, "init", "--json").stdout)["node"]
     assert newcomer["node"] == second_node
+    assert (gave["name"], newcomer["name"]) == ("first", "second")
     secrets = [(home / "cluster_secret").read_text() for home in (first, second)]
     assert secrets[0] == secrets[1]
     assert secrets[0].strip() not in joined.stdout + joined.stderr

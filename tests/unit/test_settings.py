@@ -52,6 +52,8 @@ def test_a_home_of_an_unknown_user_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("POTLUCK_HOME", "~no-such-user/potluck")
     with pytest.raises(ConfigurationError, match="POTLUCK_HOME='~no-such-user/potluck'"):
         load_settings()
+    with pytest.raises(ConfigurationError, match=r"^argument home='~nobody-here/potluck'"):
+        load_settings(home="~nobody-here/potluck")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -111,7 +110,7 @@ async def _ask(settings: Settings, text: str, address: str, wait_s: float) -> Ha
 
     code = parse_code(text)
     node = node_id_of(load_or_create_identity(settings.home).public_key())
-    me = Newcomer(node, socket.gethostname()[:256])
+    me = Newcomer(node, settings.machine_name)
     if address:
         places = parse_peers(address, 0) if ":" in address else ()
         if len(places) != 1 or not places[0][1]:

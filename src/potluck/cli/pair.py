@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -59,7 +58,7 @@ async def _wait(settings: Settings, code: Code, minutes: float, port: int, json:
     from potluck.wire.pairing import Handover
 
     node = load_credentials(settings).node_id
-    secret = Handover(load_secret(settings), node, socket.gethostname()[:256])
+    secret = Handover(load_secret(settings), node, settings.machine_name)
 
     def show(bound: int) -> None:
         addresses = [

@@ -8,7 +8,6 @@ end of links at ``links.peers``, requests of this machine's commands at ``links.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -77,7 +76,7 @@ class NodeAgent:
         self._finders = finders
         self._is_private = is_private
         self._bind = "127.0.0.1" if is_private else host
-        self._name = (settings.name or socket.gethostname())[:256]
+        self._name = settings.machine_name
         self._names = NodeNames(self.credentials.node_id, self._name)
         self._wanted_port = settings.discovery_port if port is None else port
         self._trust = TrustStore(settings.home)
