@@ -1,5 +1,6 @@
-"""Measuring collectives side by side: potluck and other libraries, in turns, in one run.
+"""Benchmarks of collectives: potluck and other libraries, measured in turns in one run.
 
-``comparison`` runs a whole comparison, ``crew`` the processes of one peer, ``worker`` is what each
-of those processes does, and ``libraries`` holds one file per library under test.
+A *peer* is a library under test with its settings (``peers``). ``comparison`` runs a comparison of
+peers, ``crew`` the processes of one peer; ``worker`` is the program of these processes, and
+``libraries`` has one file for each library.
 """

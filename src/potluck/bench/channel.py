@@ -1,8 +1,8 @@
-"""How a comparison talks to its workers: lines of JSON over a socket that blocks while idle.
+"""The control channel between a comparison and its workers: lines of JSON over a blocking socket.
 
-Not stdin: mpirun gives that to rank 0 only. A Unix socket reaches into other network namespaces,
-and other users can't open it; systems without them get one on the loopback. Either way a worker
-must know the token that it was started with.
+mpirun forwards stdin to rank 0 only, so stdin can't be used. A Unix socket reaches into other
+network namespaces, and other users can't open it; on Windows it is a TCP socket on the loopback. In
+both cases a worker must send the token that was put into its environment.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LOOK_S = 0.2
 
 
 class ChannelClosed(Exception):
-    """The other side has gone."""
+    """The other end closed the channel, or its process ended."""
 
 
 class Channel:
-    """One end of the conversation."""
+    """One end of a control channel."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -37,7 +37,8 @@ class Channel:
 
     @classmethod
     def connect(cls, address: str, **hello: Any) -> Channel:
-        """The worker's end, opened with a first message."""
+        """The worker's end, connected to a listener's ``address``; ``hello`` is its first
+        message."""
         kind, _, where = address.partition(":")
         if kind == "unix":
             need_posix("a Unix socket")
@@ -50,26 +51,27 @@ class Channel:
         return channel
 
     def send(self, **message: Any) -> None:
-        """ChannelClosed if nobody is there any more."""
+        """Send one message; ChannelClosed if the other end is closed."""
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """The next message. ChannelClosed at the end, TimeoutError if none came in time."""
+        """The next message. ChannelClosed at the end of the channel; TimeoutError if no message is
+        complete after ``timeout_s`` seconds (None: wait without a limit)."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             left = None if deadline is None else max(0.001, deadline - time.monotonic())
             self._socket.settimeout(left)
             try:
                 data = self._socket.recv(1 << 16)
-            except TimeoutError:
+            except TimeoutError:  # an OSError, too
                 raise
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
             if not data:
-                raise ChannelClosed("it ended")
+                raise ChannelClosed("the other end closed it")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
@@ -80,7 +82,8 @@ class Channel:
 
 
 class WorkerListener:
-    """Where one peer's workers call; ``address`` and ``token`` go into their environment."""
+    """The socket that the workers of one peer connect to. ``address`` and ``token`` go into their
+    environment."""
 
     def __init__(self, folder: Path) -> None:
         self.token = secrets.token_hex(16)
@@ -97,9 +100,11 @@ class WorkerListener:
     def gather(
         self, ranks: Sequence[int], timeout_s: float, check: Callable[[], None]
     ) -> list[tuple[Channel, dict[str, Any]]]:
-        """The channels of the workers of these ranks and their first messages, in their order.
+        """Accept the workers of ``ranks``: the channel and the first message of each, in that
+        order.
 
-        ``check`` is called while waiting; TimeoutError if they are not all there in time.
+        ``check`` is called every 0.2 s meanwhile, and may raise. TimeoutError, with the ranks that
+        are missing, after ``timeout_s`` seconds.
         """
         found: dict[int, tuple[Channel, dict[str, Any]]] = {}
         deadline = time.monotonic() + timeout_s
@@ -108,7 +113,8 @@ class WorkerListener:
             check()
             if time.monotonic() > deadline:
                 absent = [rank for rank in ranks if rank not in found]
-                raise TimeoutError(f"rank {', '.join(map(str, absent))} did not start in time")
+                ranks_absent = ", ".join(map(str, absent))
+                raise TimeoutError(f"rank {ranks_absent} did not start within {timeout_s:g} s")
             with contextlib.suppress(TimeoutError):
                 channel = Channel(self._socket.accept()[0])
                 with contextlib.suppress(ChannelClosed, ValueError, KeyError):

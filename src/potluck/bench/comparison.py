@@ -1,9 +1,9 @@
-"""Comparing peers: all are started, then rounds alternate between them; the rest are medians.
+"""A comparison of peers: all are started, rounds alternate between them, and figures are medians.
 
-A round is one call that is not counted (unless a call takes long), a barrier, and as many calls as
-fill its share of the time; its figure is the seconds per call of the slowest rank. Who goes first
-changes with every round. While one peer measures the others block on a socket, outside of their
-libraries.
+A round of a peer is one warm-up call (but for calls that take long), a barrier, and as many calls
+as fill ``round_s``; its figure is the seconds per call of the slowest rank. The order of the peers
+rotates with every round. While one peer is measured, the workers of the others block on their
+control channels, outside of their libraries.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from potluck.bench.predicted import predicted_s
 from potluck.bench.sizes import show
 
 Report = Callable[[str, float], None]
-"""Told what is being done, and what part (0 to 1) of the comparison is behind us."""
+"""``report(text, part)`` is called with the current step and the part (0 to 1) that is done."""
 
 
 _MAX_CALLS = 20_000
 _MANY_CALLS = 1_000
-"""Of so many calls in a round, as many are timed one by one; of fewer, all together."""
+"""A round of at least this many calls also times this many calls one by one."""
 _LONG_S = 0.25
-"""A call of this length is not made twice to count once: what it warms is gone at its end."""
+"""Calls that take longer get no warm-up: their data does not stay in the caches anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonPlan:
-    """What to compare. Sizes are in bytes of the whole data, see ``operations``."""
+    """What to compare. Sizes are bytes of the whole data, as ``operations`` defines them."""
 
     peers: Sequence[str]
     world_sizes: Sequence[int] = (2, 4)
     cases: Sequence[tuple[str, int]]
-    """Operations and sizes."""
+    """Operations, and bytes of each."""
     rounds: int = 7
     round_s: float = 0.1
     memory: bool = True
-    """Whether memory above the buffers is measured, too, at each operation's largest size."""
+    """Whether to measure memory above the buffers too, at the largest size of each operation."""
 
     def largest(self, operation: str) -> int:
-        """The largest size that ``operation`` is measured with."""
+        """The largest size of ``operation``, in bytes."""
         return max(nbytes for name, nbytes in self.cases if name == operation)
 
 
@@ -64,10 +64,11 @@ def compare(
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
     report: Report = lambda text, part: None,
 ) -> dict[str, Any]:
-    """Run the whole plan; the result is ready for JSON, ``on_row`` gets each row as it is there.
+    """Run the whole plan. The result is ready for JSON; ``on_row`` is called with each finished
+    row.
 
-    A peer other than potluck that fails is left out from then on, and ``left_out`` says why.
-    BenchError if potluck itself fails.
+    If a peer of another library fails, the other peers go on, and the result's ``left_out`` maps
+    its name to the reason. BenchError if a peer of potluck fails.
     """
     facts = machine()
     rows: list[dict[str, Any]] = []
@@ -109,7 +110,7 @@ def crews(
     left_out: dict[str, str],
     placement: Here | None = None,
 ) -> Iterator[list[Crew]]:
-    """A crew for each peer, all started at once. Who does not start is ``left_out``."""
+    """A crew for each peer, all started at once. Peers that fail to start go to ``left_out``."""
     with (
         tempfile.TemporaryDirectory(prefix="potluck-bench-") as folder,
         contextlib.ExitStack() as stack,
@@ -136,7 +137,7 @@ def _leave_out(crew: Crew, error: BenchError, left_out: dict[str, str]) -> None:
 
 
 class _Row:
-    """One operation, size and number of workers."""
+    """The measurement of one row: an operation, a size and a number of workers, for all peers."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class _Row:
         left_out: dict[str, str],
         placement: Here,
     ) -> None:
-        """``case``: the operation, the number of workers, the bytes."""
+        """``case``: the operation, the number of workers, the bytes of the whole data."""
         operation, world_size, nbytes = case
         self._placement = placement
         self._plan, self._crews, self._left_out = plan, crews, left_out
@@ -157,7 +158,7 @@ class _Row:
         self._is_short: dict[str, bool] = {}
 
     def run(self, report: Report) -> dict[str, Any]:
-        """Check each peer, then time them in turns."""
+        """Check the results of each peer, then time the peers in turns; the row for the table."""
         plan = self._plan
         report(f"{self._title()}: checking sums", 0.0)
         self._each(self._begin)
@@ -214,7 +215,8 @@ class _Row:
         }
 
     def _calls_for(self, crew: Crew) -> int:
-        """How many calls fill a round, found by growing steps: one stall must not decide it."""
+        """The number of calls that fill a round. It grows in steps with the shortest time seen, so
+        that a single stall does not decide it."""
         calls, each = 1, self._time(crew, 1, warm=False)["seconds"]
         while calls * each < self._plan.round_s / 2 and calls < _MAX_CALLS:
             calls = min(10 * calls, max(2 * calls, round(self._plan.round_s / each)), _MAX_CALLS)
@@ -262,7 +264,7 @@ class _Row:
 
 
 def _seconds_of_a_copy(nbytes: int) -> float:
-    """One thread copies memory that it has touched before: a measure of the machine itself."""
+    """Seconds in which one thread copies ``nbytes`` of touched memory: the machine's own speed."""
     source, target = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
     np.copyto(target, source)
     calls = max(1, (4 << 20) // nbytes)

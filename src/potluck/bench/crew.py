@@ -1,4 +1,4 @@
-"""The processes of one peer: started, asked, ended."""
+"""A crew: the worker processes of one peer. They are started, given tasks, and ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ _FOREIGN = ("POTLUCK_AGENT", "POTLUCK_JOB", "POTLUCK_WORKER", "TORCHELASTIC_USE_
 
 
 class Crew:
-    """All ranks of one peer. They start at once; ``join`` waits until they are there."""
+    """All ranks of one peer. The constructor starts them; ``join`` waits for their group.
+
+    ``placement`` says where they run, ``program`` is the command line of a worker. Used as a
+    context manager, the crew ends its processes, or kills them after an exception.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,7 @@ class Crew:
         self._folder.mkdir()
         self._place = placement or Here()
         self._ranks = self._place.ranks(world_size)
-        self._switchboard = WorkerListener(self._folder)
+        self._listener = WorkerListener(self._folder)
         self._channels: list[Channel] = []
         self._ports = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -61,12 +65,13 @@ class Crew:
             raise
 
     def join(self, timeout_s: float = START_S) -> None:
-        """Wait until all ranks have formed their group; BenchError if they do not."""
+        """Wait until all ranks have formed their group. BenchError, with the last lines of a rank's
+        output, if one ended or ``timeout_s`` seconds are over."""
         self._together(lambda: self._join(timeout_s))
 
     def _join(self, timeout_s: float) -> list[dict[str, Any]]:
         try:
-            found = self._switchboard.gather(self._ranks, timeout_s, self._check_alive)
+            found = self._listener.gather(self._ranks, timeout_s, self._check_alive)
         except TimeoutError as error:
             raise BenchError(f"{self.peer.name}: {error}{self._last_words()}") from None
         finally:
@@ -78,7 +83,8 @@ class Crew:
         return []
 
     def ask(self, do: str, **details: Any) -> list[dict[str, Any]]:
-        """Let all ranks do something; their answers in rank order."""
+        """Give all ranks the task ``do``; their answers in rank order. BenchError if a rank fails,
+        or gives no answer within ``ANSWER_S`` seconds."""
         return self._together(lambda: self._ask(do, details))
 
     def _ask(self, do: str, details: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -86,7 +92,7 @@ class Crew:
         return self._answers(do)
 
     def _together(self, do: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """What all machines' ranks say; BenchError on all of them if it failed on one."""
+        """The answers of all machines' ranks; BenchError on every machine if one of them failed."""
         try:
             mine: dict[str, Any] = {"answers": do()}
         except BenchError as error:
@@ -98,7 +104,7 @@ class Crew:
         return [answer for found in everyone for answer in found["answers"]]
 
     def ask_one(self, rank: int, do: str, **details: Any) -> dict[str, Any]:
-        """Let one rank of this machine do something that needs no other."""
+        """Give one rank of this machine a task that is no collective; its answer."""
         channel = self._channels[rank]
         try:
             channel.send(do=do, **details)
@@ -128,7 +134,8 @@ class Crew:
         return found
 
     def end(self) -> None:
-        """Let all ranks leave in order; whoever does not is killed."""
+        """Tell all ranks to leave their group; kill the processes that run after ``_END_S``
+        seconds."""
         with contextlib.suppress(BenchError, subprocess.TimeoutExpired):
             self._tell("end", {})
             deadline = time.monotonic() + _END_S
@@ -137,14 +144,14 @@ class Crew:
         self.kill()
 
     def kill(self) -> None:
-        """End everything that was started, now. Idempotent."""
+        """Kill all processes and close all sockets. Idempotent."""
         self._ports.close()
         for channel in self._channels:
             channel.close()
-        self._switchboard.close()
+        self._listener.close()
         for process in self._processes:
             if process.poll() is None:
-                # mpirun takes its ranks along when it is asked, not when it is killed.
+                # mpirun ends its ranks on SIGTERM; a SIGKILL would leave them running.
                 process.send_signal(signal.SIGTERM if self.peer.one_launcher else SIGKILL)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -173,7 +180,7 @@ class Crew:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is ours; we end them
+                    start_new_session=True,  # Ctrl-C reaches the comparison only, which ends them
                 )
             )
 
@@ -189,8 +196,8 @@ class Crew:
             store = f"tcp://{place.address(0)}:{ports[0]}"
         return {
             **{name: value for name, value in os.environ.items() if name not in _FOREIGN},
-            "BENCH_ADDRESS": self._switchboard.address,
-            "BENCH_TOKEN": self._switchboard.token,
+            "BENCH_ADDRESS": self._listener.address,
+            "BENCH_TOKEN": self._listener.token,
             **({"POTLUCK_PSK": secrets.token_hex(32)} if place.is_one_machine else {}),
             "GLOO_SOCKET_IFNAME": place.interface,
             "BENCH_STORE": store,
@@ -207,7 +214,7 @@ class Crew:
         local = self._place.local_rank(rank)
         variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "MLX_RANK": str(rank)}
         if self._place.is_one_machine:
-            # One home is one node: ranks on other hosts have another.
+            # A home stands for a node: ranks on different hosts must not share it.
             variables["POTLUCK_HOME"] = str(self._folder / f"home-{rank - local}")
         return variables
 
@@ -220,10 +227,10 @@ class Crew:
     def _check_alive(self) -> None:
         for number, process in enumerate(self._processes):
             if process.poll() is not None:
-                who = f"rank {self._ranks[number]}"
-                who = self.peer.program if self.peer.one_launcher else who
+                rank = f"rank {self._ranks[number]}"
+                name = self.peer.program if self.peer.one_launcher else rank
                 raise BenchError(
-                    f"{self.peer.name}: {who} ended with code {process.returncode} while it "
+                    f"{self.peer.name}: {name} ended with code {process.returncode} while it "
                     f"started{self._last_words(number)}"
                 )
 

@@ -1,4 +1,4 @@
-"""The machine that figures were taken on: what a reader must know, no host name, no path."""
+"""A description of the machine that was measured, without host names and paths."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ def machine() -> dict[str, Any]:
 
 
 def load() -> float | None:
-    """Processes that ran or waited to run in the last minute, on average; ours included."""
+    """The load average of the last minute; None on systems without one."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def core_to_core_s() -> float | None:
-    """Seconds until a core sees what another has written, both spinning: about 3 ms to measure.
+    """The latency between two cores: seconds until one sees what the other has written, both
+    spinning.
 
-    None without the native core or a second core. In a virtual machine it may change from one
-    second to the next: the host moves the cores, near to each other or far apart.
+    Takes about 3 ms. None without the native core or a second core. In a virtual machine it may
+    change within a second, when the host moves the virtual cores to other physical ones.
     """
     return (native.core.shm_costs()[0] or None) if native.available else None
 
 
 def processor() -> str:
-    """Its model, as the system names it."""
+    """The processor's model, as the system names it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for text in cpuinfo.read_text().splitlines():
@@ -59,7 +60,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, ``-dirty`` if anything in it was changed; empty outside of one."""
+    """The commit of this checkout, with ``-dirty`` if a file was changed; empty outside of Git."""
     try:
         head = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude", "*"],
@@ -75,7 +76,7 @@ def commit() -> str:
 
 
 def heading(facts: dict[str, Any]) -> str:
-    """The same in three lines for people."""
+    """The facts of ``machine()`` in three lines of text."""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     commit = f", commit {facts['commit']}" if facts["commit"] else ""
     load = "" if facts["load"] is None else f", load before: {facts['load']:g}"

@@ -1,9 +1,9 @@
-"""What is measured: the collectives, their inputs, their right results, their bus bandwidth.
+"""The collectives that are measured: their inputs, expected results and bus bandwidth.
 
-Bus bandwidth is nccl-tests' (its doc/PERFORMANCE.md): the size over the time, times the part of the
-data that has to cross each rank's wire, so that it can be compared with what the wire does. The
-size is that of the whole data: of the buffer for all-reduce, broadcast and reduce, of all ranks'
-parts together for the others.
+Bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): size over time, times the part of
+the data that must cross each rank's network interface, so that it compares with the interface's
+speed. The size counts the whole data: the buffer for all-reduce, broadcast and reduce, all ranks'
+parts together for the others. All elements are float32.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 _PERIOD = 65_521
-"""Numbers after which inputs repeat. A prime: a chunk at a wrong place has wrong numbers."""
+"""Inputs repeat after this many numbers. A prime, so that no chunk size is a multiple of the period
+and a misplaced chunk has wrong numbers."""
 
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "all-to-all")
 
 
 def bus_factor(operation: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth."""
+    """Bus bandwidth divided by algorithm bandwidth (size over time)."""
     if operation in ("broadcast", "reduce"):
         return 1.0
     factor = (world_size - 1) / world_size
@@ -28,28 +29,30 @@ def bus_factor(operation: str, world_size: int) -> float:
 
 
 def bus_bandwidth(operation: str, world_size: int, nbytes: int, seconds: float) -> float:
-    """Bytes per second of one call that took ``seconds``."""
+    """Bus bandwidth, in bytes per second, of one call that took ``seconds``."""
     return nbytes / seconds * bus_factor(operation, world_size)
 
 
 def zeros(operation: str, world_size: int, nbytes: int) -> Floats:
-    """An input to time with: zeros stay zeros however often they are summed.
+    """An input for timing: zeros, which stay zeros in repeated sums.
 
-    Written, not only asked for: memory that was never written is one page of zeros to the system,
-    and reading that is faster than reading memory.
+    The memory is written, because the system backs unwritten memory by a single page of zeros,
+    which is read faster.
     """
     return np.full(_count(operation, world_size, nbytes), 0, np.float32)
 
 
 def known(operation: str, world_size: int, nbytes: int, rank: int) -> Floats:
-    """Rank ``rank``'s input to check with: standard normal numbers that all processes know."""
+    """The input of ``rank`` for checks: standard normal numbers, from a seed that all ranks
+    share."""
     return _repeated(_block(rank), _count(operation, world_size, nbytes))
 
 
 def expected(operation: str, world_size: int, nbytes: int, rank: int) -> Floats:
-    """What rank ``rank`` must end with (root 0), if all started with ``known`` inputs.
+    """The right result on ``rank`` (root 0) for inputs of ``known``.
 
-    Sums are float64's, rounded once. Empty where nothing is said of the result.
+    Sums are computed in float64 and rounded once. Empty where the result is undefined: of a reduce
+    on ranks other than the root. ValueError for an operation that is not measured.
     """
     count = _count(operation, world_size, nbytes)
     match operation:
@@ -70,7 +73,7 @@ def expected(operation: str, world_size: int, nbytes: int, rank: int) -> Floats:
 
 
 def same_on_all(operation: str) -> bool:
-    """Whether all ranks end with the same bits."""
+    """Whether all ranks must end with the same bits."""
     return operation in ("all-reduce", "all-gather", "broadcast")
 
 
@@ -94,11 +97,14 @@ def _part(whole: Floats, world_size: int, rank: int) -> Floats:
 
 
 def _count(operation: str, world_size: int, nbytes: int) -> int:
-    """Elements of one rank's input."""
+    """The number of elements of one rank's input."""
     count = nbytes // 4
     if operation in ("broadcast", "reduce", "all-reduce"):
         return count
     part = count // world_size
     if not part:
-        raise ValueError(f"{nbytes} bytes are less than one float32 for each of {world_size} ranks")
+        raise ValueError(
+            f"{nbytes} bytes are less than one float32 for each of {world_size} ranks; {operation} "
+            f"needs a size of at least {4 * world_size} bytes"
+        )
     return part if operation == "all-gather" else part * world_size

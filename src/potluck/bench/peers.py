@@ -1,7 +1,7 @@
-"""The peers: libraries under test and ways to run them, by name.
+"""The peers of a comparison: a library under test and the settings to run it with, by name.
 
-A peer is what ``--against`` names. Several may share a library: ``potluck-tls`` is potluck with
-shared memory switched off. ``missing`` says what a peer lacks here; it imports nothing.
+``potluck bench --against`` takes these names. Peers may share a library: ``potluck-tls`` is potluck
+with shared memory switched off.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ NO_SHARED_MEMORY = {"POTLUCK_USE_SHARED_MEMORY": "0"}
 
 @dataclass(frozen=True, slots=True)
 class Competitor:
-    """One column of the table."""
+    """One peer, a column of the table. ``module`` is its file in ``libraries``, ``about`` its line
+    in the help, ``needs`` are Python packages and ``program`` an executable that it needs;
+    ``install`` is the command that installs them. ``environment`` is added to its workers'
+    variables."""
 
     name: str
     module: str
@@ -29,12 +32,12 @@ class Competitor:
     install: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """What potluck's calls get besides their arrays."""
+    """Keyword arguments of potluck's all_reduce."""
     tolerance: float = 1e-4
-    """Largest error of a right sum of standard normal numbers: float32's, or a codec's."""
+    """The largest absolute error of a correct sum of standard normal numbers."""
     program: str = ""
     one_launcher: bool = False
-    """Its processes are started by one ``program``, not one by one."""
+    """Whether ``program`` starts all ranks, instead of one process for each."""
 
 
 PEERS = {
@@ -117,7 +120,8 @@ OTHERS = ("gloo", "mpi", "mlx")
 
 
 def missing(peer: Competitor) -> str:
-    """What ``peer`` lacks on this machine and the command that brings it; empty if nothing."""
+    """What ``peer`` lacks on this machine and the command that installs it; empty if nothing. No
+    package is imported."""
     for package in peer.needs:
         if importlib.util.find_spec(package) is None:
             return f"the Python package {package!r} is not installed: {peer.install}"
@@ -127,7 +131,7 @@ def missing(peer: Competitor) -> str:
 
 
 def open_library(peer: Competitor) -> BenchLibrary:
-    """In a worker process: import the library of ``peer`` and join its group."""
+    """Import the library of ``peer`` in this worker process and join its group."""
     module = importlib.import_module(f"potluck.bench.libraries.{peer.module}")
     library: BenchLibrary = module.open_library(dict(peer.arguments))
     return library

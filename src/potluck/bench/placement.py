@@ -1,7 +1,7 @@
-"""Where the ranks of a comparison run: here, in hosts of a shaped network, or on several machines.
+"""Placements: where the ranks of a comparison run. On this machine, or one rank on each of several.
 
-On several machines every machine runs the same comparison in step, each with its own rank of every
-peer; ``exchange`` merges what they find, so that all decide alike.
+On several machines each machine runs the same comparison in lockstep, with one rank of every peer;
+``exchange`` gathers the results of all, so that all machines take the same decisions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _EXCHANGE_S = 900.0
 
 
 class BenchError(PotluckError):
-    """A peer did not start, failed, or gave no answer; the text says which rank, and its words."""
+    """A peer did not start, failed or gave no answer. The text names the peer and the rank, and
+    ends with the last lines of its output."""
 
 
 class Here:
-    """All ranks on this machine, over its loopback. Others are like it, but for what they say."""
+    """All ranks on this machine, over its loopback; also the base of other placements."""
 
     interface = "lo0" if sys.platform == "darwin" else "lo"
     """The network interface that Gloo is told to use."""
@@ -43,23 +44,25 @@ class Here:
         return arguments
 
     def address(self, rank: int) -> str:
-        """How the other ranks reach it."""
+        """The address at which the other ranks reach ``rank``."""
         return "127.0.0.1"
 
     def local_rank(self, rank: int) -> int:
-        """Its number on its machine."""
+        """The number of ``rank`` among the ranks of its machine."""
         return rank
 
     def exchange(self, found: dict[str, Any]) -> list[dict[str, Any]]:
-        """``found`` of every process that starts ranks, in the order of their ranks."""
+        """Gather ``found`` of all machines, in the order of their ranks. A collective call."""
         return [found]
 
 
 class OnCluster(Here):
-    """One rank of every peer per machine; ``peers`` are the machines' ``host:port``, ``rank`` ours.
+    """One rank of every peer on each machine. ``peers`` are the machines' ``host:port``, and
+    ``rank`` is the index of this machine among them.
 
-    Waits until all machines are there. The ports are for the comparison itself (potluck's links,
-    under the cluster secret that all must hold); the peers under test take any free ones.
+    The constructor waits up to 10 minutes for the other machines. The ports belong to the
+    comparison itself (potluck's links, authenticated by the cluster secret that all machines must
+    hold); the peers under test use free ports.
     """
 
     is_one_machine = False
@@ -96,17 +99,18 @@ class OnCluster(Here):
         ]
 
     def agree(self, what: str, mine: str) -> None:
-        """ConfigurationError on all machines if they were not given the same."""
+        """ConfigurationError on all machines if ``mine``, the value of the option ``what``,
+        differs."""
         found = [each["given"] for each in self.exchange({"given": mine})]
         for rank, theirs in enumerate(found):
             if theirs != found[0]:
                 raise ConfigurationError(
-                    f"machine 0 was given {what} {found[0]}, machine {rank} {theirs}; start the "
-                    "same command on all, with another --rank"
+                    f"machine 0 was given {what} {found[0]}, machine {rank} {theirs}; run the "
+                    "same command on all machines, with only --rank different"
                 )
 
     def close(self) -> None:
-        """Leave the others in order."""
+        """Leave the group of the machines."""
         self._ctx.close()
 
     def __enter__(self) -> OnCluster:
@@ -118,7 +122,8 @@ class OnCluster(Here):
 
 @contextlib.contextmanager
 def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Free ports that, on Linux, nobody but a server that reuses addresses can take meanwhile."""
+    """Free TCP ports. On Linux they stay bound until the end, so that only servers that set
+    SO_REUSEADDR, as the peers do, can take them."""
     with contextlib.ExitStack() as stack:
         ports = []
         for _ in range(count):

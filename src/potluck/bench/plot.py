@@ -1,4 +1,4 @@
-"""A comparison as a picture."""
+"""The figure of a comparison, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _OTHER_COLORS = ("#be185d", "#78716c", "#0f172a")
 
 
 def draw(result: Mapping[str, Any], file: Path) -> None:
-    """For each operation and number of workers: time and bus bandwidth over the size, log axes.
+    """Write the figure to ``file``, whose suffix chooses the format. It has a column of panels for
+    each operation and number of workers: time and bus bandwidth over the size, with log axes.
 
-    Raises MissingDependency without matplotlib. The file's ending chooses the format.
+    MissingDependency without matplotlib.
     """
     require("matplotlib", "bench")
     from matplotlib.figure import Figure

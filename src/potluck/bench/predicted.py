@@ -1,4 +1,4 @@
-"""The time that potluck's cost model gives a call, to be shown beside the measured one."""
+"""The time that potluck's cost model predicts for a call, shown beside the measured time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from potluck.types import ReduceOp
 def predicted_s(
     peer: Competitor, operation: str, world_size: int, nbytes: int, placement: Here
 ) -> float | None:
-    """Seconds; None where the model says nothing.
+    """The predicted seconds of one call, or None where the model does not apply.
 
-    It knows potluck's plans over links: no other library, no codec, no call through shared memory.
+    The model covers potluck's plans over links: no other library, no codec, no shared memory.
     """
     if peer.module != "ours" or "codec" in peer.arguments:
         return None

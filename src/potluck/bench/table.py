@@ -1,4 +1,4 @@
-"""A comparison as text: one line per row, as it comes."""
+"""The table of a comparison as text, line by line while it is measured."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ best/1st: the fastest other library's time over the first column's; above 1, the
 
 
 class Table:
-    """Columns for ``peers``; the first one is what the others are compared with."""
+    """A table with a column for each peer; the others are compared with the first."""
 
     def __init__(self, peers: Sequence[str]) -> None:
         self._first, *self._rest = peers
         self._rivals = [name for name in self._rest if not name.startswith("potluck")]
 
     def head(self) -> str:
-        """The titles of the columns."""
+        """The line of column titles."""
         text = f"{'operation':<14}{'workers':>7}{'size':>9}{self._first:>15}{'model':>11}"
         text += f"{'bus GB/s':>10}{'CPU s/GB':>10}"
         text += "".join(f"{name:>19}" for name in self._rest)
@@ -33,7 +33,7 @@ class Table:
         return text
 
     def line(self, row: Mapping[str, Any]) -> str:
-        """One row of a result."""
+        """The line of one row of a result."""
         peers = row["peers"]
         text = f"{row['operation']:<14}{row['world_size']:>7}{show(row['nbytes']):>9}"
         mine = peers.get(self._first)
@@ -53,7 +53,8 @@ class Table:
         return text
 
     def foot(self, result: Mapping[str, Any]) -> str:
-        """What each peer was, the memory it needed, and who is missing."""
+        """The lines below the table: each peer's version, its memory, the peers left out, the
+        load."""
         lines = [f"{name}: {text}" for name, text in result["peers"].items()]
         for row in result["rows"]:
             held = {name: cell.get("memory_bytes") for name, cell in row["peers"].items()}
@@ -80,18 +81,18 @@ class Table:
 
 
 def best_of(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
-    """The fastest of the peers ``names`` that have the operation; None if none has."""
+    """The cell of the fastest of the peers ``names``; None if none of them has this operation."""
     cells: list[dict[str, Any]] = [row["peers"][name] for name in names if name in row["peers"]]
     return min(cells, key=lambda cell: float(cell["median_s"]), default=None)
 
 
 def ratio(other: Mapping[str, Any], mine: Mapping[str, Any]) -> float:
-    """How many times as long the other takes."""
+    """The median time of ``other`` divided by that of ``mine``."""
     return float(other["median_s"] / mine["median_s"])
 
 
 def is_right(result: Mapping[str, Any]) -> bool:
-    """Whether all sums were right and all ranks ended with the same bits."""
+    """Whether all results were correct, with the same bits on all ranks."""
     return all(cell["correct"] for row in result["rows"] for cell in row["peers"].values())
 
 

@@ -1,7 +1,8 @@
-"""One rank of one peer: joins the peer's group, then does what the comparison asks for.
+"""The worker program: one rank of one peer, which joins the peer's group and then serves requests.
 
-Started as ``python -m potluck.bench.worker PEER``. Between two requests it blocks on its channel,
-outside of the library under test, so that a peer that waits by spinning disturbs nobody.
+Run as ``python -m potluck.bench.worker PEER``. Between two requests it blocks on its control
+channel, outside of the library under test, so that a library that waits by spinning uses no CPU
+time of the other peers.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from potluck.bench.peers import PEERS, Competitor, open_library
 
 
 class Worker:
-    """The library, and the buffers of the operation that was asked for last."""
+    """A library under test, with the buffers of the last operation that was requested."""
 
     def __init__(self, library: BenchLibrary) -> None:
         self.library = library
         self._case: Case | None = None
         self._key: tuple[str, int] | None = None
-        judge("all-reduce", library.world_size, 1 << 16, library.rank, None)  # loads its code
+        judge("all-reduce", library.world_size, 1 << 16, library.rank, None)  # NumPy loads its code
         release_free_memory()
         self._at_first = resident()
-        library.barrier()  # whoever makes links late has them now
+        library.barrier()  # makes the connections of libraries that connect at the first call
 
     def case(self, operation: str, nbytes: int) -> Case:
-        """Buffers of zeros, kept until another operation or size is asked for."""
+        """The operation on buffers of zeros, kept until another operation or size is requested."""
         if self._key != (operation, nbytes):
             self._case = self._key = None
             mine = operations.zeros(operation, self.library.world_size, nbytes)
@@ -49,7 +50,7 @@ class Worker:
         return self._case
 
     def check(self, operation: str, nbytes: int) -> dict[str, Any]:
-        """One call on known numbers: the largest error, and a digest of the result."""
+        """One call on known numbers: the largest error and a digest of the result."""
         rank, world_size = self.library.rank, self.library.world_size
         self._case = self._key = None
         mine = operations.known(operation, world_size, nbytes, rank)
@@ -66,7 +67,7 @@ class Worker:
         return {"has": True} | judge(operation, world_size, nbytes, rank, case.result())
 
     def time(self, operation: str, nbytes: int, calls: int, warm: bool) -> dict[str, Any]:
-        """Seconds and CPU seconds of ``calls`` calls, after one that is not counted if ``warm``."""
+        """The seconds and CPU seconds of ``calls`` calls; ``warm``: after one warm-up call."""
         call = self.case(operation, nbytes).call
         if warm:
             call()
@@ -78,7 +79,8 @@ class Worker:
         return {"seconds": seconds, "cpu_s": time.process_time() - cpu}
 
     def one_call(self, operation: str, nbytes: int, calls: int) -> dict[str, Any]:
-        """Median seconds of one call of ``calls``, with a clock's reading: `time` reads none."""
+        """The median of ``calls`` calls timed one by one, in seconds. Includes reading the clock,
+        which ``time`` does not."""
         call = self.case(operation, nbytes).call
         clock = time.perf_counter
         stamps = [0.0] * (calls + 1)
@@ -90,9 +92,10 @@ class Worker:
         return {"seconds": float(np.median(np.diff(stamps)))}
 
     def memory(self, operation: str, nbytes: int) -> dict[str, Any]:
-        """Bytes above the user's buffers: the most that this process holds during three calls,
-        with its part of shared memory, less the buffers and what it held before its first call
-        (without shared memory): so links count, too, where they are made when first needed."""
+        """The memory of the library in bytes: the peak of this process in three calls, with its
+        part of shared memory, less the user's buffers and the memory before the first call.
+        Connections that are made at the first call count. None where the system does not report
+        it."""
         self._case = self._key = None
         release_free_memory()
         case = self.case(operation, nbytes)
@@ -109,7 +112,7 @@ class Worker:
 def judge(
     operation: str, world_size: int, nbytes: int, rank: int, result: Floats | None
 ) -> dict[str, Any]:
-    """The largest error of ``result`` (None: of the input), and a digest of it."""
+    """The largest absolute error and the SHA-256 of ``result`` (None: of the input)."""
     if result is None:
         result = operations.known(operation, world_size, nbytes, rank)
     expected = operations.expected(operation, world_size, nbytes, rank)
@@ -120,8 +123,8 @@ def judge(
 
 
 def resident(*, peak: bool = False) -> int | None:
-    """Bytes of this process in memory without shared memory; the highest value with it, if
-    ``peak``. None where the system does not tell."""
+    """Resident bytes of this process without shared memory; ``peak``: the highest value so far,
+    with shared memory. None on systems without ``/proc``."""
     try:
         kib = _kib("status", "VmHWM", "VmRSS", "RssShmem")
     except (OSError, KeyError):
@@ -130,8 +133,8 @@ def resident(*, peak: bool = False) -> int | None:
 
 
 def others_part_of_shared_memory() -> int:
-    """Bytes of shared memory that this process has mapped, less its part: what n processes have
-    mapped counts to one n-th for each."""
+    """Resident bytes of shared memory that belong to other processes: of a page mapped by n
+    processes, (n - 1) / n."""
     try:
         kib = _kib("status", "RssShmem") | _kib("smaps_rollup", "Pss_Shmem")
     except (OSError, KeyError):
@@ -140,27 +143,27 @@ def others_part_of_shared_memory() -> int:
 
 
 def _kib(file: str, *names: str) -> dict[str, int]:
-    """Figures in KiB of this process, by their names in ``/proc/self/FILE``."""
+    """Figures of this process in KiB, by their names in ``/proc/self/FILE``."""
     lines = Path("/proc/self", file).read_text().splitlines()
     facts = {name: value for name, _, value in (line.partition(":") for line in lines)}
     return {name: int(facts[name].split()[0]) for name in names}
 
 
 def reset_peak() -> None:
-    """Let VmHWM begin again from what is resident now; nothing where the system has no such."""
+    """Reset VmHWM to the current value, on Linux."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def release_free_memory() -> None:
-    """What was freed goes back to the system, where the C library (glibc) can be told to."""
+    """Return freed memory to the system, where the C library is glibc."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def serve(peer: Competitor) -> int:
-    """Take part until told to end, or until nobody asks any more."""
+    """Serve requests until one says end (returns 0), or the comparison is gone (returns 1)."""
     library = open_library(peer)
     channel = Channel.connect(
         os.environ["BENCH_ADDRESS"],

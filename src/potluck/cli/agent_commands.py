@@ -1,4 +1,4 @@
-"""``potluck rotate`` and ``potluck continue``: one request each to this machine's agent."""
+"""``potluck rotate`` and ``potluck continue``: a request to this machine's agent."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ANSWER_S = 30.0
 
 
 def rotate() -> None:
-    """Give all nodes a new secret while they work; the old one is void 10 minutes later.
+    """Give all nodes a new secret while they work; the old secret is void 10 minutes later.
 
-    Do this after `potluck ban`, so that a machine that was taken out can't come back under another
-    id. All nodes that this machine's agent has a link to get the secret; none shows it before all
-    have it. A machine that is switched off now must join again, with `potluck pair` and `potluck
-    join`. Needs `potluck up` to run here.
+    Run it after `potluck ban`, so that the banned machine can't come back under another id. All
+    nodes to which this machine's agent has a link get the new secret; no node uses it before all
+    hold it. A machine that is switched off meanwhile must join again, with `potluck pair` and
+    `potluck join`. Needs `potluck up` on this machine.
     """
     from potluck.wire.local import RotateRequest
 
@@ -28,18 +28,19 @@ def rotate() -> None:
 
 def continue_(
     alone: Annotated[
-        bool, typer.Option("--alone", help="Say that you mean it: there will be two histories.")
+        bool, typer.Option("--alone", help="Confirm that the cluster is to have two histories.")
     ] = False,
 ) -> None:
-    """Let a paused node go on without the machines that it can't reach.
+    """Let a paused node continue without the machines that it can't reach.
 
-    A minority that is cut off pauses, so that two sides never train apart. With --alone it goes on
-    as a fork: when the machines meet again, one side's work since then is dropped, never merged.
+    A minority that is cut off pauses, so that two parts of a cluster never train apart. With
+    --alone the minority continues as a fork: when the machines meet again, the work of one part
+    since the fork is dropped, never merged.
     """
     from potluck.wire.local import ContinueRequest
 
     if not alone:
-        typer.echo("potluck: this makes a fork; if you mean it: potluck continue --alone", err=True)
+        typer.echo("potluck: this makes a fork; to confirm: potluck continue --alone", err=True)
         raise typer.Exit(2)
     _ask(ContinueRequest())
 

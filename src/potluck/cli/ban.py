@@ -1,4 +1,4 @@
-"""``potluck ban``: who is kept out although it holds the secret."""
+"""``potluck ban``: exclude a node although it holds the cluster's secret."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ _Node = Annotated[
 def ban(
     node: _Node,
     reason: Annotated[
-        str, typer.Option(help="Why; shown to the node and in logs.", show_default=False)
+        str,
+        typer.Option(help="The reason, shown to the node and in logs.", show_default=False),
     ] = "",
 ) -> None:
     """Refuse a node from now on, although it holds the cluster's secret.
 
-    Takes effect at once for new connections of this machine's agent and workers; a running agent
-    (`potluck up`) ends its link to the node and tells the other nodes. A ban is for good. A machine
-    that holds the secret can make itself a new id: to be sure, run `potluck rotate` afterwards. To
-    take the machine back, remove ~/.potluck/node_keypair there, and let it join again.
+    The ban takes effect at once for new connections of this machine's agent and workers. A running
+    agent (`potluck up`) ends its link to the node and tells the other nodes. A ban can't be lifted.
+    A machine that holds the secret can make itself a new id: run `potluck rotate` afterwards, so
+    that it loses the secret. To readmit the machine, remove ~/.potluck/node_keypair there, and
+    run `potluck pair` and `potluck join` again.
     """
     from potluck.cluster.trust.credentials import load_credentials
     from potluck.cluster.trust.store import TrustStore
@@ -39,6 +41,8 @@ def ban(
     store = TrustStore(settings.home)
     found = store.find(node)
     if found == load_credentials(settings).node_id:
-        raise ConfigurationError("this is the node you are on: it can't ban itself")
+        raise ConfigurationError(
+            f"node {found[:12]} is this machine, which can't ban itself; run the command on another"
+        )
     is_new = store.ban(found, reason)
     typer.echo(f"Node {found[:12]} is banned{'' if is_new else ' already'} on this machine.")

@@ -1,4 +1,4 @@
-"""``potluck bench``: how fast collectives are here, next to other libraries."""
+"""``potluck bench``: measure a collective of potluck and of other libraries."""
 
 from __future__ import annotations
 
@@ -31,33 +31,34 @@ def bench(
     against: Annotated[
         str,
         typer.Option(
-            help="Whom to measure next to potluck, with commas: gloo, mpi, mlx; or potluck in "
-            "another way: potluck-tls (no shared memory), potluck-python (no native core), "
+            help="Peers to compare with, separated by commas: gloo, mpi, mlx; potluck with other "
+            "settings: potluck-tls (no shared memory), potluck-python (no native core), "
             "potluck-plain (not encrypted), potluck-bf16, potluck-int8 (compressed), potluck-ring, "
             "potluck-hierarchical (always that algorithm); or none.",
         ),
     ] = "gloo,mpi,mlx",
     workers: Annotated[
         str,
-        typer.Option(help="How many workers on this machine: a number, or several with commas."),
+        typer.Option(help="Numbers of workers on this machine, separated by commas."),
     ] = "2,4",
     peers: Annotated[
         str,
         typer.Option(
-            help="Measure between machines instead, one worker on each: their host:port, with "
-            "commas. Start the same command on all, each with its own --rank.",
+            help="Measure between machines, with one worker on each: the host:port of all "
+            "machines, separated by commas. Run the same command on every machine, each with its "
+            "own --rank.",
             show_default=False,
         ),
     ] = "",
     rank: Annotated[
-        int, typer.Option(help="With --peers: which of them this machine is, from 0.")
+        int, typer.Option(help="With --peers: the index of this machine in that list, from 0.")
     ] = 0,
     sizes: Annotated[
         str,
-        typer.Option(help="Sizes of the data, float32, with commas: 4KiB, 1MiB, or bytes."),
+        typer.Option(help="Sizes of the float32 data, separated by commas: 4KiB, 1MiB, or bytes."),
     ] = "4KiB,64KiB,1MiB,16MiB,100MiB",
     rounds: Annotated[int, typer.Option(help="Rounds per size and peer; figures are medians.")] = 7,
-    round_seconds: Annotated[float, typer.Option(help="About how long one round takes.")] = 0.1,
+    round_seconds: Annotated[float, typer.Option(help="Seconds that a round takes, about.")] = 0.1,
     json: Annotated[
         Path | None,
         typer.Option(help="Write all figures to this file, as JSON.", show_default=False),
@@ -65,24 +66,25 @@ def bench(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw them into this file (.png, .svg, .pdf); needs matplotlib.",
+            help="Draw the figures into this file (.png, .svg, .pdf); needs matplotlib.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Measure OPERATION, here or between machines: potluck and other libraries side by side.
+    """Measure OPERATION on this machine or between machines, for potluck and other libraries.
 
-    Starts the workers of all libraries by itself, checks that each one's results are right, then
-    times them in turns: a round of one, a round of the next, and so on, while the others sleep.
-    What else the machine does so hits all alike. A library that is not installed is named, with
-    the command that installs it, and left out.
+    Starts the workers of all libraries, checks their results, then measures the libraries in turns:
+    a round of one while the workers of the others sleep. Other load on the machine thus slows all
+    libraries alike. A library that is not installed is left out, and the command that installs it
+    is shown.
 
-    Between machines (--peers) all must hold the same cluster secret, and firewalls must let any
-    port through: the other libraries take free ones. Gloo and MLX do not encrypt.
+    Between machines (--peers) all machines must hold the same cluster secret, and firewalls must
+    let all TCP ports through: the other libraries use any free port. Gloo and MLX do not encrypt.
 
     The table shows the median time of one call of the slowest worker, the bus bandwidth as
-    nccl-tests defines it, and CPU seconds per GB of data. Below it stands which engine and which
-    algorithm potluck used. Close other programs first; compare figures of one run only.
+    nccl-tests defines it, and CPU seconds per GB of data. The lines below the table name the engine
+    and the algorithms that potluck used. Close other programs first, and compare only figures of
+    the same run.
 
     The exit code is 1 if a library gave a wrong result.
     """
@@ -125,7 +127,7 @@ def bench(
 def _plan(
     operation: str, against: str, workers: str, sizes: str, rounds: int, round_s: float
 ) -> tuple[ComparisonPlan, dict[str, str]]:
-    """The comparison that was asked for, and why each missing library can't take part in it."""
+    """The comparison that the options describe, and for each missing library the reason."""
     from potluck.bench.comparison import ComparisonPlan
     from potluck.bench.operations import OPERATIONS
     from potluck.bench.peers import PEERS, missing
@@ -174,7 +176,7 @@ def _plan(
 
 @contextmanager
 def _place(machines: list[str], rank: int) -> Iterator[Here]:
-    """This machine, or this machine among others once all have come."""
+    """The placement: this machine, or with ``machines`` all of them, once all have connected."""
     from potluck.bench.placement import Here, OnCluster
 
     if not machines:
@@ -188,7 +190,7 @@ def _place(machines: list[str], rank: int) -> Iterator[Here]:
 def _agreed(
     place: Here, plan: ComparisonPlan, missing: dict[str, str]
 ) -> tuple[ComparisonPlan, dict[str, str]]:
-    """The plan without the peers that another machine lacks, or that one machine only can run."""
+    """The plan without peers that a machine lacks, or that run on a single machine only."""
     from dataclasses import replace
 
     from potluck.bench.peers import PEERS
@@ -202,7 +204,7 @@ def _agreed(
     place.agree("--against", ", ".join(sorted(wanted)))
     for name in wanted:
         if PEERS[name].one_launcher:
-            missing[name] = "its launcher is for one machine here"
+            missing[name] = "potluck bench runs its launcher on a single machine only"
     for number, found in enumerate(place.exchange({"missing": missing})):
         for name, why in found["missing"].items():
             missing.setdefault(name, f"on machine {number}: {why}")
@@ -216,8 +218,8 @@ def _names(text: str) -> list[str]:
 def _count(text: str) -> int:
     if not text.isdecimal() or not 2 <= int(text) <= _MAX_WORKERS:
         raise ConfigurationError(
-            f"--workers {text}: a number from 2 to {_MAX_WORKERS} is needed; one worker has nobody "
-            "to talk to"
+            f"--workers {text}: a number from 2 to {_MAX_WORKERS} is needed; a collective needs at "
+            "least two workers"
         )
     return int(text)
 
@@ -234,24 +236,26 @@ def _check_plot(path: Path | None) -> None:
     endings = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in endings:
         raise ConfigurationError(
-            f"--plot {path}: the ending says the format; choose from {', '.join(sorted(endings))}"
+            f"--plot {path}: the suffix chooses the format: {', '.join(sorted(endings))}"
         )
 
 
 def _check_rank(machines: list[str], rank: int) -> None:
     if not machines and rank:
-        raise ConfigurationError(f"--rank {rank}: which machines there are is for --peers to say")
+        raise ConfigurationError(f"--rank {rank} needs --peers, the list of all machines")
     if len(machines) == 1:
         raise ConfigurationError(f"--peers {machines[0]}: at least two machines are needed")
     if machines and not 0 <= rank < len(machines):
         raise ConfigurationError(
-            f"--rank {rank}: with {len(machines)} machines in --peers the last is "
-            f"{len(machines) - 1}; the first is 0"
+            f"--rank {rank}: the ranks of the {len(machines)} machines in --peers are 0 to "
+            f"{len(machines) - 1}"
         )
 
 
 def _check_memory(plan: ComparisonPlan, num_workers: int) -> None:
-    """Every worker of every library holds its data while the others are measured."""
+    """ConfigurationError if the buffers of all workers do not fit into memory at the same time.
+
+    The workers of every library keep their buffers while the others are measured."""
     import psutil
 
     from potluck.bench.sizes import show
@@ -267,7 +271,8 @@ def _check_memory(plan: ComparisonPlan, num_workers: int) -> None:
 
 @contextmanager
 def _progress() -> Iterator[tuple[Callable[[str, float], None], Callable[[str], Any]]]:
-    """What to call with a text and a part of the whole, and what prints a line above the bar."""
+    """A progress bar on terminals: a function that updates it with a text and the part (0 to 1)
+    that is done, and a function that prints a line above it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -276,7 +281,7 @@ def _progress() -> Iterator[tuple[Callable[[str, float], None], Callable[[str], 
         yield (lambda text, part: None), typer.echo
         return
     columns = (BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn())
-    # Drawing takes time from the workers: twice a second is often enough.
+    # Drawing takes CPU time from the workers, so it happens twice a second only.
     options: dict[str, Any] = {"console": console, "transient": True, "refresh_per_second": 2}
     with Progress(*columns, **options) as progress:
         task = progress.add_task("starting", total=1.0)

@@ -1,4 +1,4 @@
-"""``potluck doctor``: what this installation of potluck runs on, and what it lacks."""
+"""``potluck doctor``: the engine of this installation, and its optional packages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from potluck.cli.files import print_json
 from potluck.optional import installed
 
 _OPTIONAL = {"torch": "torch", "scikit-learn": "sklearn", "mpi4py": "mpi", "matplotlib": "bench"}
-"""Packages by name, with the extra that brings each."""
+"""The extra that installs each optional package."""
 
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
-    """Say which engine is in use, native or Python, and which optional packages are here.
+    """Show which engine is in use, native or Python, and which optional packages are installed.
 
     With --json: {"potluck", "python", "platform", "engine", "reason", "kernels", "cpu", "tls",
     "packages"}. ``engine`` is "native" or "python", ``reason`` why it is not native, ``kernels``
-    the instruction set of the arithmetic, ``tls`` who encrypts, ``packages`` names to versions.
+    the instruction set of the arithmetic, ``cpu`` the features of the processor, ``tls`` the
+    library that encrypts ("openssl" or "python"), ``packages`` the versions by name (null: not
+    installed).
     """
     found = examine()
     if json:
@@ -38,7 +40,7 @@ def doctor(
 
 
 def examine() -> dict[str, Any]:
-    """The facts, ready for JSON."""
+    """The fields of ``--json``, as the help of the command lists them."""
     return {
         "potluck": installed("potluck"),
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""What a command writes: JSON, and files that are checked before its work begins."""
+"""The output of commands: JSON, and a check of output files before the command's work begins."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def check_writable(option: str, path: Path | None) -> None:
 
 
 def as_json(value: Any) -> bytes:
-    """``value`` for programs, in lines that people can read as well."""
+    """``value`` as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2)
 
 
 def print_json(value: Any) -> None:
-    """Write ``value`` to stdout."""
+    """Write ``value`` to stdout as indented JSON."""
     typer.echo(as_json(value).decode())

@@ -1,4 +1,4 @@
-"""``potluck init``: make this machine's key and the cluster's secret."""
+"""``potluck init``: create this machine's key and the cluster's secret."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from potluck.cli.files import print_json
 def init(
     json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
-    """Make this machine's key and the secret of a new cluster, where there are none.
+    """Create this machine's key and the secret of a new cluster, unless they exist.
 
-    Both are files in ~/.potluck that only you can read. Machines that hold the same secret are one
-    cluster; to bring another machine in, run `potluck pair` here and `potluck join` there. Nothing
-    that exists is changed, and it is no error to run this twice.
+    Both are files in ~/.potluck that only you can read. Machines that hold the same secret form one
+    cluster; to add a machine, run `potluck pair` here and `potluck join` there. Existing files stay
+    as they are, so the command may be repeated.
 
-    With --json: {"version": 1, "node", "namespace", "home", "made"}; made says whether the secret
-    is new. The secret itself is never shown.
+    With --json: {"version": 1, "node", "namespace", "home", "made"}. ``namespace`` is the public
+    name of the cluster, ``made`` whether the secret is new. The secret is never shown.
     """
     from potluck.cluster.trust.credentials import load_credentials
     from potluck.cluster.trust.secret import SECRET_FILE

@@ -1,9 +1,9 @@
 """The display of a job: plain lines or, on a terminal, a live table below the lines of the workers;
 at the end, the summary.
 
-All writing is done by a thread: a terminal that was stopped (Ctrl-S) or a pipe that is not read
-must not stop the agent, which has workers to watch. When too much waits to be written, the workers'
-output is not read any further (``is_behind``).
+A thread does all writing, because a write blocks while the terminal is stopped (Ctrl-S) or a pipe
+is not read, and the agent must go on watching its workers. When too many lines wait to be written
+(``is_behind``), the agent stops reading the workers' output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_BACKLOG = 10_000
 
 
 def watcher_for(stream: TextIO, *, plain: bool) -> Watcher:
-    """The live view on a terminal that can show it, else plain lines."""
+    """The live view if ``stream`` is a terminal that supports it, else plain lines."""
     if plain or not stream.isatty():
         return PlainView()
     from rich.console import Console as TerminalConsole
@@ -50,8 +50,8 @@ def watcher_for(stream: TextIO, *, plain: bool) -> Watcher:
 
 
 class Writer:
-    """A thread that writes, in order. When the output can't be written any more, ``on_broken`` is
-    called from it, once, and all else is dropped."""
+    """A thread that runs the functions given to ``write``, in order. When the output can't be
+    written any more, the thread calls ``on_broken`` once and drops the rest."""
 
     def __init__(self, on_broken: Callable[[], None]) -> None:
         self._on_broken = on_broken
@@ -69,7 +69,7 @@ class Writer:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Return when everything is written."""
+        """Return when all is written."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -83,7 +83,7 @@ class Writer:
                 self._is_broken = True
                 if isinstance(error, OSError):
                     silence(sys.stdout)
-                    if not isinstance(error, BrokenPipeError):  # the reader (`head`) has ended
+                    if not isinstance(error, BrokenPipeError):  # normal: a reader like `head` ended
                         to_stderr(f"the output can't be written any more ({error.strerror})")
                 else:
                     _log.exception("a line could not be written")
@@ -91,15 +91,15 @@ class Writer:
 
 
 def silence(stream: TextIO) -> None:
-    """Let what waits in ``stream`` go nowhere: the interpreter's last flush is to succeed."""
+    """Redirect ``stream`` to the null device, so that the interpreter's last flush succeeds."""
     with contextlib.suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 
-class _Written:
-    """What both views have: a job to look at, and a thread to write with."""
+class _View:
+    """The base of both views: the job that is shown, and the thread that writes."""
 
     def __init__(self) -> None:
         self._job: JobClient | None = None
@@ -130,8 +130,8 @@ class _Written:
             self._writer.close()
 
 
-class PlainView(_Written):
-    """Every line with its worker's number in front; potluck's own with ``potluck``."""
+class PlainView(_View):
+    """Lines of text: those of a worker begin with its number, potluck's own with ``potluck``."""
 
     def line(self, worker: str, stream: str, text: str) -> None:
         assert self._job is not None
@@ -144,8 +144,9 @@ class PlainView(_Written):
             self.write(lambda line=line: print(f"potluck: {line}", flush=True))  # type: ignore[misc]
 
 
-class LiveView(_Written):
-    """A table that stays at the bottom, below what the workers write and what happens."""
+class LiveView(_View):
+    """A table of the workers at the bottom of the terminal, below the lines of workers and
+    notes."""
 
     _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
@@ -227,7 +228,7 @@ class LiveView(_Written):
 
 
 def _bar(samples: Samples, *, is_narrow: bool) -> RenderableType:
-    """How far the training is, in a bar (where there is room for one) and in words."""
+    """The progress of the training in words, with a bar if the terminal is wide enough."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -244,7 +245,7 @@ def _bar(samples: Samples, *, is_narrow: bool) -> RenderableType:
 _TITLES = ("worker", "rank", "state", "device", "samples/s", "step")
 _NARROW_TITLES = ("worker", "state", "step")
 _WIDE = 60
-"""Columns of a terminal on which all titles can be read."""
+"""Columns that a terminal needs to show all titles."""
 _BAR = 20
 
 _STYLES = {
@@ -260,21 +261,21 @@ _STYLES = {
 
 
 def number(value: float | None) -> str:
-    """Samples per second, with the digits that mean something."""
+    """The text of a rate in samples per second: one decimal below 100, ``-`` if it is unknown."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def how_far(samples: Samples) -> str:
-    """``12,800 of 60,000 samples (21%)  3,100/s  about 15 s left``."""
+    """The progress in words: ``12,800 of 60,000 samples (21%)  3,100/s  about 15 s left``."""
     text = f"{samples.committed:,} of {samples.total:,} samples ({_percent(samples)})"
     left = time_left(samples)
     return f"{text}  {number(samples.per_s)}/s  {left}" if left else text
 
 
 def time_left(samples: Samples) -> str:
-    """``about 15 s left``; empty at the end, and while the rate is not known."""
+    """The estimate ``about 15 s left``; empty at the end, and while the rate is not known."""
     left = samples.total - samples.committed
     if left <= 0 or not samples.per_s:
         return ""
@@ -286,7 +287,7 @@ def _percent(samples: Samples) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``7 s``, ``3 min 12 s``, ``2 h 05 min``."""
+    """The text of a time: ``7 s``, ``3 min 12 s``, ``2 h 05 min``."""
     whole = int(max(seconds, 0))
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""``potluck join``: take the cluster's secret over from the machine that shows a code."""
+"""``potluck join``: receive the cluster's secret from the machine that shows a pairing code."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ def join(
     address: Annotated[
         str,
         typer.Option(
-            help="Where that machine waits, HOST:PORT, if the network does not tell.",
+            help="HOST:PORT that `potluck pair` shows, for networks without multicast.",
             show_default=False,
         ),
     ] = "",
     replace: Annotated[
         bool,
-        typer.Option("--replace", help="Leave the cluster that this machine belongs to now."),
+        typer.Option("--replace", help="Leave the cluster that this machine belongs to."),
     ] = False,
     wait: Annotated[
-        float, typer.Option(min=1, max=3600, help="Seconds to look for the other machine.")
+        float, typer.Option(min=1, max=3600, help="Seconds to search for the other machine.")
     ] = 60,
     json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
-    """Make this machine part of a cluster, with the code that one of its machines shows.
+    """Add this machine to a cluster, with the code that a machine of the cluster shows.
 
-    Run `potluck pair` there first, then this here. The secret of the cluster goes to ~/.potluck,
-    where only you can read it. A machine that has a secret of its own already keeps it, unless
-    you say --replace; the old one is then kept in a file beside it.
+    Run `potluck pair` on that machine first, then `potluck join` here. The secret of the cluster is
+    stored in ~/.potluck, where only you can read it. If this machine already has a secret,
+    --replace is needed; the old secret is then kept in a file beside the new one.
 
-    With --json: {"version": 1, "node", "name", "namespace", "kept"}: who gave the secret, the
-    cluster's public name, and the file that holds the old secret (or null).
+    With --json: {"version": 1, "node", "name", "namespace", "kept"}: id and name of the machine
+    that gave the secret, the cluster's public name, and the file that holds the old secret (or
+    null).
     """
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.trust.keyring import replace_secret
@@ -75,15 +76,16 @@ def join(
         return
     typer.echo(f"This machine is in the cluster of {given.name or 'node ' + given.node[:12]} now.")
     if kept is not None:
-        typer.echo(f"The secret it had before is in {kept}.")
+        typer.echo(f"The secret of its former cluster is in {kept}.")
     if find_agent(settings.home) is not None:
-        typer.echo("Its agent still runs for the old one: end `potluck up` and start it again.")
+        typer.echo("Its agent still serves the former cluster: end `potluck up`, start it again.")
     else:
         typer.echo("To take part, run: potluck up")
 
 
 def _check(settings: Settings, replace: bool) -> None:
-    """Better before the code is spent than after it."""
+    """ConfigurationError if this machine can't store a new secret. Checked first, since an attempt
+    to join spends the code."""
     from potluck.cluster.trust.secret import SECRET_FILE
 
     if settings.psk is not None or settings.passphrase is not None:
@@ -94,7 +96,7 @@ def _check(settings: Settings, replace: bool) -> None:
     path = settings.home / SECRET_FILE
     if path.exists() and not replace:
         raise ConfigurationError(
-            f"this machine has a cluster secret already ({path}). To leave that cluster and join "
+            f"this machine already has a cluster secret ({path}). To leave that cluster and join "
             "the other: potluck join --replace CODE"
         )
 
@@ -115,7 +117,7 @@ async def _ask(settings: Settings, text: str, address: str, wait_s: float) -> Ha
         places = parse_peers(address, 0) if ":" in address else ()
         if len(places) != 1 or not places[0][1]:
             raise ConfigurationError(
-                f"--address {address!r}: write HOST:PORT as `potluck pair` did"
+                f"--address {address!r}: write HOST:PORT as `potluck pair` shows it"
             )
         return await take_over(code, me, [], address=places[0])
     return await take_over(code, me, all_finders(settings), timeout_s=wait_s)

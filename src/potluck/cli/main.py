@@ -1,4 +1,4 @@
-"""The command ``potluck``."""
+"""The command line ``potluck``: all commands, with the examples in their help."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from potluck.system import need_posix
 
 
 class _Group(TyperGroup):
-    """What potluck can't do is one sentence on stderr, and exit code 2."""
+    """All commands. A PotluckError is one line on stderr, and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -39,7 +39,7 @@ class _Group(TyperGroup):
 
 
 class _Commands(typer.Typer):
-    """The command line. A system error that no command foresaw is one sentence, too."""
+    """The application. A full disk is one line on stderr, and exit code 1."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _open_closed_streams()
@@ -49,7 +49,7 @@ class _Commands(typer.Typer):
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
                 raise
             where = f" (writing {error.filename})" if error.filename else ""
-            silence(sys.stdout)  # what waits there can't be written at the end either
+            silence(sys.stdout)  # its buffer can't be written at exit either
             print(
                 f"potluck: {error.strerror}{where}; make room or write elsewhere", file=sys.stderr
             )
@@ -57,7 +57,8 @@ class _Commands(typer.Typer):
 
 
 def _open_closed_streams() -> None:
-    """Put the null device where this process was started without stdin, stdout or stderr (``>&-``).
+    """Open the null device for each standard stream that this process was started without
+    (``>&-``).
 
     Python leaves such a stream None, and the next file or socket would get its descriptor.
     """
@@ -133,7 +134,9 @@ def main(
 ) -> None:
     """Train on the machines you already own."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a worker may write what this terminal can't show
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # workers may write characters that it can't encode
             stream.reconfigure(errors="backslashreplace")
     if context.invoked_subcommand != "doctor":
         need_posix(f"potluck {context.invoked_subcommand}")

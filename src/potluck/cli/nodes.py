@@ -1,4 +1,5 @@
-"""The cluster's part of ``potluck status``."""
+"""The nodes, links and jobs of a cluster in ``potluck status``: requests to the agent, and
+tables."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _ANSWER_S = 3.0
 
 
 async def ask_nodes(settings: Settings) -> NodesReply | None:
-    """What this machine's agent knows of the cluster; None if none runs. PotluckError if it does
-    not answer."""
+    """The cluster as this machine's agent sees it; None if no agent runs. PotluckError if the agent
+    does not answer within 3 s."""
     from potluck.cluster.links.local import ask_agent
     from potluck.wire.local import NodesReply, NodesRequest
 
@@ -34,7 +35,8 @@ async def ask_nodes(settings: Settings) -> NodesReply | None:
 
 
 async def ask_jobs(settings: Settings, agent: AgentRecord | None = None) -> tuple[StatusReply, ...]:
-    """What ``agent``, or that of this machine, knows of its jobs; none if none runs."""
+    """The jobs of ``agent``, or of this machine's agent; empty if no agent runs. PotluckError if
+    the agent does not answer within 3 s."""
     from potluck.cluster.links.local import ask_agent
     from potluck.wire.local import JobsReply, JobsRequest
 
@@ -47,7 +49,7 @@ async def ask_jobs(settings: Settings, agent: AgentRecord | None = None) -> tupl
 
 
 def show_jobs(jobs: Sequence[StatusReply]) -> None:
-    """One line for each job: which, how far, and on which nodes."""
+    """Print a table of jobs: epoch, step, number of ranks, and nodes of each."""
     from rich.console import Console
     from rich.table import Table
 
@@ -66,11 +68,11 @@ def show_jobs(jobs: Sequence[StatusReply]) -> None:
 
 
 def show_nodes(cluster: NodesReply) -> None:
-    """The nodes and the links between them as tables, with the last events below."""
+    """Print tables of the nodes and of the links between them, with the last events below."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(markup=False)  # names are not ours to interpret
+    console = Console(markup=False)  # names of nodes are no markup
     state = f"paused: {cluster.paused}" if cluster.paused else f"epoch {cluster.epoch}"
     table = Table(
         title=f"cluster {cluster.namespace[:8]} · {state}",
@@ -98,19 +100,19 @@ def show_nodes(cluster: NodesReply) -> None:
     _show_links(cluster, names, console)
     versions = {(each.python, each.torch, each.potluck) for each in cluster.nodes if each.potluck}
     for python, torch, potluck in sorted(versions) if len(versions) > 1 else ():
-        who = [
+        nodes = [
             names[each.node]
             for each in cluster.nodes
             if (each.python, each.torch, each.potluck) == (python, torch, potluck)
         ]
         text = f"Python {python}, potluck {potluck}, torch {torch or 'none'}"
-        console.print(f"  {', '.join(who)}: {text}", highlight=False)
+        console.print(f"  {', '.join(nodes)}: {text}", highlight=False)
     for event in cluster.events[-5:]:
         console.print(f"  {event}", highlight=False)
 
 
 def _show_links(cluster: NodesReply, names: dict[str, str], console: Console) -> None:
-    """One row for each pair, both directions in it."""
+    """Print a table of links, with a row for both directions between two nodes."""
     from rich.table import Table
 
     links = {(each.source, each.target): each for each in cluster.links}
@@ -136,7 +138,7 @@ def _show_links(cluster: NodesReply, names: dict[str, str], console: Console) ->
 
 
 def label(node: str, cluster: NodesReply) -> str:
-    """A node's name, with the beginning of its id where two have the same or it has none."""
+    """The name of ``node``; the beginning of its id is added if the name is empty or not unique."""
     names = {each.node: each.name for each in cluster.nodes}
     name = names.get(node, "")
     is_taken = sum(other == name for other in names.values()) > 1
@@ -144,14 +146,15 @@ def label(node: str, cluster: NodesReply) -> str:
 
 
 def devices(accelerators: tuple[str, ...]) -> str:
-    """``cpu``, ``NVIDIA H100``, ``2 x NVIDIA H100``."""
+    """The text of a node's accelerators: ``cpu``, ``NVIDIA H100``, ``2 x NVIDIA H100``."""
     counts = {name: accelerators.count(name) for name in accelerators}
     texts = [name if number == 1 else f"{number} x {name}" for name, number in counts.items()]
     return ", ".join(texts) or "cpu"
 
 
 def milliseconds(seconds: float, deviation_s: float = 0.0) -> str:
-    """``0.3 ms``, or ``50 ± 12 ms`` where it varies by more than a tenth of a millisecond."""
+    """The text of a latency: ``0.3 ms``, or ``50 ± 12.0 ms`` if the deviation is above 0.1 ms;
+    ``-`` if it was not measured."""
     if not seconds:
         return "-"
     value = f"{1000 * seconds:.1f}" if seconds < 0.01 else f"{1000 * seconds:.0f}"
@@ -160,7 +163,7 @@ def milliseconds(seconds: float, deviation_s: float = 0.0) -> str:
 
 
 def rate_of(bytes_per_s: float) -> str:
-    """``940 Mbit/s``, ``2.3 Gbit/s``; ``-`` if it was not measured."""
+    """The text of a bandwidth: ``940 Mbit/s``, ``2.3 Gbit/s``; ``-`` if it was not measured."""
     if not bytes_per_s:
         return "-"
     bits = 8 * bytes_per_s

@@ -1,4 +1,4 @@
-"""``potluck pair``: show a code with which another machine takes the cluster's secret over."""
+"""``potluck pair``: show a code with which another machine receives the cluster's secret."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ if TYPE_CHECKING:
 
 
 def pair(
-    minutes: Annotated[float, typer.Option(min=0.01, max=60, help="How long the code holds.")] = 5,
+    minutes: Annotated[
+        float, typer.Option(min=0.01, max=60, help="Minutes for which the code is valid.")
+    ] = 5,
     port: Annotated[
         int,
-        typer.Option(min=0, max=65535, help="TCP port to wait on; 0: any free one."),
+        typer.Option(min=0, max=65535, help="TCP port to wait on; 0: any free port."),
     ] = 0,
     json: Annotated[
-        bool, typer.Option("--json", help="Lines of JSON, for programs; they hold the code.")
+        bool, typer.Option("--json", help="As lines of JSON, for programs; the code is in them.")
     ] = False,
 ) -> None:
     """Show a code, and give the cluster's secret to the machine that uses it.
 
-    On the other machine run `potluck join` with the code, while this command waits. The code is
-    good for one machine and one guess: after a wrong one it is void, and so it is after --minutes.
-    Who listens or sits in between learns nothing from it (SPAKE2). Makes the cluster's secret if
-    there is none.
+    On the other machine run `potluck join` with the code while this command waits. The code is good
+    for one machine and one attempt: it becomes void after a wrong guess, and after --minutes.
+    Eavesdroppers and machines in the middle learn nothing from the exchange (SPAKE2). Creates the
+    cluster's secret if there is none.
 
     With --json, one object per line: {"event": "waiting", "code", "port", "addresses"}, then
     {"event": "joined", "node", "name"}.
@@ -40,7 +42,7 @@ def pair(
     try:
         newcomer = asyncio.run(_wait(load_settings(), code, minutes, port, json))
     except KeyboardInterrupt:
-        typer.echo("potluck: given up; the code is void", err=True)
+        typer.echo("potluck: interrupted; the code is void", err=True)
         raise typer.Exit(130) from None
     if json:
         _line({"event": "joined", "node": newcomer.node, "name": newcomer.name})
@@ -80,8 +82,8 @@ async def _wait(settings: Settings, code: Code, minutes: float, port: int, json:
         typer.echo(f"On the other machine, within {minutes:g} minutes:\n")
         typer.echo(f"    potluck join {code.spoken()}\n")
         if addresses:
-            typer.echo(f"If it does not find this one, add: --address {addresses[0]}")
-        typer.echo("Waiting (Ctrl-C gives up) ...")
+            typer.echo(f"If it does not find this machine, add: --address {addresses[0]}")
+        typer.echo("Waiting (Ctrl-C ends it) ...")
 
     finders = all_finders(settings)
     newcomer = await hand_over(

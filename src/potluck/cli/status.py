@@ -1,4 +1,4 @@
-"""``potluck status``: the cluster, its jobs and those of this machine, and how they are doing."""
+"""``potluck status``: the nodes of the cluster, and the jobs of the cluster and of this machine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def status(
 async def _ask_all(
     settings: Settings,
 ) -> tuple[NodesReply | None, list[StatusReply], list[str]]:
-    """The cluster, its jobs and those of private agents, and which agents did not answer."""
+    """The cluster, all jobs (of the cluster and of private agents), and for each agent that did not
+    answer a sentence."""
     from potluck.cluster.home.private_state import private_agents
 
     cluster: NodesReply | None = None

@@ -1,4 +1,4 @@
-"""``potluck up``: this machine's agent, in the foreground."""
+"""``potluck up``: run this machine's agent in the foreground."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def up(
     peers: Annotated[
         str | None,
         typer.Option(
-            help="Other machines by address, where the network does not tell: attic,10.0.0.7.",
+            help="Addresses of other machines, for networks without multicast: attic,10.0.0.7.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Make this machine part of its cluster, until Ctrl-C.
 
-    Runs the machine's agent in the foreground. It finds the other machines that hold the same
-    secret (by mDNS, by a beacon, or by --peers), keeps links to them, and agrees with them which
-    machines are in the cluster; each change is one line, with its reason. Makes a secret if there
-    is none: then run `potluck pair` here and `potluck join` on the next machine. `potluck status`
-    shows what it knows.
+    Runs the machine's agent in the foreground. The agent finds the other machines that hold the
+    same secret (by mDNS, by a beacon, or by --peers), keeps links to their agents, and agrees with
+    them on the members of the cluster; each change is one line, with its reason. Creates a secret
+    if there is none: then run `potluck pair` here and `potluck join` on the next machine. `potluck
+    status` shows what the agent knows.
 
     Machines of a cluster run each other's scripts: `potluck run` on any of them starts workers on
     all.
@@ -61,7 +61,7 @@ def up(
 
 
 def _say(line: str) -> None:
-    """Write a line for people. The agent goes on if the output can't be written."""
+    """Write a line to stdout. The agent goes on if it can't be written."""
     with contextlib.suppress(OSError):
         typer.echo(f"potluck: {line}")
 

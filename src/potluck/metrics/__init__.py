@@ -1,4 +1,4 @@
-"""What a context measures of itself: ``Metrics`` (the numbers) and its Prometheus face."""
+"""The metrics of a context: counters and histograms (``Metrics``), also for Prometheus."""
 
 from potluck.metrics.metrics import LinkMeter, Metrics
 from potluck.metrics.shared_memory import SharedMemoryCounts

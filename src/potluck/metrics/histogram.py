@@ -1,4 +1,4 @@
-"""A histogram with fixed bounds: a few integers, cheap to add to, good enough for quantiles."""
+"""A histogram with fixed bounds, for counts and approximate quantiles."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 class Histogram:
-    """Counts of observed values between fixed ``bounds`` (ascending; a last bucket is open).
+    """Counts of observed values between ascending ``bounds``; the last bucket has no upper bound.
 
-    Not locked: its owner is. One ``add`` costs a binary search over the bounds.
+    Not thread-safe: the owner has a lock. ``add`` costs a binary search over the bounds.
     """
 
     __slots__ = ("bounds", "buckets", "count", "total")
@@ -22,7 +22,7 @@ class Histogram:
 
     @classmethod
     def of(cls, bounds: Sequence[float], buckets: Sequence[int], total: float) -> Histogram:
-        """What others have counted in the same buckets."""
+        """A histogram of ``buckets`` that were counted elsewhere, with the sum of their values."""
         made = cls(bounds)
         assert len(buckets) == len(made.buckets)
         made.buckets, made.count, made.total = list(buckets), sum(buckets), total
@@ -37,7 +37,7 @@ class Histogram:
         return self.plus(Histogram(self.bounds))
 
     def plus(self, other: Histogram) -> Histogram:
-        """A new histogram of both's observations; both must have the same bounds."""
+        """A new histogram of the observations of both, which must have the same bounds."""
         assert self.bounds == other.bounds
         both = Histogram(self.bounds)
         both.buckets = [a + b for a, b in zip(self.buckets, other.buckets, strict=True)]
@@ -46,10 +46,10 @@ class Histogram:
         return both
 
     def quantile(self, fraction: float) -> float:
-        """The value below which ``fraction`` of the observations lie, 0.0 if there are none.
+        """The value below which ``fraction`` of the observations lie; 0.0 without observations.
 
-        Interpolated inside a bucket, so it is off by at most that bucket's width. Beyond the
-        last bound it is the last bound: the true value is larger.
+        Interpolated linearly inside a bucket, so the error is at most the bucket's width. In the
+        last bucket the result is the last bound, and the true value is larger.
         """
         wanted = fraction * self.count
         seen = 0
@@ -61,7 +61,7 @@ class Histogram:
         return self.bounds[-1] if self.count else 0.0
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """``(upper bound, observations up to it)`` as Prometheus wants them, ``+Inf`` last."""
+        """Rows of Prometheus: ``(upper bound, number of observations up to it)``, ``+Inf`` last."""
         rows: list[tuple[str, float]] = []
         seen = 0
         for bound, held in zip((*self.bounds, float("inf")), self.buckets, strict=True):

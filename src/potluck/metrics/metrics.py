@@ -1,7 +1,7 @@
-"""The numbers of one context: collectives, failures, links, and the group they belong to.
+"""The metrics of one context: its collectives, failures, links and group.
 
-Recording is plain integers behind one lock, about a microsecond, because it stands in the path of
-every collective. Prometheus is imported only when its text is asked for (``prometheus.py``).
+Recording takes about a microsecond (integers behind one lock), because every collective records.
+Prometheus is imported when its registry or text is requested (``prometheus.py``).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 SECONDS_BOUNDS = tuple(1e-5 * 2.0**power for power in range(24))
-"""10 microseconds to 84 seconds, each bound twice the one before."""
+"""10 microseconds to 84 seconds, in factors of two."""
 
 BYTES_BOUNDS = tuple(float(4**power) for power in range(3, 17))
-"""64 bytes to 4 GiB, each bound four times the one before."""
+"""64 bytes to 4 GiB, in factors of four."""
 
 
 class CollectiveMeter:
-    """The finished calls of one operation with one algorithm."""
+    """Durations and sizes of the finished calls of one operation with one algorithm."""
 
     __slots__ = ("nbytes", "seconds")
 
@@ -35,12 +35,11 @@ class CollectiveMeter:
 
 
 class LinkMeter:
-    """Counts the traffic of one link. Its one writer, the progress loop, adds to the fields
-    directly.
+    """The traffic of one link. The progress loop, the only writer, adds to the fields directly.
 
-    Bytes are payload and frame headers as handed to the link, before TLS. A message is a frame.
+    Bytes count payload and frame headers before encryption. A message is a frame.
     ``bytes_in_shared_memory`` is the part of ``bytes_sent`` that went through shared memory. The
-    native loop has counters of its own, which are read when the meter is (``follow``).
+    native loop keeps counters of its own, which ``follow`` connects to the meter.
     """
 
     FIELDS = (
@@ -62,7 +61,8 @@ class LinkMeter:
         self._source: Callable[[], tuple[int, ...]] | None = None
 
     def follow(self, source: Callable[[], tuple[int, ...]] | None) -> None:
-        """From now on add what ``source`` gives when asked: what is new of each of ``FIELDS``."""
+        """Add the counts of ``source`` whenever the meter is read. ``source()`` returns the
+        increase of each of ``FIELDS`` since its last call; None disconnects the last source."""
         self._collect()
         self._source = source
 
@@ -78,10 +78,10 @@ class LinkMeter:
 
 
 class Metrics:
-    """The metrics of one context. Any thread may call any method.
+    """The metrics of one context. Thread-safe.
 
-    Nothing here is global: two contexts in one process have two of these. Labels given at
-    construction (``rank="2"``) are put on every Prometheus sample.
+    Contexts in one process have separate metrics. ``labels`` (``rank="2"``) are added to every
+    Prometheus sample.
     """
 
     def __init__(self, **labels: str) -> None:
@@ -97,7 +97,8 @@ class Metrics:
         self._world_size = 0
 
     def observe(self, operation: str, algorithm: str, nbytes: int, seconds: float) -> None:
-        """A collective finished: ``nbytes`` of this rank's buffer, ``seconds`` from call to end."""
+        """Record a finished collective: the bytes of this rank's buffer, the seconds from its call
+        to its end."""
         with self._lock:
             meter = self._collectives.get((operation, algorithm))
             if meter is None:
@@ -106,25 +107,25 @@ class Metrics:
             meter.nbytes.add(nbytes)
 
     def failed(self, operation: str, kind: str) -> None:
-        """A collective raised; ``kind`` is the name of the error (``PeerLost``)."""
+        """Record a collective that raised; ``kind`` is the class of the error (``PeerLost``)."""
         with self._lock:
             self._failures[operation, kind] = self._failures.get((operation, kind), 0) + 1
 
     def link(self, peer: str) -> LinkMeter:
-        """The meter of the link to ``peer``, the same one for the same name.
+        """The meter of the link to ``peer``, made at the first call.
 
-        Only one thread may add to it. Readers may look at any time: each field is one integer.
+        Only one thread may add to a meter. Any thread may read: each field is an integer.
         """
         with self._lock:
             return self._links.setdefault(peer, LinkMeter())
 
     def count(self, counts: SharedMemoryCounts) -> None:
-        """From now on what ``counts`` counts is part of these metrics."""
+        """Include the calls that ``counts`` counts, from now on."""
         with self._lock:
             self._shared.append(counts)
 
     def keep(self, counts: SharedMemoryCounts) -> None:
-        """``counts`` is about to go: keep what it has counted."""
+        """Keep the present values of ``counts``, whose channel is about to be closed."""
         with self._lock:
             self._shared.remove(counts)
             for key, seconds, nbytes in counts.collectives(SECONDS_BOUNDS, BYTES_BOUNDS):
@@ -135,23 +136,23 @@ class Metrics:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that callers were blocked in shared memory."""
+        """Seconds that callers were blocked in calls through shared memory."""
         with self._lock:
             return self._waited_s + sum(counts.waited_s() for counts in self._shared)
 
     def group(self, epoch: int, world_size: int) -> None:
-        """The context now works in this group."""
+        """Record the context's present group."""
         with self._lock:
             self._epoch = epoch
             self._world_size = world_size
 
     def reformed(self, seconds: float) -> None:
-        """A group was lost and the next one formed; ``seconds`` from the error to the new group."""
+        """Record that a group was lost: ``seconds`` from the error to the next group."""
         with self._lock:
             self._reforms.add(seconds)
 
     def snapshot(self) -> Snapshot:
-        """A consistent copy of everything, taken at one moment."""
+        """A consistent copy of all metrics."""
         with self._lock:
             seconds = {key: meter.seconds.copy() for key, meter in self._collectives.items()}
             nbytes = {key: meter.nbytes.copy() for key, meter in self._collectives.items()}
@@ -171,17 +172,17 @@ class Metrics:
             )
 
     def stats(self) -> dict[str, Any]:
-        """Everything as plain dicts and numbers, ready for JSON: ``Snapshot.as_dict``."""
+        """All metrics as plain dicts and numbers, ready for JSON; see ``Snapshot.as_dict``."""
         return self.snapshot().as_dict()
 
     def registry(self) -> CollectorRegistry:
-        """A Prometheus registry with these metrics and no others; imports prometheus-client."""
+        """A Prometheus registry with only these metrics. Imports prometheus-client."""
         from potluck.metrics.prometheus import registry_of
 
         return registry_of(self.snapshot)
 
     def exposition(self) -> bytes:
-        """The metrics in Prometheus' text format, for a scrape or a file."""
+        """The metrics in Prometheus' text format. Imports prometheus-client."""
         from prometheus_client import generate_latest
 
         return generate_latest(self.registry())

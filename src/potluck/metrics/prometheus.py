@@ -1,4 +1,4 @@
-"""A context's metrics as Prometheus families, made from a snapshot when they are scraped."""
+"""The metrics of a context as Prometheus families, made from a snapshot at each scrape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LINK_COUNTERS = {
 
 
 def registry_of(snapshot: Callable[[], Snapshot]) -> CollectorRegistry:
-    """A registry of its own, so that contexts of one process never share or clash."""
+    """A registry of its own for one context, since contexts of one process have equal names."""
     registry = CollectorRegistry()
     registry.register(_Collector(snapshot))
     return registry
@@ -39,7 +39,7 @@ class _Collector:
 
 
 def families(now: Snapshot) -> Iterator[Metric]:
-    """Every metric family of a snapshot; names and units as Prometheus' conventions want them."""
+    """All metric families of a snapshot, with names and units by Prometheus' conventions."""
     names, values = list(now.labels), list(now.labels.values())
 
     epoch = GaugeMetricFamily("potluck_epoch", "Epoch of the current group.", labels=names)

@@ -1,5 +1,4 @@
-"""Counts of calls through shared memory. The native core counts; its counters are read on
-demand."""
+"""Counts of calls through shared memory: the native core's counters, read on demand."""
 
 from __future__ import annotations
 
@@ -8,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from potluck.metrics.histogram import Histogram
 
 Row = tuple[list[int], list[int], float, int]
-"""Calls by bucket of seconds, by bucket of bytes; the sums of seconds and of bytes."""
+"""The counters of one operation: number of calls by bucket of seconds, number of calls by bucket of
+bytes, sum of seconds, sum of bytes."""
 
 
 class SharedMemoryCounts:
-    """The counters of one channel. The native side has one row for each of ``operations``."""
+    """The counters of one channel. ``rows()`` returns a row for each of ``operations``."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class SharedMemoryCounts:
         rows: Callable[[], list[Row]],
         waited_s: Callable[[], float],
     ) -> None:
-        """``waited_s()``: seconds that callers were blocked in it."""
+        """``waited_s()`` returns the seconds that callers were blocked in calls."""
         self._algorithm = algorithm
         self._operations = operations
         self._rows = rows

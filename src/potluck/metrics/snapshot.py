@@ -1,4 +1,4 @@
-"""One moment's copy of a context's metrics, for people (``as_dict``) and for Prometheus."""
+"""A snapshot: an immutable copy of a context's metrics."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from potluck.metrics.histogram import Histogram
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """``seconds`` and ``nbytes`` are by (operation, algorithm), ``failures`` by (operation, kind).
-
-    ``links`` is by peer.
-    """
+    """The metrics of one moment. ``seconds`` and ``nbytes`` are keyed by (operation, algorithm),
+    ``failures`` by (operation, class of the error), ``links`` by peer."""
 
     labels: dict[str, str]
     epoch: int
@@ -26,12 +24,12 @@ class Snapshot:
     links: dict[str, dict[str, int]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dicts and numbers, ready for JSON.
+        """The metrics as plain dicts and numbers, ready for JSON.
 
         ``operations`` maps an operation to count, bytes and seconds (sums), mean_s, p50_s and
-        p99_s (estimates from a histogram whose bounds are a factor of two apart), its finished
-        calls by algorithm, and its failures by kind. ``links`` maps a peer to the bytes and
-        messages in each direction.
+        p99_s (estimates from a histogram with bounds in factors of two), algorithms (number of
+        finished calls of each) and failures (number by class of error). ``links`` maps a peer to
+        the fields of ``LinkMeter``.
         """
         names = [operation for operation, _ in (*self.seconds, *self.failures)]
         return {

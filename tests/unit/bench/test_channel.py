@@ -13,13 +13,13 @@ from potluck.bench.channel import Channel, ChannelClosed, WorkerListener
 def test_only_workers_with_the_token_are_heard_and_they_are_ordered_by_rank(
     tmp_path: Path,
 ) -> None:
-    switchboard = WorkerListener(tmp_path)
+    listener = WorkerListener(tmp_path)
     callers = [
-        Channel.connect(switchboard.address, token="wrong", rank=0),
-        Channel.connect(switchboard.address, token=switchboard.token, rank=1),
-        Channel.connect(switchboard.address, token=switchboard.token, rank=0),
+        Channel.connect(listener.address, token="wrong", rank=0),
+        Channel.connect(listener.address, token=listener.token, rank=1),
+        Channel.connect(listener.address, token=listener.token, rank=0),
     ]
-    heard = switchboard.gather((0, 1), 10.0, lambda: None)
+    heard = listener.gather((0, 1), 10.0, lambda: None)
     assert [hello["rank"] for _, hello in heard] == [0, 1]
     with pytest.raises(ChannelClosed):
         callers[0].receive(10.0)
@@ -28,12 +28,12 @@ def test_only_workers_with_the_token_are_heard_and_they_are_ordered_by_rank(
     callers[2].close()
     with pytest.raises(ChannelClosed):
         heard[0][0].receive(10.0)
-    for channel in (*callers, *(channel for channel, _ in heard), switchboard):
+    for channel in (*callers, *(channel for channel, _ in heard), listener):
         channel.close()
 
 
 def test_waiting_ends_when_a_worker_has_died_or_time_is_up(tmp_path: Path) -> None:
-    switchboard = WorkerListener(tmp_path)
+    listener = WorkerListener(tmp_path)
     died = threading.Event()
 
     def check() -> None:
@@ -42,7 +42,7 @@ def test_waiting_ends_when_a_worker_has_died_or_time_is_up(tmp_path: Path) -> No
         died.set()
 
     with pytest.raises(RuntimeError, match="rank 1 ended"):
-        switchboard.gather((0, 1), 10.0, check)
-    with pytest.raises(TimeoutError, match="rank 0, 1 did not start in time"):
-        switchboard.gather((0, 1), 0.01, lambda: None)
-    switchboard.close()
+        listener.gather((0, 1), 10.0, check)
+    with pytest.raises(TimeoutError, match="rank 0, 1 did not start within"):
+        listener.gather((0, 1), 0.01, lambda: None)
+    listener.close()

@@ -28,8 +28,8 @@ runner = CliRunner()
         ("all-reduce --json /no/such/folder/x.json", "there is no directory /no/such/folder"),
         ("all-reduce --json .", "--json .: that is a directory"),
         ("all-reduce --plot /no/such/folder/x.png", "there is no directory /no/such/folder"),
-        ("all-reduce --rank 1", "--rank 1: which machines there are is for --peers to say"),
-        ("all-reduce --peers a:1,b:1 --rank 2", "--rank 2: with 2 machines in --peers the last"),
+        ("all-reduce --rank 1", "--rank 1 needs --peers, the list of all machines"),
+        ("all-reduce --peers a:1,b:1 --rank 2", "--rank 2: the ranks of the 2 machines in --peers"),
         ("all-reduce --sizes 99999GiB", "99999 GiB: the workers would hold at least"),
     ],
 )
@@ -54,4 +54,4 @@ def test_a_picture_of_no_known_format_is_refused_before_anything_is_measured() -
     pytest.importorskip("matplotlib")
     outcome = runner.invoke(app, ["bench", "all-reduce", "--plot", "speed.xyz"])
     assert outcome.exit_code == 2
-    assert "--plot speed.xyz: the ending says the format; choose from" in outcome.output
+    assert "--plot speed.xyz: the suffix chooses the format:" in outcome.output

@@ -30,9 +30,7 @@ def test_the_extension_is_of_the_same_version_as_the_package() -> None:
 @needs_core
 def test_an_extension_of_another_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "VERSION", "9.9")
-    with pytest.raises(
-        ImportError, match=r"the Python files of potluck 9\.9 in .*make native"
-    ):
+    with pytest.raises(ImportError, match=r"the Python files of potluck 9\.9 in .*make native"):
         native.load("")
 
 

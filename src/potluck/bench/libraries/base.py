@@ -1,4 +1,4 @@
-"""What a library under test must do, in a worker process."""
+"""The interface of a library under test, as a worker process uses it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Floats = npt.NDArray[np.float32]
 
 
 class Case(NamedTuple):
-    """One collective on buffers that stay: ``call`` runs it once and waits for its end, ``result``
-    is this rank's outcome of the last call as NumPy memory. ``nbytes`` of memory are the user's:
-    the input, and the output where that is another buffer.
+    """One collective on fixed buffers. ``call`` runs it once and returns when it has ended;
+    ``result`` returns this rank's result of the last call as a NumPy array. ``nbytes`` is the
+    memory that a user allocates: the input, and the output if that is another buffer.
 
-    ``call`` costs as little as Python can: a ``partial``, or with keywords a lambda, which then
-    costs less.
+    ``call`` should add little time: a ``partial``, or a lambda for calls with keywords, where a
+    lambda is faster.
     """
 
     call: Callable[[], object]
@@ -32,16 +32,16 @@ class BenchLibrary(Protocol):
     world_size: int
 
     def prepare(self, operation: str, mine: Floats) -> Case | None:
-        """``operation`` on this rank's input, root 0; None if the library has no such thing.
+        """``operation`` with root 0 on this rank's input; None if the library does not have it.
 
-        Calls may overwrite ``mine``. Whatever can be made once, for all calls, is made here.
+        Calls may overwrite ``mine``. Everything that all calls share is prepared here.
         """
 
     def barrier(self) -> object:
         """Return once all ranks have called it."""
 
     def describe(self) -> str:
-        """Version, engine, and what it chose: one short line."""
+        """The version, the engine and the algorithms that were chosen, in one short line."""
 
     def close(self) -> None:
         """Leave the group."""

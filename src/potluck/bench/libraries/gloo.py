@@ -1,4 +1,4 @@
-"""Gloo, through torch.distributed. Tensors over NumPy memory; one compute thread."""
+"""Gloo, through torch.distributed: tensors over NumPy memory, one compute thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from potluck.bench.libraries.base import Case, Floats
 
 
 class TorchGloo:
-    """torch's default group, made through the store that the comparison names."""
+    """torch's default process group, formed through the store in ``BENCH_STORE``."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)

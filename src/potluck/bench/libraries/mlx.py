@@ -1,4 +1,4 @@
-"""MLX's ring backend. Its calls return new arrays; each is evaluated at once."""
+"""MLX's ring backend. MLX is lazy: each call is evaluated at once, into a new array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPI through mpi4py's buffer calls: no pickle, no copies of its own."""
+"""MPI, through mpi4py's buffer calls, which neither pickle nor copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from potluck.bench.libraries.base import Case, Floats
 
 
 class Mpi:
-    """MPI_COMM_WORLD, under mpirun."""
+    """MPI_COMM_WORLD of a worker that mpirun started."""
 
     def __init__(self) -> None:
         self._comm = MPI.COMM_WORLD

@@ -1,4 +1,4 @@
-"""potluck itself, through the calls that a script makes, on NumPy arrays."""
+"""potluck itself, through the public calls of a context, on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from potluck.version import VERSION
 
 
 class Ours:
-    """A context made from the environment."""
+    """A context from the environment variables. ``arguments`` are added to each all_reduce."""
 
     def __init__(self, arguments: Mapping[str, str]) -> None:
         self._arguments: dict[str, Any] = dict(arguments)
