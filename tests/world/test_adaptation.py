@@ -224,7 +224,7 @@ def test_what_the_loop_measures_is_the_papers_estimate() -> None:
     def work(ctx: DistributedContext) -> tuple[float, float, int]:
         training = Training(ctx, BATCHES, batch_size=12, epochs=1)
         told: list[tuple[float, float]] = []
-        training.job.saw_noise = lambda *pair: told.append(pair)  # type: ignore[method-assign]
+        training.job.add_noise = lambda *pair: told.append(pair)  # type: ignore[method-assign]
         training.run()
         return (*told[0], ctx.rank)
 

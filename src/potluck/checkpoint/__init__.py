@@ -1,4 +1,4 @@
-"""Training state as bytes and as files, without pickle."""
+"""Checkpoints: the state of a training as bytes and as files, without pickle."""
 
 from potluck.checkpoint.state import State, decode, encode, fingerprint
 from potluck.checkpoint.store import Checkpoint, CheckpointStore

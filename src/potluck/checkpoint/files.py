@@ -1,4 +1,4 @@
-"""Files that are there whole and on the disk, or not at all."""
+"""Durable files: written completely and flushed to the disk, or absent."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from potluck import system
 from potluck.errors import CheckpointError
 
 TEMPORARY = ".writing"
-"""What ends the name of a file that is not whole yet."""
+"""The suffix of a file that is being written."""
 
 
 def make_directory(path: Path) -> None:
-    """Make ``path`` if need be, so that it is still there after a crash."""
+    """Make the directory ``path`` and its parents durably (fsync), unless it exists."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -29,7 +29,10 @@ def make_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[int]:
-    """Hold the only writer's lock on ``directory``; yields a descriptor of it."""
+    """Hold the exclusive lock of writers on ``directory``; yields its file descriptor.
+
+    CheckpointError if another process holds the lock.
+    """
     system.need_posix("writing a checkpoint")
     fd = os.open(directory, os.O_RDONLY)
     try:
@@ -37,7 +40,8 @@ def locked(directory: Path) -> Iterator[int]:
             system.lock(fd)
         except BlockingIOError as error:
             raise CheckpointError(
-                f"another process is writing a checkpoint to {directory}"
+                f"another process is writing a checkpoint to {directory}; give each job a "
+                "directory of its own"
             ) from error
         yield fd
     finally:
@@ -45,7 +49,11 @@ def locked(directory: Path) -> Iterator[int]:
 
 
 def write(path: Path, data: bytes, directory_fd: int) -> None:
-    """Write ``path`` so that, whatever happens, it is there whole and on the disk or not at all."""
+    """Write ``data`` to ``path`` atomically: after a crash the file is complete or absent.
+
+    The data goes to a temporary file, is flushed (fsync) and renamed; ``directory_fd`` is flushed
+    after the rename.
+    """
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with open(temporary, "wb") as file:
@@ -61,12 +69,13 @@ def write(path: Path, data: bytes, directory_fd: int) -> None:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """All of ``path``, which should not be longer than ``limit``."""
+    """The bytes of ``path``; CheckpointError if it can't be read or has more than ``limit``
+    bytes."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
-                raise CheckpointError(f"{path} has {size} bytes; {limit} are expected")
+                raise CheckpointError(f"{path} has {size} bytes; at most {limit} are expected")
             return file.read()
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error

@@ -1,19 +1,19 @@
-"""The manifest of a checkpoint: which files it is made of, and the hashes of all that is in them.
+"""The manifest of a checkpoint: its files, with hashes of each file and each tensor.
 
-A manifest is JSON beside a hash of itself. Each rank that writes a part seals what it wrote in the
-same way, so that the rank that writes the manifest need not read the parts.
+A manifest is JSON with a hash of itself (*sealed*). In a sharded checkpoint each rank seals the
+description of its part in the same way, so that rank 0 can write the manifest without reading the
+parts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from potluck.checkpoint.state import Entry, decode_entries
+from potluck.checkpoint.state import Entry, decode_entries, digest
 from potluck.errors import CheckpointError
 
 FORMAT = 2
@@ -21,8 +21,8 @@ MAX_BYTES = 64 << 20
 
 
 class File(msgspec.Struct, frozen=True):
-    """One file of a checkpoint: its plain name, its size, and the hashes of all of it and of each
-    tensor in it."""
+    """One file of a checkpoint: its name without a directory, its size in bytes, its hash, and the
+    hash of each tensor in it."""
 
     file: Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[^/\x00]+\Z")]
     bytes: Annotated[int, msgspec.Meta(ge=0)]
@@ -31,7 +31,7 @@ class File(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """The checkpoint of ``step``; ``facts`` are those of the world that wrote it."""
+    """The manifest of the checkpoint of ``step``; ``facts`` describe the world that wrote it."""
 
     format: int
     step: int
@@ -43,27 +43,28 @@ Sealed = TypeVar("Sealed", File, Manifest)
 
 
 def describe(file: str, data: bytes, entries: dict[str, Entry]) -> File:
-    """What a manifest says of one file that holds ``entries`` as ``data``."""
+    """The manifest's entry of the file that holds ``entries`` as ``data``."""
     hashes = {name: entry.sha3_256() for name, entry in entries.items()}
-    return File(file, len(data), hashlib.sha3_256(data).hexdigest(), hashes)
+    return File(file, len(data), digest(data), hashes)
 
 
 def seal(sealed: File | Manifest) -> bytes:
-    """``sealed`` as JSON, with a hash of itself."""
+    """``sealed`` as JSON with its own hash."""
     body = msgspec.to_builtins(sealed)
     return json.dumps({"manifest": body, "sha3_256": _hash(body)}, indent=1).encode()
 
 
 def unseal(data: bytes, path: Path, kind: type[Sealed]) -> Sealed:
-    """What ``seal`` made ``data`` of; CheckpointError if it is damaged, or of another format."""
+    """The inverse of ``seal``, for the content ``data`` of ``path``. CheckpointError if the data is
+    damaged or has another format."""
     try:
         sealed = json.loads(data)
         body: dict[str, Any] = sealed["manifest"]
         if sealed["sha3_256"] != _hash(body):
-            raise CheckpointError(f"{path} is damaged: it does not have the hash it names")
+            raise CheckpointError(f"{path} is damaged: its content does not match its hash")
         if kind is Manifest and body["format"] != FORMAT:
             raise CheckpointError(
-                f"{path} has format {body['format']}; this potluck reads {FORMAT}"
+                f"{path} has format {body['format']}; this version of potluck reads {FORMAT}"
             )
         return msgspec.convert(body, kind)
     except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
@@ -71,7 +72,7 @@ def unseal(data: bytes, path: Path, kind: type[Sealed]) -> Sealed:
 
 
 def damage(data: bytes, hashes: dict[str, str]) -> str:
-    """Which tensors of a file with the wrong hash differ, as far as that can be told."""
+    """A description of the damage in a file whose hash is wrong: a tensor of it, or its header."""
     try:
         _, entries = decode_entries(data)
     except CheckpointError as error:
@@ -81,4 +82,4 @@ def damage(data: bytes, hashes: dict[str, str]) -> str:
 
 
 def _hash(body: Any) -> str:
-    return hashlib.sha3_256(json.dumps(body, indent=1).encode()).hexdigest()
+    return digest(json.dumps(body, indent=1).encode())

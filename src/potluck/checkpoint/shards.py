@@ -1,4 +1,4 @@
-"""Which rank writes what of a state that all ranks hold. Pure."""
+"""Sharding: which rank writes which tensors of a state that all ranks hold. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 
 def assign(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
-    """The names (with sizes in bytes) of each of ``num_parts`` parts, of nearly equal bytes.
+    """Split tensors, given by names and sizes in bytes, into ``num_parts`` parts of similar size.
 
-    The largest first, each to the part that has least so far (Graham, "Bounds on multiprocessing
-    timing anomalies", 1969: at most a third above the best). The same on every rank.
+    Returns the names of each part. Greedy: the largest tensor first, each to the smallest part
+    (Graham, "Bounds on multiprocessing timing anomalies", 1969: at most a third above the optimum).
+    Deterministic, so all ranks get the same result.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts is {num_parts}; it must be at least 1")

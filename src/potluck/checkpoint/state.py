@@ -1,12 +1,12 @@
-"""Training state as bytes: nested Python values and tensors <-> safetensors, without pickle.
+"""States as bytes: conversion of nested Python values and tensors to and from safetensors.
 
 A state is any nesting of dict, list and tuple over torch tensors, NumPy arrays, int, float, bool,
-str and None: what ``state_dict()`` returns. The tensors become the entries of one safetensors
-buffer, named after their paths; the shape of the nesting is a JSON tree in its metadata. Reading
-is safe for bytes from anywhere: nothing is evaluated, every length is checked before use, and
-whatever does not fit raises CheckpointError.
+str and None, such as the result of ``state_dict()``. The tensors become the entries of one
+safetensors buffer, named after their paths; its metadata has the nesting as a JSON tree. Reading is
+safe for untrusted bytes: nothing is evaluated (there is no pickle), every length is checked before
+use, and invalid data raises CheckpointError.
 
-torch is used only for a state that holds torch tensors; they come back on the CPU.
+torch is imported only for a state with torch tensors. Decoded tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ State = Any
 MAX_DEPTH = 64
 _TREE = "potluck.tree"
 
-# safetensors' code of an element type -> its name in NumPy, ml_dtypes and torch.
+# The name of each dtype of safetensors in NumPy, ml_dtypes and torch.
 _NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -55,14 +55,15 @@ _SUPPORTED = frozenset(_NAMES.values())
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a state: its element type, shape, and bytes (little-endian, flat)."""
+    """One tensor of a state: the name of its dtype, its shape, and its bytes as a flat uint8 array
+    (little-endian, C order)."""
 
     dtype: str
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
 
     def sha3_256(self) -> str:
-        """Hex SHA3-256 of element type, shape and bytes."""
+        """Hex SHA3-256 of dtype, shape and bytes."""
         hashed = hashlib.sha3_256(f"{self.dtype}{list(self.shape)}".encode())
         hashed.update(self.data.data)
         return hashed.hexdigest()
@@ -74,10 +75,10 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def fingerprint(state: State) -> str:
-    """Hex SHA3-256 of everything in ``state``: equal exactly when type, shape and bits are.
+    """Hex SHA3-256 of ``state``; equal if and only if all types, shapes and bits are equal.
 
-    Raises TypeError naming the path of a value that a state can't hold. Reads every byte once
-    (about 0.4 GB/s); copies only what is not contiguous or not on the CPU.
+    TypeError, with the path, for a value that a state can't hold. Cost: reads every byte once
+    (about 0.4 GB/s); copies only tensors that are not contiguous or not on the CPU.
     """
     tree, entries = flatten(state)
     hashed = hashlib.sha3_256(json.dumps(tree).encode())
@@ -88,16 +89,16 @@ def fingerprint(state: State) -> str:
 
 
 def encode(state: State) -> bytes:
-    """``state`` as one safetensors buffer; the same state gives the same bytes.
+    """``state`` as one safetensors buffer; equal states give equal bytes.
 
-    Raises TypeError naming the path of a value that a state can't hold.
+    TypeError, with the path, for a value that a state can't hold.
     """
     tree, entries = flatten(state)
     return encode_entries(tree, entries)
 
 
 def encode_entries(tree: Any, entries: dict[str, Entry]) -> bytes:
-    """As ``encode``, for a state that is flat already."""
+    """``encode`` for the results of ``flatten``. ``tree`` may be None for a part of a state."""
     specs = {
         name: safetensors.TensorSpec(
             dtype=entry.dtype,
@@ -111,7 +112,7 @@ def encode_entries(tree: Any, entries: dict[str, Entry]) -> bytes:
 
 
 def decode(data: bytes) -> State:
-    """The state in ``data``, which may come from anywhere; CheckpointError if it holds none.
+    """The state in ``data``, which may be untrusted; CheckpointError if it is no valid state.
 
     Cost: one copy of the tensors.
     """
@@ -119,10 +120,10 @@ def decode(data: bytes) -> State:
 
 
 def decode_entries(data: bytes) -> tuple[Any, dict[str, Entry]]:
-    """The JSON tree and the tensors in ``data``, neither of them interpreted yet."""
+    """The JSON tree and the tensors in ``data``, as ``unflatten`` takes them."""
     try:
         found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
-        # safetensors has checked the header by now, its length and its JSON included.
+        # safetensors has checked the header, with its length and its JSON.
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         tree = json.loads(header["__metadata__"][_TREE], parse_constant=_no_constant)
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -130,24 +131,24 @@ def decode_entries(data: bytes) -> tuple[Any, dict[str, Entry]]:
     entries = {}
     for name, value in found:
         if value["dtype"] not in _NAMES:
-            raise CheckpointError(f"{name} has the unknown element type {value['dtype']}")
+            raise CheckpointError(f"the tensor {name!r} has the unknown dtype {value['dtype']}")
         array = np.frombuffer(value["data"], np.uint8)
         entries[name] = Entry(_NAMES[value["dtype"]], tuple(value["shape"]), array)
     return tree, entries
 
 
 def flatten(state: State) -> tuple[Any, dict[str, Entry]]:
-    """The JSON tree of ``state``, and its tensors by the names that the tree mentions."""
+    """Split ``state`` into a JSON tree and its tensors by the names that the tree refers to."""
     entries: dict[str, Entry] = {}
     return _flatten(state, "", entries, 0), entries
 
 
 def unflatten(tree: Any, entries: dict[str, Entry]) -> State:
-    """The state that ``flatten`` took apart; CheckpointError if tree and tensors don't match."""
+    """The inverse of ``flatten``; CheckpointError if tree and tensors do not match."""
     left = dict(entries)
     state = _unflatten(tree, left, 0)
     if left:
-        raise CheckpointError(f"{len(left)} tensors belong nowhere, the first is {min(left)!r}")
+        raise CheckpointError(f"the tree of a state lacks {len(left)} tensors: {min(left)!r}, ...")
     return state
 
 
@@ -222,7 +223,7 @@ def _unflatten(node: Any, left: dict[str, Entry], depth: int) -> Any:
     if node is None or isinstance(node, bool | int | float | str):
         return node
     if not isinstance(node, dict) or len(node) != 1:
-        raise CheckpointError("the tree of a state holds something that potluck never writes")
+        raise CheckpointError("the tree of a state has a node that potluck never writes")
     kind, body = next(iter(node.items()))
     if kind == "float" and body in ("nan", "inf", "-inf"):
         return float(body)
@@ -236,15 +237,15 @@ def _unflatten(node: Any, left: dict[str, Entry], depth: int) -> Any:
         if entry is None:
             raise CheckpointError(f"the tensor {body!r} is missing, or is used twice")
         return _restore(kind, entry)
-    raise CheckpointError(f"the tree of a state holds an unknown node {kind!r:.40}")
+    raise CheckpointError(f"the tree of a state has the unknown node {kind!r:.40}")
 
 
 def _unflatten_item(item: Any, left: dict[str, Entry], depth: int) -> tuple[Any, Any]:
     if not isinstance(item, list) or len(item) != 2:
-        raise CheckpointError("the tree of a state holds a dict item that is no pair")
+        raise CheckpointError("the tree of a state has a dict item that is no pair")
     key, value = item
     if key is not None and not isinstance(key, bool | int | str):
-        raise CheckpointError("the tree of a state holds a dict key that potluck never writes")
+        raise CheckpointError("the tree of a state has a dict key that potluck never writes")
     return key, _unflatten(value, left, depth + 1)
 
 

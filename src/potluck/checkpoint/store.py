@@ -1,24 +1,24 @@
-"""Checkpoints in a directory: written whole or not at all, verified before they are used.
+"""The checkpoint store: checkpoints in a directory, written atomically and verified when read.
 
-Checkpoint number 7, of step 120, is two files::
+The checkpoint with number 7, of step 120, is two files::
 
     000007-step-120.safetensors     the state (state.py)
-    000007-step-120.json            the manifest: hashes of the whole and of every tensor
+    000007-step-120.json            the manifest: hashes of the file and of every tensor
 
-or, written by four ranks into a directory that they share, four parts and the manifest::
+If four ranks write it into a shared directory, it is four parts and the manifest::
 
     000007-step-120.part-1-of-4.safetensors ... part-4-of-4.safetensors
     000007-step-120.json
 
-All are written to a temporary name, flushed to the disk and renamed; the manifest comes last, so
-a checkpoint without one does not count. Numbers only grow, so the newest checkpoint is the one
-with the highest number, also when training went back to an earlier step. The one that writes
-manifests holds a lock on the directory; what a killed writer left behind is removed by the next.
+Each file is written under a temporary name, flushed to the disk and renamed. The manifest is
+written last: a checkpoint without a manifest does not count. Numbers only grow, so the newest
+checkpoint has the highest number, also after training went back to an earlier step. The process
+that writes the manifest holds a lock on the directory, and first removes the remains of a writer
+that was killed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -37,6 +37,7 @@ from potluck.checkpoint.state import (
     Entry,
     State,
     decode_entries,
+    digest,
     encode_entries,
     flatten,
     unflatten,
@@ -51,9 +52,9 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A state that was read and verified, and the step after which it was taken.
+    """A checkpoint that was read and verified: the ``state`` after ``step`` committed steps.
 
-    ``facts`` are those of the world that wrote it.
+    ``path`` is the file of its (first) part; ``facts`` describe the world that wrote it.
     """
 
     step: int
@@ -64,7 +65,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which of ``of`` parts this process writes, and the checkpoint's number, agreed on by all."""
+    """The part of a sharded checkpoint that this process writes: ``index`` of ``of``. All ranks
+    must pass the same ``number`` (``next_number`` of rank 0)."""
 
     index: int
     of: int
@@ -73,7 +75,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """All that one process writes of one checkpoint."""
+    """The data that one process writes for one checkpoint."""
 
     step: int
     part: Part | None
@@ -84,12 +86,13 @@ class _Job:
 
 
 class CheckpointStore:
-    """The checkpoints in ``directory``, which is made if need be; the newest ``keep`` are kept.
+    """The checkpoints in ``directory``, which is created if it does not exist.
 
-    One process writes at a time (in a group: rank 0); any number may read. With ``sharded`` each
-    rank of a group writes its part of every checkpoint: the directory must be one that all of them
-    share. With ``asynchronous`` saving takes a copy and returns; the file is written meanwhile.
-    Rank 0 waits ``parts_timeout_s`` seconds for the others' parts.
+    The newest ``keep`` checkpoints are kept. One process writes at a time (in a group: rank 0); any
+    number of processes may read. ``sharded``: each rank of a group writes a part of every
+    checkpoint, to a directory that all ranks share; rank 0 waits up to ``parts_timeout_s`` seconds
+    for the parts of the others. ``asynchronous``: ``save`` copies the state and returns, and a
+    thread writes it.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class CheckpointStore:
         self._parts_timeout_s = parts_timeout_s
         self._writer = BackgroundWriter("checkpoint-writer")
         self._given_up = threading.Event()
-        self._number = 0  # of the last part: its file may not be there yet
+        self._number = 0  # of the last part, whose file may not exist yet
 
     def save(
         self,
@@ -120,14 +123,15 @@ class CheckpointStore:
         facts: dict[str, Any] | None = None,
         part: Part | None = None,
     ) -> Path | None:
-        """Write ``state`` as the newest checkpoint, or this process's ``part`` of it.
+        """Write ``state`` as the newest checkpoint; with ``part`` only this process's part of it.
 
-        Returns the file it wrote once everything is on the disk and what is older than ``keep`` is
-        gone; with ``asynchronous`` None, once a copy is taken and the save before has ended.
-        ``facts`` (plain JSON values) go into the manifest. Raises CheckpointError if it can't be
-        written (disk full, read-only, another writer), or, when asynchronous, if the save before
-        could not: then the earlier checkpoints are as they were. TypeError for what a state can't
-        hold.
+        Returns the path of the file, which is then on the disk; checkpoints beyond ``keep`` are
+        removed. An asynchronous store returns None after the previous save has ended and the state
+        is copied. ``facts`` (plain JSON values) go into the manifest.
+
+        CheckpointError if the checkpoint can't be written (disk full, read-only, another writer),
+        in an asynchronous store if the *previous* one could not; earlier checkpoints are untouched.
+        TypeError, with the path, for a value that a state can't hold.
         """
         tree, entries = flatten(state)
         if part is not None:
@@ -137,29 +141,29 @@ class CheckpointStore:
         self._given_up = threading.Event()
         job = _Job(step, part, tree, entries, facts or {}, self._given_up)
         if self.asynchronous:
-            # The tensors of a state are the model's own memory, and training goes on.
+            # The tensors of a state share the model's memory, which training changes meanwhile.
             copies = {n: replace(entry, data=entry.data.copy()) for n, entry in entries.items()}
             self._writer.submit(partial(self._write_later, replace(job, entries=copies)))
             return None
         return self._write(job)
 
     def wait(self) -> None:
-        """Wait until an asynchronous save is on the disk; CheckpointError if it could not be."""
+        """Wait until an asynchronous save has ended; CheckpointError if it failed."""
         self._writer.wait()
 
     close = wait
 
     def give_up(self) -> None:
-        """A rank is gone: parts that are not there yet are not waited for.
+        """Stop waiting for the parts of other ranks, since a rank is lost.
 
-        A checkpoint that then is not complete is in the log, and no error of a later save.
+        If the checkpoint stays incomplete, that is logged, and does not raise from a later save.
         """
         self._given_up.set()
 
     def next_number(self) -> int:
-        """A number above those of all checkpoints, also of what is being written.
+        """A number above those of all checkpoints, also of those that are being written.
 
-        CheckpointError if the directory is no use.
+        CheckpointError if the directory can't be created or read.
         """
         try:
             files.make_directory(self.directory)
@@ -173,10 +177,10 @@ class CheckpointStore:
         return 1 + max([self._number, *(int(match[1]) for match in numbers if match)])
 
     def load_latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is intact, None if there is none.
+        """The newest intact checkpoint; None if the directory has no checkpoints.
 
-        A damaged one is passed over with a warning that names the file and what is wrong.
-        Raises CheckpointError if there are checkpoints and none of them is intact.
+        A damaged checkpoint is skipped with a warning in the log that names the file and the
+        damage. CheckpointError if there are checkpoints and all are damaged.
         """
         damaged = []
         for number, step, stem in self._manifests():
@@ -200,7 +204,7 @@ class CheckpointStore:
         except CheckpointError as error:
             if not job.given_up.is_set():
                 raise
-            _log.warning("%s; a rank was lost meanwhile", error)  # no disk is at fault
+            _log.warning("%s; a rank was lost meanwhile", error)  # not a fault of the disk
 
     def _write(self, job: _Job) -> Path:
         try:
@@ -215,7 +219,7 @@ class CheckpointStore:
             ) from error
 
     def _write_checkpoint(self, job: _Job) -> Path:
-        """As the one who writes the manifest: rank 0, or the only writer."""
+        """Write this process's file and the manifest: on rank 0, or as the only writer."""
         with files.locked(self.directory) as directory_fd:
             names = self._names()
             if job.part is None:
@@ -223,7 +227,7 @@ class CheckpointStore:
                 self._sweep(number)
             else:
                 number = job.part.number
-                self._sweep(number - 1)  # the others write theirs already
+                self._sweep(number - 1)  # other ranks are writing parts of this number
             stem = f"{number:06d}-step-{job.step}"
             first = self._write_file(job, stem, directory_fd)
             parts = [first, *self._await_parts(job, stem)]
@@ -255,14 +259,14 @@ class CheckpointStore:
         return manifest.describe(path.name, data, job.entries)
 
     def _await_parts(self, job: _Job, stem: str) -> list[File]:
-        """What the other ranks have sealed, once all of them have."""
+        """Wait for the seals of the other ranks' parts; the parts' entries for the manifest."""
         if job.part is None:
             return []
         deadline = time.monotonic() + self._parts_timeout_s
         of = job.part.of
         names = [f"{stem}.part-{index + 1}-of-{of}" for index in range(1, of)]
         while True:
-            # Asked before looking: what had come by then is used.
+            # Decided before the look, so that parts that came by the deadline are used.
             is_last_look = job.given_up.is_set() or time.monotonic() > deadline
             missing = [n for n in names if not (self.directory / f"{n}.json").exists()]
             if not missing:
@@ -272,7 +276,7 @@ class CheckpointStore:
                     f"the checkpoint of step {job.step} is not complete: {missing[0]} is not in "
                     f"{self.directory}; a sharded checkpoint needs a directory that all ranks share"
                 )
-            job.given_up.wait(_POLL_S)  # a shared file system does not notify of new files
+            job.given_up.wait(_POLL_S)  # shared file systems have no notification of new files
         seals = [self.directory / f"{name}.json" for name in names]
         parts = [
             manifest.unseal(files.read(path, manifest.MAX_BYTES), path, File) for path in seals
@@ -280,11 +284,14 @@ class CheckpointStore:
         for part in parts:
             size = (self.directory / part.file).stat().st_size
             if size != part.bytes:
-                raise CheckpointError(f"{part.file} has {size} bytes of {part.bytes}")
+                raise CheckpointError(
+                    f"{part.file} in {self.directory} has {size} of {part.bytes} bytes"
+                )
         return parts
 
     def _sweep(self, up_to: int) -> None:
-        """Remove what a writer left that was killed: temporary files, states without manifest."""
+        """Remove the remains of killed writers, up to a number: temporary files, and states without
+        a manifest."""
         complete = {stem for _, _, stem in self._manifests()}
         for name in os.listdir(self.directory):
             match = _NAME.fullmatch(name.removesuffix(TEMPORARY))
@@ -296,7 +303,8 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         for _, _, stem in self._manifests()[self.keep :]:
-            # The manifest first: a state without one is swept, one without a state misleads.
+            # The manifest first: if this is interrupted, `_sweep` removes a state without a
+            # manifest.
             (self.directory / f"{stem}.json").unlink()
             for path in self.directory.glob(f"{stem}.*"):
                 path.unlink()
@@ -311,7 +319,7 @@ class CheckpointStore:
         for index, part in enumerate(found.parts):
             own_tree, own = decode_entries(self._read_part(part))
             if own.keys() & entries.keys():
-                raise CheckpointError(f"{part.file} holds what another part holds too")
+                raise CheckpointError(f"{part.file} holds tensors that another part holds, too")
             entries |= own
             tree = own_tree if index == 0 else tree
         first = self.directory / found.parts[0].file
@@ -322,14 +330,14 @@ class CheckpointStore:
         data = files.read(path, part.bytes)
         if len(data) != part.bytes:
             raise CheckpointError(f"{path} has {len(data)} bytes; {part.bytes} are expected")
-        if hashlib.sha3_256(data).hexdigest() != part.sha3_256:
+        if digest(data) != part.sha3_256:
             raise CheckpointError(f"{path} is damaged: {manifest.damage(data, part.tensors)}")
         return data
 
     # ------------------------------------------------------------ names
 
     def _names(self) -> list[tuple[int, int, str]]:
-        """(number, step, file name) of every file here that is a checkpoint's."""
+        """(number, step, file name) of every file in the directory that belongs to a checkpoint."""
         try:
             found = [_NAME.fullmatch(name) for name in os.listdir(self.directory)]
         except FileNotFoundError:
@@ -337,7 +345,7 @@ class CheckpointStore:
         return [(int(match[1]), int(match[2]), match[0]) for match in found if match]
 
     def _manifests(self) -> list[tuple[int, int, str]]:
-        """(number, step, stem) of every checkpoint, the newest first."""
+        """(number, step, stem of the file names) of every checkpoint, the newest first."""
         found = [
             (number, step, name.removesuffix(".json"))
             for number, step, name in self._names()

@@ -1,4 +1,4 @@
-"""Writing in the background, one thing at a time."""
+"""A background thread for writing, with one write at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 
 class BackgroundWriter:
-    """Runs one ``write()`` in a thread of its own; its error surfaces at the next call here."""
+    """Runs ``write()`` functions in a thread, one after the other. The error of a write is raised
+    by the next call of ``submit`` or ``wait``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -15,19 +16,17 @@ class BackgroundWriter:
         self._error: BaseException | None = None
 
     def submit(self, write: Callable[[], object]) -> None:
-        """Wait until the last write has ended, start this one, and raise what the last raised.
-
-        Raising does not keep this one from being written.
-        """
+        """Wait until the previous write has ended, start ``write``, and raise the error of the
+        previous one. ``write`` is started also if this raises."""
         error = self._end()
-        # Not a daemon: an interpreter that ends waits until everything is on the disk.
+        # Not a daemon: at its end the interpreter waits for the write.
         self._thread = threading.Thread(target=self._run, args=(write,), name=self._name)
         self._thread.start()
         if error is not None:
             raise error
 
     def wait(self) -> None:
-        """Wait until nothing is under way, and raise what the last write raised."""
+        """Wait until the write in progress has ended, and raise its error."""
         error = self._end()
         if error is not None:
             raise error

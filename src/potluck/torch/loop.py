@@ -141,7 +141,7 @@ class ElasticLoop(elastic.ElasticLoop):
             factor = 1.0 if self._scaler is None else self._scaler.factor
             seen = self._probe.take(self._share, self._batch, factor)
             if seen is not None and not skipped:  # else the gradients may be infinite
-                self.saw_noise(*seen)
+                self.add_noise(*seen)
 
     def parameter_hash(self) -> str:
         """Hex SHA3-256 of the model's parameters: equal on all ranks, bit by bit."""

@@ -1,4 +1,5 @@
-"""Training without a framework: the order of samples, and the loop that survives lost workers."""
+"""Elastic training without torch: the schedule of samples, and a loop that survives lost
+workers."""
 
 from potluck.training.elastic import ElasticLoop
 from potluck.training.metrics import average

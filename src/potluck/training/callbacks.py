@@ -1,4 +1,5 @@
-"""Callbacks: objects whose methods the loop calls between steps, or functions for epoch ends.
+"""Callbacks: objects whose methods the loop calls between steps, or functions for the end of
+epochs.
 
     class Report:
         def on_epoch_end(self, epoch: int, loss: float) -> None:
@@ -6,11 +7,11 @@
 
     ElasticLoop(..., callbacks=[Report(), lambda epoch, loss: print(epoch, loss)])
 
-Every method is optional; a function stands for ``on_epoch_end``. Every rank calls its own
-objects. A committed step is told once, on each rank that was there; a step that was run again is
-not told twice. A callback may call
-``job.average`` and ``job.save``, if all ranks' callbacks do; a peer lost meanwhile ends it early.
-Any other exception of a callback ends the training on all ranks with a CallbackError that names it.
+Every method is optional; a function counts as ``on_epoch_end``. Every rank calls its own objects.
+``on_step_end`` is called once for a committed step, also if the step was run again, on each rank
+that was a member. A callback may call ``job.average`` and ``job.save`` if all ranks' callbacks do;
+if a peer is lost meanwhile, the call raises and the callback ends early. Any other exception of a
+callback ends the training on all ranks with a CallbackError that names the callback.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from typing import Any
 from potluck.errors import CallbackError, GroupError
 
 EVENTS = {
-    "on_train_begin": "(job): the first step comes next; the loop itself, to keep",
-    "on_step_end": "(step, loss): so many steps are committed; the global loss, or NaN",
-    "on_epoch_end": "(epoch, loss): an epoch is through; the mean of its steps' losses",
-    "on_group_change": "(world_size): a worker was lost or has come",
-    "on_train_end": "(job): every sample of every epoch is committed",
+    "on_train_begin": "(job): before the first step; job is the loop",
+    "on_step_end": "(step, loss): after a commit; the number of committed steps, the global loss "
+    "or NaN",
+    "on_epoch_end": "(epoch, loss): after an epoch's last commit; the mean loss of its samples",
+    "on_group_change": "(world_size): after a worker was lost or joined",
+    "on_train_end": "(job): after every sample of every epoch is committed",
 }
-"""What a callback object may have methods for."""
+"""The methods that a callback may have, with their arguments."""
 
 
 class Callbacks:
-    """The callbacks of one loop, called in the order they were given."""
+    """The callbacks of one loop, called in the order of ``objects``. TypeError for an object that
+    is no callback."""
 
     def __init__(self, objects: Sequence[object]) -> None:
         if not isinstance(objects, Sequence):
@@ -56,10 +59,10 @@ class Callbacks:
         self._objects = list(objects)
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Call ``event`` of every object that has it.
+        """Call the method ``event`` of every object that has it.
 
-        CallbackError from what a callback raised, naming the two; a GroupError stays one, so that
-        the loop can form the next group.
+        An exception of a callback becomes a CallbackError that names callback and exception. A
+        GroupError is raised as it is: the loop forms the next group.
         """
         for each in self._objects:
             if hasattr(each, event):
@@ -85,7 +88,7 @@ def _check_takes_epoch_and_loss(function: Callable[..., Any]) -> None:
             f"are at the end of each epoch: {error}"
         ) from None
     except ValueError:
-        pass  # written in C, without a signature to look at
+        pass  # a function in C without a signature
 
 
 def _name_of(function: Any) -> str:

@@ -1,16 +1,16 @@
-"""The elastic training loop, without torch: steps that count on all ranks or on none.
+"""The elastic training loop, without torch: every step is committed on all ranks or on none.
 
-    for share in job:                  # what this rank computes on
+    for share in job:                  # this rank's samples of the step
         with job.step():
             gradient = all_reduce(...)
             job.commit(loss=loss)      # returns once every rank has voted ok
             weights -= rate * gradient
 
 No gradient may be applied before ``commit`` returns. When a peer is lost before that, the block
-ends early, the survivors form the next group, and the same samples are handed out again. When a
-peer is lost *during* the vote, ``commit`` itself forms the next group and asks it for the outcome:
-it returns if the step counts and ends the block if it does not (``context/commit.py`` decides).
-Between steps (``agreement.py``) newcomers are let in: every member tells how many steps it has
+ends early, the survivors form the next group, and the same samples are computed again. When a peer
+is lost *during* the vote, ``commit`` itself forms the next group and asks its members for the
+outcome: it returns if the step counts and ends the block otherwise (``context/commit.py`` decides).
+Between two steps newcomers join (``agreement.py``): every member sends how many steps it has
 committed, and members that are behind receive the state of the most senior rank that is up to date.
 Then ranks may change the shares and the batch size together (``pace.py``), and write a checkpoint.
 """
@@ -53,11 +53,12 @@ __all__ = ["LOST", "ElasticLoop", "Policy"]
 _log = logging.getLogger(__name__)
 
 LOST = (PeerLost, OperationTimeout, Evicted)
-"""The errors that a new group heals."""
+"""The errors after which the survivors form the next group and go on."""
 
 
 class _Repeat(BaseException):
-    """Leaves the block of a step that does not count; no ``except Exception`` stops it."""
+    """Leaves the block of a step that does not count. A BaseException, so that an ``except
+    Exception`` of the script does not catch it."""
 
 
 class ElasticLoop(Record):
@@ -70,21 +71,21 @@ class ElasticLoop(Record):
                 job.commit(loss=loss)  # returns once every rank has voted ok
                 weights -= rate * gradient
 
-    Nothing of ``replica``'s state may change before ``commit`` returns. When a peer is lost before
-    that, the block ends early, the survivors form the next group, and the same samples come again.
-    A joining worker receives the state of a peer between two steps.
+    The state of ``replica`` must not change before ``commit`` returns. When a peer is lost before
+    that, the block ends early, the survivors form the next group, and the same samples are computed
+    again. A joining worker receives the state of a peer between two steps.
 
-    ``schedule`` says which samples a step has. ``checkpoint`` also keeps the state on disk, and a
-    training of which no worker is left goes on from there. ``callbacks`` are objects with methods
-    such as ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``.
+    ``schedule`` defines the samples of each step. ``checkpoint`` saves the state on disk, from
+    which a training resumes that has lost all workers. ``callbacks`` are objects with methods such
+    as ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``.
 
-    ``losses`` are the global losses of the steps committed while this worker was there (NaN where
-    none was told, or where it was lost with a rank). ``recoveries`` are the seconds from each
-    lost peer to the next commit, ``num_reruns`` the steps that this worker ran again.
+    ``losses`` are the global losses of the steps committed while this worker was a member (NaN if
+    none was given, or if it was lost with a rank). ``recoveries`` are the seconds from each lost
+    peer to the next commit, ``num_reruns`` the number of steps that this worker ran again.
 
-    Iterating raises [Diverged][potluck.errors.Diverged] when replicas differ,
-    [RemoteError][potluck.errors.RemoteError] when another rank's code failed, and the GroupError
-    that ended the group where no next group can be formed.
+    Iterating raises [Diverged][potluck.errors.Diverged] if replicas differ,
+    [RemoteError][potluck.errors.RemoteError] if another rank's script failed, and the GroupError
+    that ended the group if no next group can be formed.
     """
 
     def __init__(
@@ -106,16 +107,16 @@ class ElasticLoop(Record):
         self._pace = Pace(self._policy)
         self._attempts = 0
         self._begun = False
-        self._told_of = 0  # the group that callbacks know of
-        # What ended a group since the last step began: until the next one others may stand
-        # elsewhere in their scripts.
+        self._notified_epoch = 0  # the group that callbacks know
+        # The error that ended a group since the last step began. Until the next step other ranks
+        # may be at another place of their scripts.
         self._interrupted: GroupError | None = None
-        # The step under way.
+        # The present step.
         self._share: Share | None = None
         self._batch: Batch | None = None
         self._open = False
         self._counted = False
-        self._told: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
         self._began = 0.0
         self._waited_s = 0.0
         self._is_typical = False
@@ -124,7 +125,7 @@ class ElasticLoop(Record):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How many samples of a full batch each rank gets, in rank order."""
+        """The number of samples of a full batch for each rank, in rank order."""
         costs = self._pace.costs or (EQUAL,) * self.ctx.world_size
         return apportion(self.batch_size, costs)
 
@@ -138,7 +139,7 @@ class ElasticLoop(Record):
             self._settle(at_step=True)
             if not self._begun:
                 self._begun = True
-                self._tell("on_train_begin", self)
+                self._notify("on_train_begin", self)
             if self.done:
                 break
             batch = self._progress.batch()
@@ -148,17 +149,23 @@ class ElasticLoop(Record):
             self._began, self._waited_s = time.monotonic(), self.ctx.waited_s
             yield share
             if self._share is not None:
-                raise RuntimeError("the body of the loop must do its work inside job.step()")
+                raise RuntimeError(
+                    "the body of the loop over the job did not use job.step(): compute the step "
+                    "inside `with job.step():`"
+                )
         self._finish()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """The block of one step. It ends early, without an error, if the step must be repeated.
+        """A context manager for one step. If the step must be repeated, its block ends early
+        without an error.
 
-        Any error of the script's own is told to all other ranks, which raise RemoteError.
+        An exception of the script ends the training: the other ranks raise RemoteError.
         """
         if self._share is None:
-            raise RuntimeError("job.step() is for the body of a loop over the job, once per turn")
+            raise RuntimeError(
+                "job.step() belongs into the body of a loop over the job, once per iteration"
+            )
         self._open = True
         try:
             self._replica.remember()
@@ -179,23 +186,26 @@ class ElasticLoop(Record):
             raise
         finally:
             self._open, self._share = False, None
-            self._told.clear()
+            self._facts.clear()
         if self._counted:
-            self._tell_of_step()
+            self._notify_step()
 
     def log(self, **facts: Any) -> None:
-        """Report facts. ``loss`` in a step, before its commit, becomes the loss of all ranks."""
+        """Report facts to ``potluck run`` and ``potluck status``: names and numbers or strings.
+
+        In a step they are reported with its commit; ``loss`` is averaged over all ranks.
+        """
         if self._open and not self._counted:
-            self._told.update(facts)
+            self._facts.update(facts)
         else:
             self.ctx.report(**{name: _plain(value) for name, value in facts.items()})
 
     def average(self, **metrics: Any) -> dict[str, float]:
-        """The means of ``metrics`` over all ranks: in a step by samples, else by equal parts.
+        """The means of ``metrics`` over all ranks: in a step weighted by samples, else unweighted.
 
-        Every rank must call it with the same names; in a step before its commit. A peer lost
-        between steps is PeerLost, also after the next group has formed and until the next step: not
-        all ranks are at this call then.
+        A collective call with the same names on every rank; in a step before its commit. After a
+        loss between two steps it raises PeerLost until the next step, also when the next group has
+        formed, because other ranks may not be at this call.
         """
         if self._share is None and self._interrupted is not None:
             raise again(self._interrupted)
@@ -203,58 +213,60 @@ class ElasticLoop(Record):
         return average(self.ctx, metrics, weight=weight)
 
     def save(self) -> None:
-        """Write a checkpoint now. Every rank must call it, after a step or before the first.
+        """Write a checkpoint now. A collective call, between two steps.
 
-        CheckpointError on all ranks if one could not write (of an asynchronous store: if its last
-        save could not); ValueError without a place for it.
+        CheckpointError on all ranks if one rank could not write (in an asynchronous store: if the
+        previous save failed); ValueError without ``checkpoint``.
         """
-        if self._share is not None:  # the group may change here, and with it this rank's share
+        if self._share is not None:  # saving may change the group, and thus this rank's share
             raise RuntimeError(
                 "a checkpoint is written between steps: after job.step(), not before or inside it"
             )
-        if not self._agreement.has_place:
-            raise ValueError("there is no place for checkpoints: pass checkpoint=DIRECTORY")
-        # Not at once: a rank that has not heard how its step ended, or has lost its group, must do
-        # what the others do, in the same order. All save where their group is settled.
+        if not self._agreement.has_store:
+            raise ValueError("there is no directory for checkpoints: pass checkpoint=DIRECTORY")
+        # Not at once: a rank that lost its group, or the outcome of its step, must make the same
+        # calls as the others in the same order. All ranks save once their group is settled.
         self._agreement.save_due = True
         failed = self._settle()
         if failed is not None:
             raise failed
 
     def commit(self, *, loss: float | None = None, ok: bool = True, skipped: bool = False) -> None:
-        """Return once this step counts on every rank; else leave the block of the step.
+        """Vote to commit this step. Returns if the step counts on all ranks, else ends its block.
 
-        Call it when all that the step will apply is computed, and before any of it is applied.
-        ``skipped`` (the same on all ranks) says that nothing will be. Raises Diverged when
-        replicas differ. Cost: one vote of a few bytes per rank.
+        Call it after the update of the step is computed and before any of it is applied. ``loss``
+        is this rank's loss, ``ok=False`` votes against the step, ``skipped`` (equal on all ranks)
+        says that no update will be applied. Diverged if replicas differ. Cost: one all_gather of 48
+        bytes per rank.
         """
         if not self._open or self._share is None:
             raise RuntimeError("commit belongs inside the block of a step")
         if self._counted:
             return
-        told = self._told.pop("loss", None) if loss is None else loss
+        own_loss = self._facts.pop("loss", None) if loss is None else loss
         try:
             outcome = self.ctx.commit(
                 self.step_number,
                 ok=ok,
                 state_hash=self._state_hash(),
-                loss=math.nan if told is None else float(told),
+                loss=math.nan if own_loss is None else float(own_loss),
                 weight=self._share.weight,
             )
         except LOST as error:
-            # Only a rank that voted for the step may hold on to it.
-            told_loss = self._ask_the_next_group(error, self.ctx.epoch if ok else 0)
+            # Only a rank that voted for the step can learn that the step counts.
+            global_loss = self._ask_the_next_group(error, self.ctx.epoch if ok else 0)
         else:
             if not outcome:
                 self._refused(outcome.reason)
-            told_loss = outcome.loss
+            global_loss = outcome.loss
             self._agreement.newcomers = outcome.reform
             self._agreement.history = self.ctx.epoch
-        self._count(told_loss, skipped)
+        self._count(global_loss, skipped)
 
-    def saw_noise(self, signal: float, noise: float) -> None:
-        """Unbiased |G|^2 and tr(Sigma) of the gradient of a committed step (noise.py)."""
-        self._pace.saw(signal, noise)
+    def add_noise(self, signal: float, noise: float) -> None:
+        """Record unbiased estimates of |G|^2 and tr(Sigma) for the gradient of a committed step, as
+        ``noise.py`` defines them."""
+        self._pace.add_noise(signal, noise)
 
     # ------------------------------------------------------------ one step's outcome
 
@@ -264,9 +276,9 @@ class ElasticLoop(Record):
         return 1 + int(self._replica.fingerprint()[:15], 16)
 
     def _ask_the_next_group(self, error: GroupError, pending: int) -> float:
-        """The outcome of the vote of epoch ``pending`` was lost; returns if the step counts.
+        """Form the next group, which knows the outcome of the vote of epoch ``pending``.
 
-        Then the result is its loss, NaN if no rank knows it.
+        Returns the step's loss (NaN if no rank knows it) if the step counts, else ends its block.
         """
         while True:
             self._lost(error)
@@ -310,32 +322,33 @@ class ElasticLoop(Record):
         known = self.samples_per_s
         self.samples_per_s = 0.9 * known + 0.1 * rate if known else rate
         if not math.isnan(loss):
-            self._told["loss"] = loss
+            self._facts["loss"] = loss
         self.ctx.report(
             step=self.step_number,
             committed_samples=self.committed,
             total_samples=self.schedule.total,
             samples_per_s=self.samples_per_s,
             device=self._replica.device,
-            **{name: _plain(value) for name, value in self._told.items()},
+            **{name: _plain(value) for name, value in self._facts.items()},
         )
 
     def _measure(self) -> None:
-        """The block of a committed step has ended: all of its time was work, but for the waits.
+        """Record the time that a committed step took this rank, at the end of its block.
 
-        What a rank waits for a transfer is not its own cost: that ends for all ranks together.
+        Time in which the rank waited for transfers is left out: transfers end at the same time for
+        all ranks, so they say nothing of this rank's speed.
         """
         if self._is_typical and self._share is not None:
             waited_s = self.ctx.waited_s - self._waited_s
-            self._pace.timed(self._share.num_samples, time.monotonic() - self._began - waited_s)
+            self._pace.add_time(self._share.num_samples, time.monotonic() - self._began - waited_s)
 
-    def _tell_of_step(self) -> None:
+    def _notify_step(self) -> None:
         assert self._batch is not None
-        self._tell("on_step_end", self.step_number, self.last_loss)
+        self._notify("on_step_end", self.step_number, self.last_loss)
         if self._batch.start + self._batch.size == self.schedule.num_samples:
-            self._tell("on_epoch_end", self._batch.epoch, self._progress.epoch_loss)
+            self._notify("on_epoch_end", self._batch.epoch, self._progress.epoch_loss)
 
-    def _tell(self, event: str, *arguments: Any) -> None:
+    def _notify(self, event: str, *arguments: Any) -> None:
         try:
             self._callbacks.call(event, *arguments)
         except LOST as error:
@@ -352,7 +365,7 @@ class ElasticLoop(Record):
         self.num_reruns += 1
 
     def _lost(self, error: GroupError) -> None:
-        """Note that the group is over; raise ``error`` if there is no use in another."""
+        """Note that the group is lost; raise ``error`` if no next group is to be formed."""
         now = time.monotonic()
         if self._agreement.lost_at is None:
             self._agreement.lost_at = now
@@ -362,18 +375,21 @@ class ElasticLoop(Record):
             raise error
         waited = now - self._agreement.lost_at
         if self._attempts > self._policy.max_attempts or waited > self._policy.recovery_s:
-            error.add_note(f"gave up after {self._attempts} groups and {waited:.0f} s")
+            error.add_note(
+                f"step {self.step_number} was not committed in {self._attempts} groups and "
+                f"{waited:.0f} s (Policy's max_attempts and recovery_s)"
+            )
             raise error
         _log.info("step %d: %s", self.step_number, error)
 
     # ------------------------------------------------------------ between steps
 
     def _settle(self, *, at_step: bool = False) -> CheckpointError | None:
-        """Return in a group whose members all stand where this rank stands, and have saved.
+        """Settle the group: all members are at the same step, with equal states, and have saved.
 
-        ``at_step``: this is the point between two steps. Then waiting newcomers are let in, and at
-        the end of the training no rank returns before all are there. The result is the error of a
-        checkpoint that was due and could not be written.
+        ``at_step``: the call is between two steps. Then waiting newcomers join, and at the end of
+        the training all ranks wait for each other. Returns the error of a checkpoint that was due
+        and could not be written.
         """
         agreement = self._agreement
         while True:
@@ -396,9 +412,9 @@ class ElasticLoop(Record):
                 raise
         if at_step:
             self._interrupted = None
-            known, self._told_of = self._told_of, self.ctx.epoch
+            known, self._notified_epoch = self._notified_epoch, self.ctx.epoch
             if self._begun and self.ctx.epoch != known:
-                self._tell("on_group_change", self.ctx.world_size)
+                self._notify("on_group_change", self.ctx.world_size)
         return failed
 
     def _finish(self) -> None:
@@ -409,9 +425,9 @@ class ElasticLoop(Record):
             recoveries=list(self.recoveries),
             parameter_hash=self._replica.fingerprint(),
         )
-        self._tell("on_train_end", self)
+        self._notify("on_train_end", self)
 
 
 def _plain(value: Any) -> Any:
-    """A fact as a plain value: numbers out of arrays and tensors."""
+    """``value`` as a plain number if it is an array or tensor of one element."""
     return value.item() if hasattr(value, "item") else value

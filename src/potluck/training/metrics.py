@@ -1,4 +1,4 @@
-"""Metrics of all ranks together."""
+"""Means of metrics over all ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
 def average(
     ctx: DistributedContext, metrics: Mapping[str, Any], *, weight: float = 1.0
 ) -> dict[str, float]:
-    """The mean of each metric over all ranks, weighed by ``weight`` (a rank's samples, say).
+    """The mean of each metric over all ranks, weighted by ``weight`` (for example, samples).
 
-    Every rank calls it with the same names in any order; a rank's NaN is left out of that metric's
-    mean, and what no rank knows is NaN. Values are numbers or tensors of one element. ValueError on
-    all ranks if their names differ. Costs one all_reduce of 16 bytes per metric and 16 more.
+    A collective call with the same names on every rank, in any order. Values are numbers or tensors
+    of one element. A rank's NaN is left out of that metric's mean; without any value the mean is
+    NaN. ValueError on all ranks if their names differ. Cost: one all_reduce of 16 bytes, and 16 for
+    each metric.
     """
     if not weight >= 0:
         raise ValueError(f"weight is {weight}; it must not be negative")
     names = sorted(metrics)
     values = [float(metrics[name]) for name in names]
-    # As many numbers with other names would be added up all the same. So the checksums of the names
-    # go along: all are mine if their mean is mine, and that of their squares my square.
+    # The sums alone would not show that ranks passed other names. So a checksum of the names and
+    # its square are summed, too: all checksums are equal to mine if the mean of the checksums is
+    # mine and the mean of the squares is my square (then their variance is 0).
     check = float(zlib.crc32("\0".join(names).encode()) >> 8)
     known = [not math.isnan(value) and weight > 0 for value in values]
     sums = np.zeros((2, len(names) + 1), np.float64)

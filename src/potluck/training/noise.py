@@ -1,11 +1,11 @@
-"""Batch size from the noise of the gradient. Pure.
+"""The gradient noise scale, and the batch size that follows from it. Pure.
 
 McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018
 (arXiv:1812.06162). The gradient of a batch of B samples is the true gradient G plus noise of
 covariance Sigma / B, so its squared length is on average |G|^2 + tr(Sigma) / B. Two batch sizes
 give both unknowns (appendix A.1): here one rank's gradient before the reduction, and the reduced
-one. Their ratio, the simple noise scale B = tr(Sigma) / |G|^2, is the batch size up to which more
-samples still buy nearly proportionally more progress.
+gradient. Their ratio, the simple noise scale B = tr(Sigma) / |G|^2, is the batch size up to which
+more samples give nearly proportionally more progress.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseBatching:
-    """Let the global batch follow the noise scale, between ``min_batch`` and ``max_batch``.
+    """Adapt the global batch size to the gradient noise scale, in [``min_batch``, ``max_batch``].
 
     ``smoothing`` is the weight of the newest estimate (the average over the steps between two
-    adaptations). The batch changes when the noise scale is off by more than the fraction
-    ``threshold``, at most by the factor ``max_change`` at a time, and not before ``warmup``
-    estimates. Needs two ranks: on one nothing is measured and the batch stays as it is.
+    adaptations). The batch size changes if the noise scale differs from it by more than the
+    fraction ``threshold``, by at most the factor ``max_change`` at a time, and after ``warmup``
+    estimates at the earliest. A single rank can't measure the noise and keeps its batch size.
     """
 
     min_batch: int
@@ -46,15 +46,15 @@ class NoiseBatching:
             )
 
     def clamp(self, size: float) -> int:
-        """``size`` as a whole number between the bounds."""
+        """``size`` as an integer between the bounds."""
         return int(min(max(size, self.min_batch), self.max_batch))
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseEstimate:
-    """Exponential averages of |G|^2 (``signal``) and tr(Sigma) (``noise``).
+    """Exponential moving averages of |G|^2 (``signal``) and tr(Sigma) (``noise``).
 
-    They are averaged apart because the ratio of two unbiased estimates is biased.
+    The two are averaged separately, because the ratio of two unbiased estimates is biased.
     """
 
     signal: float = 0.0
@@ -62,10 +62,10 @@ class NoiseEstimate:
     num: int = 0
 
     def after(self, signal: float, noise: float, smoothing: float) -> NoiseEstimate:
-        """With one more estimate in it; one that is not finite is left out."""
+        """The averages with one more estimate; an estimate that is not finite is ignored."""
         if not (math.isfinite(signal) and math.isfinite(noise)):
             return self
-        # The first ones are plain means, so that the start does not weigh more than the rest.
+        # Plain means at first, so that the first estimate does not weigh more than later ones.
         new = max(smoothing, 1 / (self.num + 1))
         return NoiseEstimate(
             (1 - new) * self.signal + new * signal,
@@ -75,7 +75,8 @@ class NoiseEstimate:
 
     @property
     def scale(self) -> float:
-        """The simple noise scale in samples; infinite when no signal shows, NaN when unknown."""
+        """The simple noise scale in samples; inf if the signal is not positive, NaN without
+        estimates."""
         if not self.num:
             return math.nan
         if self.signal <= 0:
@@ -86,9 +87,9 @@ class NoiseEstimate:
 def unbiased(
     small_square: float, small: int, big_square: float, big: int
 ) -> tuple[float, float] | None:
-    """Unbiased |G|^2 and tr(Sigma) from squared gradient lengths at batch sizes small < big.
+    """Unbiased |G|^2 and tr(Sigma) from the squared gradient norms at two batch sizes.
 
-    Equations A.2 and A.3 of the paper. None if the sizes do not differ.
+    Equations A.2 and A.3 of the paper. None unless ``small`` < ``big``.
     """
     if not 0 < small < big:
         return None
@@ -98,7 +99,7 @@ def unbiased(
 
 
 def next_batch(current: int, estimate: NoiseEstimate, options: NoiseBatching) -> tuple[int, str]:
-    """The batch size to go on with, and why."""
+    """The next batch size, and the reason in words."""
     current = options.clamp(current)
     if estimate.num < options.warmup:
         return current, f"{estimate.num} of {options.warmup} estimates"

@@ -1,9 +1,9 @@
-"""What the ranks measure while they train, and what they make of it together between steps.
+"""Pace: ranks measure speed and gradient noise, and adapt shares and batch size from that.
 
-Every few steps each rank tells its speed and what it saw of the gradient's noise (one all_gather);
-all ranks then compute the same shares and the same batch size from the same numbers. Should a peer
-be lost in between, some ranks may have heard and others not: so a new group begins with equal
-shares, exchanges at once, and takes the batch size from the rank whose state counts.
+Every few steps the ranks exchange their speeds and noise estimates (one all_gather), and all
+compute the same shares and batch size from the same numbers. If a peer is lost during the exchange,
+only some ranks have its result; therefore a new group begins with equal shares, exchanges at once,
+and takes the batch size from the rank whose state counts.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 EARLY_STEPS = (0, 2, 5)
-"""Steps after a change of the group at which ranks exchange sooner than ``adapt_every``."""
+"""Steps after a change of the group at which ranks exchange, besides every ``adapt_every``
+steps."""
 
 
 class Pace:
-    """Measurements of this rank, and the plan that all ranks share."""
+    """The measurements of this rank, and the shares that all ranks agreed on."""
 
     def __init__(self, policy: Policy) -> None:
         self.plan: ShareCosts | None = None
-        """How samples are dealt out, None for equal shares."""
+        """The present split of batches, None for equal shares."""
         self._policy = policy
         self._is_on = policy.shares is not None or policy.batching is not None
         window = policy.shares.window if policy.shares is not None else 1
@@ -47,26 +48,26 @@ class Pace:
 
     @property
     def costs(self) -> tuple[Cost, ...] | None:
-        """What samples are dealt out by, None for equal shares."""
+        """The costs by which batches are split, in rank order; None for equal shares."""
         return self.plan.costs if self.plan is not None else None
 
-    def timed(self, num_samples: int, seconds: float) -> None:
-        """This rank has computed ``seconds`` on ``num_samples`` samples of a committed step."""
+    def add_time(self, num_samples: int, seconds: float) -> None:
+        """Record that this rank computed for ``seconds`` on ``num_samples`` of a committed step."""
         if num_samples:
             self._steps.append((num_samples, seconds))
 
-    def saw(self, signal: float, noise: float) -> None:
-        """This rank's unbiased |G|^2 and tr(Sigma) of a committed step (noise.py)."""
+    def add_noise(self, signal: float, noise: float) -> None:
+        """Record this rank's unbiased |G|^2 and tr(Sigma) of a committed step."""
         if math.isfinite(signal) and math.isfinite(noise):
             self._signals.append(signal)
             self._noises.append(noise)
 
     def new_group(self) -> None:
-        """Nothing that the old group agreed on holds."""
+        """Forget the agreement of the previous group."""
         self.plan, self._since, self._exchanged = None, None, -1
 
     def exchange(self, ctx: DistributedContext, progress: Progress) -> None:
-        """Exchange measurements if that is due. Every rank calls it between steps."""
+        """Exchange measurements if an exchange is due. A collective call between two steps."""
         if not self._is_on or not self._due(progress.step):
             return
         cost = fit(self._steps) or Cost(0.0, 0.0)
@@ -97,7 +98,7 @@ class Pace:
         return often and step != self._exchanged
 
     def _deal(self, costs: Sequence[Cost | None], progress: Progress) -> str:
-        """Plan shares; says what has changed, if anything has."""
+        """Split batches by ``costs``; the change in words, empty if there is none."""
         options = self._policy.shares
         if options is None:
             return ""
@@ -108,7 +109,7 @@ class Pace:
         return self.plan.reason
 
     def _resize(self, sums: list[float], progress: Progress) -> str:
-        """Set the batch size; says what has changed, if anything has."""
+        """Set the batch size; the change in words, empty if there is none."""
         options = self._policy.batching
         num, signal, noise = sums
         if options is None or not num:

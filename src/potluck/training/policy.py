@@ -1,4 +1,4 @@
-"""What the elastic loop does by itself, and when."""
+"""The policy of the elastic loop: intervals, adaptation, limits of recovery."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from potluck.training.shares import ProportionalShares
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How often the loop does what costs something, what it adapts, and how long it tries.
+    """Options of the elastic loop.
 
-    Every ``hash_every`` steps parameters are compared between ranks; every ``save_every`` steps
-    (and at the end) a checkpoint is written, if there is a place for it. After a loss a step must
-    be committed within ``recovery_s`` seconds and ``max_attempts`` groups.
+    Every ``hash_every`` steps the ranks compare hashes of their parameters. Every ``save_every``
+    steps, and at the end, they write a checkpoint, if the loop has a ``checkpoint``. After a loss
+    the next step must be committed within ``recovery_s`` seconds and ``max_attempts`` groups.
 
-    With ``shares`` faster ranks get more samples, with ``batching`` the batch size follows the
-    gradient's noise. For these, ranks exchange what they measured every ``adapt_every`` steps, and
-    sooner after a change of the group (one all_gather of 40 bytes per rank).
+    With ``shares`` faster ranks get more samples; with ``batching`` the batch size follows the
+    gradient noise scale. For both, ranks exchange measurements every ``adapt_every`` steps, and
+    more often after a change of the group (one all_gather of 40 bytes per rank).
     """
 
     hash_every: int = 50

@@ -1,4 +1,4 @@
-"""How far a training is: what the ranks have committed, equal on all of them."""
+"""The progress of a training: the committed steps and samples, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from potluck.training.sampler import Batch, Schedule
 
 @dataclass(slots=True)
 class Progress:
-    """Steps and samples committed since the training began, and what the next step is.
+    """Steps and samples committed since the training began, and the batch of the next step.
 
-    ``num_skipped`` counts the committed steps that applied nothing (a loss scale overflowed).
+    ``num_skipped`` counts committed steps without an update (after an overflow of the loss scale).
     """
 
     schedule: Schedule
@@ -50,15 +50,15 @@ class Progress:
 
     @property
     def epoch_loss(self) -> float:
-        """Mean loss of the samples of the epoch under way, NaN if none was told."""
+        """The mean loss of the present epoch's samples; NaN without losses."""
         return self._loss_sum / self._loss_weight if self._loss_weight else math.nan
 
     def batch(self) -> Batch:
-        """The samples of the next step."""
+        """The batch of the next step."""
         return self.schedule.batch(self.committed, self.batch_size)
 
     def count(self, batch: Batch, loss: float, *, skipped: bool) -> None:
-        """The step on ``batch`` is committed."""
+        """Count the step on ``batch``, which was committed with the global ``loss`` (or NaN)."""
         if not batch.start:
             self._loss_sum = self._loss_weight = 0.0
         if math.isfinite(loss):
@@ -69,7 +69,7 @@ class Progress:
         self.num_skipped += skipped
 
     def capture(self) -> dict[str, State]:
-        """Everything of this, for a newcomer or a checkpoint."""
+        """The progress as a state, for a joining worker or a checkpoint."""
         return {
             "step": self.step,
             "committed": self.committed,
@@ -83,10 +83,10 @@ class Progress:
         }
 
     def restore(self, state: State) -> None:
-        """Go on where ``capture`` was called, maybe on another rank.
+        """Set the progress to ``state``, a result of ``capture`` on this or another rank.
 
-        Raises CheckpointError for what is no such state, ConfigurationError for one of another
-        data set or seed. Without ``batching`` the script's own batch size holds.
+        CheckpointError if it is no such state; ConfigurationError if it belongs to another data set
+        or seed. Without ``batching`` the batch size of the script's schedule applies.
         """
         try:
             found = {name: int(state[name]) for name in ("step", "committed", "num_skipped")}
@@ -99,7 +99,7 @@ class Progress:
         mine = (self.schedule.num_samples, self.schedule.seed, self.schedule.shuffle)
         if order != mine:
             raise ConfigurationError(
-                f"this state belongs to a training on {_describe(*order)}; this one is on "
+                f"this state belongs to a training on {_describe(*order)}; this training is on "
                 f"{_describe(*mine)}: pass the same, or another directory for checkpoints"
             )
         self.step, self.committed = found["step"], found["committed"]

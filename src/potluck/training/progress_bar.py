@@ -1,4 +1,4 @@
-"""A progress bar on the leader's terminal, as a callback."""
+"""A callback that draws a progress bar on the terminal of rank 0."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 
 class ProgressBar:
-    """Shows samples, loss and speed on rank 0; after its loss, on the next rank 0.
+    """A callback: shows samples, loss and speed on rank 0; after its loss, on the next rank 0.
 
-    ``file`` is where it is drawn, by default stderr. What is no terminal gets one line per epoch.
+    ``file`` is the output, by default stderr. An output that is no terminal gets a line per epoch.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
@@ -22,7 +22,7 @@ class ProgressBar:
         self._task = TaskID(0)
 
     def on_train_begin(self, job: Any) -> None:
-        """Keep the loop, and draw if this is the leader."""
+        """Keep the loop, and draw the bar on rank 0."""
         self._job = job
         self._draw()
 
@@ -30,7 +30,7 @@ class ProgressBar:
         """Move the bar."""
         if self._bar is not None:
             job = self._job
-            speed = self._bar.tasks[0].speed  # of all ranks: it counts what they have committed
+            speed = self._bar.tasks[0].speed  # of all ranks: the bar counts committed samples
             self._bar.update(
                 self._task,
                 completed=job.committed,
@@ -40,18 +40,18 @@ class ProgressBar:
             )
 
     def on_epoch_end(self, epoch: int, loss: float) -> None:
-        """A line, where no bar can be drawn."""
+        """Write a line if the output is no terminal."""
         if self._job.ctx.is_master and not self._console.is_terminal:
             self._console.print(
                 f"epoch {epoch + 1}/{self._job.schedule.epochs}: loss {loss:.4f}", highlight=False
             )
 
     def on_group_change(self, world_size: int) -> None:
-        """Draw from now on if this worker has become the leader."""
+        """Draw the bar if this worker has become rank 0."""
         self._draw()
 
     def on_train_end(self, job: Any) -> None:
-        """Leave the bar as it is."""
+        """Stop drawing; the bar stays on the terminal."""
         self._stop()
 
     def _stop(self) -> None:
@@ -87,4 +87,4 @@ class ProgressBar:
             speed="",
         )
         self._bar.start()
-        atexit.register(self._stop)  # a script that fails gets its cursor back
+        atexit.register(self._stop)  # shows the cursor again if the script fails

@@ -1,4 +1,4 @@
-"""What is trained, as the elastic loop sees it: a thing whose whole state can be taken and set."""
+"""Replicas: a rank's copy of the trained state, as the elastic loop captures and restores it."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from potluck.checkpoint.state import State, fingerprint
 
 
 class Replica(Protocol):
-    """One rank's copy of the model, its optimizer, and whatever else must be equal on all ranks.
+    """One rank's copy of the model, its optimizer, and all other state that is equal on all ranks.
 
-    ``device`` is its name for people.
+    ``device`` is a name for displays, for example ``cuda:0``.
     """
 
     device: str
 
     def capture(self) -> State:
-        """Everything another rank needs to go on from here (see checkpoint/state.py)."""
+        """The state that another rank needs to go on from here, as ``checkpoint/state.py`` defines
+        states."""
 
     def restore(self, state: State) -> None:
-        """Become what ``capture`` returned, maybe on another rank."""
+        """Set the replica to ``state``, a result of ``capture`` on this or another rank."""
 
     def fingerprint(self) -> str:
-        """Hex SHA3-256 of what must be equal on all ranks, bit by bit."""
+        """Hex SHA3-256 of the state that must be bit-identical on all ranks."""
 
     def remember(self) -> None:
-        """A step begins: keep what it may change before its commit."""
+        """At the start of a step: keep the state that the step may change before its commit."""
 
     def undo(self) -> None:
-        """The step did not count: be as at the last ``remember``."""
+        """After a step that does not count: return to the state of the last ``remember``."""
 
     def weigh(self, weight: float) -> None:
-        """This rank's part in the next global mean is ``weight``."""
+        """Set this rank's weight in the next global mean of gradients."""
 
     def capture_own(self) -> State:
-        """What belongs to this rank alone: the state of its random generators."""
+        """The state of this rank alone, for example of its random generators."""
 
     def restore_own(self, state: State) -> None:
-        """Become what ``capture_own`` returned on the same rank of an earlier group."""
+        """Set this rank's own state, a result of ``capture_own`` of the same rank number."""
 
 
 @dataclass
 class StateReplica:
-    """A Replica out of two functions, for scripts without torch.
+    """A replica made of two functions, for scripts without torch.
 
-    ``get_state`` returns all of the state; it is compared between ranks as a whole. Steps must
-    not change any of it before their commit.
+    ``get_state()`` returns the whole state, which must be equal on all ranks; ``set_state(state)``
+    sets it. A step must not change the state before its commit.
     """
 
     get_state: Callable[[], State]

@@ -1,9 +1,9 @@
-"""Which samples a step is made of: a pure function of (seed, epoch, committed samples).
+"""The schedule of samples: a pure function of (seed, epoch, committed samples).
 
-An epoch is a permutation of the data set; a step takes the next ``batch_size`` samples of it (the
-last one of an epoch may be smaller) and gives every rank a contiguous share of it. Because
-the position is counted in *committed* samples, a step that is interrupted, or that runs again in
-a smaller or larger group, covers the same samples: each one of an epoch is committed exactly once.
+An epoch is a permutation of the data set. A step takes the next ``batch_size`` samples of it (the
+last step of an epoch may have fewer) and gives every rank a contiguous share. The position is
+counted in *committed* samples, so a step that is interrupted, or runs again in a smaller or larger
+group, covers the same samples: each sample of an epoch is committed exactly once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from potluck.training.shares import EQUAL, Cost, apportion
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One global batch: ``size`` samples of ``epoch`` from position ``start`` of its order."""
+    """A global batch: ``size`` samples of ``epoch``, from position ``start`` of its permutation."""
 
     epoch: int
     start: int
@@ -32,9 +32,9 @@ class Batch:
 class Share:
     """One rank's part of a global batch.
 
-    ``indices`` (int64) are the samples to compute on, ``weight`` this rank's part of the global
-    mean: its samples divided by the batch's. A rank for which nothing is left gets one sample of
-    the batch with weight 0, so that its forward and backward still run.
+    ``indices`` (int64, 1-D) are the samples to compute on, ``weight`` this rank's weight in the
+    global mean: its samples divided by those of the batch. A rank without samples gets one sample
+    of the batch with weight 0, so that its forward and backward passes run.
     """
 
     epoch: int
@@ -43,17 +43,17 @@ class Share:
 
     @property
     def num_samples(self) -> int:
-        """How many samples of the batch this rank stands for."""
+        """The number of samples with which this rank counts: 0 for a weight of 0."""
         return len(self.indices) if self.weight else 0
 
 
 @lru_cache(maxsize=4)
 def order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
-    """The permutation of ``range(num_samples)`` that ``epoch`` goes through; read-only int64.
+    """The permutation of ``range(num_samples)`` in ``epoch``, a read-only int64 array.
 
     Sorts the raw 64-bit output of Philox-4x64 (Salmon et al., "Parallel random numbers: as easy
-    as 1, 2, 3", SC 2011), which NumPy keeps equal across versions and machines; what its
-    Generator makes of it, it may change.
+    as 1, 2, 3", SC 2011), which NumPy keeps stable across versions and machines, unlike the
+    permutations of its Generator.
     """
     if seed < 0 or epoch < 0 or num_samples < 0:
         raise ValueError(f"seed {seed}, epoch {epoch}, num_samples {num_samples}: negative")
@@ -67,9 +67,9 @@ def order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
 def shares(
     size: int, world_size: int, costs: Sequence[Cost] | None = None
 ) -> list[tuple[int, int]]:
-    """(start, stop) of every rank's part of ``size`` samples.
+    """The (start, stop) of every rank's share of ``size`` samples.
 
-    Near-equal parts, the first ranks get one more; with ``costs`` such that all are done together.
+    Shares are near-equal, the first ranks get one more. With ``costs`` all ranks end together.
     """
     counts = apportion(size, (EQUAL,) * world_size if costs is None else costs)
     return list(pairwise(accumulate(counts, initial=0)))
@@ -77,10 +77,10 @@ def shares(
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The course of a whole training: ``epochs`` times through ``num_samples`` samples.
+    """The samples of a whole training: ``epochs`` passes over ``num_samples`` samples.
 
-    ``committed`` counts samples from the start of the training, over all epochs. Without
-    ``shuffle`` every epoch goes through the samples in their own order.
+    ``batch_size`` counts the samples of all ranks together. Without ``shuffle`` every epoch keeps
+    the order of the data set.
     """
 
     num_samples: int
@@ -102,19 +102,19 @@ class Schedule:
 
     @property
     def total(self) -> int:
-        """Samples to commit until the training is complete."""
+        """The number of samples of the whole training."""
         return self.epochs * self.num_samples
 
     def batch(self, committed: int, size: int | None = None) -> Batch:
-        """The global batch that follows ``committed`` samples; it never crosses an epoch's end.
+        """The global batch after ``committed`` samples (of all epochs); it ends with its epoch.
 
-        ``size`` stands in for ``batch_size`` where that changes on the way.
+        ``size`` replaces ``batch_size``, if the batch size changes during the training.
         """
         epoch, start = divmod(committed, self.num_samples)
         return Batch(epoch, start, min(size or self.batch_size, self.num_samples - start))
 
     def indices(self, batch: Batch) -> NDArray[np.int64]:
-        """The samples of ``batch``."""
+        """The indices of the samples in ``batch``, int64."""
         if self.shuffle:
             whole = order(self.seed, batch.epoch, self.num_samples)
             return whole[batch.start : batch.start + batch.size]
@@ -123,7 +123,7 @@ class Schedule:
     def share(
         self, batch: Batch, rank: int, world_size: int, costs: Sequence[Cost] | None = None
     ) -> Share:
-        """``rank``'s share of ``batch`` in a group of ``world_size``, by ``costs`` if given."""
+        """The share of ``rank`` in a group of ``world_size``, equal or by ``costs``."""
         start, stop = shares(batch.size, world_size, costs)[rank]
         samples = self.indices(batch)
         if start == stop:

@@ -1,4 +1,4 @@
-"""Checkpoints of a group: one call on every rank, one file or one part from each."""
+"""Saving a checkpoint as a group: a collective call, in which rank 0 or every rank writes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
 MAX_REASON_BYTES = 512
-"""How much of a writer's error the other ranks are told."""
+"""Bytes of a rank's error text that other ranks receive."""
 
 MAX_WRITE_S = 600.0
-"""How long ranks wait for one that writes."""
+"""Seconds that ranks wait for a rank that writes."""
 
 
 def save(ctx: DistributedContext, store: CheckpointStore, state: State, step: int) -> str:
-    """Write ``state``, which all ranks hold, as the checkpoint of ``step``. Every rank calls it.
+    """Write ``state``, which all ranks hold, as the checkpoint of ``step``. A collective call.
 
-    Rank 0 writes, or, if the store is sharded, each rank its part; then all wait for the slowest,
-    so that a rank with a slow disk is not taken for a lost one. CheckpointError on a rank whose
-    write failed (of an asynchronous store: whose last write failed); elsewhere the result says
-    which rank it was, and why. It is empty if none failed.
+    Rank 0 writes, or each rank its part if the store is sharded; then all wait for the slowest
+    rank, so that a rank with a slow disk is not taken for lost. CheckpointError on a rank whose
+    write failed (in an asynchronous store: whose previous write failed). On other ranks the result
+    names that rank and its error; it is empty if no write failed.
     """
     failed: CheckpointError | None = None
     try:
@@ -71,7 +71,7 @@ def _write(ctx: DistributedContext, store: CheckpointStore, state: State, step: 
 
 
 def world_facts(ctx: DistributedContext) -> dict[str, Any]:
-    """What is worth knowing of the world a checkpoint comes from; plain JSON values."""
+    """The facts of a checkpoint's manifest, as plain JSON values: members and versions."""
     versions = {"python": platform.python_version()}
     found = {package: installed(package) for package in ("potluck", "torch", "numpy")}
     versions |= {package: version for package, version in found.items() if version}

@@ -1,8 +1,8 @@
-"""Dynamic loss scaling: how the scale follows overflows. Pure.
+"""Dynamic loss scaling: the scale after overflows and after steps without one. Pure.
 
-Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2: float16 gradients too
-small for the format become zero, so the loss is multiplied by a factor before backward. Too large
-a factor overflows: then the step is skipped and the factor made smaller.
+Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2: gradients that are too
+small for float16 become zero, so the loss is multiplied by a scale before backward. If the scale is
+too large, gradients overflow: then the step is skipped and the scale is reduced.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """The factor, and by what rule it changes.
+    """A loss scale, with the rule by which it changes.
 
-    It is multiplied by ``growth`` after ``interval`` steps in a row without an overflow
+    ``scale`` is multiplied by ``growth`` after ``interval`` consecutive steps without an overflow
     (``num_good`` so far), and by ``backoff`` after each overflow.
     """
 
@@ -33,9 +33,10 @@ class LossScale:
             )
 
     def after(self, overflow: bool) -> LossScale:
-        """The scale for the next step.
+        """The loss scale of the next step.
 
-        FloatingPointError when even the smallest one overflows: then it is the loss itself.
+        FloatingPointError if the scale would fall below ``minimum``: then the loss itself
+        overflows.
         """
         if overflow:
             smaller = self.scale * self.backoff

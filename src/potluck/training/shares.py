@@ -1,10 +1,10 @@
-"""Shares for unlike machines: how many samples of a batch each rank computes. Pure.
+"""Shares for unequal machines: the number of samples that each rank computes of a batch. Pure.
 
-A step lasts as long as its slowest rank, so samples are dealt out such that all ranks end at the
-same time. A rank's time is a line: a fixed part (the optimizer, packing gradients) and a part per
-sample. Both come from its last steps, by the median of the slopes between them (Theil, 1950; Sen,
-1968), which a few odd steps do not move. The gradient stays that of the whole batch, because every
-rank's mean is weighed by its samples (Share.weight).
+A step lasts as long as its slowest rank, so a batch is split such that all ranks end at the same
+time. The model of a rank's time is linear: a fixed part (the optimizer, packing gradients) and a
+part per sample. Both are estimated from the rank's last steps by the median of the slopes between
+them (Theil, 1950; Sen, 1968), which is robust to outliers. The gradient is that of the whole batch,
+because every rank's mean is weighted by its samples (``Share.weight``).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 SPREAD = 0.2
-"""By which fraction two steps' samples must differ to tell the fixed part from the other."""
+"""The fraction by which the samples of two steps must differ for their slope to be used."""
 
 LEAST_SLOPE = 0.1
-"""The part per sample is at least this fraction of all: the other way to see it is noise."""
+"""A lower bound of the part per sample, as a fraction of the time per sample: noise can make the
+estimate too small, even negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProportionalShares:
-    """Deal samples out by speed.
+    """Split batches by the speed of the ranks.
 
-    A rank's speed is that of the median of its last ``window`` steps, so a change of it shows once
-    it has lasted for more than half of them. Shares change only when the step would become shorter
-    by more than the fraction ``threshold``.
+    A rank's speed is the median over its last ``window`` steps, so a change takes effect after half
+    of them. Shares change only if the step becomes shorter by more than the fraction ``threshold``.
     """
 
     window: int = 8
@@ -43,7 +43,7 @@ class ProportionalShares:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a rank needs for its share of a step: ``fixed_s + sample_s * samples`` seconds."""
+    """The time of a rank for its share of a step: ``fixed_s + sample_s * samples`` seconds."""
 
     fixed_s: float
     sample_s: float
@@ -53,22 +53,22 @@ class Cost:
 
 
 EQUAL = Cost(0.0, 1.0)
-"""What every rank counts as before anything is measured."""
+"""The cost of every rank before measurements."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareCosts:
-    """The costs that shares are dealt out by, in rank order, and why."""
+    """The costs by which batches are split, in rank order, and the reason in words."""
 
     costs: tuple[Cost, ...]
     reason: str = ""
 
 
 def fit(steps: Iterable[tuple[int, float]]) -> Cost | None:
-    """The cost that (samples, seconds) of some ``steps`` show, None if there are none.
+    """The cost that fits ``steps``, pairs of (samples, seconds); None without steps.
 
-    While all of them have about equally many samples, all is taken as cost per sample: what that
-    gets wrong shows as soon as shares have changed once.
+    While all steps have about equally many samples, the whole time counts as cost per sample. The
+    error of that is corrected after the first change of the shares.
     """
     timed = [(n, s) for n, s in steps if n > 0 and s > 0]
     if not timed:
@@ -87,17 +87,18 @@ def fit(steps: Iterable[tuple[int, float]]) -> Cost | None:
 
 
 def apportion(size: int, costs: Sequence[Cost]) -> tuple[int, ...]:
-    """How many of ``size`` samples each rank gets: the split whose slowest rank is fastest.
+    """Split ``size`` samples so that the slowest rank ends as early as possible.
 
-    Every rank gets at least one sample if there are enough, since a rank without samples shows no
-    speed. Ties go to the lower rank, so equal costs give equal shares and the first ranks one more.
+    Every rank gets at least one sample if there are enough, since a rank without samples can't be
+    measured. Ties go to the lower rank: with equal costs the first ranks get one sample more.
+    ValueError for costs that are not finite and positive.
     """
     if size < 0 or not costs or not all(map(_is_possible, costs)):
-        raise ValueError(f"{size} samples can't be dealt out by costs {list(costs)}")
+        raise ValueError(f"{size} samples can't be split by the costs {list(costs)}")
     ranks = range(len(costs))
     least = 1 if size >= len(costs) else 0
-    # The number that each rank certainly gets; then one sample at a time to the rank that would be
-    # done with it first.
+    # First the number that each rank certainly gets; then sample by sample to the rank that would
+    # end first with it.
     end = _common_end(size, costs)
     counts = [max(math.floor((end - c.fixed_s) / c.sample_s), least) for c in costs]
     while sum(counts) < size:
@@ -113,11 +114,11 @@ def _is_possible(cost: Cost) -> bool:
 
 
 def _common_end(size: int, costs: Sequence[Cost]) -> float:
-    """When all ranks are done that have anything to do, if samples could be divided."""
+    """The time at which all ranks with work end if samples were divisible."""
     rate = head_start = end = 0.0
     for cost in sorted(costs, key=lambda cost: cost.fixed_s):
         if rate and end <= cost.fixed_s:
-            break  # the others are done before this one could begin
+            break  # the ranks so far end before the fixed part of this rank is over
         rate += 1 / cost.sample_s
         head_start += cost.fixed_s / cost.sample_s
         end = (size + head_start) / rate
@@ -125,7 +126,7 @@ def _common_end(size: int, costs: Sequence[Cost]) -> float:
 
 
 def step_s(size: int, split_by: Sequence[Cost], costs: Sequence[Cost]) -> float:
-    """How long ranks of ``costs`` compute on ``size`` samples dealt out by ``split_by``."""
+    """The seconds of a step of ``size`` samples, split by ``split_by``, on ranks of ``costs``."""
     counts = apportion(size, split_by)
     return max(cost.seconds(count) for count, cost in zip(counts, costs, strict=True))
 
@@ -133,9 +134,10 @@ def step_s(size: int, split_by: Sequence[Cost], costs: Sequence[Cost]) -> float:
 def replan(
     plan: ShareCosts | None, measured: Sequence[Cost | None], size: int, threshold: float
 ) -> ShareCosts | None:
-    """The plan to go on with: ``plan`` (None: equal shares) or one by the ``measured`` costs.
+    """The next split: the present ``plan`` (None: equal shares), or a split by ``measured`` costs
+    if it makes steps shorter by more than ``threshold``.
 
-    A rank without a measurement (None) counts as the median of the others.
+    A rank without a measurement (None) counts with the median of the others.
     """
     known = [cost for cost in measured if cost is not None]
     if not known:

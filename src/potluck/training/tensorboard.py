@@ -1,4 +1,4 @@
-"""What a training does, for TensorBoard, as a callback."""
+"""A callback that writes the figures of a training for TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 from potluck.optional import require
 
 FLUSH_S = 10
-"""Seconds until figures show in TensorBoard at the latest."""
+"""Seconds after which figures are written to the disk at the latest."""
 
 
 class TensorBoardLogger:
-    """Writes event files to ``directory``; look at them with ``tensorboard --logdir DIRECTORY``.
+    """A callback: writes event files to ``directory``, for ``tensorboard --logdir DIRECTORY``.
 
-    Rank 0 writes; after its loss the next rank 0 does, to a file of its own that TensorBoard joins
-    on. Scalars: loss/step, loss/epoch, world_size, batch_size, samples_per_s (of rank 0),
-    skipped_steps, and with dynamic batching noise_scale. ``log`` adds others.
+    Rank 0 writes, on every ``every``-th step; after its loss the next rank 0 continues in another
+    file, which TensorBoard shows as the same run. Scalars: loss/step, loss/epoch, world_size,
+    batch_size, samples_per_s (of rank 0), skipped_steps, and with ``NoiseBatching`` noise_scale.
+    ``log`` writes other scalars.
 
-    Needs tensorboardX: MissingDependency, on every rank, with the pip command.
+    MissingDependency, on every rank, without tensorboardX.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, every: int = 1) -> None:
@@ -52,24 +53,25 @@ class TensorBoardLogger:
         )
 
     def on_epoch_end(self, epoch: int, loss: float) -> None:
-        """Write the mean loss of an epoch, and let it reach the disk."""
+        """Write the mean loss of an epoch, and flush the file."""
         self.log(self._job.step_number, **{"loss/epoch": loss})
         if self._writer is not None:
             self._writer.flush()
 
     def on_train_end(self, job: Any) -> None:
-        """End the file."""
+        """Close the file."""
         self.close()
 
     def log(self, step: int, /, **scalars: float) -> None:
-        """Write ``scalars`` at ``step``; nothing on other ranks than the leader."""
+        """Write ``scalars`` at ``step`` on rank 0; on other ranks do nothing."""
         if self._job is None:
             raise RuntimeError("log belongs into a training: pass this object in callbacks=[...]")
         if not self._job.ctx.is_master:
             return
         if self._writer is None:
-            # What an earlier run wrote beyond this step is taken back. The library names files by
-            # the second: the suffix keeps two writers apart, in the order of their beginning.
+            # `purge_step` hides later steps of an earlier run, which are computed again. The
+            # library names files by the second; the suffix keeps two writers apart, in order of
+            # their start.
             self._writer = self._module.SummaryWriter(
                 self._directory,
                 purge_step=step,
@@ -81,7 +83,7 @@ class TensorBoardLogger:
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is left to the disk. Idempotent."""
+        """Flush and close the file. Idempotent."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,4 +1,4 @@
-"""States between ranks: safetensors bytes in pieces, hash-checked before use."""
+"""Transfer of states between ranks: safetensors bytes in pieces, verified by a hash before use."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MAX_OWN_BYTES = 1 << 30
 
 
 def broadcast_state(ctx: DistributedContext, state: State, source: int, *, wanted: bool) -> State:
-    """``source``'s ``state``, on every rank that has ``wanted`` it; None on the others.
+    """Broadcast the ``state`` of rank ``source``. Returns it on ranks with ``wanted``, else None.
 
-    Every rank of the group must call it. Costs one broadcast of the encoded state, however many
-    ranks want it. Raises CheckpointError if what arrived is not what was sent.
+    A collective call. Cost: one broadcast of the encoded state, for any number of receivers.
+    CheckpointError if the received bytes do not have the hash of the sent ones.
     """
     is_source = ctx.rank == source
     header = np.zeros(40, np.uint8)
@@ -36,7 +36,7 @@ def broadcast_state(ctx: DistributedContext, state: State, source: int, *, wante
     if wanted and not is_source:
         data = bytearray(length)
     whole = np.frombuffer(data, np.uint8) if data else None
-    # A rank that wants nothing still passes every piece on to its neighbours.
+    # A rank that does not want the state still forwards every piece.
     scratch = np.empty(min(length, PIECE_BYTES), np.uint8) if whole is None else None
     for start in range(0, length, PIECE_BYTES):
         stop = min(start + PIECE_BYTES, length)
@@ -48,15 +48,15 @@ def broadcast_state(ctx: DistributedContext, state: State, source: int, *, wante
     if not wanted:
         return None
     if digest(data) != header[8:].tobytes().hex():
-        raise CheckpointError(f"the state from rank {source} arrived damaged")
+        raise CheckpointError(f"the state from {ctx.group.describe(source)} arrived damaged")
     return decode(bytes(data))
 
 
 def gather_states(ctx: DistributedContext, mine: State) -> list[State]:
-    """Every rank's own state, in rank order, on every rank; meant for small ones.
+    """Gather the ranks' own states on every rank, in rank order. For small states.
 
-    Every rank of the group must call it. Costs two all_gathers: of 8 bytes, and of as many bytes
-    per rank as the largest state takes.
+    A collective call. Cost: two all_gathers, of 8 bytes and of the bytes of the largest state per
+    rank. CheckpointError if a state has more than 1 GiB.
     """
     data = np.frombuffer(encode(mine), np.uint8)
     lengths = ctx.all_gather(np.array([len(data)], np.int64)).reshape(-1)
