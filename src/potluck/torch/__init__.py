@@ -44,7 +44,7 @@ _register()
 
 
 def __getattr__(name: str) -> Any:
-    """``ProcessGroupPotluck`` derives from torchft's class: torchft is imported when it is used."""
+    """Import ``ProcessGroupPotluck`` when it is used: it derives from a class of torchft."""
     if name == "ProcessGroupPotluck":
         return importlib.import_module("potluck.torch.plugins.torchft").ProcessGroupPotluck
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Mixed precision: loss scaling that decides the same on all ranks, and fits the elastic loop.
+"""Mixed precision: a loss scaler whose decisions are equal on all ranks, for the elastic loop.
 
 Parameters stay in float32 (the master weights) and ``torch.autocast`` computes in half precision::
 
@@ -32,17 +32,19 @@ from potluck.training.scaling import LossScale
 
 
 class GradScaler:
-    """Scales the loss for float16 and skips the steps that overflow: torch.amp's, for many ranks.
+    """Dynamic loss scaling for float16, as torch.amp's GradScaler, with equal decisions on all
+    ranks.
 
-    Whether a step overflows is decided from the reduced gradients, which are equal bit by bit on
-    all ranks: one rank's infinity is in all ranks' gradients after the reduction. So all skip or
-    none, and nothing more is communicated. (Gradients that are sharded, DTensors, cost one
-    all_reduce of one number.) All optimizers of an ElasticLoop step together or not at all.
+    An overflow is detected in the reduced gradients, which are bit-identical on all ranks: an inf
+    of one rank is in the gradients of all. So all ranks skip the step or none does, without
+    communication. (Sharded gradients, DTensors, cost one all_reduce of one number.) All optimizers
+    of an ElasticLoop step together or not at all.
 
-    Give it to the loop as ``also={"scaler": scaler}``: then its state goes to newcomers and into
-    checkpoints, and a skipped step is a committed one (``job.num_skipped`` counts them).
+    Pass the scaler to the loop as ``also={"scaler": scaler}``: then newcomers and checkpoints get
+    its state, and a skipped step is committed without an update (``job.num_skipped`` counts them).
 
-    ``enabled=False`` makes every method do nothing but what it must.
+    ``rule`` is the initial scale and how it changes. With ``enabled=False`` losses are not scaled,
+    and ``step`` only calls the optimizer. TypeError for another ``rule``.
     """
 
     def __init__(self, rule: LossScale | None = None, *, enabled: bool = True) -> None:
@@ -52,7 +54,7 @@ class GradScaler:
         self._rule = rule or LossScale()
         self._optimizers: Sequence[Optimizer] = ()
         self._commit: Callable[[], None] | None = None
-        # The step under way.
+        # The present step.
         self._scaled = False
         self._unscaled: list[Optimizer] = []
         self._flags: dict[torch.device, Tensor] = {}
@@ -60,20 +62,21 @@ class GradScaler:
 
     @property
     def factor(self) -> float:
-        """What losses are multiplied by now."""
+        """The present loss scale; 1 if not enabled."""
         return self._rule.scale if self.enabled else 1.0
 
     @property
     def pending(self) -> bool:
-        """Whether gradients are scaled, and have not been unscaled yet."""
+        """Whether a loss was scaled whose gradients are not unscaled yet."""
         return self._scaled and not self._unscaled
 
     def attach(self, optimizers: Sequence[Optimizer], commit: Callable[[], None]) -> None:
-        """Belong to a loop: ``commit`` makes a step that applies nothing count (the loop calls)."""
+        """Attach the scaler to a loop, which calls this. ``commit()`` commits a step without an
+        update."""
         self._optimizers, self._commit = tuple(optimizers), commit
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the factor: what ``backward`` is for."""
+        """``loss`` times the loss scale; call ``backward()`` on the result."""
         if not self.enabled:
             return loss
         if self._unscaled:
@@ -82,7 +85,7 @@ class GradScaler:
         return loss * self._rule.scale
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the factor again, to clip or look at them before ``step``."""
+        """Divide the gradients by the loss scale, for example to clip them before ``step``."""
         if not self.enabled or optimizer in self._unscaled:
             return
         if not self._scaled:
@@ -96,7 +99,8 @@ class GradScaler:
             flag.logical_or_(local.isfinite().all().logical_not())
 
     def step(self, optimizer: Optimizer) -> Any:
-        """``optimizer.step()``, or, after an overflow, a step that counts and changes nothing."""
+        """Call ``optimizer.step()``; after an overflow commit the step without an update
+        instead."""
         if not self.enabled:
             return optimizer.step()
         for each in self._optimizers or (optimizer,):
@@ -109,7 +113,7 @@ class GradScaler:
         return None
 
     def update(self) -> None:
-        """Make the factor that of the next step. Once per step, after ``step``."""
+        """Set the loss scale of the next step. Call it once per step, after ``step``."""
         if not self.enabled:
             return
         if self._overflow is None:
@@ -119,11 +123,11 @@ class GradScaler:
         self._rule = self._rule.after(overflow)
 
     def state_dict(self) -> dict[str, Any]:
-        """The factor and the steps since it last changed."""
+        """The loss scale and the number of steps since its last change."""
         return {"scale": self._rule.scale, "num_good": self._rule.num_good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the factor of a ``state_dict``."""
+        """Set the loss scale from a ``state_dict``."""
         self._begin()
         self._rule = replace(
             self._rule, scale=float(state["scale"]), num_good=int(state["num_good"])

@@ -1,4 +1,4 @@
-"""What one step shows of the gradient's noise: this rank's gradient against that of all."""
+"""Measuring gradient noise in a step: the norm of this rank's gradient and of the reduced one."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from potluck.training.sampler import Batch, Share
 
 
 class NoiseProbe:
-    """Takes the squared lengths of local and reduced gradients at each backward through ``model``.
+    """Records the squared norms of local and reduced gradients at each backward through ``model``.
 
-    Costs two norms per parameter and backward; nothing is communicated.
+    Cost: two norms per parameter and backward, no communication.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._interceptor = GradientInterceptor(model, keep=_squared)
 
     def close(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         self._interceptor.close()
 
     def take(self, share: Share, batch: Batch, factor: float) -> tuple[float, float] | None:
-        """Unbiased |G|^2 and tr(Sigma) of the step whose backward came last (training/noise.py).
+        """Unbiased |G|^2 and tr(Sigma) from the last backward, as ``training/noise.py`` defines
+        them.
 
-        ``factor`` is the loss scale it ran under. None where nothing can be said: this rank had
-        no samples, or all of them, or gradients were not reduced.
+        ``factor`` is the loss scale of that backward. None if there is no estimate: this rank had
+        no samples or all samples, or gradients were not reduced.
         """
         capture, self._interceptor.last = self._interceptor.last, None
         if capture is None:

@@ -1,4 +1,4 @@
-"""Which parameters travel together: the pure part of gradient bucketing.
+"""Gradient bucketing: which parameters are reduced together. Pure.
 
 Backward produces gradients roughly in the reverse order of registration, so buckets are filled in
 that order: the first is complete early, and its all-reduce overlaps with the rest of backward
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What bucketing needs to know of one parameter. Only equal ``key`` (device, dtype) mix."""
+    """The size of one parameter. Parameters share a bucket only if their ``key`` (device, dtype) is
+    equal."""
 
     numel: int
     element_bytes: int
@@ -22,10 +23,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some parameters and where each begins in the bucket's flat buffer (in elements).
+    """The indices of a bucket's parameters, and the offset of each in the flat buffer, in elements.
 
-    Behind the ``numel`` gradient elements come ``len(parameters)`` elements, one per parameter:
-    not zero where a rank has used it.
+    After the ``numel`` elements of gradients the buffer has one flag element per parameter, which
+    is not zero if a rank has used the parameter.
     """
 
     parameters: tuple[int, ...]
@@ -34,17 +35,18 @@ class Bucket:
 
     @property
     def length(self) -> int:
-        """Elements of the flat buffer, the flags included."""
+        """The number of elements of the flat buffer, with flags."""
         return self.numel + len(self.parameters)
 
 
 def assign(
     slots: Sequence[Slot], *, bucket_bytes: int, first_bucket_bytes: int
 ) -> tuple[Bucket, ...]:
-    """Buckets of at most ``bucket_bytes`` (or one parameter), in the order they are sent.
+    """The buckets, in the order in which they are reduced: at most ``bucket_bytes`` or one
+    parameter.
 
-    The first one is smaller, so that communication begins early. The order depends only on the
-    arguments, so it is the same on every rank.
+    The first bucket is smaller, so that communication begins early. Deterministic, so all ranks get
+    the same buckets in the same order.
     """
     done: list[Bucket] = []
     filling: dict[Hashable, list[int]] = {}
@@ -71,5 +73,5 @@ def assign(
             close(slot.key)
     for key in list(filling):
         close(key)
-    # A bucket is complete when the parameter that was registered first is.
+    # In backward a bucket is complete when its parameter that was registered first is complete.
     return tuple(sorted(done, key=lambda bucket: -min(bucket.parameters)))

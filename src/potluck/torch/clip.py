@@ -19,16 +19,16 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale all gradients so that their norm, as one vector, is at most ``max_norm``.
+    """Scale all gradients so that their norm, as a single vector, is at most ``max_norm``.
 
-    Returns the norm before that, a tensor without dimensions. Call it after ``backward()`` and
-    before ``optimizer.step()``: then a DistributedDataParallel's gradients are reduced, and equal
-    bit by bit on all ranks, so each rank computes the same norm and nothing is communicated.
-    Gradients that are sharded (DTensors, as FSDP2's) cost one all_reduce of one number per mesh
-    dimension. With a GradScaler call ``scaler.unscale_(optimizer)`` first.
+    Returns the norm before scaling, a tensor of shape (). Call it between ``backward()`` and
+    ``optimizer.step()``: then the gradients of a DistributedDataParallel are reduced and
+    bit-identical on all ranks, so all ranks compute the same norm without communication. Sharded
+    gradients (DTensors, as FSDP2 has) cost one all_reduce of one number per mesh dimension. With a
+    GradScaler call ``scaler.unscale_(optimizer)`` first.
 
-    RuntimeError inside ``no_sync()``, where the gradients are still each rank's own, and, if
-    ``error_if_nonfinite``, for a norm that is infinite or NaN.
+    RuntimeError inside ``no_sync()``, where gradients are not reduced; with ``error_if_nonfinite``
+    also for a norm that is inf or NaN. ValueError unless ``max_norm`` is positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; it must be positive")

@@ -1,8 +1,8 @@
-"""Data parallelism: every rank holds the whole model and computes on its own part of the batch.
+"""Data parallelism: every rank holds the whole model and computes on its share of the batch.
 
 The idea and the name are torch's (Li et al., "PyTorch Distributed: Experiences on Accelerating
-Data Parallel Training", VLDB 2020); reducer.py holds what happens during backward. This version
-needs no process group, weighs ranks by their samples, and survives the loss of a peer.
+Data Parallel Training", VLDB 2020); ``reducer.py`` averages the gradients during backward. Unlike
+torch's, this DDP needs no process group, weights ranks by their samples, and survives lost peers.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ _PIECE_BYTES = 25 << 20
 
 
 class DistributedDataParallel(nn.Module):
-    """``module``, with gradients averaged over all ranks by the time ``backward()`` returns.
+    """A wrapper of ``module`` whose gradients are averaged over all ranks when ``backward()``
+    returns.
 
-    Parameters and buffers start as rank 0's: broadcast here, or, where workers come and go
-    (``ctx.elastic``), before the first forward or by the ElasticLoop, which brings newcomers in.
-    With ``broadcast_buffers`` every forward in training mode begins with rank 0's buffers.
+    Parameters and buffers start equal to rank 0's. They are broadcast by the constructor; in an
+    elastic context (``ctx.elastic``) before the first forward, or by the ElasticLoop. With
+    ``broadcast_buffers`` rank 0's buffers are broadcast before every forward in training mode.
 
-    ``ctx`` is the context, ``potluck.init()`` if None. ``weight`` is this rank's part in the mean:
-    its samples divided by those of all ranks (which the ElasticLoop sets), or None for equal parts.
-    Gradients travel in buckets of ``bucket_size_mb`` MiB while backward is still running; those on
-    other devices go through host memory. Parameters may have any float dtype, may be shared, and
-    may be used by some ranks only.
+    ``ctx`` is the context, ``potluck.init()`` if None. ``weight`` is this rank's weight in the
+    mean: its samples divided by those of all ranks (the ElasticLoop sets it), or None for equal
+    weights. Gradients are reduced in buckets of ``bucket_size_mb`` MiB while backward runs; those
+    on other devices than the CPU are copied through host memory. Parameters may have any float
+    dtype, may be shared between modules, and may be unused on some ranks.
 
-    Raises PeerLost and the other GroupErrors out of ``forward`` and ``backward()``: parameters are
-    as before, gradients are this rank's own, and the same module works in the next group.
-    ValueError if there is nothing to train, TypeError for parameters that are no floats.
-    Wire cost per backward: one all_reduce of all gradients.
+    ``forward`` and ``backward()`` raise PeerLost and other GroupErrors. Then parameters are
+    unchanged, gradients are this rank's own, and the same module works in the next group.
+    ValueError if no parameter requires a gradient, TypeError for parameters that are no floats.
+    Cost of a backward: one all_reduce of all gradients.
     """
 
     @hints.arguments(hints.DDP)
@@ -71,13 +72,13 @@ class DistributedDataParallel(nn.Module):
         self.ctx = ctx if ctx is not None else init()
         self._reducer = Reducer(trained, self.ctx, bucket_size_mb)
         self.synchronized = False
-        """Whether this rank's parameters and buffers are known to be the group's."""
+        """Whether this rank's parameters and buffers are known to be equal to the group's."""
         if not self.ctx.elastic:
             self.synchronize()
 
     @property
     def weight(self) -> float | None:
-        """This rank's part in the mean, None for equal parts of all ranks."""
+        """This rank's weight in the mean, None for equal weights."""
         return self._reducer.weight
 
     @weight.setter
@@ -86,17 +87,17 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward now ends with all ranks' gradients (not inside ``no_sync()``)."""
+        """Whether a backward reduces gradients; False inside ``no_sync()``."""
         return self._reducer.enabled
 
     def synchronize(self) -> None:
-        """Take over parameters and buffers from rank 0. Every rank must call it."""
+        """Broadcast parameters and buffers from rank 0. A collective call."""
         broadcast_tensors(self.ctx, [*self.module.parameters(), *self.module.buffers()])
         self.synchronized = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:
-            self._reducer.reset()  # a backward that raised never came to its end
+            self._reducer.reset()  # the last backward may have raised
         if not self.synchronized:
             self.synchronize()
         elif self.broadcast_buffers and self.training and self._reducer.enabled:
@@ -105,7 +106,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within this block gradients accumulate locally; the next backward outside sends them."""
+        """Accumulate gradients locally in this block; the next backward after it reduces them."""
         before, self._reducer.enabled = self._reducer.enabled, False
         try:
             yield
@@ -113,13 +114,13 @@ class DistributedDataParallel(nn.Module):
             self._reducer.enabled = before
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's own state, under its own names."""
+        """The state of the wrapped module, without a prefix in its names."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state of the wrapped module, or one that torch's DDP saved ("module." names)."""
+        """Load a state of the wrapped module, or of torch's DDP (with the prefix "module.")."""
         if state_dict and all(name.startswith("module.") for name in state_dict):
             own = self.module.state_dict().keys()
             if not own & state_dict.keys():
@@ -132,10 +133,11 @@ DDP = DistributedDataParallel
 
 @torch.no_grad()
 def broadcast_tensors(ctx: DistributedContext, tensors: Iterable[Tensor], root: int = 0) -> None:
-    """Overwrite ``tensors`` (any dtypes and devices) with those of rank ``root``.
+    """Overwrite ``tensors`` (any dtypes and devices) with those of rank ``root``. A collective
+    call.
 
-    They travel as bytes, many in one broadcast of up to 25 MiB, so that ranks with tensors of
-    other sizes get a Desync rather than garbage.
+    They are sent as bytes, in broadcasts of up to 25 MiB. Desync if ranks have tensors of different
+    sizes.
     """
     if ctx.world_size == 1:
         return
@@ -158,5 +160,5 @@ def _broadcast_piece(ctx: DistributedContext, tensors: list[Tensor], root: int) 
         return
     parts = flat.split([part.numel() for part in raw])
     for tensor, part in zip(tensors, parts, strict=True):
-        # cat has aligned nothing, so a part becomes a tensor of its own before it is reread.
+        # torch.cat does not align parts, so each is copied before it is viewed as its dtype.
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

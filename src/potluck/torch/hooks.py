@@ -1,9 +1,9 @@
-"""A communication hook for torch's DDP: gradients in fewer bytes on the wire, with error feedback.
+"""A communication hook for torch's DDP: gradients are sent encoded, with error feedback.
 
     model.register_comm_hook(CodecState("int8"), codec_hook)
 
-The codec works within the reduction (see ``potluck.codecs``): each value is encoded at most twice
-whatever the world size, and all ranks end with the same bits.
+The codec is applied inside the reduction (see ``potluck.codecs``): each value is encoded at most
+twice for any world size, and all ranks end with the same bits.
 """
 
 import torch
@@ -15,11 +15,12 @@ from potluck.torch.process_group.group import PotluckProcessGroup
 
 
 class CodecState:
-    """What the hook keeps between steps: for each bucket, what the codec has lost.
+    """The state of the hook: for each bucket the residual, the error of its last encoding.
 
-    That is added before the next step's gradients are encoded (error feedback), and takes as much
-    memory as the gradients. ``codec`` is ``fp16``, ``bf16`` or ``int8``; ``process_group`` the
-    model's, by default that of all ranks. ValueError for an unknown codec.
+    The residual is added before the gradients of the next step are encoded (error feedback); it
+    takes as much memory as the gradients. ``codec`` is ``fp16``, ``bf16`` or ``int8``;
+    ``process_group`` that of the model, by default the group of all ranks. ValueError for an
+    unknown codec.
     """
 
     def __init__(
@@ -40,13 +41,13 @@ class CodecState:
         group = self.process_group or dist.group.WORLD
         if not isinstance(group, PotluckProcessGroup):
             raise TypeError(
-                "codec_hook needs the process group of backend 'potluck', and this one is "
-                f"{dist.get_backend(group)!r}: init_process_group('potluck')"
+                "codec_hook needs a process group of backend 'potluck', and this group has "
+                f"{dist.get_backend(group)!r}: call init_process_group('potluck')"
             )
         return group
 
     def residual(self, bucket: GradBucket) -> torch.Tensor | None:
-        """What was lost of this bucket; zeros when DDP has dealt out its parameters anew."""
+        """The residual of a bucket; zeros after DDP has rebuilt its buckets."""
         if not self.error_feedback:
             return None
         index, parameters = bucket.index(), tuple(id(each) for each in bucket.parameters())
@@ -59,8 +60,8 @@ class CodecState:
 
 def codec_hook(
     state: CodecState, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:  # torch looks at these annotations
-    """Average a bucket of float32 gradients over the ranks, encoded on the wire.
+) -> torch.futures.Future[torch.Tensor]:  # torch checks these annotations
+    """Average a bucket of float32 gradients over the ranks, sent encoded by the state's codec.
 
     TypeError, out of ``backward()``, for gradients of another dtype.
     """

@@ -1,4 +1,4 @@
-"""Gradients as backward makes them: what each parameter got, before and after the reduction."""
+"""Interception of gradients: each parameter's gradient before and after the reduction."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Keep = Callable[[Tensor], Any]
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """One parameter's gradient in one backward: what was kept of it.
+    """The gradient of one parameter in one backward, as ``keep`` returned it.
 
-    ``local`` is this rank's own, ``reduced`` that of all ranks: the mean that the optimizer will
-    see. ``reduced`` is None where this backward reduced nothing (inside ``no_sync()``).
+    ``local`` is this rank's gradient, ``reduced`` the mean over all ranks that the optimizer uses;
+    None if this backward did not reduce (inside ``no_sync()``).
     """
 
     name: str
@@ -32,9 +32,9 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """One backward of this process, counted from 0; ``gradients`` by parameter name.
+    """The gradients of one backward by parameter name; ``number`` counts backwards from 0.
 
-    Parameters that this backward did not reach on this rank are not in it.
+    Parameters that got no gradient on this rank are not in it.
     """
 
     number: int
@@ -42,26 +42,25 @@ class Capture:
 
 
 def clone(gradient: Tensor) -> Tensor:
-    """A copy that later steps do not change."""
+    """A copy of ``gradient``."""
     return gradient.detach().clone()
 
 
 class GradientInterceptor:
-    """Keeps what every backward through ``module`` leaves in its parameters' ``.grad``.
+    """Captures the gradients of every backward through ``module``.
 
         with GradientInterceptor(model) as gradients:
             loss.backward()
             gradients.last.gradients["0.weight"].local
 
-    ``module`` may be a DistributedDataParallel (ours or torch's) or any other; names are those of
-    the module inside. ``keep`` makes of a gradient what is kept of it: a copy, or something
-    smaller, as ``keep=torch.linalg.vector_norm``. ``on_capture`` gets each Capture when its
-    backward is complete, before ``backward()`` returns. ``last`` is the newest one, None at first.
-    ``local`` includes what earlier backwards have accumulated in ``.grad``.
+    ``module`` may be a DistributedDataParallel (of potluck or torch) or any other module; names are
+    those of the module inside. ``keep(gradient)`` returns the value to keep: a copy by default, or
+    something smaller, as ``keep=torch.linalg.vector_norm``. ``on_capture(capture)`` is called when
+    a backward is complete, before ``backward()`` returns. ``last`` is the newest Capture, or None.
+    ``local`` includes gradients that earlier backwards accumulated in ``.grad``.
 
-    What ``keep`` raises comes out of ``backward()`` as a RuntimeError that names the parameter.
-    Nothing is communicated. It works, and lives, as long as the module, or until ``close``.
-    ValueError for a module in which nothing requires a gradient.
+    If ``keep`` raises, ``backward()`` raises a RuntimeError that names the parameter. ValueError if
+    no parameter of the module requires a gradient. No communication. Active until ``close``.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class GradientInterceptor:
         self._keep = keep
         self._on_capture = on_capture
         self._number = 0
-        self._graph = -1  # autograd's number of the backward under way
+        self._graph = -1  # autograd's number of the present backward
         self._local: dict[str, Any] = {}
         inner = module.module if isinstance(module, DistributedDataParallel | TorchDDP) else module
         self._parameters = {n: p for n, p in inner.named_parameters() if p.requires_grad}
@@ -87,7 +86,7 @@ class GradientInterceptor:
             self._handles.append(_register(parameter, partial(self._on_gradient, name)))
 
     def close(self) -> None:
-        """Take the hooks away; ``last`` stays."""
+        """Remove the hooks; ``last`` stays."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -106,7 +105,7 @@ class GradientInterceptor:
         self._local[name] = self._kept(name, parameter)
 
     def _reductions_come_first(self) -> None:
-        # Reducers have queued their own end during backward; what is queued now comes after it.
+        # Reducers queued their end during backward; a callback queued now runs after it.
         _when_backward_ends(self._complete)
 
     def _complete(self) -> None:
@@ -138,7 +137,7 @@ class GradientInterceptor:
 
 
 def _reduces(module: nn.Module) -> bool:
-    """Whether ``.grad`` is that of all ranks once backward has ended."""
+    """Whether ``.grad`` is reduced when backward has ended."""
     if isinstance(module, DistributedDataParallel):
         return module.reduces
     return bool(getattr(module, "require_backward_grad_sync", True))

@@ -1,4 +1,4 @@
-"""The elastic training loop for PyTorch: training/elastic.py with modules and optimizers."""
+"""The elastic training loop for PyTorch: ``training/elastic.py`` for modules and optimizers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from potluck.training.sampler import Schedule, Share
 
 
 class ElasticLoop(elastic.ElasticLoop):
-    """Mini-batches of ``dataset``, and steps that count on all ranks or on none.
+    """Iterate over this rank's mini-batches; every step is committed on all ranks or on none.
 
         job = ElasticLoop(model, optimizer, dataset, batch_size=64, epochs=10)
         for x, y in job:
@@ -37,30 +37,30 @@ class ElasticLoop(elastic.ElasticLoop):
                 optimizer.step()
 
     The loop yields this rank's share of the next ``batch_size`` samples (of all ranks together).
-    The first ``optimizer.step()`` of a block first asks all ranks: only when every one has come
-    this far is it carried out. When a worker is lost before that, the block ends early, buffers
-    and random state go back, and the same samples come again in the new group. A block in which no
-    optimizer stepped is committed at its end. Gradients belong to one block: those of an
-    interrupted one are dropped. After ``optimizer.step()`` a block must not communicate.
+    The first ``optimizer.step()`` of a block begins with a vote: it updates parameters only when
+    all ranks have reached it. When a worker is lost before that, the block ends early, buffers and
+    random state are restored, and the same samples are computed again in the next group. A block
+    without an ``optimizer.step()`` is committed at its end. Gradients belong to one block; those of
+    an interrupted block are dropped. A block must not communicate after ``optimizer.step()``.
 
-    ``dataset`` is a map-style data set or a tuple of tensors or arrays with samples along their
-    first axis. ``optimizer`` may be several; their ``step`` takes no closure. ``also`` names other
-    objects with state_dict and load_state_dict (schedulers, a GradScaler) that belong to the
-    state. Newcomers receive that state; ``checkpoint`` (a directory, or a CheckpointStore with
-    options) also keeps it on disk, with each rank's random state. A training that has lost all its
-    ranks goes on from there, in a world of any size.
+    ``dataset`` is a map-style data set, or a tuple of tensors or arrays with samples along the
+    first axis. ``optimizer`` is an optimizer or a list of optimizers, without closures. ``also``
+    maps names to other objects with state_dict and load_state_dict (schedulers, a GradScaler) that
+    are part of the state. Newcomers receive the state. ``checkpoint`` (a directory, or a
+    CheckpointStore with options) saves it on disk, with each rank's random state; a training that
+    has lost all ranks resumes from there, in a world of any size.
 
-    ``policy`` also says whether shares follow the workers' speeds and the batch size the
-    gradient's noise. ``callbacks`` are objects with methods such as ``on_epoch_end(epoch, loss)``,
-    or functions ``f(epoch, loss)``.
+    ``policy`` sets intervals and limits, and whether shares follow the workers' speeds and the
+    batch size the gradient noise. ``callbacks`` are objects with methods such as
+    ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``.
 
-    The context is the model's own, if it is a DistributedDataParallel, else ``ctx`` or
+    The context is ``ctx``; if None, that of a DistributedDataParallel ``model``, else
     ``potluck.init()``.
 
     TypeError or ValueError for an optimizer of another model, a data set without a length, a
-    batch size below 1. Iterating raises [Diverged][potluck.errors.Diverged] when replicas differ,
-    [RemoteError][potluck.errors.RemoteError] when another rank's code failed, and the GroupError
-    that ended the group where no next group can be formed.
+    batch size below 1. Iterating raises [Diverged][potluck.errors.Diverged] if replicas differ,
+    [RemoteError][potluck.errors.RemoteError] if another rank's script failed, and the GroupError
+    that ended the group if no next group can be formed.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ElasticLoop(elastic.ElasticLoop):
             if self.ctx.world_size > 1 and not isinstance(self._model, DistributedDataParallel):
                 raise ValueError(
                     f"{self.ctx.world_size} workers train {type(self._model).__name__}, but its "
-                    "gradients stay apart: wrap it in potluck.torch.DistributedDataParallel"
+                    "gradients are not reduced: wrap it in potluck.torch.DistributedDataParallel"
                 )
             try:
                 samples = self._fetch(share)
@@ -124,18 +124,19 @@ class ElasticLoop(elastic.ElasticLoop):
                 raise
             yield samples
         if self._probe is not None:
-            self._probe.close()  # another loop may train the model on
+            self._probe.close()  # another loop may train the same model
 
     def log(self, **facts: Any) -> None:
-        """Report facts. ``loss``, before ``optimizer.step()``, becomes the loss of all ranks.
+        """Report facts to ``potluck run`` and ``potluck status``: names and numbers or strings.
 
-        Outside of a step the facts are those of the whole training: ``test_accuracy=0.98``.
+        In a step, before ``optimizer.step()``, ``loss`` is averaged over all ranks. Outside of a
+        step facts describe the whole training: ``test_accuracy=0.98``.
         """
         super().log(**{k: v.detach() if isinstance(v, Tensor) else v for k, v in facts.items()})
 
     def commit(self, *, loss: float | None = None, ok: bool = True, skipped: bool = False) -> None:
-        """What ``optimizer.step()`` does first, for blocks that apply something else; ``skipped``
-        (the same on all ranks), for those that apply nothing."""
+        """Vote to commit the step, as the first ``optimizer.step()`` does; for blocks with another
+        update, or with ``skipped`` (equal on all ranks) for blocks without an update."""
         super().commit(loss=loss, ok=ok, skipped=skipped)
         if self._probe is not None and self._share is not None and self._batch is not None:
             factor = 1.0 if self._scaler is None else self._scaler.factor
@@ -144,7 +145,7 @@ class ElasticLoop(elastic.ElasticLoop):
                 self.add_noise(*seen)
 
     def parameter_hash(self) -> str:
-        """Hex SHA3-256 of the model's parameters: equal on all ranks, bit by bit."""
+        """Hex SHA3-256 of the model's parameters; equal on all ranks."""
         return parameter_hash(self._model)
 
     def _fetch(self, share: Share) -> Any:
@@ -167,7 +168,7 @@ class ElasticLoop(elastic.ElasticLoop):
 
 
 def _check_parameters(optimizers: Sequence[Optimizer], trained: Sequence[Any]) -> None:
-    """ValueError for an optimizer of something else: of a copy of the model, say."""
+    """ValueError for an optimizer without parameters of the model, for example of a copy of it."""
     modules = [each for each in trained if isinstance(each, nn.Module)]
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     for optimizer in optimizers:
@@ -175,21 +176,23 @@ def _check_parameters(optimizers: Sequence[Optimizer], trained: Sequence[Any]) -
         if own.isdisjoint(known):
             raise ValueError(
                 f"the {type(optimizer).__name__} holds no parameter of the model, so it would "
-                "train nothing: make it from model.parameters(), once the model is where it stays"
+                "train nothing: make it from model.parameters(), with the model on its device"
             )
 
 
 def _with_length(dataset: Any) -> Any:
-    """``dataset`` itself, or one of a tuple of tensors."""
+    """``dataset``, or a TensorDataset of a tuple of tensors."""
     if isinstance(dataset, tuple):
         tensors = [torch.as_tensor(each) for each in dataset]
         sizes = [len(each) if each.dim() else 0 for each in tensors]
         if len(set(sizes)) != 1:
-            raise ValueError(f"the parts of the data set have {sizes} samples; they must be equal")
+            raise ValueError(
+                f"the tensors of the data set have {sizes} samples; they must be equal"
+            )
         return TensorDataset(*tensors)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"{type(dataset).__name__} is no map-style data set: the loop needs its length and "
-            "its samples by number, so that each is trained on exactly once per epoch"
+            f"{type(dataset).__name__} is no map-style data set: the loop needs __len__ and "
+            "__getitem__, to train on each sample exactly once per epoch"
         )
     return dataset

@@ -1,10 +1,10 @@
-"""Gradients on their way: from a parameter's hook during backward to the mean over all ranks.
+"""The reducer: averages gradients over all ranks in buckets, while backward runs.
 
-Autograd calls ``_on_gradient`` as each parameter's gradient is complete. It goes, multiplied by
-this rank's weight, into its bucket; a full bucket is all-reduced in the background while backward
-goes on. Buckets start in the same order on every rank. When backward ends, autograd calls
-``_finish``: what is left is sent, all results are awaited and only then written into ``.grad``, so
-a peer lost on the way leaves every ``.grad`` as backward made it.
+Autograd calls ``_on_gradient`` when a parameter's gradient is complete. The gradient, times this
+rank's weight, is copied into its bucket; a full bucket is all-reduced in the background while
+backward goes on. Buckets start in the same order on every rank. At the end of backward autograd
+calls ``_finish``: it starts the remaining buckets, waits for all results, and only then writes them
+into ``.grad``. So after the loss of a peer every ``.grad`` is this rank's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MB = 1 << 20
 
 
 class _Flat:
-    """A bucket's buffers: ``device`` beside the parameters, ``host`` what travels."""
+    """The buffers of a bucket: ``device`` on the parameters' device, ``host`` to be reduced."""
 
     __slots__ = ("device", "host")
 
@@ -37,12 +37,12 @@ class _Flat:
 
 
 class Reducer:
-    """Averages the gradients of ``parameters`` over the ranks of ``ctx`` during backward.
+    """Averages the gradients of ``parameters`` over the ranks of ``ctx`` in every backward.
 
-    The result is the sum of ``weight * gradient`` over all ranks, ``weight`` being 1/world size
-    while it is None; a rank with weight 0 contributes exact zeros whatever its gradients are. A
-    parameter that no rank has used keeps its ``.grad`` as it was. While ``enabled`` is False
-    gradients only accumulate. Bytes on the wire: those of one all_reduce over all gradients.
+    The result is the sum of ``weight * gradient`` over all ranks; a ``weight`` of None means 1 /
+    world size. A rank with weight 0 contributes zeros even if its gradients are inf or NaN. The
+    ``.grad`` of a parameter that no rank has used is unchanged. While ``enabled`` is False
+    gradients only accumulate. Cost: one all_reduce of all gradients.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
-        """Forget a backward that did not end."""
-        self._backward = -1  # autograd's number of the backward under way
+        """Forget a backward that raised."""
+        self._backward = -1  # autograd's number of the present backward
         self._ready: set[int] = set()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._works: list[Any] = []
@@ -109,7 +109,7 @@ class Reducer:
             raise
 
     def _finish(self) -> None:
-        """Called by autograd when every gradient of this backward is there."""
+        """Called by autograd when all gradients of this backward are complete."""
         try:
             for index in self._place.keys() - self._ready:
                 self._fill(index)
@@ -127,7 +127,7 @@ class Reducer:
         self.reset()
 
     def _abandon(self, backward: int) -> None:
-        # An operation that failed may still own its buffer: later backwards get new ones.
+        # A failed operation may still use its buffer: later backwards get new buffers.
         self._failed = backward
         self._flats = [None] * len(self._buckets)
         self._used.clear()
@@ -143,10 +143,10 @@ class Reducer:
 
     @torch.no_grad()
     def _fill(self, index: int) -> None:
-        """Put this rank's contribution to one parameter's gradient into its bucket.
+        """Copy this rank's weighted gradient of one parameter into its bucket.
 
-        A gradient that this backward did not touch counts too: it is what no_sync() accumulated,
-        or the same on all ranks, and then their weights add up to it again.
+        A gradient that this backward did not change is copied, too. Either ``no_sync()``
+        accumulated it, or it is equal on all ranks, and then the weighted sum is the same gradient.
         """
         number, offset, flag = self._place[index]
         flat = self._flat(number).device

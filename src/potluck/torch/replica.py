@@ -1,4 +1,4 @@
-"""A model, its optimizers, and what else is trained, as the elastic loop sees them."""
+"""The replica of a PyTorch training: a model, its optimizers and other objects with a state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from potluck.torch.rng import capture_random, restore_random
 
 
 class TorchReplica:
-    """A training.replica.Replica. ``also`` are objects with state_dict and load_state_dict."""
+    """A ``training.replica.Replica``. ``also`` are objects with state_dict and load_state_dict;
+    TypeError for others."""
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], also: Mapping[str, Any]
@@ -50,11 +51,11 @@ class TorchReplica:
             each.load_state_dict(state["also"][name])
 
     def _check(self, state: State) -> None:
-        """CheckpointError that names what differs, before anything is changed."""
+        """CheckpointError that names the difference, before anything is changed."""
         num_optimizers = len(state["optimizers"])
         if num_optimizers != len(self._optimizers):
             raise CheckpointError(
-                f"the state is that of {num_optimizers} optimizers, this training has "
+                f"the state has {num_optimizers} optimizers, this training has "
                 f"{len(self._optimizers)}"
             )
         if state["also"].keys() != self._also.keys():
@@ -72,7 +73,8 @@ class TorchReplica:
             name = min(different)
             theirs, mine = _shape(state["model"].get(name)), _shape(own.get(name))
             raise CheckpointError(
-                f"the state is that of another model: {name!r} is {theirs} in it, {mine} here"
+                f"the state belongs to another model: {name!r} is {theirs} in the state, {mine} in "
+                "this model"
             )
 
     def capture_own(self) -> State:
@@ -99,17 +101,17 @@ class TorchReplica:
     def weigh(self, weight: float) -> None:
         if isinstance(self._model, DistributedDataParallel):
             self._model.weight = weight
-            # The loop has seen to it that all ranks have the same state.
+            # The loop has made the states of all ranks equal.
             self._model.synchronized = True
 
 
 def parameter_hash(model: nn.Module) -> str:
-    """Hex SHA3-256 of the model's parameters, bit by bit."""
+    """Hex SHA3-256 of the model's parameters: their dtypes, shapes and bits."""
     return fingerprint(list(model.parameters()))
 
 
 def _shape(value: Any) -> str:
-    """What must be equal for a value to be loaded."""
+    """The shape of a value in words; it must be equal for the value to be loaded."""
     if value is None:
         return "missing"
     return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "no tensor"

@@ -1,4 +1,4 @@
-"""The state of every random generator a training may draw from, taken and put back."""
+"""The states of the random generators: torch's, Python's and NumPy's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from potluck.checkpoint.state import State
 
 
 def capture_random() -> State:
-    """The states of torch's generators (CPU, and CUDA if in use), Python's and NumPy's global."""
+    """The states of torch's generators (CPU, and CUDA if in use) and of the global generators of
+    Python and NumPy."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -25,9 +26,9 @@ def capture_random() -> State:
 
 
 def restore_random(state: State) -> None:
-    """Go on drawing where ``capture_random`` was called.
+    """Set the generators to ``state``, a result of ``capture_random``.
 
-    CUDA generators of which this machine has another number are left alone.
+    CUDA generators stay as they are if this machine has another number of devices.
     """
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]

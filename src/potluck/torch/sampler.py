@@ -1,4 +1,4 @@
-"""``DistributedSampler``: each rank's mini-batches, for torch's DataLoader."""
+"""``DistributedSampler``: each rank's share of every batch, for torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from potluck.training.sampler import Schedule
 
 
 class DistributedSampler(Sampler[list[int]]):
-    """The indices of this rank's share of each global batch, for ``batch_sampler=``.
+    """A batch sampler of this rank's share of each global batch.
 
         sampler = DistributedSampler(dataset, batch_size=64)
         loader = DataLoader(dataset, batch_sampler=sampler)
@@ -24,14 +24,14 @@ class DistributedSampler(Sampler[list[int]]):
                 sampler.commit()
 
     ``batch_size`` counts the samples of all ranks together. The order is a function of (seed,
-    epoch, committed samples), so over any change of the group every sample of an epoch is
-    committed exactly once: when a step is interrupted, begin a new iterator, which goes on behind
-    the last ``commit``. Rank and world size are the context's at the time of each batch. In the
-    last batch of an epoch a rank may be left without samples; it then gets one of the batch, and
-    ``weight`` says 0. (The ElasticLoop does all of this by itself.)
+    epoch, committed samples), so every sample of an epoch is committed exactly once, over any
+    change of the group: after an interrupted step make a new iterator, which begins after the last
+    ``commit``. Rank and world size are the context's at the time of each batch. In the last batch
+    of an epoch a rank may have no samples; it then gets one sample of the batch, and ``weight`` is
+    0. (The ElasticLoop does all of this itself.)
 
-    ``ctx`` is the context, ``potluck.init()`` if None. Nothing is communicated. TypeError or
-    ValueError for an empty data set, a batch size below 1, a negative seed.
+    ``ctx`` is the context, ``potluck.init()`` if None. No communication. TypeError or ValueError
+    for an empty data set, a batch size below 1, a negative seed.
     """
 
     @hints.arguments(hints.SAMPLER, hints.SAMPLER["num_replicas"])
@@ -47,30 +47,31 @@ class DistributedSampler(Sampler[list[int]]):
         self._schedule = Schedule(len(dataset), batch_size, seed=seed, shuffle=shuffle)
         self._ctx = ctx if ctx is not None else init()
         self.committed = 0
-        """Samples committed since the training began, over all epochs."""
+        """The number of samples committed since the training began, over all epochs."""
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next batch belongs to, from 0."""
+        """The epoch of the next batch, from 0."""
         return self._schedule.batch(self.committed).epoch
 
     @property
     def weight(self) -> float:
-        """This rank's part of the batch that the next ``commit`` is about."""
+        """This rank's weight in the batch that the next ``commit`` counts."""
         batch = self._schedule.batch(self.committed)
         return self._schedule.share(batch, self._ctx.rank, self._ctx.world_size).weight
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of ``epoch``, or stay where training is if that is within it."""
+        """Go to the start of ``epoch``; if the present epoch is ``epoch``, stay at its position."""
         if epoch != self.epoch:
             self.committed = epoch * self._schedule.num_samples
 
     def commit(self) -> None:
-        """Count the next global batch as committed: call it once its step is applied."""
+        """Count the next global batch as committed. Call it after the step's update."""
         self.committed += self._schedule.batch(self.committed).size
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's shares from the last commit to the end of that epoch."""
+        """Iterate over this rank's shares (lists of indices), from the last commit to the epoch's
+        end."""
         position, epoch = self.committed, self.epoch
         while (batch := self._schedule.batch(position)).epoch == epoch:
             share = self._schedule.share(batch, self._ctx.rank, self._ctx.world_size)
@@ -78,12 +79,12 @@ class DistributedSampler(Sampler[list[int]]):
             position += batch.size
 
     def __len__(self) -> int:
-        """Global batches from the last commit to the end of that epoch."""
+        """The number of global batches from the last commit to the epoch's end."""
         left = self._schedule.num_samples - self._schedule.batch(self.committed).start
         return -(-left // self._schedule.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to go on from here."""
+        """The position as a dict, for ``load_state_dict``."""
         return {
             "committed": self.committed,
             "seed": self._schedule.seed,
@@ -91,7 +92,7 @@ class DistributedSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken; ValueError if it is that of another order."""
+        """Go to the position of ``state``; ValueError if seed or data set differ."""
         for name in ("seed", "num_samples"):
             if state[name] != getattr(self._schedule, name):
                 raise ValueError(

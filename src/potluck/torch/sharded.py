@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a part (DTensors), without importing what makes them."""
+"""Sharded tensors (DTensors), without importing torch.distributed.tensor."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor; torch.distributed.tensor is not imported for the question."""
+    """Whether ``tensor`` is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def groups_of(tensors: Iterable[Any]) -> list[Any]:
-    """The process groups of the meshes that these DTensors live on, each once, in a fixed order."""
+    """The process groups of the DTensors' meshes, each once, in the same order on all ranks."""
     groups = {
         group.group_name: group
         for tensor in tensors

@@ -82,7 +82,7 @@ def test_a_rank_that_is_a_thousand_times_slower_still_shows_its_speed() -> None:
     [[], [Cost(0.0, 0.0)], [Cost(-1.0, 1.0)], [Cost(0.0, float("nan"))], [Cost(0, float("inf"))]],
 )
 def test_impossible_costs_are_refused(costs: list[Cost]) -> None:
-    with pytest.raises(ValueError, match="can't be dealt out"):
+    with pytest.raises(ValueError, match="can't be split by the costs"):
         apportion(8, costs)
 
 

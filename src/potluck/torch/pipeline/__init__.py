@@ -1,6 +1,6 @@
 """An automatic split of a sequential model into stages for ``torch.distributed.pipelining``.
 
-``survey`` measures the layers and the nodes, ``split_sequential`` cuts the model by what it found::
+``survey`` measures the layers and the nodes, ``split_sequential`` splits the model accordingly::
 
     layers, nodes = survey(model, micro_batch)
     stages = split_sequential(model, layers, nodes)

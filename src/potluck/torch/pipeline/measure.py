@@ -1,4 +1,4 @@
-"""How long each layer takes here, what it keeps, and how fast each rank's node is."""
+"""Measuring the layers of a model (time, memory) and the speed of each rank's node."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def measure_layers(
     repeats: int = 5,
     optimizer_copies: int = 2,
 ) -> list[Layer]:
-    """Run each layer of ``model`` forward and backward, on ``example`` (one micro-batch) and what
-    the layers before make of it; a median of ``repeats`` runs per layer.
+    """Measure each layer of ``model`` in forward and backward passes on one micro-batch,
+    ``example``.
 
-    ``optimizer_copies``: numbers that the optimizer keeps per parameter (Adam 2, plain SGD 0).
-    Works on a copy of one layer at a time: the model's parameters, gradients and buffers stay as
-    they are. Cost: ``repeats + 1`` training steps and memory for one layer.
+    Times are medians of ``repeats`` runs. ``optimizer_copies`` is the number of values that the
+    optimizer keeps per parameter (Adam 2, plain SGD 0). Each layer runs as a copy, so the model is
+    unchanged. Cost: ``repeats + 1`` training steps, and memory for a copy of one layer.
     """
     layers = []
     for original in model:
@@ -36,7 +36,7 @@ def measure_layers(
         seconds = []
         for repeat in range(repeats + 1):
             taken, output, kept = _step(layer, example)
-            if repeat:  # the first one warms up
+            if repeat:  # the first run is a warm-up
                 seconds.append(taken)
         trained = sum(_nbytes(p) for p in layer.parameters() if p.requires_grad)
         held = sum(_nbytes(t) for t in (*layer.parameters(), *layer.buffers()))
@@ -55,12 +55,12 @@ def survey(
     repeats: int = 5,
     optimizer_copies: int = 2,
 ) -> tuple[list[Layer], list[Node]]:
-    """The layers' costs and every rank's node, the same on all ranks; all ranks call it.
+    """Measure the layers and every rank's node. A collective call; all ranks get the same result.
 
-    Each rank measures the layers itself. Layers cost what they cost on rank 0, and a rank's speed
-    is rank 0's time over its own. ``memory_bytes`` is what this rank may use; by default this
-    machine's available memory, shared by its local ranks. One all_gather of ``3 layers + 1``
-    float64.
+    Each rank measures the layers. The result has the layers' costs on rank 0, and as a rank's speed
+    rank 0's total time divided by its own. ``memory_bytes`` is the memory that this rank may use,
+    by default the machine's available memory divided by its local ranks. Cost: ``measure_layers``,
+    and one all_gather of ``3 * layers + 1`` float64.
     """
     own = measure_layers(model, example, repeats=repeats, optimizer_copies=optimizer_copies)
     if memory_bytes is None:
@@ -69,20 +69,20 @@ def survey(
     for layer in own:
         facts += [layer.seconds, layer.state_bytes, layer.activation_bytes]
     flat = torch.tensor(facts, dtype=torch.float64)
-    everybodys = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everybodys, flat, group=group)
-    tables = [each[1:].view(-1, 3) for each in everybodys]
+    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, flat, group=group)
+    tables = [each[1:].view(-1, 3) for each in gathered]
     layers = [Layer(*row) for row in tables[0].tolist()]
     totals = [float(table[:, 0].sum()) for table in tables]
     nodes = [
         Node(totals[0] / total, float(each[0]))
-        for total, each in zip(totals, everybodys, strict=True)
+        for total, each in zip(totals, gathered, strict=True)
     ]
     return layers, nodes
 
 
 def _step(layer: nn.Module, example: Tensor) -> tuple[float, Tensor, int]:
-    """Seconds of one forward and backward pass, the output, and the bytes kept in between."""
+    """Seconds of one forward and backward pass, the output, and the bytes kept for backward."""
     kept: dict[int, int] = {}
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
 

@@ -1,8 +1,9 @@
-"""Where to cut a chain of layers so that the slowest stage is as fast as it can be. Pure.
+"""The optimal split of a chain of layers into stages: the slowest stage is as fast as possible.
+Pure.
 
-A pipeline is as slow as its slowest stage. Stages are runs of neighbouring layers, one run per
-node in the nodes' order, and a run must fit into its node's memory. That is the partition of a
-chain over unlike processors; dynamic programming over (stage, last layer) finds the optimum:
+A pipeline is as slow as its slowest stage. A stage is a run of neighbouring layers, one per node in
+the nodes' order, and must fit into its node's memory. This is the partition of a chain over
+processors of different speeds; dynamic programming over (stage, last layer) finds the optimum:
 
     best[s][j] = min over i of max(best[s - 1][i], time of layers i..j-1 on node s)
 
@@ -20,9 +21,9 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer costs: ``seconds`` for one micro-batch, forward and backward, on a node of
-    speed 1; ``state_bytes`` for parameters, gradients and optimizer state; ``activation_bytes``
-    kept between forward and backward of one micro-batch."""
+    """The cost of a layer: ``seconds`` of forward and backward of one micro-batch on a node of
+    speed 1; ``state_bytes`` of parameters, gradients and optimizer state; ``activation_bytes`` kept
+    between forward and backward of one micro-batch."""
 
     seconds: float
     state_bytes: float = 0
@@ -31,7 +32,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Where a stage runs: a node of speed 2 needs half the seconds of one of speed 1."""
+    """A node that runs a stage. A node of speed 2 takes half the seconds of a node of speed 1."""
 
     speed: float = 1.0
     memory_bytes: float = math.inf
@@ -39,7 +40,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The layers of each stage, and how long and how large the stage is."""
+    """For each stage the indices of its layers, its seconds per micro-batch, and its memory."""
 
     stages: tuple[range, ...]
     seconds: tuple[float, ...]
@@ -52,13 +53,13 @@ def plan_stages(
     *,
     in_flight: Sequence[int] | None = None,
 ) -> StagePlan:
-    """The split with the fastest slowest stage: stage ``s`` runs on ``nodes[s]``, with at least one
-    layer.
+    """The split whose slowest stage is fastest. Stage ``s`` runs on ``nodes[s]`` and has at least
+    one layer.
 
-    ``in_flight[s]`` is how many micro-batches stage ``s`` keeps activations of. By default what
-    1F1B keeps: ``len(nodes) - s``; GPipe keeps all micro-batches of a batch on every stage.
-    ValueError if there are fewer layers than nodes, a figure makes no sense, or no split fits into
-    the nodes' memory.
+    ``in_flight[s]`` is the number of micro-batches whose activations stage ``s`` keeps, by default
+    ``len(nodes) - s``, as in 1F1B. (GPipe keeps all micro-batches of a batch on every stage.)
+    ValueError for fewer layers than nodes, for figures that are negative or not finite, and if no
+    split fits into the nodes' memory.
     """
     _check(layers, nodes)
     num_layers, num_stages = len(layers), len(nodes)
@@ -81,7 +82,7 @@ def plan_stages(
         after = [math.inf] * (num_layers + 1)
         cut = [-1] * (num_layers + 1)
         for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
-            # From the right: as the stage grows, neither its time nor its size ever shrinks.
+            # From the right: while the stage grows, its time and its size never shrink.
             for first in range(end - 1, stage - 1, -1):
                 own = time(stage, first, end)
                 if room(stage, first, end) > node.memory_bytes or own >= after[end]:

@@ -1,4 +1,4 @@
-"""A sequential model, cut into the stages of a plan."""
+"""Splitting a sequential model into the stages of a plan."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def split_sequential(
     rounds: int = 1,
     in_flight: Sequence[int] | None = None,
 ) -> list[nn.Sequential]:
-    """``model``'s layers as ``rounds * len(nodes)`` stages, cut where the slowest is fastest.
+    """Split ``model`` into ``rounds * len(nodes)`` stages, by ``plan_stages``.
 
-    Stage ``s`` belongs on rank ``s % len(nodes)``, as torch's interleaved schedules want it; with
-    more than one round each stage may use an equal part of its node's memory. The stages hold the
-    model's own layers under their own names, so that the stages' state dicts together are the
-    model's. ``in_flight`` as in ``plan_stages``, one number per stage. ValueError as there.
+    Stage ``s`` belongs on rank ``s % len(nodes)``, as torch's interleaved schedules require; with
+    more than one round each stage may use an equal part of its node's memory. The stages share the
+    model's layers and their names, so the state dicts of all stages together are the model's.
+    ``in_flight`` and ValueError are as of ``plan_stages``, with a number per stage.
     """
     if len(layers) != len(model):
         raise ValueError(f"the model has {len(model)} layers, but {len(layers)} were measured")
