@@ -1,9 +1,9 @@
-"""Tells torch that the backend ``"potluck"`` exists; torch calls this by itself.
+"""Registration of the backend ``"potluck"`` with torch, which torch itself calls.
 
 When torch is imported it calls ``register`` through the entry point group ``torch.backends``, so
-this module must be cheap: only names are registered, and what is behind them is imported, by name,
-when the first process group is made. ``import potluck.torch`` calls it too, for a torch that was
-imported without its extensions.
+this module must be cheap: it registers names, and the modules behind them are imported when the
+first process group is made. ``import potluck.torch`` calls ``register``, too, in case torch was
+imported without its extensions (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def register() -> None:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
     dist.register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[attr-defined, no-untyped-call]
-    # Private, since torch lets no handler be registered twice; without it waits are silent, and
-    # `potluck run` knows nothing of the worlds that its workers form.
+    # torch's handlers are wrapped in its private table, since it does not let a handler be
+    # registered twice. Without that, waits are silent, and `potluck run` does not see its workers'
+    # worlds.
     handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {})
     for scheme in ("env", "tcp"):
         if scheme in handlers:
@@ -46,8 +47,9 @@ def _rendezvous(url: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _watched(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """``handler`` of torch's, which says for whom it waits if the group will be potluck's. In a
-    worker of ``potluck run`` the ranks meet at their agents first."""
+    """Wrap a rendezvous ``handler`` of torch. If the group will be potluck's, the wrapper names the
+    missing ranks while it waits. In a worker of ``potluck run`` the ranks first meet at their
+    agents."""
 
     def watched(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[Any]:
         limit = {} if timeout is None else {"timeout": timeout}
@@ -57,7 +59,7 @@ def _watched(handler: Callable[..., Any]) -> Callable[..., Any]:
         if timeout is None or NAME not in str(caller.f_locals.get("backend", "")):
             yield from handler(url, **limit, **options)
             return
-        coming = importlib.import_module(f"{_GROUPS}.coming")
-        yield from coming.come(handler, url, timeout=timeout, **options)
+        waits = importlib.import_module(f"{_GROUPS}.rendezvous_waits")
+        yield from waits.watch(handler, url, timeout=timeout, **options)
 
     return watched

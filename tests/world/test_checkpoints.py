@@ -475,8 +475,8 @@ def changed(ctx: DistributedContext, store: CheckpointStore, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("model", "'2.bias' is of shape .3,. in it, of shape .5,. here"),
-        ("optimizers", "that of 1 optimizers, this training has 2"),
+        ("model", "'2.bias' is of shape .3,. in the state, of shape .5,. in this model"),
+        ("optimizers", "has 1 optimizers, this training has 2"),
         ("also", r"holds also=\['scheduler'\], this training has also=\['plan'\]"),
         ("data", "50 samples shuffled with seed 2; this one is on 40 samples"),
         ("seed", "shuffled with seed 2; this one is on 50 samples shuffled with seed 3"),

@@ -33,7 +33,7 @@ def test_ranks_that_wait_for_one_key_are_named_in_one_line() -> None:
     assert story.at(3.0) == 10.0
     assert story.lines == [
         "no rank has set the key 'weights' in the store, which rank 1 to 3 asked for; has every "
-        "rank got to the line that sets it? (3 s so far)"
+        "rank reached the line that sets it? (3 s so far)"
     ]
 
 

@@ -1,5 +1,5 @@
-"""Thin plug-ins for frameworks that do not let a backend of another name through.
+"""Plug-ins for frameworks that refuse unknown names of backends.
 
-``accelerate`` and ``transformers`` insist on gloo or mpi for CPUs, but take a process group that is
-there already. Lightning needs none: ``DDPStrategy(process_group_backend="potluck")``.
+``accelerate`` and ``transformers`` accept only gloo or mpi on CPUs, but use a process group that
+exists. Lightning needs no plug-in: ``DDPStrategy(process_group_backend="potluck")``.
 """

@@ -10,10 +10,11 @@ from potluck.torch.plugins.start import start
 
 
 def process_group(backend: str = "potluck", timeout: timedelta | None = None) -> Any:
-    """A handler for ``kwargs_handlers``, in place of ``InitProcessGroupKwargs(backend, timeout)``.
+    """Open the process group, and return a handler for Accelerate's ``kwargs_handlers``.
 
-    Accelerate refuses other names than gloo and mpi on CPUs, but takes a group that is there: so
-    this opens it. Without a launcher's variables nothing is opened, and the script is alone.
+    Use it in place of ``InitProcessGroupKwargs(backend, timeout)``: on CPUs Accelerate refuses
+    names other than gloo and mpi, but uses a group that exists. Without a launcher's variables no
+    group is opened, and the script runs as a single process. MissingDependency without Accelerate.
     """
     utils = require("accelerate.utils", "ecosystem")
     start(backend, timeout)

@@ -1,4 +1,4 @@
-"""Open the process group that a framework would have opened under another name."""
+"""Opening the process group before a framework does."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 
 def start(backend: str, timeout: timedelta | None) -> bool:
-    """Whether there is a group: the one that is there, or, under a launcher, a new one.
+    """Open the default process group if a launcher's variables are set and there is no group yet.
 
-    Without a launcher the script is alone, and needs none.
+    Returns whether there is a group now.
     """
     if dist.is_initialized():
         return True

@@ -1,7 +1,7 @@
-"""torchft: ``ProcessGroupPotluck``, the process group for its ``Manager``.
+"""The process group for torchft's ``Manager``: ``ProcessGroupPotluck``.
 
-torchft forms a new group ("quorum") whenever a replica is lost or returns, and asks its process
-group to connect to the members of that quorum. Here each quorum is a potluck world of its own.
+torchft forms a new group ("quorum") when a replica is lost or returns, and configures its process
+group with the members of the quorum. Each quorum is a new potluck world.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NAME = "torchft"
 class ProcessGroupPotluck(_torchft.ProcessGroupWrapper):  # type: ignore[misc]
     """torchft's reconfigurable process group over potluck: ``Manager(pg=ProcessGroupPotluck())``.
 
-    ``timeout`` is the deadline of a reconfiguration and of every operation. ``configure`` meets
-    the members of the next quorum in the store that torchft names; the links are mutual TLS under
-    the cluster secret. An operation that fails, or ``abort``, ends the group on all its ranks:
-    ``errored`` says why until the next ``configure``.
+    ``timeout`` is the deadline of a reconfiguration and of every operation. In ``configure`` the
+    members of the next quorum meet through torchft's store; their links are mutual TLS under the
+    cluster secret. A failed operation, or ``abort``, ends the group on all its ranks; ``errored``
+    returns the cause until the next ``configure``.
     """
 
     _pg: PotluckProcessGroup | None
@@ -42,7 +42,7 @@ class ProcessGroupPotluck(_torchft.ProcessGroupWrapper):  # type: ignore[misc]
         )
 
     def errored(self) -> Exception | None:
-        """Why this group is over, as a RuntimeError; None while it is not."""
+        """The cause that ended this group, as a RuntimeError; None while the group is intact."""
         group = self._pg
         if group is None:
             return self._aborted
@@ -54,19 +54,19 @@ class ProcessGroupPotluck(_torchft.ProcessGroupWrapper):  # type: ignore[misc]
         return error
 
     def abort(self, errored: bool = True) -> None:
-        """End the group on all its ranks; ``errored``: torchft has to form another."""
+        """End the group on all its ranks. ``errored``: torchft must configure the next group."""
         if errored:
             self._aborted = self.errored() or RuntimeError("the process group was aborted")
         super().abort(errored=errored)
 
     def shutdown(self) -> None:
-        """Leave the group in order and close its links. Idempotent."""
+        """Leave the group and close its links. Idempotent."""
         group, self._pg = self._pg, None
         if group is not None:
             group.shutdown()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The deadline of every operation from now on, and of the next ``configure``."""
+        """Set the deadline of later operations and of the next ``configure``."""
         super().set_timeout(timeout)
         if self._pg is not None:
             self._pg.set_timeout(timeout)

@@ -1,4 +1,5 @@
-"""Hugging Face transformers: ``TrainingArguments`` from here, for its own ``Trainer``."""
+"""``TrainingArguments`` for the ``Trainer`` of Hugging Face transformers, with potluck's
+backend."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ _transformers: Any = require("transformers", "ecosystem")
 
 @dataclass
 class TrainingArguments(_transformers.TrainingArguments):  # type: ignore[misc]
-    """transformers' own arguments, with ``ddp_backend`` ``"potluck"``.
+    """transformers' arguments, with the default ``ddp_backend="potluck"``.
 
-    Accelerate, below, refuses that name on CPUs, so the group is opened here and Accelerate is
-    given no name: with a group it takes that one, without (a script started alone) it needs none.
+    The Trainer's Accelerate refuses that name on CPUs, so the group is opened here and Accelerate
+    gets no name: it uses the open group, or none in a single process.
     """
 
     ddp_backend: str | None = field(

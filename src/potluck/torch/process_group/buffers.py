@@ -1,12 +1,13 @@
-"""Tensors as the engine's arrays: flat, contiguous, in host memory, shared where that is possible.
+"""Conversion of tensors to the engine's arrays: flat, contiguous, in host memory, without a copy
+where that is possible.
 
-The dtypes NumPy has no name for travel as others of their size: bfloat16 as ml_dtypes' own (it can
-be combined), float8 and kin as bytes (they can only be moved).
+Dtypes that NumPy lacks are converted to another one of the same size: bfloat16 to that of ml_dtypes
+(which can be reduced), float8 and others to bytes (which can only be moved).
 
-A user's tensor stays what it was, except for its values: storage (also that it can be resized),
-strides, flags, ``requires_grad`` and the version counter. So autograd doesn't learn that an
-operation wrote into a tensor that it has saved, as with Gloo's and NCCL's operations in place. For
-that, results are copied through ``tensor.data``, whose counter is its own, not ``detach()``.
+An operation changes only the values of a user's tensor, not its storage (which stays resizable),
+strides, flags, ``requires_grad`` or version counter. So, as with Gloo and NCCL, autograd does not
+notice that an operation wrote into a tensor that it has saved. Therefore results are copied through
+``tensor.data``, which has a version counter of its own; ``detach()`` shares the tensor's.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ _ARRAYS = _PLAIN | {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
     torch.complex32: np.dtype(np.float16),
 }
-"""The dtypes whose values the engine knows; of others it sees bytes."""
+"""The dtypes that the engine can reduce; tensors of other dtypes are bytes for it."""
 _BYTES = np.dtype(np.uint8)
 
 
 def check(tensor: Tensor, operation: str) -> None:
-    """TypeError or ValueError if ``tensor`` can't take part, saying what to do."""
+    """TypeError or ValueError, with the remedy, if ``tensor`` can't be communicated."""
     kind = tensor.device.type
     if kind == "meta":
         raise ValueError(
@@ -54,7 +55,7 @@ def check(tensor: Tensor, operation: str) -> None:
 
 
 def on_host(tensor: Tensor) -> tuple[Array, bool]:
-    """``tensor`` as a flat array, and whether that is its own memory (else it is a copy)."""
+    """``tensor`` as a flat array, and whether the array shares its memory (else it is a copy)."""
     detached = tensor.detach() if tensor.requires_grad else tensor
     if detached.is_conj() or detached.is_neg():
         detached = detached.resolve_conj().resolve_neg()
@@ -68,17 +69,17 @@ def on_host(tensor: Tensor) -> tuple[Array, bool]:
 
 
 def as_array(host: Tensor) -> Array:
-    """A contiguous host tensor's memory as a flat array."""
+    """The memory of a contiguous host tensor as a flat array."""
     return memory_of(host, _ARRAYS.get(host.dtype, _BYTES))
 
 
 def store(array: Array, tensor: Tensor) -> None:
-    """Copy a flat array that ``on_host`` made back into ``tensor``."""
+    """Copy ``array``, a result of ``on_host``, back into ``tensor``."""
     tensor.data.copy_(as_tensor(array, tensor.dtype).view(tensor.shape))
 
 
 def as_tensor(array: Array, dtype: torch.dtype) -> Tensor:
-    """A flat host tensor of ``dtype`` over the array's memory."""
+    """The array's memory as a flat host tensor of ``dtype``."""
     if dtype in _PLAIN:
         return torch.from_numpy(array)
     if dtype is torch.bfloat16:
@@ -87,12 +88,12 @@ def as_tensor(array: Array, dtype: torch.dtype) -> Tensor:
 
 
 def can_reduce(dtype: torch.dtype) -> bool:
-    """Whether the engine knows these values; of other dtypes it sees bytes only."""
+    """Whether the engine can reduce tensors of ``dtype``; others it can only move."""
     return dtype in _ARRAYS
 
 
 def pack(tensors: Sequence[Tensor], operation: str) -> Array:
-    """Tensors of one dtype, one after the other, in one new array."""
+    """Concatenate tensors of one dtype in a new array."""
     first = tensors[0]
     for tensor in tensors:
         check(tensor, operation)
@@ -106,7 +107,7 @@ def pack(tensors: Sequence[Tensor], operation: str) -> Array:
 
 
 def room_for(tensors: Sequence[Tensor], operation: str) -> Array:
-    """An array that holds what ``unpack`` will put into ``tensors``."""
+    """An uninitialized array for ``unpack`` into ``tensors``."""
     for tensor in tensors:
         check(tensor, operation)
     length = sum(tensor.numel() for tensor in tensors)
@@ -114,7 +115,7 @@ def room_for(tensors: Sequence[Tensor], operation: str) -> Array:
 
 
 def unpack(array: Array, tensors: Sequence[Tensor]) -> None:
-    """The reverse of ``pack``: the array's parts into the tensors."""
+    """Copy the parts of ``array`` into ``tensors``, the inverse of ``pack``."""
     if not tensors:
         return
     flat = as_tensor(array, tensors[0].dtype)

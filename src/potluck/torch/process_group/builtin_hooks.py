@@ -1,9 +1,11 @@
-"""DDP's built-in hook FP16_COMPRESS on potluck's groups: its twin in Python takes its place.
+"""DDP's built-in communication hook FP16_COMPRESS on potluck's groups, replaced by torch's Python
+version of it.
 
-The built-in hook is C++ and wants a C++ list of tensors in the future of an all_reduce. The future
-of a group written in Python holds a Python list, and the hook would end in an internal assert of
-torch's. ``default_hooks.fp16_compress_hook`` computes the same. Torch offers no place to say so,
-thus the method of DDP that registers built-in hooks is replaced, for models on potluck's groups.
+The built-in hook is C++ and expects a C++ list of tensors in the future of an all_reduce. The
+future of a group in Python holds a Python list, on which the hook fails with an internal assert of
+torch. ``default_hooks.fp16_compress_hook`` computes the same result. torch has no extension point
+for this, so the method of DDP that registers built-in hooks is replaced, for models on potluck's
+groups.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from potluck.torch.process_group.group import PotluckProcessGroup
 
 @functools.cache
 def replace_builtin_hooks() -> None:
-    """Have DDP register the Python twin on potluck's groups from now on. Idempotent."""
+    """Let DDP register the Python version on potluck's groups. Idempotent."""
     model: Any = DistributedDataParallel  # torch's stubs know no types here
     register = model._register_builtin_comm_hook
 

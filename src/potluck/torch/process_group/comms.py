@@ -1,4 +1,4 @@
-"""What every operation of a process group needs."""
+"""The communicators of a process group, as its operations use them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
 from potluck.torch.process_group.options import seconds
-from potluck.torch.process_group.own_mail import OwnMail
+from potluck.torch.process_group.self_messages import SelfMessages
 from potluck.torch.process_group.work import Completions
 from potluck.types import ReduceOp
 
 
 @dataclass(slots=True)
 class Comms:
-    """One rank's communicators of one group.
+    """The communicators of one rank in one group.
 
-    ``messages`` carries point-to-point messages that belong to collectives, apart from the
-    user's; ``timeout_s`` is the deadline of operations that name none; ``has_devices`` says that
-    some rank of the world has an accelerator.
+    ``messages`` carries the point-to-point messages inside collectives, apart from the user's
+    messages. ``timeout_s`` is the default deadline of operations. ``has_devices``: a rank of the
+    world has an accelerator.
     """
 
     communicator: Communicator
@@ -27,7 +27,7 @@ class Comms:
     completions: Completions
     timeout_s: float
     has_devices: bool = False
-    own_mail: OwnMail = field(default_factory=OwnMail)
+    self_messages: SelfMessages = field(default_factory=SelfMessages)
 
     @property
     def rank(self) -> int:
@@ -37,7 +37,7 @@ class Comms:
     def world_size(self) -> int:
         return self.communicator.world_size
 
-    def at_once(
+    def fast_path(
         self,
         operation: Operation,
         opts: Any,
@@ -46,9 +46,9 @@ class Comms:
         op: ReduceOp | None = None,
         root: int = 0,
     ) -> bool:
-        """Try the fast path: True if the call has ended well, False if nothing was done.
+        """Try the engine's fast path: True if the call is complete, False if nothing was done.
 
-        For callers that wait anyway (``async_op=False``, which torch says in ``opts``).
+        Only for blocking calls (``async_op=False``, which torch puts into ``opts``).
         """
         fast = self.communicator.fast_path
         if fast is None or getattr(opts, "asyncOp", True):

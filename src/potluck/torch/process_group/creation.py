@@ -1,4 +1,4 @@
-"""What torch calls to make a group: the world's, or one that shares its links."""
+"""Creation of process groups: of a world, or of a sub-group that shares the world's links."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from potluck.torch.process_group.storeless import FormedStore
 from potluck.torch.process_group.world import World
 
 OLDEST_TORCH = "2.10"
-"""The oldest release this is tested on (``make test-oldest-torch``). Before 2.7 torch's C++ code
-forgets the Python half of a Work that it holds, so that DDP waits for ever; 2.7 to 2.9 have
-defects of their own in pipelines, HSDP on CPUs and clipped DTensors."""
+"""The oldest supported release (``make test-oldest-torch``). Before 2.7 torch's C++ code loses the
+Python part of a Work that it holds, so that DDP waits for ever; 2.7 to 2.9 have defects in
+pipelines, HSDP on CPUs and clipped DTensors."""
 
 
 def create(options: Any, backend_options: Any) -> PotluckProcessGroup:
-    """What torch calls for ``init_process_group`` and ``new_group``, on the members only.
+    """Create a group for ``init_process_group`` or ``new_group``; torch calls it on the members.
 
-    A sub-group of a potluck world shares its links and needs no message to come about; any other
-    group meets through the store and gets a world of its own.
+    A sub-group of a potluck world shares its links and needs no communication. Any other group
+    meets through the store and gets a world of its own. ConfigurationError for an old torch, or for
+    a group with several backends.
     """
     if torch.__version__ < OLDEST_TORCH:
         raise ConfigurationError(
@@ -58,13 +59,13 @@ def create(options: Any, backend_options: Any) -> PotluckProcessGroup:
 
 
 def _parent() -> PotluckProcessGroup | None:
-    """The default group, if it is one of ours."""
+    """The default group, if it is potluck's."""
     default = dist.distributed_c10d._world.default_pg
     return default if isinstance(default, PotluckProcessGroup) else None
 
 
 def _formed(store: Any) -> World | None:
-    """The world that ``potluck://`` has formed already."""
+    """The world of a store that ``potluck://`` made."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store.world if isinstance(store, FormedStore) else None

@@ -2,8 +2,8 @@
 # torch's stub gives overloads where its own callers use one form.
 """``PotluckProcessGroup``: torch's ProcessGroup over potluck's engine.
 
-Methods come in new and old names: torch 2.13 calls ``all_gather_single`` what was
-``_allgather_base`` before, and so on; other libraries still use the old ones.
+Methods have new and old names: ``all_gather_single`` of torch 2.13 was ``_allgather_base`` before,
+and other libraries still use the old names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = "potluck"
 
 
 class GroupOptions:
-    """What ``split_group`` hands from a group to its parts."""
+    """The options that ``split_group`` passes from a group to its parts."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -43,8 +43,8 @@ class GroupOptions:
 class PotluckProcessGroup(dist.ProcessGroup):
     """The collectives of one group of ranks, over links that all groups of the world share.
 
-    Serves tensors on the CPU in place, and tensors on other devices through host memory. Every
-    failure ends the world: each later call, on any of its groups, raises the same error.
+    Tensors on the CPU are used in place, tensors on other devices are copied through host memory. A
+    failure ends the world: all later calls, on any of its groups, raise the same error.
     """
 
     supports_splitting = True
@@ -83,7 +83,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         self._num_splits = 0
         self._sequence = 0
 
-    # -- who it is
+    # -- identity
 
     def rank(self) -> int:
         return self._rank
@@ -119,7 +119,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
 
     @property
     def communicator(self) -> Communicator:
-        """The engine's face of this group."""
+        """The engine's communicator of this group."""
         return self._comms.communicator
 
     @property
@@ -157,10 +157,10 @@ class PotluckProcessGroup(dist.ProcessGroup):
     def all_reduce_encoded(
         self, tensor: Tensor, codec: str, residual: Tensor | None = None
     ) -> GroupWork:
-        """The mean over all ranks, in place, with a lossy codec on the wire; float32 only.
+        """The mean over all ranks, in place, sent encoded by a lossy codec. float32 only.
 
-        ``residual`` (float32, on the CPU, as long as ``tensor``) keeps what the codec lost, and is
-        added to ``tensor`` before it is encoded.
+        ``residual`` (float32, on the CPU, as long as ``tensor``) is added to ``tensor`` before
+        encoding, and then holds the error of the encoding (error feedback).
         """
         operation = reducing.all_reduce_encoded
         return self._run("all_reduce_encoded", operation, tensor, codec, residual)
@@ -189,8 +189,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor],
         opts: Any = None,
     ) -> GroupWork:  # fmt: skip
-        # Either all ranks' tensors for each input (as all_gather), or, as Gloo has it, all inputs
-        # of each rank.
+        # Output lists are by input (as in all_gather) or by rank (as in Gloo).
         outputs = [list(each) for each in output_lists]
         if len(outputs) == self._size and all(len(each) == len(input_list) for each in outputs):
             outputs = [list(each) for each in zip(*outputs, strict=True)]
@@ -255,11 +254,11 @@ class PotluckProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that names, on rank 0, the ranks that did not come in time."""
+        """A barrier that names, on rank 0, the ranks that did not reach it within ``timeout``."""
         timeout_s = self._comms.timeout_s if timeout is None else timeout.total_seconds()
         self._monitored(self._comms, timeout_s, wait_all_ranks)
 
-    # Torch before 2.13 knows these by other names.
+    # The names of torch before 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -280,7 +279,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         tensor = single(tensors, "recv")
         return self._run("recvAnySource", messages.recv, tensor, messages.ANY, tag)
 
-    # -- coalescing, groups, life
+    # -- coalescing, sub-groups, lifetime
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -293,7 +292,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         self, new_ranks: Sequence[int], timeout: timedelta | None = None, opts: Any = None,
         group_name: str | None = None, group_desc: str | None = None, device_types: Any = None,
     ) -> PotluckProcessGroup | None:  # fmt: skip
-        """The group of some of this group's ranks, None on the others. Costs no message."""
+        """The group of ``new_ranks``; None on other ranks. Needs no communication."""
         self._num_splits += 1
         name = group_name or f"{self._name}:split:{self._num_splits}"
         communicator = self._comms.communicator.subgroup(tuple(new_ranks), key=name)
@@ -313,14 +312,14 @@ class PotluckProcessGroup(dist.ProcessGroup):
         return self._num_splits
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """What torch calls for ``init_process_group(device_id=...)``; the links are there already.
+        """Keep the device of ``init_process_group(device_id=...)``, for which torch calls this.
 
-        ``dist.split_group`` asks for the device that is kept here.
+        ``dist.split_group`` reads it. There is nothing to connect.
         """
         self.bound_device_id = device
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """What torch calls, with ``device_id``, on ranks that a new group leaves out: nothing."""
+        """Do nothing. torch calls this, with ``device_id``, on ranks outside of a new group."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -341,13 +340,14 @@ class PotluckProcessGroup(dist.ProcessGroup):
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Leave; the last group of a world closes its links, after what was sent has arrived."""
+        """Leave the group. Leaving the group that made the world closes the world's links, after
+        all sent data has arrived."""
         self._world.leave(self._name)
 
     # -- inside
 
     def _run(self, name: str, operation: Callable[..., GroupWork], *arguments: Any) -> GroupWork:
-        """Start ``operation``; in a profile it is an event."""
+        """Start ``operation``, as an event for torch's profiler."""
         record = None
         if torch._C._autograd._profiler_enabled():
             record = ProfileRecord(f"{self.name()}:{name}")
@@ -366,7 +366,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
         calls: Iterable[tuple[Any, ...]],
         opts: Any,
     ) -> GroupWork:
-        """One work for the operation on each of several tensors."""
+        """Start ``operation`` for each of several tensors; one work for all."""
 
         def every(comms: Comms) -> GroupWork:
             works = [operation(comms, *arguments, opts) for arguments in calls]
@@ -380,7 +380,7 @@ class PotluckProcessGroup(dist.ProcessGroup):
 
 
 class _Chosen:
-    """Options given as plain arguments, as the older overloads take them."""
+    """Options of the older overloads, which take plain arguments."""
 
     __slots__ = ("reduceOp", "rootRank", "timeout")
 
@@ -404,7 +404,7 @@ def _rooted(opts: Any, timeout: timedelta | None = None, op: Any = None) -> Any:
 
 
 def _inner(lists: Any, operation: str) -> Sequence[Tensor]:
-    """The one list in a list of lists (each rank has one device), or a flat list as it is."""
+    """The single list in a list of lists (each rank has one device), or a flat list itself."""
     if lists and isinstance(lists[0], Tensor):
         return lists  # type: ignore[no-any-return]
     if len(lists) != 1:
@@ -422,7 +422,7 @@ def _pairs(first: Sequence[Any], second: Sequence[Any], operation: str) -> Any:
 
 
 def _accelerators() -> list[str]:
-    if not torch.accelerator.is_available():  # torch 2.6 raises where later ones say None
+    if not torch.accelerator.is_available():
         return []
     device = torch.accelerator.current_accelerator()
     return [] if device is None else [device.type]

@@ -1,4 +1,4 @@
-"""Point to point: send, recv, recv from any rank, and the barrier that names who is missing."""
+"""Point-to-point operations: send, recv, recv from any rank; and the monitored barrier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from potluck.torch.process_group.work import GroupWork
 
 ANY = -1
 _FAR_S = 7 * 24 * 3600.0
-"""Messages of a monitored barrier never end the group, so their own deadline is far away."""
+"""The deadline of messages of a monitored barrier: far away, since a missed one ends the group."""
 
 _FIRST_TAG = 16
 
@@ -27,7 +27,7 @@ def send(comms: Comms, tensor: Tensor, peer: int, tag: int) -> GroupWork:
 
     def post(array: Array) -> Work:
         if peer == comms.rank:
-            return comms.own_mail.send(array, tag)
+            return comms.self_messages.send(array, tag)
         return comms.communicator.send(array, peer, tag, timeout_s=comms.timeout_s)
 
     if staging.is_elsewhere(tensor):
@@ -36,12 +36,13 @@ def send(comms: Comms, tensor: Tensor, peer: int, tag: int) -> GroupWork:
 
 
 def recv(comms: Comms, tensor: Tensor, peer: int, tag: int) -> GroupWork:
-    """``peer`` may be ``ANY`` (other rank); ``source_rank`` then tells whose message it was."""
+    """Receive from ``peer``, or from any other rank if it is ``ANY``; the work's ``source_rank`` is
+    the sender."""
     buffers.check(tensor, "recv")
 
     def post(array: Array) -> Work:
         if peer == comms.rank:
-            return comms.own_mail.recv(array, peer, tag, timeout_s=comms.timeout_s)
+            return comms.self_messages.recv(array, peer, tag, timeout_s=comms.timeout_s)
         return comms.communicator.recv(array, peer, tag, timeout_s=comms.timeout_s)
 
     if staging.is_elsewhere(tensor):
@@ -53,10 +54,10 @@ def recv(comms: Comms, tensor: Tensor, peer: int, tag: int) -> GroupWork:
 
 
 class MonitoredBarrier:
-    """A barrier through rank 0 that says who did not come, and leaves the group alive.
+    """A barrier through rank 0 that names missing ranks, and does not end the group.
 
-    Rank 0 hears from everyone, then tells everyone; ``number`` counts the calls, so that a rank
-    that comes late to one barrier is not taken for an early one at the next.
+    Rank 0 receives a message of every rank, then answers all. The tag counts the calls, so that a
+    late message of one barrier does not count for the next.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ def _came(work: Work, deadline: float) -> bool:
 
 
 def single(tensors: Sequence[Tensor] | Tensor, operation: str) -> Tensor:
-    """The one tensor of a list; ValueError if there are more, for each rank has one device."""
+    """The single tensor of a list; ValueError for more, since a rank has one device."""
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:

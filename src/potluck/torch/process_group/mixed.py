@@ -1,8 +1,8 @@
-"""Refuses a group in which each device type has another backend: torch can't build it with potluck.
+"""Check that a group has no backends besides potluck, since torch can't combine them.
 
-torch gives a group either to one backend written in Python, which then serves all devices, or to
-several of its own, one for each device type. For ``"cpu:gloo,cuda:potluck"`` it makes both and
-drops all but the one written in Python, without a word.
+In torch a group has either one backend in Python, which serves all devices, or several of torch's
+own, one for each device type. For ``"cpu:gloo,cuda:potluck"`` torch makes both and silently drops
+all but the backend in Python.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from potluck.errors import ConfigurationError
 
 _MAKER = "_new_process_group_helper"
 """The function of torch that makes a group. It tells a backend neither the other backends nor the
-device type, so what the caller named is read where it lies, in that function's frame. Should a
-release of torch rename it, the tests of this module fail.
-"""
+device type, so these are read from that function's frame. If a release of torch renames the
+function, the tests of this module fail."""
 
 
 def check_alone(call: str) -> None:
-    """ConfigurationError if the group that torch is making has backends besides potluck.
+    """ConfigurationError if the group that torch is creating has backends besides potluck.
 
-    ``call`` is what the user called, as the error names it.
+    ``call`` is the name of the user's call, for the error.
     """
     named = _named_backends()
     others = sorted({backend for backend in named.values() if backend != NAME})
@@ -38,7 +37,7 @@ def check_alone(call: str) -> None:
 
 
 def _named_backends() -> dict[str, str]:
-    """The backend of each device type, as the caller of torch named them."""
+    """The backend of each device type, from the caller's ``backend`` argument."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

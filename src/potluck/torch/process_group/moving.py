@@ -1,4 +1,4 @@
-"""Operations that only move data: broadcast, all_gather, gather, scatter, all_to_all, barrier."""
+"""Operations without a reduction: broadcast, all_gather, gather, scatter, all_to_all, barrier."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from potluck.torch.process_group.staging import Crossing, Flat, cross, in_column
 from potluck.torch.process_group.work import GroupWork
 
 _EXCHANGE = 1
-"""The tag of all_to_all's messages."""
+"""The tag of messages of all_to_all."""
 
 
 def broadcast(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
-    """Every rank's tensor becomes that of rank ``opts.rootRank``."""
+    """Overwrite every rank's ``tensor`` with that of rank ``opts.rootRank``."""
     buffers.check(tensor, "broadcast")
     root = opts.rootRank
     timeout_s = seconds(opts, comms.timeout_s)
@@ -36,7 +36,7 @@ def broadcast(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
     is_root = root == comms.rank
     if staging.is_staged(comms, tensor):
         return in_pieces(comms, tensor, post, reads=is_root, writes=not is_root)
-    if comms.at_once(Operation.BROADCAST, opts, tensor, tensor, root=root):
+    if comms.fast_path(Operation.BROADCAST, opts, tensor, tensor, root=root):
         return GroupWork((), [tensor], comms.completions)
     array, is_shared = buffers.on_host(tensor)
     work = post(array)
@@ -46,7 +46,7 @@ def broadcast(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
 
 
 def all_gather_single(comms: Comms, output: Tensor, source: Tensor, opts: Any) -> GroupWork:
-    """``output`` becomes all ranks' ``source``, one after the other."""
+    """Gather all ranks' ``source`` into ``output``, concatenated in rank order."""
     buffers.check(source, "all_gather")
     buffers.check(output, "all_gather")
     if source.dtype != output.dtype:
@@ -63,7 +63,7 @@ def all_gather_single(comms: Comms, output: Tensor, source: Tensor, opts: Any) -
         whole = Flat(output)
         rows = list(whole.row.view(comms.world_size, -1))
         return _gather_staged(comms, source, rows, [output], opts, [whole])
-    if comms.at_once(Operation.ALL_GATHER, opts, source, output):
+    if comms.fast_path(Operation.ALL_GATHER, opts, source, output):
         return GroupWork((), [output], comms.completions)
     mine, _ = buffers.on_host(source)
     array, is_shared = buffers.on_host(output)
@@ -74,7 +74,7 @@ def all_gather_single(comms: Comms, output: Tensor, source: Tensor, opts: Any) -
 
 
 def all_gather(comms: Comms, outputs: Sequence[Tensor], source: Tensor, opts: Any) -> GroupWork:
-    """``outputs[i]`` becomes rank i's ``source``."""
+    """Gather rank i's ``source`` into ``outputs[i]``."""
     buffers.check(source, "all_gather")
     _one_each(comms, outputs, source, "all_gather", "output")
     if staging.is_staged(comms, source, comms.world_size):
@@ -91,7 +91,7 @@ def all_gather(comms: Comms, outputs: Sequence[Tensor], source: Tensor, opts: An
 
 
 def gather(comms: Comms, outputs: Sequence[Tensor] | None, source: Tensor, opts: Any) -> GroupWork:
-    """On rank ``opts.rootRank``, ``outputs[i]`` becomes rank i's ``source``."""
+    """Gather rank i's ``source`` into ``outputs[i]`` on rank ``opts.rootRank``."""
     buffers.check(source, "gather")
     root = opts.rootRank
     timeout_s = seconds(opts, comms.timeout_s)
@@ -121,7 +121,7 @@ def gather(comms: Comms, outputs: Sequence[Tensor] | None, source: Tensor, opts:
 
 
 def scatter(comms: Comms, output: Tensor, parts: Sequence[Tensor] | None, opts: Any) -> GroupWork:
-    """``output`` becomes ``parts[rank]`` of rank ``opts.rootRank``."""
+    """Overwrite ``output`` with ``parts[rank]`` of rank ``opts.rootRank``."""
     buffers.check(output, "scatter")
     root = opts.rootRank
     source: Array | None = None
@@ -155,7 +155,8 @@ def scatter(comms: Comms, output: Tensor, parts: Sequence[Tensor] | None, opts: 
 def all_to_all(
     comms: Comms, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
 ) -> GroupWork:
-    """``inputs[i]`` goes to rank i, ``outputs[j]`` comes from rank j; any sizes, also none."""
+    """Send ``inputs[i]`` to rank i and receive ``outputs[j]`` from rank j. Sizes may differ and be
+    0."""
     for name, tensors in (("output", outputs), ("input", inputs)):
         if len(tensors) != comms.world_size:
             raise ValueError(
@@ -186,7 +187,8 @@ def all_to_all_single(
     input_sizes: Sequence[int] | None,
     opts: Any,
 ) -> GroupWork:
-    """Rows of ``source`` to each rank, rows of ``output`` from each; equal shares without sizes."""
+    """Send rows of ``source`` to each rank and receive rows of ``output`` from each. Sizes count
+    rows; without sizes, rows are split equally."""
     buffers.check(output, "all_to_all_single")
     buffers.check(source, "all_to_all_single")
     if output.dtype != source.dtype:
@@ -214,7 +216,7 @@ def all_to_all_single(
 
 
 def barrier(comms: Comms, opts: Any) -> GroupWork:
-    if comms.at_once(Operation.BARRIER, opts, None, None):
+    if comms.fast_path(Operation.BARRIER, opts, None, None):
         return GroupWork((), [], comms.completions)
     timeout_s = seconds(opts, comms.timeout_s)
     work = comms.communicator.run(Request(Operation.BARRIER, timeout_s=timeout_s))
@@ -229,7 +231,7 @@ def _gather_staged(
     opts: Any,
     wholes: Sequence[Flat] = (),
 ) -> GroupWork:
-    """``rows[i]`` becomes rank i's ``source``; ``wholes`` are what the rows are parts of."""
+    """Gather rank i's ``source`` into ``rows[i]``, parts of ``wholes``, through host memory."""
     timeout_s = seconds(opts, comms.timeout_s)
 
     def post(given: Array, room: Array) -> Work:
@@ -250,7 +252,7 @@ def _exchange_staged(
     opts: Any,
     wholes: Sequence[Flat] = (),
 ) -> GroupWork:
-    """As ``_exchange``, each message through host memory as it comes and goes."""
+    """``_exchange`` for tensors on devices: each message is copied through host memory."""
     timeout_s = seconds(opts, comms.timeout_s)
     rank, world = comms.rank, comms.world_size
     _check_own(rank, received[rank], sent[rank])
@@ -281,7 +283,7 @@ def _exchange_staged(
 def _exchange(
     comms: Comms, received: Sequence[Array], sent: Sequence[Array], opts: Any
 ) -> list[Work]:
-    """Messages between all pairs. Sizes may differ, so only the two ends of each know them."""
+    """Exchange messages between all pairs of ranks. Only the two ranks of a pair know its size."""
     timeout_s = seconds(opts, comms.timeout_s)
     rank, world = comms.rank, comms.world_size
     _check_own(rank, received[rank], sent[rank])
@@ -307,7 +309,8 @@ def _check_own(rank: int, received: Array | Tensor, sent: Array | Tensor) -> Non
 def _bounds(
     comms: Comms, tensor: Tensor, sizes: Sequence[int] | None, name: str
 ) -> list[tuple[int, int]]:
-    """Each rank's part of the flat ``tensor``, from sizes in rows (equal shares without)."""
+    """The (start, end) of each rank's part of the flat ``tensor``. ``sizes`` count rows; empty:
+    equal parts."""
     world = comms.world_size
     rows = tensor.shape[0] if tensor.dim() else tensor.numel()
     if not sizes:

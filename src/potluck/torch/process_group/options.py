@@ -1,9 +1,11 @@
-"""What torch's option objects say, in potluck's words."""
+"""Conversion of torch's options (reduction, timeout, URL) to potluck's."""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 from torch import Tensor
@@ -26,9 +28,9 @@ _KINDS = {
 
 
 def reduction(opts: Any) -> tuple[ReduceOp, float | Tensor | None]:
-    """The operation in ``opts`` (options, a torch ReduceOp, or None for SUM) and its factor.
+    """The reduction in ``opts`` (options, a torch ReduceOp, or None for SUM) and its factor.
 
-    The factor is what PREMUL_SUM multiplies every contribution by, None for other operations.
+    The factor is that of PREMUL_SUM, by which every contribution is multiplied; None for others.
     """
     if opts is None:
         return ReduceOp.SUM, None
@@ -47,15 +49,23 @@ def reduction(opts: Any) -> tuple[ReduceOp, float | Tensor | None]:
 
 
 def seconds(opts: Any, default: float) -> float:
-    """The time-out in ``opts``, or ``default`` if none was chosen (torch marks that as below 0)."""
+    """The timeout in ``opts`` in seconds, or ``default`` without one (torch marks that as below
+    0)."""
     timeout = opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None)
     if timeout is None or timeout.days < 0:
         return default
     return timeout.total_seconds() or default
 
 
+def given(url: str, name: str, variable: str = "") -> int:
+    """A number that ``init_process_group`` was given, which torch puts into ``url``; else that of
+    the environment ``variable``; -1 without either."""
+    text = parse_qs(urlsplit(url).query).get(name, [os.environ.get(variable, "")])[0]
+    return int(text) if text.isdigit() else -1
+
+
 def check_reduction(op: ReduceOp, factor: float | Tensor | None, dtype: torch.dtype) -> None:
-    """TypeError, in torch's words, for what can't be done, or has no meaning, in ``dtype``."""
+    """TypeError, with torch's text, if ``op`` is impossible or meaningless for ``dtype``."""
     if not can_reduce(dtype) or (dtype is torch.complex32 and op is ReduceOp.PRODUCT):
         raise TypeError(
             f"Invalid scalar type: {dtype} can be moved but not combined by {op.name}; convert the "

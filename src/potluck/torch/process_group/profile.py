@@ -1,4 +1,4 @@
-"""An operation as torch's profiler shows it: from the call to its end, on another thread."""
+"""Events for torch's profiler, from the call of an operation to its end on another thread."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.autograd.profiler import record_function
 
 
 class ProfileRecord:
-    """One asynchronous event named like ``potluck:all_reduce``.
+    """An asynchronous event of the profiler, with a name like ``potluck:all_reduce``.
 
-    It shows no shapes: torch lets only C++ code record both those and an end on another thread.
+    Without shapes: torch lets only C++ code record shapes for an event that ends on another thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -21,7 +21,7 @@ class ProfileRecord:
             event._call_end_callbacks_on_future(self._end)
 
     def end(self) -> None:
-        """Any thread may call it."""
+        """End the event, on any thread."""
         try:
             self._end.set_result(None)
         finally:

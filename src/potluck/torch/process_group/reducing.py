@@ -1,4 +1,4 @@
-"""Operations that combine: all_reduce, reduce, reduce_scatter."""
+"""Operations with a reduction: all_reduce, reduce, reduce_scatter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from potluck.types import ReduceOp
 
 
 def all_reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
-    """In place on every rank."""
+    """Reduce ``tensor`` over all ranks, in place on every rank."""
     buffers.check(tensor, "all_reduce")
     op, factor = reduction(opts)
     check_reduction(op, factor, tensor.dtype)
@@ -39,7 +39,7 @@ def all_reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
 
     if is_staged(comms, tensor):
         return in_pieces(comms, tensor, post)
-    if _can_be_fast(op, factor, tensor) and comms.at_once(
+    if _can_be_fast(op, factor, tensor) and comms.fast_path(
         Operation.ALL_REDUCE, opts, tensor, tensor, op
     ):
         return GroupWork((), [tensor], comms.completions)
@@ -52,7 +52,7 @@ def all_reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
 def all_reduce_encoded(
     comms: Comms, tensor: Tensor, codec: str, residual: Tensor | None
 ) -> GroupWork:
-    """The mean, in place on every rank, with ``codec`` on the wire."""
+    """The mean of ``tensor`` over all ranks, in place on every rank, sent encoded by ``codec``."""
     buffers.check(tensor, "all_reduce_encoded")
     array, is_shared = buffers.on_host(tensor)
     kept = None if residual is None else buffers.as_array(residual)
@@ -71,7 +71,8 @@ def all_reduce_encoded(
 
 
 def reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
-    """In place on rank ``opts.rootRank``; the others' tensors stay as they are."""
+    """Reduce ``tensor`` over all ranks, in place on rank ``opts.rootRank``; other ranks' tensors
+    are unchanged."""
     buffers.check(tensor, "reduce")
     op, factor = reduction(opts)
     check_reduction(op, factor, tensor.dtype)
@@ -107,7 +108,7 @@ def _reduce_staged(
     def scaled(array: Array) -> Work:
         if factor is None:
             return post(array)
-        if not is_root:  # it may be the user's own memory, which stays as it is
+        if not is_root:  # the array may be the user's memory, which must not change
             return post(array * _scalar(factor, array))
         array *= _scalar(factor, array)
         return post(array)
@@ -116,7 +117,8 @@ def _reduce_staged(
 
 
 def reduce_scatter_single(comms: Comms, output: Tensor, source: Tensor, opts: Any) -> GroupWork:
-    """``output`` becomes part ``rank`` of the combined ``source`` (world size times as long)."""
+    """Reduce ``source``, world size times as long as ``output``; rank r gets part r of the
+    result."""
     buffers.check(source, "reduce_scatter")
     buffers.check(output, "reduce_scatter")
     if source.dtype != output.dtype:
@@ -134,7 +136,7 @@ def reduce_scatter_single(comms: Comms, output: Tensor, source: Tensor, opts: An
         return _scatter_staged(comms, output, list(parts), opts)
     op, factor = reduction(opts)
     check_reduction(op, factor, output.dtype)
-    if _can_be_fast(op, factor, output) and comms.at_once(
+    if _can_be_fast(op, factor, output) and comms.fast_path(
         Operation.REDUCE_SCATTER, opts, source, output, op
     ):
         return GroupWork((), [output], comms.completions)
@@ -142,7 +144,7 @@ def reduce_scatter_single(comms: Comms, output: Tensor, source: Tensor, opts: An
 
 
 def reduce_scatter(comms: Comms, output: Tensor, parts: Sequence[Tensor], opts: Any) -> GroupWork:
-    """``output`` becomes the combination of all ranks' ``parts[rank]``."""
+    """Reduce ``parts`` of all ranks; rank r gets the result of ``parts[r]`` in ``output``."""
     if len(parts) != comms.world_size:
         raise ValueError(
             f"reduce_scatter: the input list has {len(parts)} tensors; it needs one for each of "
@@ -173,7 +175,7 @@ def _scatter_staged(comms: Comms, output: Tensor, parts: Sequence[Tensor], opts:
 def _scattering(
     comms: Comms, output: Tensor, opts: Any
 ) -> tuple[Callable[[Array, Array], Work], ReduceOp]:
-    """How one reduce_scatter of (all parts, result) is posted."""
+    """A function that posts a reduce_scatter of (all parts, result), and its reduction."""
     op, factor = reduction(opts)
     check_reduction(op, factor, output.dtype)
     timeout_s = seconds(opts, comms.timeout_s)
@@ -191,7 +193,7 @@ def _scattering(
 
 
 def _can_be_fast(op: ReduceOp, factor: float | Tensor | None, tensor: Tensor) -> bool:
-    """Whether the engine's call is all that is to be done."""
+    """Whether the engine's call alone gives the result."""
     return factor is None and (op is not ReduceOp.MEAN or tensor.is_floating_point())
 
 

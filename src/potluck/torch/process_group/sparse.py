@@ -1,7 +1,8 @@
-"""all_reduce of sparse COO tensors: the entries of all ranks together, summed.
+"""all_reduce of sparse COO tensors: the sum, with the entries of all ranks.
 
-As in Gloo: ranks may hold different entries, so their numbers travel first, then indices and
-values padded to the largest. Bytes: ``w`` times the largest rank's, from each rank.
+As in Gloo, ranks may have different entries, so the ranks first gather the numbers of entries, then
+indices and values, padded to the largest number. Cost: three all_gathers, in which each rank sends
+``w - 1`` times the bytes of the largest rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from potluck.types import ReduceOp
 
 
 def all_reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
-    """In place; blocks until it is done. Only SUM."""
+    """Sum ``tensor`` over all ranks, in place. Blocks until the end. ValueError for other
+    reductions."""
     op, factor = reduction(opts)
     if op is not ReduceOp.SUM or factor is not None:
         raise ValueError(f"all_reduce: sparse tensors can only be summed, not op={op.value}")
@@ -43,12 +45,12 @@ def all_reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
         check_invariants=True,
     ).coalesce()
     with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
-        tensor.copy_(total)  # a detached alias would keep its own indices
+        tensor.copy_(total)  # not into tensor.data, which has indices of its own
     return GroupWork((), [tensor], comms.completions)
 
 
 def _gather(comms: Comms, rows: Tensor, most: int, timeout_s: float) -> Tensor:
-    """All ranks' rows, each rank's padded to ``most``."""
+    """Gather all ranks' rows, each rank's padded to ``most`` rows."""
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     gathered = rows.new_empty((comms.world_size * most, *rows.shape[1:]))

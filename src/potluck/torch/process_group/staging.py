@@ -1,11 +1,11 @@
-"""Tensors on accelerators, through (pinned) host memory, in pieces that overlap.
+"""Staging: operations on tensors of accelerators, through (pinned) host memory, in pieces.
 
-An operation is cut into several collectives, each of a part of every tensor. While piece ``k`` is
-on the network, piece ``k + 1`` is on its way from the device, and results go back as they come.
-Where one rank has an accelerator all ranks cut alike, whatever their own tensors are on. Pieces are
-posted by the calling thread, in order, so operations keep their order too; it returns once the last
-piece has left the device. Messages (send, recv, and those of all_to_all) are not cut: a receiver
-may not know from whom the next one comes.
+An operation is split into several collectives, each on a piece of every tensor. While piece ``k``
+is on the network, piece ``k + 1`` is copied from the device, and results are copied back as they
+arrive. If any rank has an accelerator, all ranks split alike, also those with tensors on the CPU.
+The calling thread posts the pieces in order, so operations keep their order; it returns when the
+last piece has left the device. Messages (send, recv, and those of all_to_all) are not split,
+because a receiver may not know the sender of the next message.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ PIECE_BYTES = 4 << 20
 
 
 class Lane(Protocol):
-    """How pieces cross between one device and the host."""
+    """Copies of pieces between one device and host memory."""
 
     def room(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Host memory for pieces of one length and dtype, one row each."""
+        """Host memory for pieces of one length and dtype, of shape (pieces, length)."""
 
     def fetch(self, piece: Tensor, host: Tensor) -> Callable[[], None]:
-        """Start copying to the host; the result waits until it is there."""
+        """Start a copy to the host; the returned function waits for its end."""
 
     def put(self, host: Tensor, piece: Tensor) -> None:
-        """Start copying back."""
+        """Start a copy to the device."""
 
     def finish(self) -> None:
-        """Wait until everything put is in place."""
+        """Wait for the end of all copies to the device."""
 
 
 class PlainLane:
-    """Any device (MPS has no streams to order copies by): each copy is done when it returns.
+    """Blocking copies, for any device (MPS has no streams to order copies by).
 
-    What is in host memory already is used where it is.
+    A tensor in host memory is used in place.
     """
 
     def room(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -66,7 +66,7 @@ class PlainLane:
 
 
 class CudaLane:
-    """Pinned memory and a stream of its own, which begins after what the caller has queued."""
+    """Copies through pinned memory on a CUDA stream, which waits for the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -90,7 +90,7 @@ class CudaLane:
             piece.record_stream(self._stream)
 
     def finish(self) -> None:
-        # The waiting thread may use another stream than the caller, so the copy must be complete.
+        # The waiting thread may use another stream than the caller, so the copies must have ended.
         self._stream.synchronize()
 
 
@@ -98,10 +98,10 @@ class Crossing(NamedTuple):
     """One collective, or one pair of messages, and the copies before and after it."""
 
     fetches: Sequence[tuple[Tensor, Tensor]]
-    """(on the device, in host memory): what this rank contributes."""
+    """Pairs (on the device, in host memory): this rank's contribution."""
     post: Callable[[], Sequence[Work]]
     puts: Sequence[tuple[Tensor, Tensor]]
-    """(in host memory, on the device): what this rank gets."""
+    """Pairs (in host memory, on the device): this rank's result."""
 
 
 def lane_for(tensor: Tensor) -> Lane:
@@ -109,12 +109,12 @@ def lane_for(tensor: Tensor) -> Lane:
 
 
 def sent(comms: Comms, tensor: Tensor, post: Callable[[Array], Work]) -> GroupWork:
-    """One message out of a device."""
+    """Send a tensor of a device as one message."""
     return _message(comms, tensor, post, reads=True)
 
 
 def received(comms: Comms, tensor: Tensor, post: Callable[[Array], Work]) -> GroupWork:
-    """One message into a device."""
+    """Receive one message into a tensor of a device."""
     return _message(comms, tensor, post, reads=False)
 
 
@@ -132,14 +132,14 @@ def _message(
 
 
 def is_elsewhere(tensor: Tensor) -> bool:
-    """Whether the tensor is not in host memory."""
+    """Whether the tensor is on another device than the CPU."""
     return tensor.device.type != "cpu"
 
 
 def is_staged(comms: Comms, tensor: Tensor, parts: int = 1) -> bool:
-    """Whether an operation on this many parts of the size of ``tensor`` goes through here.
+    """Whether an operation on ``parts`` tensors of the size of ``tensor`` is staged.
 
-    The same on all ranks for large ones, which are cut; small ones cross in one piece.
+    Equal on all ranks for large tensors, which are split; small tensors are one piece.
     """
     return is_elsewhere(tensor) or (comms.has_devices and tensor.nbytes * parts > PIECE_BYTES)
 
@@ -148,7 +148,7 @@ def cross(
     comms: Comms, lane: Lane, tensors: Sequence[Tensor], crossings: Sequence[Crossing],
     flats: Sequence[Flat] = (),
 ) -> GroupWork:  # fmt: skip
-    """Fetch, post and bring back each of ``crossings``; then copy ``flats`` back."""
+    """Fetch, post and copy back each of ``crossings``; at the end copy ``flats`` back."""
     arrivals = [[lane.fetch(*pair) for pair in crossing.fetches] for crossing in crossings]
     posted: list[Sequence[Work]] = []
     for arrived, crossing in zip(arrivals, crossings, strict=True):
@@ -174,7 +174,7 @@ def cross(
 
 
 class Flat:
-    """A tensor as one contiguous row on its own device; a copy of it where it is not one."""
+    """A tensor as a contiguous row on its device; a copy if the tensor is not contiguous."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.data  # a version counter of its own
@@ -194,9 +194,9 @@ def in_pieces(
     reads: bool = True,
     writes: bool = True,
 ) -> GroupWork:
-    """``post`` for each piece of ``tensor``, in place.
+    """Stage an operation in place: ``post`` is called for each piece of ``tensor``.
 
-    ``reads``: this rank's values matter, so they are fetched; ``writes``: it gets a result.
+    ``reads``: the operation uses this rank's values; ``writes``: this rank gets a result.
     """
     lane, flat = lane_for(tensor), Flat(tensor)
     crossings = []
@@ -223,11 +223,11 @@ def in_columns(
     tensors: Sequence[Tensor] | None = None,
     wholes: Sequence[Flat] = (),
 ) -> GroupWork:
-    """``post(source, result)`` for the same piece of all ``sources`` and ``results``.
+    """Stage an operation: ``post(source, result)`` is called for each piece of all tensors.
 
-    All have one size. Their pieces lie one after the other in the arrays that are posted, which
-    are empty where this rank has none. ``tensors`` (the results, if not given) are what the work
-    shows; ``wholes`` are copied back last.
+    ``sources`` and ``results`` have equal sizes. The arrays of ``post`` hold the same piece of all
+    sources or results, concatenated, and are empty if this rank has none. ``tensors`` are the
+    tensors of the work, by default the results; ``wholes`` are copied back last.
     """
     first = (*sources, *results)[0]
     lane = lane_for(first)
@@ -250,7 +250,7 @@ def in_columns(
 
 
 def _cuts(comms: Comms, tensor: Tensor, parts: int) -> Iterator[tuple[int, int]]:
-    """Where the pieces of a tensor begin and end; at least one, also of nothing."""
+    """The (start, end) of each piece of a tensor; one piece for an empty tensor."""
     count = tensor.numel()
     is_cut = comms.has_devices and tensor.nbytes * parts > PIECE_BYTES
     length = max(1, PIECE_BYTES // tensor.element_size() // parts) if is_cut else count

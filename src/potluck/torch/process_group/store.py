@@ -1,8 +1,8 @@
-"""A torch Store over potluck's own links, for worlds that were formed without a store server.
+"""A torch Store over potluck's links, for worlds that were formed without a store server.
 
-Rank 0 keeps the values. The others ask it over one link each (mutual TLS, like every connection):
-a request is answered when it can be, so that waiting for a key costs no polling. Messages are
-msgpack behind a length, as at a rendezvous.
+Rank 0 holds the values. Every other rank sends requests over one link (mutual TLS). The server
+answers a request when its keys have values, so a rank that waits for a key does not poll. Messages
+are msgpack with a length prefix.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from potluck.wire.messages import Hello, Refusal, Welcome
 KIND = "store"
 _MAX_MESSAGE = 16 << 20
 _MESSAGE_S = 30.0
-"""How long one message may take on its way; waiting for a key does not count."""
+"""Seconds for the transfer of one message, without the wait for a key."""
 
 
 class StoreRequest(msgspec.Struct, frozen=True):
-    """``what`` is an operation of ``Values``; ``number`` comes back with the answer. The rank that
-    asks waits ``timeout_s`` for it."""
+    """A request: ``what`` is an operation of ``Values``, ``number`` is repeated in the answer, and
+    the rank waits ``timeout_s`` for it."""
 
     number: int
     what: str
@@ -64,7 +64,8 @@ _ANSWER: MessageFormat[Answer] = MessageFormat(
 
 
 class Values:
-    """The values. ``ask`` answers a request, or says None: not yet."""
+    """The values of a store. ``ask`` returns the answer of a request, or None while a key of it has
+    no value."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -104,7 +105,8 @@ class Values:
 
 
 class StoreServer:
-    """Rank 0: the values, its own requests, and one thread that serves the other ranks."""
+    """The store on rank 0: the values, rank 0's own requests, and a thread that serves other
+    ranks."""
 
     def __init__(self, switchboard: Switchboard | None) -> None:
         self._values = Values()
@@ -119,11 +121,11 @@ class StoreServer:
         self._wake_reader.setblocking(False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
         self._thread = start_thread(self._serve, name="potluck-store", on_broken=self._broke)
-        if switchboard is not None:  # else nobody else is there
+        if switchboard is not None:  # None in a world of one rank
             switchboard.answer(KIND, self._admit)
 
     def ask(self, request: StoreRequest, deadline: float) -> Answer:
-        """The answer; LinkError if there is none by ``deadline``."""
+        """The answer to a request of rank 0; LinkError if there is none by ``deadline``."""
         with self._changed:
             answer = self._values.ask(request)
             if answer is None:
@@ -169,7 +171,7 @@ class StoreServer:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake; closed: nobody is served any more
+        with contextlib.suppress(OSError):  # full: the thread will wake; closed: it has ended
             self._wake_writer.send(b"\0")
 
     def _serve(self) -> None:
@@ -197,7 +199,7 @@ class StoreServer:
             self._wake_writer.close()
 
     def _attend(self, client: _Client) -> None:
-        """Take what one rank asks, and answer what can be answered now."""
+        """Read a request of one rank, and answer it if its keys have values."""
         try:
             if client.is_ready:
                 client.is_ready = False
@@ -215,8 +217,8 @@ class StoreServer:
                 if answer is not None:
                     client.request = None
                     send_all(client.link, _ANSWER.encode(answer), time.monotonic() + _MESSAGE_S)
-                    self._wake()  # others may wait for what this one has set
-        except (PotluckError, ValueError, IndexError):  # bytes that no rank of ours sends
+                    self._wake()  # other ranks may wait for a key that was just set
+        except (PotluckError, ValueError, IndexError):  # invalid bytes, or a lost link
             self._selector.unregister(client.link.fileno())
             self._clients.remove(client)
             client.link.close()
@@ -225,7 +227,7 @@ class StoreServer:
 
 
 class _Client:
-    """One rank's link at the server: at most one request waits on it."""
+    """The link of one rank at the server, with at most one request."""
 
     def __init__(self, rank: int, link: TcpLink) -> None:
         self.rank = rank
@@ -234,7 +236,7 @@ class _Client:
         self.request: StoreRequest | None = None
 
     def take(self) -> bool:
-        """Take the request that has come, if one has."""
+        """Read a request if one has arrived; whether it has."""
         first = bytearray(1)
         if not self.link.recv_into(memoryview(first)):
             return False
@@ -247,7 +249,7 @@ class _Client:
 
 
 class StoreClient:
-    """Any other rank: asks over its link to rank 0."""
+    """The store on another rank, with its link to rank 0."""
 
     def __init__(self, group: Group, switchboard: Switchboard, timeout_s: float) -> None:
         server = group.members[0]
@@ -285,7 +287,7 @@ class StoreClient:
 
 
 class LinkStore(Store):
-    """The Store that torch gets."""
+    """The Store for torch, on any rank."""
 
     def __init__(self, asker: StoreServer | StoreClient, timeout_s: float) -> None:
         super().__init__()

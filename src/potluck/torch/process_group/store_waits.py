@@ -1,4 +1,4 @@
-"""Lines on stderr about keys that ranks wait for, from the rank that serves the store."""
+"""Lines on stderr that name the keys that ranks wait for, written by the store on rank 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from potluck.backends.places import listed
 from potluck.waiting import FIRST_S, Reminder, to_stderr
 
 _TORCHS_PREFIX = "default_pg/0//"
-"""What torch puts in front of a script's keys in the store of the default group."""
+"""torch's prefix of a script's keys in the store of the default group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class _Wait:
 
 
 class StoreWaits:
-    """The requests that can't be answered yet. ``is_set`` says whether a key has a value.
+    """The requests that wait for a key. ``is_set(key)`` says whether the key has a value.
 
     Not thread-safe: the caller holds the store's lock.
     """
@@ -40,20 +40,21 @@ class StoreWaits:
         self._reminder: Reminder | None = None
 
     def begin(self, rank: int, keys: Sequence[str], timeout_s: float) -> None:
-        """``rank`` begins to wait for ``keys``, at most ``timeout_s``."""
+        """Note that ``rank`` waits for ``keys``, for at most ``timeout_s`` seconds."""
         now = self._clock()
         self._waits[rank] = _Wait(tuple(keys), now, now + timeout_s)
         if self._reminder is None:
             self._reminder = Reminder(self._describe, say=self._say, clock=self._clock)
 
     def end(self, rank: int) -> None:
-        """``rank`` has its answer, or has given up."""
+        """Note that ``rank`` does not wait any more."""
         self._waits.pop(rank, None)
 
     def tick(self) -> float | None:
-        """Name the waiting ranks if a line is due.
+        """Write a line with the waiting ranks if it is due.
 
-        Returns the seconds until the next call is needed; None: no rank waits."""
+        Returns the seconds until the next call; None while no rank waits.
+        """
         now = self._clock()
         self._waits = {rank: wait for rank, wait in self._waits.items() if now < wait.until}
         if not self._waits:
@@ -64,7 +65,7 @@ class StoreWaits:
         return self._reminder.patience()
 
     def _describe(self) -> str:
-        """The keys that ranks have waited for long; empty if there are none."""
+        """The keys for which ranks have waited for several seconds, in words; empty without any."""
         now = self._clock()
         by_key: dict[str, list[int]] = {}
         for rank, wait in self._waits.items():
@@ -78,5 +79,5 @@ class StoreWaits:
         others = f" (and {len(more)} more)" if more else ""
         return (
             f"no rank has set the key {shown!r}{others} in the store, which rank "
-            f"{listed(by_key[first])} asked for; has every rank got to the line that sets it?"
+            f"{listed(by_key[first])} asked for; has every rank reached the line that sets it?"
         )

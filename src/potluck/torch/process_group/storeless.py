@@ -1,10 +1,10 @@
-"""``init_process_group("potluck", init_method="potluck://")``: a world without a store server.
+"""Worlds without a store server: ``init_process_group("potluck", init_method="potluck://")``.
 
-The ranks find each other as ``potluck.init()`` would: through the agent under ``potluck run``,
-else by a launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, of which
-``potluck://host:port`` names the last two; mpirun's; Slurm's; a Kubernetes pod's number), else by
-discovery, if ``world_size`` or POTLUCK_MIN_PEERS says for how many to look, else this process is
-alone. What torch wants a store for then travels over potluck's links.
+The ranks find each other as in ``potluck.init()``: through the agent under ``potluck run``, else by
+a launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, of which
+``potluck://host:port`` sets the last two; those of mpirun and Slurm; the index of a Kubernetes
+pod), else by discovery, if ``world_size`` or POTLUCK_MIN_PEERS gives the number of processes, else
+this process is a world of one. torch's store is then served over potluck's links.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from potluck.backends.agent import AgentBackend
 from potluck.backends.discovery import AutoDiscoveryBackend
@@ -23,24 +23,24 @@ from potluck.backends.launchers import detect, rank_variable
 from potluck.backends.local import LocalBackend
 from potluck.errors import ConfigurationError
 from potluck.settings import load_settings
+from potluck.torch.process_group.options import given
 from potluck.torch.process_group.store import LinkStore, StoreClient, StoreServer
 from potluck.torch.process_group.world import World
 
 WORLD_NAME = "0"
-"""torch's name for the default group, for which alone rendezvous is called."""
-
+"""torch's name for the default group, the only group with a rendezvous."""
 
 Backend = AgentBackend | EnvironmentBackend | AutoDiscoveryBackend | LocalBackend
 
 
 class FormedStore(LinkStore):
-    """A store whose world is formed already: the process group takes it over."""
+    """A store with the world that was formed for it, for the process group."""
 
     world: World
 
 
 class _Owner:
-    """What a world without a store server must close: the store first, then the links' owner."""
+    """The owner of a world's resources: closes the store, then the backend with its links."""
 
     def __init__(self, backend: Any, asker: StoreServer | StoreClient) -> None:
         self._backend = backend
@@ -54,21 +54,21 @@ class _Owner:
 def rendezvous(
     url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
 ) -> Iterator[tuple[FormedStore, int, int]]:
-    """What torch calls for ``potluck://``; gives (store, rank, world size) once.
+    """The rendezvous of ``potluck://`` for torch; yields (store, rank, world size) once.
 
-    ConfigurationError names what is missing, OperationTimeout who did not come; see
+    ConfigurationError names a missing variable, OperationTimeout the missing ranks; see
     ``AgentBackend``, ``EnvironmentBackend`` and ``AutoDiscoveryBackend``.
     """
     backend = choose(url)
     try:
         communicator = backend.form(0, None, timeout.total_seconds())
         group = communicator.group
-        asked = _given(url, "world_size")
+        asked = given(url, "world_size")
         if asked not in (-1, group.world_size):
             communicator.close()
             raise ConfigurationError(
                 f"init_process_group was given world_size={asked}, but {group.world_size} "
-                "processes were started; leave world_size away, or start as many"
+                f"processes were started; omit world_size, or start {asked} processes"
             )
         switchboard = backend.switchboard
         asker: StoreServer | StoreClient
@@ -87,19 +87,19 @@ def rendezvous(
         raise
     store = FormedStore(asker, timeout.total_seconds())
     store.world = world
-    world.store = store  # torch's C++ side holds it too, but not its Python half
+    world.store = store  # torch's C++ code holds the store without its Python part
     yield store, group.rank, group.world_size
     raise RuntimeError("a potluck:// world can't be formed twice; call init_process_group again")
 
 
 def choose(url: str) -> Backend:
-    """What forms the world that ``url`` and the environment describe; the caller closes it."""
+    """The backend that forms the world of ``url`` and the environment. The caller closes it."""
     settings = load_settings()
     if os.environ.get("POTLUCK_AGENT"):
-        leave_world()  # of an init_process_group by another method before this one
+        leave_world()  # of an earlier init_process_group with another init_method
         return AgentBackend(settings=settings, elastic=False)
     parts = urlsplit(url)
-    rank, world_size = _given(url, "rank"), _given(url, "world_size")
+    rank, world_size = given(url, "rank"), given(url, "world_size")
     environment = dict(os.environ)
     if parts.hostname:
         environment["MASTER_ADDR"] = parts.hostname
@@ -117,8 +117,3 @@ def choose(url: str) -> Backend:
             return LocalBackend()
         return AutoDiscoveryBackend(None if world_size < 0 else world_size, settings=settings)
     return EnvironmentBackend(settings=settings, environment=environment)
-
-
-def _given(url: str, name: str) -> int:
-    """The rank or world_size that ``init_process_group`` was given; torch puts it into the URL."""
-    return int(parse_qs(urlsplit(url).query).get(name, ["-1"])[0])

@@ -1,7 +1,7 @@
-"""Keeps torch.compile out of the group's own code.
+"""A class decorator that excludes methods from torch.compile.
 
-While a compiled model runs, dynamo looks at every Python frame, also at ours when torch's C++ code
-(DDP) calls them. It can't trace threads and sockets, so it is told to look away.
+While a compiled model runs, dynamo traces every Python frame, also the group's methods when torch's
+C++ code (DDP) calls them. It can't trace threads and sockets.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def untraced(kind: _Class) -> _Class:
-    """Class decorator: all plain methods, and what they call, run as they are. Costs nothing."""
+    """Exclude all plain methods of ``kind``, and the functions that they call, from tracing."""
     dynamo: Any = eval_frame
-    if hasattr(dynamo, "set_code_exec_strategy"):  # since torch 2.8
+    if hasattr(dynamo, "set_code_exec_strategy"):  # older torch is refused later, in creation.py
         skip = dynamo._FrameAction.SKIP
         for value in vars(kind).values():
             if isinstance(value, types.FunctionType):

@@ -1,7 +1,7 @@
-"""A torch Work: one or more of the engine's works, and what is left to do when they have ended.
+"""torch's Work and Future, made of one or more works of the engine.
 
-Futures are completed on a small pool of threads, never on the progress loop: what hangs on a
-future (a communication hook's ``then``) may itself wait for another collective.
+Futures are completed by a small pool of threads, never by the progress loop: a callback of a future
+(``then`` in a communication hook) may wait for another collective.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_LIMIT = timedelta(0)
 
 
 class Completions:
-    """The threads on which futures are completed; started when the first is asked for."""
+    """The threads that complete futures, started at the first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class Completions:
         complete()
 
     def close(self) -> None:
-        """Join the threads. What is submitted later runs where it is submitted."""
+        """Join the threads. Later submissions run in the thread that submits."""
         with self._lock:
             self._is_closed = True
             pool = self._pool
@@ -52,10 +52,10 @@ class Completions:
 
 @untraced
 class GroupWork(dist.Work):
-    """What a collective of the group returns.
+    """The work of an operation of a process group.
 
-    ``wait`` returns True once ``tensors`` hold the result, and raises what the operation raised:
-    potluck's own errors, ``PeerLost`` with the lost rank in ``rank`` among them.
+    ``wait`` returns True when ``tensors`` hold the result, or raises the error of the operation,
+    for example ``PeerLost`` with the lost rank in ``rank``.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GroupWork(dist.Work):
         completions: Completions,
         settle: Callable[[], None] | None = None,
     ) -> None:
-        """``settle`` brings the results from host memory to where the caller looks for them."""
+        """``settle()`` copies the results from host memory to the caller's tensors."""
         super().__init__()
         self._works = works
         self._tensors = tensors
@@ -75,12 +75,13 @@ class GroupWork(dist.Work):
         self._future: GroupFuture | None = None
         self._record: ProfileRecord | None = None
         self.settles_itself = False
-        """Whether ``settle`` waits for the works one by one, to overlap them with its copies."""
+        """Whether ``settle`` waits for the works itself, to overlap them with its copies."""
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Block until the operation has ended, at most ``timeout`` (0: the operation's own).
+        """Wait for the end of the operation, at most ``timeout`` (0: only the operation's
+        deadline).
 
-        The future, if there is one, is complete then too.
+        The work's future, if there is one, is then complete, too.
         """
         try:
             self._finish(timeout)
@@ -99,7 +100,7 @@ class GroupWork(dist.Work):
         if self._record is not None:
             self._record.ended.wait()
         if self._settle is not None:
-            self._bring_home()
+            self._settle_once()
 
     def _has_ended(self) -> bool:
         return all(work.done() for work in self._works)
@@ -108,11 +109,11 @@ class GroupWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not; if well, the results are in place."""
+        """Whether the operation has ended, also by an error; otherwise results are in place."""
         if not self._has_ended():
             return False
         if self._settle is not None and self.is_success():
-            self._bring_home()
+            self._settle_once()
         return True
 
     def is_success(self) -> bool:
@@ -122,31 +123,32 @@ class GroupWork(dist.Work):
         return next(filter(None, (work.exception() for work in self._works)), None)
 
     def result(self) -> list[Tensor]:
-        """The tensors that hold the result, once it is there."""
+        """Wait, and return the tensors that hold the result."""
         self.wait()
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        """The rank in the group that a receive got its message from."""
+        """The rank, in the group, of the sender of the message that a receive got."""
         self.wait()
         return self._works[0].source
 
     _source_rank = source_rank
 
     def get_future(self) -> GroupFuture:
-        """A future that becomes the list of result tensors, or raises what the operation raised.
+        """A future of the list of result tensors, or of the operation's error.
 
-        Of an operation that has ended it is complete when it is returned, as callers of Gloo's
-        expect (torchft chains callbacks onto it that must run at once).
+        If the operation has ended, the future is complete when it is returned, as with Gloo
+        (torchft adds callbacks that must run immediately).
         """
         with self._lock:
             if self._future is not None:
                 return self._future
             future = self._future = GroupFuture(self)
         if torch._C._current_graph_task_id() != -1:
-            # C++ code that waits for a future (torch's DDP) turns any error into its own. So the
-            # backward that we are in ends with the error as it is, just before that code looks.
-            # It also completes the future, unless another thread has: that spares a thread switch.
+            # C++ code that waits for a future (torch's DDP) converts every error to its own. So a
+            # callback of the present backward raises the original error just before that code
+            # waits. The callback may also complete the future, which saves a switch between
+            # threads.
             torch.autograd.Variable._execution_engine.queue_callback(future.end_backward)
         if self._has_ended():
             future.complete()
@@ -157,7 +159,7 @@ class GroupWork(dist.Work):
     getFuture = get_future
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` once, on the progress loop (or here), when all works have ended."""
+        """Call ``callback()`` once when all works have ended: on the progress loop, or now."""
         left = len(self._works)
         lock = threading.Lock()
 
@@ -175,11 +177,11 @@ class GroupWork(dist.Work):
             work.add_done_callback(one_less)
 
     def ends(self, record: ProfileRecord) -> None:
-        """The event in the profile ends when this work does."""
+        """Let the profiler's event end with this work."""
         self._record = record
         self.when_done(lambda: self._completions.submit(record.end))
 
-    def _bring_home(self) -> None:
+    def _settle_once(self) -> None:
         with self._lock:
             if self._settle is not None:
                 with torch.no_grad():
@@ -189,7 +191,7 @@ class GroupWork(dist.Work):
 
 @untraced
 class GroupFuture(torch.futures.Future[Any]):
-    """The future of a GroupWork. A Python thread that waits for it completes it itself."""
+    """The future of a GroupWork. A Python thread that waits for the future also completes it."""
 
     def __init__(self, work: GroupWork) -> None:
         super().__init__()
@@ -197,7 +199,7 @@ class GroupFuture(torch.futures.Future[Any]):
         self._once = threading.Lock()
 
     def complete(self) -> None:
-        """Take over the outcome of the work, which has ended. Only the first call counts."""
+        """Set the outcome of the work, which has ended. Only the first call has an effect."""
         if not self._once.acquire(blocking=False):
             return
         try:
@@ -208,23 +210,23 @@ class GroupFuture(torch.futures.Future[Any]):
             self.set_result(self._work._tensors)
 
     def complete_now(self) -> None:
-        """The same, but another thread that completes it is waited for; never raises."""
+        """Complete the future, or wait for the thread that completes it. Never raises."""
         self.complete()
         with contextlib.suppress(Exception):
             super().wait()
 
     def end_backward(self) -> None:
-        """Wait for the work in the thread that ran the backward, and raise what it raised."""
+        """Wait for the work in the thread of the backward, and raise the work's error."""
         self._work.wait()
 
     def wait(self) -> Any:
-        with contextlib.suppress(Exception):  # raised again, from the future, below
+        with contextlib.suppress(Exception):  # the future raises it again below
             self._work.wait()
         return super().wait()
 
 
 def combine(works: Sequence[GroupWork], completions: Completions) -> GroupWork:
-    """One work for several: done when all are."""
+    """One work of several, which ends when all have ended."""
 
     def settle() -> None:
         for work in works:

@@ -1,4 +1,4 @@
-"""A world: the links and threads that a group and all groups split from it share."""
+"""A world: the links and threads that are shared by a group and its sub-groups."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ class Closable(Protocol):
 
 
 class World:
-    """The communicator of all ranks, and what must be closed with it."""
+    """The communicator of all ranks, with the resources that are closed with it."""
 
     def __init__(self, name: str, communicator: Communicator, owner: Closable) -> None:
-        """``name`` is that of the group that made it: the world ends when that group leaves."""
+        """``name`` is the name of the group that made the world; when that group is left, the world
+        is closed. ``owner`` is closed with the world."""
         self.name = name
         self.communicator = communicator
         self.completions = Completions()
         self.has_devices = False
-        """Whether any rank has an accelerator; then all cut large tensors into equal pieces."""
+        """Whether any rank has an accelerator; then all ranks split large tensors into pieces."""
         self.store: Any = None
-        """The Store made for this world, if it was formed without one."""
+        """The Store over potluck's links, for a world of ``potluck://``."""
         self._owner = owner
         self._is_closed = False
         _close_at_exit(self)
 
     def meet(self, timeout_s: float) -> None:
-        """Make the first links, and learn what kinds of rank there are. Every rank calls it."""
+        """Make the first links, and set ``has_devices``. A collective call."""
         mine = np.array([torch.accelerator.is_available()], dtype=np.uint8)
-        all_of_them = np.zeros(self.communicator.world_size, dtype=np.uint8)
-        request = Request(Operation.ALL_GATHER, mine, all_of_them, timeout_s=timeout_s)
+        gathered = np.zeros(self.communicator.world_size, dtype=np.uint8)
+        request = Request(Operation.ALL_GATHER, mine, gathered, timeout_s=timeout_s)
         self.communicator.run(request).wait()
-        self.has_devices = bool(all_of_them.any())
+        self.has_devices = bool(gathered.any())
 
     def leave(self, name: str) -> None:
-        """The group ``name`` needs the world no longer."""
+        """Leave the group ``name``; closes the world if that group made it."""
         if name == self.name:
             self.close()
 
     def close(self) -> None:
-        """Leave in order: what was sent arrives. Idempotent."""
+        """Close the links after all sent data has arrived. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -67,5 +68,5 @@ def _close_at_exit(world: World) -> None:
             alive.close()
 
     atexit.register(close)
-    # Not at exit: finalizers run before ``close`` then, and this one would cancel it.
+    # Not at exit: finalizers run before atexit functions, so this one would cancel ``close``.
     weakref.finalize(world, atexit.unregister, close).atexit = False

@@ -1,8 +1,8 @@
-"""What ranks say while torch's own rendezvous waits: ``env://`` and ``tcp://``.
+"""Messages about missing ranks while torch's own rendezvous waits (``env://`` and ``tcp://``).
 
-There rank 0 serves torch's TCPStore, whose constructor waits, in C++, until all ranks have called
-it; the others' constructors wait until rank 0 is there. Neither names the missing ranks. So each
-rank sets a key in the store once it has come; rank 0 looks for these on a second connection.
+Rank 0 serves torch's TCPStore, whose constructor waits, in C++, until all ranks have connected; the
+constructors of the other ranks wait for rank 0. Neither names the missing ranks. So each rank sets
+a key in the store after it connected, and rank 0 looks for these keys on a second connection.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import TCPStore
 
 from potluck.backends.places import placed
+from potluck.torch.process_group.options import given
 from potluck.waiting import Reminder, reminding
 
 _LOOK_S = 2.0
@@ -25,47 +26,43 @@ _LOOK_S = 2.0
 Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
-def come(
+def watch(
     handler: Handler, url: str, *, timeout: timedelta, **options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Run torch's own ``handler`` for ``url``, and name the missing ranks while it waits."""
-    meeting = _Meeting(url)
-    reminder = Reminder(meeting.describe, time.monotonic() + timeout.total_seconds())
+    """Run torch's ``handler`` for ``url``; every few seconds a line on stderr names missing
+    ranks."""
+    ranks = _Ranks(url)
+    reminder = Reminder(ranks.describe, time.monotonic() + timeout.total_seconds())
     found = handler(url, timeout=timeout, **options)
     try:
         with reminding(reminder):
             store, rank, world_size = next(found)
     except Exception as error:
-        if meeting.rank > 0:
-            error.add_note(meeting.unreached)
+        if ranks.rank > 0:
+            error.add_note(ranks.unreached)
         raise
     with suppress(RuntimeError):
-        store.set(f"potluck/came/{rank}", "1")
+        store.set(f"potluck/arrived/{rank}", "1")
     yield store, rank, world_size
     yield from found
 
 
-class _Meeting:
-    """Where the ranks meet, and which of them this is; -1 or empty what is not said."""
+class _Ranks:
+    """The address of the store, the world size and this rank, from the URL or the environment;
+    -1 or empty where they are unknown."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        given = parse_qs(parts.query)
-
-        def number(name: str) -> int:
-            text = given.get(name.lower(), [os.environ.get(name, "")])[0]
-            return int(text) if text.isdigit() else -1
-
         is_env = parts.scheme == "env"
-        self.rank = number("RANK")
-        self.world_size = number("WORLD_SIZE")
+        self.rank = given(url, "rank", "RANK")
+        self.world_size = given(url, "world_size", "WORLD_SIZE")
         self.host = os.environ.get("MASTER_ADDR", "") if is_env else parts.hostname or ""
-        self.port = number("MASTER_PORT") if is_env else parts.port or -1
+        self.port = given(url, "master_port", "MASTER_PORT") if is_env else parts.port or -1
         self._client: TCPStore | None = None
 
     @property
     def unreached(self) -> str:
-        """What a rank says that can't reach rank 0."""
+        """The message of a rank that can't reach rank 0."""
         return (
             f"rank {self.rank} can't reach rank 0 at {self.host}:{self.port}; is rank 0 started, "
             "with the same MASTER_ADDR and MASTER_PORT?"
@@ -76,7 +73,7 @@ class _Meeting:
             return "" if int(os.environ.get("LOCAL_RANK") or 0) else self.unreached
         try:
             missing = self._missing()
-        except RuntimeError:  # the store is not there yet
+        except RuntimeError:  # the store does not listen yet
             missing = []
         if not missing:
             return ""
@@ -97,5 +94,7 @@ class _Meeting:
             )
         client = self._client
         return [
-            rank for rank in range(1, self.world_size) if not client.check([f"potluck/came/{rank}"])
+            rank
+            for rank in range(1, self.world_size)
+            if not client.check([f"potluck/arrived/{rank}"])
         ]

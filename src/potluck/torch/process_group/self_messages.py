@@ -1,6 +1,6 @@
-"""Messages of a rank to itself, which need no link.
+"""Messages of a rank to itself, without a link.
 
-torch's V-shaped pipeline schedules send them: two neighbouring stages are on one rank.
+torch's V-shaped pipeline schedules send such messages, since a rank has two neighbouring stages.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from potluck.engine.work import Work, finished
 from potluck.errors import Desync
 
 
-class OwnMail:
-    """Messages wait here for their receive, or receives for their message, tag by tag."""
+class SelfMessages:
+    """Queues of unreceived messages and of receives without a message, by tag. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,7 +24,7 @@ class OwnMail:
         self._wanted: defaultdict[int, deque[tuple[BoundedWork, Array]]] = defaultdict(deque)
 
     def send(self, array: Array, tag: int) -> Work:
-        """Ends at once: the message is copied."""
+        """Send a copy of ``array``; the work is complete when this returns."""
         with self._lock:
             receive = self._wanted[tag].popleft() if self._wanted[tag] else None
             if receive is None:
@@ -34,7 +34,8 @@ class OwnMail:
         return finished("send to oneself", array)
 
     def recv(self, array: Array, rank: int, tag: int, *, timeout_s: float) -> Work:
-        """OperationTimeout if this rank sends itself nothing; Desync if it is something else."""
+        """Receive into ``array``. OperationTimeout if there is no message within ``timeout_s``
+        seconds; Desync if its dtype or shape differs."""
         call = f"recv({array.dtype}, shape {array.shape}, from rank {rank} itself, tag {tag})"
         work: BoundedWork = BoundedWork(
             call, array, time.monotonic() + timeout_s, lambda error: work.finish(error)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from potluck.autoload import _watched
-from potluck.torch.process_group.coming import come
+from potluck.torch.process_group.rendezvous_waits import watch
 
 LIMIT = timedelta(seconds=20)
 
@@ -48,12 +48,12 @@ def test_only_a_group_of_potlucks_is_spoken_for(
     )
     found = _watched(handler)("env://?rank=1&world_size=2", timeout=LIMIT, more=1)
     assert next(found) == (STORE, 1, 2)
-    assert imported == (["potluck.torch.process_group.coming"] if is_ours else [])
+    assert imported == (["potluck.torch.process_group.rendezvous_waits"] if is_ours else [])
 
 
 def test_a_rank_that_has_come_says_so_in_the_store() -> None:
-    assert next(come(handler, "env://?rank=1&world_size=2", timeout=LIMIT, more=1))[1:] == (1, 2)
-    assert STORE.values == {"potluck/came/1": "1"}
+    assert next(watch(handler, "env://?rank=1&world_size=2", timeout=LIMIT, more=1))[1:] == (1, 2)
+    assert STORE.values == {"potluck/arrived/1": "1"}
 
 
 def test_the_error_of_a_rank_that_never_reached_rank_0_says_where_it_looked() -> None:
@@ -63,7 +63,7 @@ def test_the_error_of_a_rank_that_never_reached_rank_0_says_where_it_looked() ->
 
     url = "tcp://10.0.0.9:4711?rank=3&world_size=4"
     with pytest.raises(ConnectionError) as caught:
-        next(come(fails, url, timeout=LIMIT))
+        next(watch(fails, url, timeout=LIMIT))
     assert caught.value.__notes__ == [
         "rank 3 can't reach rank 0 at 10.0.0.9:4711; is rank 0 started, with the same MASTER_ADDR "
         "and MASTER_PORT?"
