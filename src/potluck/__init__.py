@@ -1,7 +1,7 @@
 """potluck: train on the machines you already own.
 
-Everything a script needs hangs on this name, and is imported when it is first used: ``import
-potluck`` itself loads no torch, no network and no cryptography.
+The public names are attributes of this module, imported at their first use: ``import potluck``
+itself imports no torch, no network code and no cryptography.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _HOMES = {
     "potluck.engine.work": ("Work",),
     "potluck.types": ("Group", "Member", "ReduceOp"),
 }
-"""Where each public name lives. The block above says the same to type checkers; a test compares."""
+"""The module of each public name. The block above is for type checkers; a test compares the two."""
 
 _MODULES = ("errors", "torch")
-"""Submodules that are reachable as attributes, without an import statement of their own."""
+"""Submodules that are attributes without an import statement of the script."""
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -62,7 +62,8 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"potluck.{name}")
     else:
-        hints = importlib.import_module("potluck.hints")  # `from potluck import` would ask again
+        # Not `from potluck import hints`, which would call this function again.
+        hints = importlib.import_module("potluck.hints")
         raise AttributeError(hints.of_module(name), name=name)
     globals()[name] = value
     return value

@@ -1,8 +1,7 @@
-"""Background threads and tasks, which serve other parts as long as they are needed: none breaks in
-silence.
+"""Background threads and tasks whose failure is reported.
 
-The caller that starts one says what follows if it ends by an exception. The parts that it serves
-would else wait for something that can't come any more, and blame the wrong part.
+The caller that starts a thread or task passes a function that is called if it ends by an exception.
+Otherwise the parts that depend on it would wait without end, and blame another part.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 OnBroken = Callable[[BaseException], None]
-"""``on_broken(error)`` is called where the service ran, after its last line. It must not block."""
+"""``on_broken(error)`` is called on the thread or event loop that failed. It must not block."""
 
 _log = logging.getLogger(__name__)
 
 
 def start_thread(run: Callable[[], None], *, name: str, on_broken: OnBroken) -> threading.Thread:
-    """A daemon thread that runs ``run()``. If that raises, the traceback is logged, then
-    ``on_broken(error)`` called. RuntimeError if the system has no thread left."""
+    """Start a daemon thread that runs ``run()``. If that raises, the traceback is logged and
+    ``on_broken(error)`` called. RuntimeError if the system can't create a thread."""
 
     def guarded() -> None:
         try:
@@ -38,7 +37,8 @@ def start_thread(run: Callable[[], None], *, name: str, on_broken: OnBroken) -> 
 def start_task(
     run: Callable[[], Coroutine[Any, Any, None]], *, name: str, on_broken: OnBroken
 ) -> asyncio.Task[None]:
-    """The same for a task of the running loop. Being cancelled is an end in order."""
+    """Start a task of the running event loop. If it raises, the traceback is logged and
+    ``on_broken(error)`` called; a cancelled task is no failure."""
 
     async def guarded() -> None:
         try:
@@ -51,7 +51,7 @@ def start_task(
 
 
 async def stop(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel ``tasks``, but for None, and wait for their end; what they raise is dropped."""
+    """Cancel ``tasks`` (None is ignored), and wait for their end. Their exceptions are dropped."""
     present = [task for task in tasks if task is not None]
     for task in present:
         task.cancel()
@@ -59,7 +59,8 @@ async def stop(*tasks: asyncio.Task[Any] | None) -> None:
 
 
 class Tasks:
-    """The tasks that one object has under way: an event loop alone would not keep them alive."""
+    """The unfinished tasks of one object. Keeps references, since an event loop has only weak
+    ones."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,16 +73,16 @@ class Tasks:
         return task
 
     def cancel(self) -> None:
-        """Cancel all that are under way."""
+        """Cancel all unfinished tasks."""
         for task in list(self._tasks):
             task.cancel()
 
     async def close(self) -> None:
-        """Cancel all that are under way, and wait until they have ended."""
+        """Cancel all unfinished tasks, and wait for their end."""
         await stop(*self._tasks)
 
     async def ended(self) -> None:
-        """Wait until all that are under way have ended; what they raise is dropped."""
+        """Wait for the end of all unfinished tasks. Their exceptions are dropped."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def __len__(self) -> int:
@@ -92,14 +93,14 @@ class Tasks:
 
 
 class Alarm:
-    """One timer of the running loop: it calls ``ring()`` at the time that was set last."""
+    """A timer of the running event loop, which calls ``ring()`` at the time that was set last."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self, at: float | None) -> None:
-        """Ring at ``at``, in the time of the loop, and not before; None: not at all."""
+        """Set the time of the call, in the time of the loop; None cancels the call."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
@@ -108,5 +109,5 @@ class Alarm:
 
 
 def why(error: BaseException) -> str:
-    """``ValueError: what it says``, for the text of the error that follows."""
+    """The class and text of ``error``, for the text of another error: ``ValueError: no digits``."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -5,22 +5,22 @@
      ├── MissingDependency       an optional package is absent: run the pip command it names
      ├── SecurityError           a peer or a key file was not trusted; nothing was exchanged
      │    ├── WrongSecret        the peer holds another cluster secret
-     │    ├── WrongCode          a pairing code is wrong or too old: run `potluck pair` for another
-     │    └── IdentityError      my own key file is unreadable, readable by others, or damaged
-     ├── ProtocolError           bytes that are not potluck's, or another version of it
+     │    ├── WrongCode          a pairing code is wrong or expired: run `potluck pair` again
+     │    └── IdentityError      this node's key file is unreadable, readable by others, or damaged
+     ├── ProtocolError           the peer sent invalid bytes, or uses another protocol version
      ├── LinkError               no link to a peer could be made, or it ended
-     │    └── Refused            the peer answered and said no; its reason is in the text
-     ├── GroupError              this group is over: every later call on it raises the same
-     │    ├── PeerLost           a member is gone: form the next group and repeat the step
+     │    └── Refused            the peer answered and refused; its reason is in the text
+     ├── GroupError              this group is over: every later call on it raises the same error
+     │    ├── PeerLost           a member is lost: form the next group and repeat the step
      │    ├── OperationTimeout   a member did not take part in time: as for PeerLost
      │    ├── Desync             ranks made different calls: a bug in the script, do not retry
-     │    ├── RemoteError        another rank's own code failed: stop, its reason is in the text
-     │    ├── Evicted            the others went on without me: form the next group as a newcomer
+     │    ├── RemoteError        another rank's script failed: stop; its error is in the text
+     │    ├── Evicted            the others went on without this rank: join the next group anew
      │    └── GroupClosed        the group was closed here, by close() or by a newer epoch
      ├── AgentLost               the agent that started this worker is lost: stop
      ├── Diverged                replicas no longer hold equal parameters: resume from a checkpoint
      ├── CallbackError           a callback of the script raised; the text says which: fix it
-     └── CheckpointError         a checkpoint can't be written or read; the previous one still can
+     └── CheckpointError         a checkpoint can't be written or read; earlier ones are untouched
 
 Caller's mistakes (a wrong dtype, a rank out of range) are ``TypeError`` and ``ValueError``.
 """
@@ -37,7 +37,7 @@ class ConfigurationError(PotluckError):
 
 
 class MissingDependency(PotluckError, ImportError):
-    """An optional package is not installed; the text holds the pip command that installs it."""
+    """An optional package is not installed; the text has the pip command that installs it."""
 
 
 class SecurityError(PotluckError):
@@ -45,39 +45,42 @@ class SecurityError(PotluckError):
 
 
 class WrongSecret(SecurityError):
-    """The peer's certificate was not issued under this cluster's secret, or mine not under its.
+    """The certificates of this node and of the peer were issued under different cluster secrets.
 
-    To bring a machine into the cluster: ``potluck pair`` here, ``potluck join`` there.
+    To add a machine to the cluster: ``potluck pair`` here, ``potluck join`` there.
     """
 
 
 class WrongCode(SecurityError):
-    """A pairing code was wrong or has expired. No machine got the secret: pair again."""
+    """A pairing code was wrong or has expired. The secret was not sent; run ``potluck pair``
+    again."""
 
 
 class IdentityError(SecurityError):
     """The node's own key file is unreadable, damaged, or readable by other users.
 
-    The text names the file, and how to mend or replace it.
+    The text names the file, and how to repair or replace it.
     """
 
 
 class ProtocolError(PotluckError):
-    """The peer sent bytes that potluck does not understand, or speaks another version.
+    """The peer sent bytes that are invalid, or uses another version of the protocol.
 
-    Install the same release of potluck on both machines; a port may also belong to another program.
+    Install the same release of potluck on both machines, or check whether the port belongs to
+    another program.
     """
 
 
 class LinkError(PotluckError):
     """A link could not be made within its deadline and retries, or it ended.
 
-    The text names the address. Check that the peer runs, and that no firewall is between.
+    The text names the address. Check that the peer runs, and that no firewall blocks the port.
     """
 
 
 class Refused(LinkError):
-    """The peer answered and refused. ``code`` is one word, the text its reason."""
+    """The peer answered and refused. ``code`` is a word for programs, the text the peer's
+    reason."""
 
     def __init__(self, text: str, code: str = "refused") -> None:
         super().__init__(text)
@@ -85,10 +88,10 @@ class Refused(LinkError):
 
 
 class GroupError(PotluckError, RuntimeError):
-    """The group this call ran in is over; every later call on it raises the same error.
+    """The group of this call is over; every later call on it raises the same error.
 
-    ``rank`` is the member the error is about, -1 when it is about none in particular.
-    ``certain`` says that the member's process is known to be gone, not only silent.
+    ``rank`` is the member that the error is about, -1 for no particular member. ``certain``: the
+    member's process has certainly ended, and is not only silent.
     """
 
     def __init__(
@@ -108,14 +111,14 @@ class GroupError(PotluckError, RuntimeError):
 
 
 class PeerLost(GroupError):
-    """A member is gone. Nothing of the interrupted step was applied: run it in the next group.
+    """A member is lost. Nothing of the interrupted step was applied: repeat it in the next group.
 
-    ``ElasticLoop`` does that by itself; without the loop call ``ctx.reform(error)`` where
+    ``ElasticLoop`` does that itself. Without the loop call ``ctx.reform(error)`` if
     ``ctx.elastic``, else start the job again from its last checkpoint.
     """
 
     PHRASE = "Connection closed by peer"
-    """Part of the text: what Gloo says when a peer is lost, and what other programs search for."""
+    """A part of the text, equal to Gloo's text for a lost peer, for which other programs search."""
 
 
 class OperationTimeout(GroupError):
@@ -133,37 +136,37 @@ class Desync(GroupError):
 
 
 class RemoteError(GroupError):
-    """Another rank's own code raised; the text carries that rank and its reason. Stop, and fix the
-    error there."""
+    """The script of another rank raised; the text names that rank and its error. Stop, and fix that
+    error."""
 
 
 class Evicted(GroupError):
-    """The others formed a group without this worker; it may come back as a newcomer."""
+    """The other members formed a group without this worker, which may join again as a newcomer."""
 
 
 class GroupClosed(GroupError):
     """The group was closed on this rank before or while the operation ran.
 
-    Sub-groups and Works of an old group end so when the context closes or re-forms.
+    Sub-groups and Works of an old group raise it after the context was closed or re-formed.
     """
 
 
 class AgentLost(PotluckError):
-    """The agent that started this worker has ended, or can't be heard any more. Stop: no process
+    """The agent that started this worker has ended, or is not reachable. Stop: no other process
     watches this worker."""
 
 
 class Diverged(PotluckError):
-    """Replicas disagree about the parameters they should share.
+    """The parameters of replicas differ.
 
-    Raised on every rank. Resume from the last checkpoint, and look for what differs between ranks:
-    seeds, data, versions, or an update that was applied outside the step.
+    Raised on every rank. Resume from the last checkpoint, and look for a difference between ranks:
+    in seeds, data or versions, or an update that was applied outside of the step.
     """
 
 
 class CallbackError(PotluckError):
-    """A callback or hook that the script gave to the training raised; the text names it."""
+    """A callback or hook of the script raised; the text names it."""
 
 
 class CheckpointError(PotluckError):
-    """A checkpoint can't be written or read; whatever was there before is untouched."""
+    """A checkpoint can't be written or read; earlier checkpoints are untouched."""

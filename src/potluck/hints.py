@@ -1,7 +1,7 @@
-"""Names from other libraries, and what to write instead: the one place where errors look them up.
+"""Hints in errors: potluck's names for names of other libraries.
 
-The other libraries are torch.distributed, Horovod, MPI (mpi4py), Accelerate, pmetal, ml_core,
-axonml and dmlf. ``docs/coming-from.md`` has the same as a page. Only what potluck has is named.
+The libraries are torch.distributed, Horovod, MPI (mpi4py), Accelerate, pmetal, ml_core, axonml and
+dmlf. ``docs/coming-from.md`` has the same names as a page.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLLECTIVES = (
     *("reduce_scatter", "scatter", "send", "recv", "rank", "world_size", "local_rank"),
     *("is_master", "new_group"),
 )
-"""What a script looks for at the top of the module, and potluck's context has."""
+"""Names that scripts expect at the top of the module, and that potluck's context has."""
 
 OPERATIONS = {
     "bcast": "ctx.broadcast(array, root=0)",
@@ -60,13 +60,13 @@ OPERATIONS = {
     "finalize": _CLOSE,
     "destroyprocessgroup": _CLOSE,
 }
-"""What others call the operations and properties of a context; keys as ``_folded`` makes them."""
+"""Other libraries' names of a context's operations and properties, as ``_folded`` returns them."""
 
 WORK = {
     **dict.fromkeys(("synchronize", "result"), "work.wait(), which returns the result"),
     **dict.fromkeys(("iscompleted", "test", "poll"), "work.done()"),
 }
-"""What others call the operations of a Work."""
+"""Other libraries' names of the operations of a Work."""
 
 MODULE = {
     "initprocessgroup": f"{_INIT}; or torch's own, init_process_group('potluck')",
@@ -94,7 +94,7 @@ MODULE = {
         )
     },
 }
-"""What others have at the top of their module, beside the operations."""
+"""Other names at the top of the modules of other libraries."""
 
 BACKENDS = {
     "mock": "for tests in one process: potluck.InProcessBackend.world(n), or "
@@ -102,7 +102,7 @@ BACKENDS = {
     "potluck": "that is torch's name for it: init_process_group('potluck'); here it is 'auto'",
     "env://": "'env'",
 }
-"""What others call backends."""
+"""Other libraries' names of backends."""
 
 INIT = {
     **dict.fromkeys(("world_size", "num_workers", "size"), _LAUNCHED),
@@ -124,11 +124,11 @@ DDP = {
     "process_group": f"ctx=, a context: {_INIT}",
     "world": f"ctx=, a context: {_INIT}",
 }
-"""Arguments, by the callable that is given them."""
+"""Arguments of other libraries' callables: the constants above are by potluck's callable."""
 
 
 def of_object(thing: object, name: str) -> str:
-    """What an AttributeError says of ``name``, which a context or a Work does not have."""
+    """The text of an AttributeError for ``name``, which a context or a Work does not have."""
     kind = type(thing)
     said = f"{kind.__name__!r} object has no attribute {name!r}"
     is_work = kind.__name__ == "Work"
@@ -137,7 +137,7 @@ def of_object(thing: object, name: str) -> str:
 
 
 def of_module(name: str) -> str:
-    """What an AttributeError says of ``potluck.name``."""
+    """The text of an AttributeError for ``potluck.name``."""
     said = f"module 'potluck' has no attribute {name!r}"
     hint = MODULE.get(_folded(name))
     if hint is not None:
@@ -152,7 +152,7 @@ def _of_context(name: str, known: Iterable[str]) -> str | None:
 
 
 def operation(given: object, names: list[str]) -> str:
-    """What a ValueError says of an unknown reduction: a wrong word, or another library's object."""
+    """The text of a ValueError for an unknown reduction, a word or an object of another library."""
     said = f"op {given!r} is unknown; choose from {', '.join(names)}"
     word = str(getattr(given, "name", given)).lower().removeprefix("mpi_")
     meant = {"prod": "product", "avg": "mean", "average": "mean"}.get(word, word)
@@ -160,10 +160,10 @@ def operation(given: object, names: list[str]) -> str:
 
 
 def backend(given: object, known: Sequence[str]) -> str:
-    """What a ConfigurationError says of an unknown backend."""
+    """The text of a ConfigurationError for an unknown backend."""
     said = f"backend {given!r} is unknown; choose from {', '.join(known)}"
     if not isinstance(given, str):
-        return f"{said}; one made by hand goes to potluck.DistributedContext(backend)"
+        return f"{said}; pass an object to potluck.DistributedContext(backend)"
     word = given.lower()
     hint = f"write {word!r}" if word in known else BACKENDS.get(word)
     return said if hint is None else f"{said} ({hint})"
@@ -172,10 +172,10 @@ def backend(given: object, known: Sequence[str]) -> str:
 def arguments(
     hints: Mapping[str, str], otherwise: str = ""
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let the TypeError of a call whose arguments do not fit say what to write.
+    """A decorator that adds a hint to the TypeError of a call with wrong arguments.
 
-    ``hints`` by the name of the argument; ``otherwise`` is for all other misfits. A call that fits
-    costs one more frame; what the function raises itself is not touched.
+    ``hints`` are by the name of the argument; ``otherwise`` is the hint for all other mistakes.
+    Cost: one more Python frame. Errors raised by the function itself are unchanged.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -207,5 +207,6 @@ def _misfit(function: Callable[..., Any], args: Any, kwargs: Any) -> TypeError |
 
 
 def _folded(name: str) -> str:
-    """``Get_rank`` and ``rank`` are one name so, and ``Allreduce`` and ``all_reduce``."""
+    """``name`` without case, underscores and "get": ``Get_rank`` equals ``rank``, and ``Allreduce``
+    ``all_reduce``."""
     return name.lower().replace("_", "").removeprefix("get")

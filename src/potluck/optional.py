@@ -1,4 +1,4 @@
-"""Optional packages: import them, or say in one sentence which pip command brings them."""
+"""Optional packages: import them, or raise an error with the pip command that installs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from potluck.errors import MissingDependency
 
 
 def installed(package: str) -> str:
-    """The version of a package that is installed, which is not imported; empty if it is not."""
+    """The version of an installed package, without importing it; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -18,12 +18,11 @@ def installed(package: str) -> str:
 
 
 def require(module: str, extra: str, also: str = "") -> ModuleType:
-    """Import and return ``module``, which comes with ``pip install 'potluck[extra]'``.
+    """Import and return ``module``, which ``pip install 'potluck[extra]'`` installs.
 
-    ``also`` says what pip can't bring.
-
-    Raises MissingDependency when the package is not installed. A package that is installed but
-    breaks while it is imported raises its own error, which says more than ours could.
+    ``also`` is added to the error, for requirements that pip can't install. MissingDependency if
+    the package is not installed. If an installed package fails while it is imported, its own error
+    is raised.
     """
     try:
         return importlib.import_module(module)

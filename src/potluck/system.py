@@ -1,9 +1,9 @@
-"""What operating systems do differently, in one place: signals, locks, waiting, processors.
+"""Differences between operating systems: signals, locks, waiting, processors.
 
-Linux has everything. macOS lacks shared memory between ranks (memfd) and the signal at a parent's
-death. Windows also lacks the signals, file locks and file owners that jobs and keys rest on: there
-`need_posix` ends a command with a clear error. `make check` types the tree for all three systems;
-docs/portability.md lists what was run on which.
+Linux has all features. macOS lacks shared memory between ranks (memfd), and the signal at a
+parent's death. Windows also lacks the signals, file locks and file owners that jobs and keys need:
+there `need_posix` ends a command with a clear error. `make check` type-checks the tree for all
+three systems; docs/portability.md lists the tests that were run on each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from potluck.errors import ConfigurationError
 if sys.platform == "win32":
 
     def need_posix(what: str) -> NoReturn:
-        """ConfigurationError on Windows, where ``what`` can't work. Elsewhere nothing happens."""
+        """ConfigurationError on Windows, where ``what`` can't work; nothing on other systems."""
         raise not_on_windows(what)
 
     # Linux's numbers, for messages between nodes. Windows can't send these signals.
@@ -28,7 +28,7 @@ if sys.platform == "win32":
 else:
 
     def need_posix(what: str) -> None:
-        """ConfigurationError on Windows, where ``what`` can't work. Elsewhere nothing happens."""
+        """ConfigurationError on Windows, where ``what`` can't work; nothing on other systems."""
 
     SIGHUP = signal.SIGHUP
     SIGKILL = signal.SIGKILL
@@ -38,7 +38,7 @@ else:
 
 
 def not_on_windows(what: str) -> ConfigurationError:
-    """The error that ``need_posix`` raises."""
+    """The error of ``need_posix``."""
     return ConfigurationError(
         f"{what} does not work on Windows: potluck needs POSIX signals, file locks and file owners "
         "there. Run potluck under WSL 2 instead: https://learn.microsoft.com/windows/wsl"
@@ -65,8 +65,8 @@ def lock(fd: int, *, shared: bool = False, wait: bool = False) -> None:
 
 
 def wait_ready(fd: int, *, write: bool, timeout_s: float) -> bool:
-    """Wait until the socket ``fd`` can be written (or read), or has failed. False if it can't in
-    time."""
+    """Wait until the socket ``fd`` can be written (or read), or has failed. False after
+    ``timeout_s``."""
     if sys.platform == "win32":  # a refused connection shows in the third list
         return any(select.select([] if write else [fd], [fd] if write else [], [fd], timeout_s))
     poll = select.poll()
@@ -75,8 +75,7 @@ def wait_ready(fd: int, *, write: bool, timeout_s: float) -> bool:
 
 
 def wait_for_exit(pid: int) -> None:
-    """Block until the child ``pid`` has ended, and leave it to be reaped: until then no other
-    process can get its number."""
+    """Block until the child ``pid`` has ended, without reaping it, so that its id is not reused."""
     need_posix("waiting for a process")
     if sys.platform == "darwin":  # Python has os.waitid there from 3.13 on
         ended = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)

@@ -1,4 +1,4 @@
-"""The nouns every floor shares: members, groups, reduction operations."""
+"""The types that all floors share: members, groups, reductions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from potluck import hints
 
 
 class ReduceOp(StrEnum):
-    """How a collective combines the ranks' arrays, element by element.
+    """The element-wise reduction of a collective.
 
     | value | dtypes |
     |---|---|
@@ -22,8 +22,8 @@ class ReduceOp(StrEnum):
     | ``MIN`` ``"min"``, ``MAX`` ``"max"`` | all but complex |
     | ``BAND`` ``"band"``, ``BOR`` ``"bor"``, ``BXOR`` ``"bxor"``: bit by bit | integers, bool |
 
-    Operations take the value or its text, and raise TypeError for a dtype that has no such
-    combination, ValueError for another text.
+    Operations accept the member or its value, and raise TypeError for an unsupported dtype,
+    ValueError for another value.
     """
 
     SUM = "sum"
@@ -50,11 +50,11 @@ reduce_op = lru_cache(maxsize=64)(ReduceOp)
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker as the rest of its group sees it.
+    """A worker as a member of a group.
 
-    ``worker`` is stable for the whole job (``"2"`` stays ``"2"`` after a restart) while the
-    rank may change from group to group. ``node`` is the hex id of the node it runs on.
-    ``host`` and ``port`` say where its listener is; they are empty for in-process workers.
+    ``worker`` is stable for the whole job (``"2"`` stays ``"2"`` after a restart) while the rank
+    may change from group to group. ``node`` is the hex id of its node. ``host`` and ``port`` are
+    the address of its listener; they are empty for in-process workers.
     """
 
     worker: str
@@ -70,7 +70,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPath:
-    """One direction between two nodes as it was measured: latency one way in seconds, bandwidth in
+    """The measurement of one direction between two nodes: one-way latency in seconds, bandwidth in
     bytes per second."""
 
     source: str
@@ -85,8 +85,8 @@ class Group:
 
     Members are in rank order. Rank 0 is the most senior member. A change of membership is a new
     group with a higher epoch, never a change of this one. ``job`` keeps two jobs of one cluster
-    apart. ``paths`` are what was known of the links between the members' nodes when the group was
-    formed, the same on all ranks; empty where nothing was measured.
+    apart. ``paths`` are the measured links between the members' nodes when the group was formed,
+    equal on all ranks; empty without measurements.
     """
 
     epoch: int
@@ -104,14 +104,14 @@ class Group:
 
     @property
     def world_size(self) -> int:
-        """How many members there are."""
+        """The number of members."""
         return len(self.members)
 
     @property
     def me(self) -> Member:
-        """The member that this process is."""
+        """The member of this process."""
         return self.members[self.rank]
 
     def describe(self, rank: int) -> str:
-        """``rank 2 (worker 2 at 10.0.0.7:52416)``, for errors and logs."""
+        """A rank with its member, for errors and logs: ``rank 2 (worker 2 at 10.0.0.7:52416)``."""
         return f"rank {rank} ({self.members[rank]})"

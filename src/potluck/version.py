@@ -1,3 +1,3 @@
-"""The version of this release; pyproject.toml and the native core say the same."""
+"""The version of this release, equal to that in pyproject.toml and in the native core."""
 
 VERSION = "0.1.0"

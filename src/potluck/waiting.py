@@ -1,7 +1,7 @@
-"""Lines on stderr that say what a long wait is for: after 3 s, then every 10 s.
+"""Reminders: lines on stderr about a long wait, after 3 s and then every 10 s.
 
-A wait that takes slices calls ``Reminder.tick`` between them. A call that blocks in other code runs
-inside ``reminding``, which ticks on a thread of its own.
+A wait in slices calls ``Reminder.tick`` between them. A call that blocks in other code runs inside
+``reminding``, which calls ``tick`` on a thread.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ EVERY_S = 10.0
 
 
 def to_stderr(text: str) -> None:
-    """Write one line for people."""
+    """Write one line to stderr, with ``potluck`` in front."""
     with contextlib.suppress(OSError, ValueError):  # stderr is closed, here or by its reader
         print(f"potluck: {text}", file=sys.stderr, flush=True)
 
 
 class Reminder:
-    """Says what one wait is for, whenever a line is due.
+    """The reminders of one wait.
 
-    ``describe()`` names the missing ranks and what to check. It is asked when a line is due; an
-    empty answer says nothing this time, for example because another process of this machine speaks.
-    ``deadline`` is in the time of ``clock``; None: the wait has none.
+    ``describe()`` returns the text of a line: the missing ranks and what to check. It is called
+    when a line is due; an empty text writes no line, for example because another process of this
+    machine writes it. ``deadline`` is in the time of ``clock``; None: the wait has no deadline.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Reminder:
         self._due = self._began + FIRST_S
 
     def patience(self) -> float:
-        """Seconds until a line is due or the deadline passes; 0 if either has come."""
+        """The seconds until a line is due or the deadline passes; at least 0."""
         until = self._due if self._deadline is None else min(self._due, self._deadline)
         return max(0.0, until - self._clock())
 
@@ -58,7 +58,7 @@ class Reminder:
         return self._deadline is not None and self._clock() >= self._deadline
 
     def tick(self) -> None:
-        """Say what is missing, if a line is due."""
+        """Write a line if it is due."""
         now = self._clock()
         if now < self._due or self.is_overdue:
             return
@@ -71,10 +71,10 @@ class Reminder:
 
 @contextlib.contextmanager
 def reminding(reminder: Reminder) -> Iterator[None]:
-    """Tick ``reminder`` on a thread while the body blocks.
+    """Call ``tick`` of ``reminder`` on a thread while the body blocks.
 
-    ``describe`` is called on that thread; what it raises is logged and ends the lines, not the
-    wait.
+    ``describe`` is called on that thread; if it raises, the error is logged and the lines end, not
+    the wait.
     """
     over = threading.Event()
 

@@ -245,7 +245,7 @@ def test_a_worker_nobody_can_link_to_fails_the_run_at_once_and_says_so(tmp_path:
         assert run.finish() == 1, run.text
     result = told(summary)
     said = "\n".join(result["problems"])
-    assert "nobody can link to rank 1 (worker 1 at 127.0.0.1:" in said
+    assert "no rank can connect to rank 1 (worker 1 at 127.0.0.1:" in said
     assert "broke (MemoryError: no room). The script is not to blame: start it again" in said
     assert result["recoveries"] == [], "no second group was formed"
 

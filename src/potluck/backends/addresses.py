@@ -1,8 +1,8 @@
-"""Which of this machine's addresses the other ranks should call.
+"""The address of this machine that other ranks connect to.
 
-The address on the route to the machine of torch's store, since that network joins all ranks
-already. Without a store server (a file): the address of the default route, or the loopback if all
-ranks are on one machine.
+It is the address on the route to the server of torch's store, since all ranks reach that server.
+Without a store server (a file): the address of the default route, or the loopback if all ranks are
+on one machine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from potluck.transport.memory import boot_id
 
 _ELSEWHERE = ("192.0.2.1", 9)
-"""An address of RFC 5737 (documentation): nothing is sent there, the system only picks a route."""
+"""An address of RFC 5737 (documentation). No packet is sent; the system only chooses a route."""
 
 LOOPBACK = "127.0.0.1"
 
 
 def store_server(store: Any) -> tuple[str, int] | None:
-    """Host and port of the server behind ``store``; None if it has none."""
+    """Host and port of the server of ``store``; None if it has no server."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)
@@ -30,7 +30,7 @@ def store_server(store: Any) -> tuple[str, int] | None:
 
 
 def own_address(store: Any) -> str:
-    """The host under which other ranks reach this process."""
+    """The address or name at which other ranks reach this process."""
     server = store_server(store)
     if server is None:
         return address_towards(*_ELSEWHERE) or LOOPBACK
@@ -38,14 +38,14 @@ def own_address(store: Any) -> str:
     if address is None:
         return LOOPBACK
     if _is_loopback(address) and not _is_loopback(server[0]):
-        # The store is on this machine, and its name (here only) means the loopback. The others
-        # have reached it by that name.
+        # The store is on this machine, and its name resolves to the loopback here only. Other ranks
+        # have reached the store by that name.
         return server[0]
     return address
 
 
 def machine() -> str:
-    """What two processes have in common if, and only if, the loopback joins them."""
+    """An identifier that is equal for two processes if and only if they share a loopback."""
     network = ""
     with contextlib.suppress(OSError):
         network = os.readlink("/proc/self/ns/net")
@@ -53,7 +53,7 @@ def machine() -> str:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """This machine's address on the route to ``host``; nothing is sent. None if there is none."""
+    """This machine's address on the route to ``host``; None without a route. Sends no packet."""
     with contextlib.suppress(OSError):
         kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as sock:

@@ -1,9 +1,8 @@
-"""``AgentBackend``: gets a worker's groups from the agent that started the worker.
+"""``AgentBackend``: the groups of a worker, as the agent that started the worker announces them.
 
-A thread (``agent_link.py``) talks to the agent, so that probes are answered and lost workers are
-heard of while the script computes or blocks. ``form`` asks the agent for a group and opens its
-communicator. When the agent says that a group is over, its communicator is aborted, and the blocked
-call raises.
+A thread (``agent_link.py``) exchanges messages with the agent, also while the script computes or
+blocks: it answers probes and receives news of lost workers. ``form`` requests a group and opens its
+communicator. When the agent ends a group, its communicator is aborted, and blocked calls raise.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from potluck.backends.agent_link import AgentLink, agent_address, check_free, leave
-from potluck.backends.last_words import LastWords, is_group_error, may_follow_from_a_loss
+from potluck.backends.exit_report import ExitReport, is_group_error, may_follow_from_a_loss
 from potluck.backends.tcp import TcpBase
 from potluck.engine.communicator import Communicator
 from potluck.errors import (
@@ -36,20 +35,20 @@ from potluck.types import Group
 from potluck.wire import control
 
 FIRST_VIEW_S = 600.0
-"""How long the first view may take: other workers may still be importing, or be started again."""
+"""Seconds until the first view: other workers may be importing modules or be started again."""
 
 
 class AgentBackend:
-    """The group of a worker that ``potluck run`` started.
+    """The backend of a worker that ``potluck run`` started.
 
     Reads POTLUCK_AGENT (host:port), POTLUCK_JOB and POTLUCK_WORKER. ConfigurationError if they are
-    missing, or if this worker has a group or has left an elastic one. LinkError or Refused if the
-    agent can't be reached or declines.
+    missing, or if this worker has a group or has left an elastic group. LinkError or Refused if the
+    agent can't be reached or refuses the worker.
     """
 
     def __init__(self, *, settings: Settings | None = None, elastic: bool = True) -> None:
-        """``elastic``: the script goes on in another group when one ends; else the agent starts all
-        workers again."""
+        """``elastic``: after the end of a group the script goes on in the next one; otherwise the
+        agent starts all workers again."""
         agent_address()
         self.elastic = elastic
         self.job = os.environ.get("POTLUCK_JOB", "")
@@ -80,7 +79,7 @@ class AgentBackend:
         except BaseException:
             self._base.close()
             raise
-        self._last_words = LastWords(
+        self._exit_report = ExitReport(
             self._talk,
             describe=self._describe,
             follows=is_group_error if self.elastic else may_follow_from_a_loss,
@@ -90,13 +89,13 @@ class AgentBackend:
         self._base.when_broken(self._unreachable)
         atexit.register(self._end)
 
-    # -- what the context asks
+    # -- called by the context
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
         """The communicator of the newest view after ``after_epoch``; see ``Backend.form``.
 
-        The first group may take longer than ``timeout_s``: as long as the agent starts workers.
-        Raises AgentLost, or RemoteError once the agent has stopped the job.
+        The first group may take up to ``FIRST_VIEW_S``. AgentLost if the agent is lost, RemoteError
+        if it has stopped the job, OperationTimeout without a view in time.
         """
         if after_epoch == 0:
             timeout_s = max(timeout_s, FIRST_VIEW_S)
@@ -129,7 +128,8 @@ class AgentBackend:
             return 0 if self._view is None else self._view.epoch
 
     def begin_step(self, step: int) -> None:
-        """Remember the step for reports; if a fault is ordered for it, let the agent do it."""
+        """Keep the step for reports. If a fault is ordered for the step, wait until the agent has
+        injected it."""
         self._step = step
         communicator = self._communicator
         if communicator is None or step not in self._chaos_steps:
@@ -140,9 +140,9 @@ class AgentBackend:
             self._changed.wait_for(lambda: self._chaos_done == step or self._stopped is not None)
 
     def report(self, facts: dict[str, Any]) -> None:
-        """``step`` (number of committed steps), ``committed_samples`` of ``total_samples``,
-        ``loss``, ``samples_per_s`` and ``device`` are progress, ``event`` alone a line for people;
-        all else is kept for the summary."""
+        """Report ``facts`` to the agent. ``step`` (number of committed steps),
+        ``committed_samples``, ``total_samples``, ``loss``, ``samples_per_s`` and ``device`` are
+        progress; a single ``event`` is a line of output; all others go into the summary."""
         communicator = self._communicator
         if "event" in facts and len(facts) == 1:
             self._talk.say(control.Said(self.worker, control.clip(str(facts["event"]))))
@@ -151,12 +151,13 @@ class AgentBackend:
         self._talk.progress_waits()
 
     def close(self) -> None:
-        """Leave: the agent hears that this worker has finished, unless it is failing right now."""
+        """Leave the group, and tell the agent that this worker has finished, unless an exception is
+        being handled."""
         self._base.close()
         if sys.exc_info()[1] is None:
             self._end()
 
-    # -- inside, on the script's threads
+    # -- on the script's threads
 
     def _request(self, after_epoch: int, cause: GroupError | None) -> control.Ready | control.Lost:
         if cause is None or isinstance(cause, Evicted) or after_epoch == 0:
@@ -179,8 +180,8 @@ class AgentBackend:
         )
 
     def _await_view(self, after_epoch: int, timeout_s: float) -> None:
-        """Wait for a usable view or the end of the job. ``timeout_s`` counts only while the cluster
-        is not paused."""
+        """Wait for a usable view or the end of the job. The timeout does not run while the cluster
+        is paused."""
         deadline = time.monotonic() + timeout_s
         while self._stopped is None and self._usable(after_epoch) is None:
             left = deadline - time.monotonic()
@@ -204,12 +205,12 @@ class AgentBackend:
         return f"{rank}worker {self.worker}"
 
     def _gives_up(self, error: BaseException) -> bool:
-        """Whether ``error`` shows that the script is not elastic: it ends at a lost peer, and never
-        asked for another group."""
+        """Whether ``error`` shows that the script is not elastic: it ends by a PeerLost and never
+        requested a next group."""
         return self.elastic and isinstance(error, PeerLost) and not self._has_reformed
 
     def _tell_ranks(self, error: BaseException) -> None:
-        """The script's own code raised: end the calls of other ranks, which wait for this rank."""
+        """End the calls of other ranks that wait for this rank, after the script's code raised."""
         communicator = self._communicator
         if communicator is not None:
             group = communicator.group
@@ -225,15 +226,15 @@ class AgentBackend:
         if self._is_closed:
             return
         self._is_closed = True
-        self._last_words.end(is_finished=self._stopped is None)
+        self._exit_report.end(is_finished=self._stopped is None)
         if self.elastic:
             leave()
         atexit.unregister(self._end)
 
-    # -- inside, on the agent link's thread
+    # -- on the agent link's thread
 
     def take(self, message: control.FromAgent) -> control.FromWorker | None:
-        """Take a message of the agent; returns the answer, if it has one."""
+        """Handle a message of the agent; returns the answer, or None."""
         with self._changed:
             self._changed.notify_all()
             match message:
@@ -285,7 +286,7 @@ class AgentBackend:
         """This worker's listener broke, so no rank could link to it in any later group: the job
         fails, with the reason."""
         with self._changed:
-            self._last_words.has_failed = True
+            self._exit_report.has_failed = True
             self._talk.say(control.Failed(self.worker, control.clip(str(error))))
             self._stop(error)
 
@@ -297,19 +298,19 @@ class AgentBackend:
 
 
 def _error_of(over: control.GroupOver, group: Group, worker: str) -> GroupError:
-    """The error that a call blocked in ``group`` raises when the agent ends the group."""
+    """The error of calls that are blocked in ``group`` when the agent ends it."""
     if over.worker == worker:
         return Evicted(
-            f"the others went on without {group.describe(group.rank)}: {over.cause}",
+            f"the other members went on without {group.describe(group.rank)}: {over.cause}",
             rank=group.rank,
             epoch=group.epoch,
         )
     rank = next(
         (rank for rank, member in enumerate(group.members) if member.worker == over.worker), -1
     )
-    who = "the group" if rank < 0 else group.describe(rank)
+    lost = "the group" if rank < 0 else group.describe(rank)
     return PeerLost(
-        f"lost {who} in epoch {group.epoch}: {PeerLost.PHRASE}: {over.cause}",
+        f"lost {lost} in epoch {group.epoch}: {PeerLost.PHRASE}: {over.cause}",
         rank=rank,
         epoch=group.epoch,
         certain=over.certain,
@@ -317,8 +318,8 @@ def _error_of(over: control.GroupOver, group: Group, worker: str) -> GroupError:
 
 
 def _listening(settings: Settings, local_rank: int) -> TcpBase:
-    """The listener of a worker: on the loopback, or, if the agent says so, for all nodes of the
-    cluster; then on the port of the settings, which firewalls may know, if it is free."""
+    """The listener of a worker: on the loopback, or in a cluster (POTLUCK_BIND) on all interfaces,
+    on the port of the settings, for which firewalls may be open, if that port is free."""
     host = os.environ.get("POTLUCK_BIND", "127.0.0.1")
     is_told = host != "127.0.0.1" and settings.gradient_port
     port = settings.gradient_port + local_rank if is_told else 0

@@ -1,8 +1,8 @@
-"""``AgentLink``: the thread of a worker that talks to its agent (one asyncio loop, one control
-link).
+"""``AgentLink``: the thread of a worker that exchanges messages with its agent, by one asyncio loop
+over one control link.
 
-It answers the agent while the script computes or blocks. Facts that the script reports are sent at
-intervals, only the newest of each; the last ones are sent before the worker ends.
+The thread answers the agent while the script computes or blocks. It sends the facts that the script
+reports at intervals, only the newest of each name, and the last facts before the worker ends.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ _GOODBYE_S = 2.0
 _ORPHAN_S = 5.0
 
 _PROGRESS = {"step", "loss", "samples_per_s", "device", "committed_samples", "total_samples"}
-"""Reported names that a message has fields for; all others are facts."""
-
+"""Reported names with fields of their own in a message; all others are facts."""
 
 _links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
 
-
 _left: set[tuple[object, ...]] = set()
-"""The workers, as ``_me`` names them, that have left an elastic group: agents take none back."""
+"""The workers, as of ``_me``, that have left an elastic group: the agent does not readmit them."""
 
 
 def _me() -> tuple[object, ...]:
@@ -51,12 +49,12 @@ def _me() -> tuple[object, ...]:
 
 
 def is_linked() -> bool:
-    """Whether this process has a link to its agent; it may have only one."""
+    """Whether this process has a link to its agent. A process may have one link."""
     return any(link.owner == os.getpid() for link in _links)
 
 
 def leave() -> None:
-    """This worker has left its elastic group."""
+    """Note that this worker has left its elastic group."""
     _left.add(_me())
 
 
@@ -66,7 +64,7 @@ def has_left() -> bool:
 
 
 def check_free() -> None:
-    """ConfigurationError if this worker has had its one group, or has one."""
+    """ConfigurationError if this worker has a group, or has left its elastic group."""
     if has_left():
         raise ConfigurationError(
             "this worker has left its group, and under `potluck run` it can't join another: call "
@@ -81,7 +79,7 @@ def check_free() -> None:
 
 
 def agent_address() -> tuple[str, int]:
-    """Where POTLUCK_AGENT says that the agent listens; ConfigurationError if it does not."""
+    """Host and port of the agent, from POTLUCK_AGENT; ConfigurationError if that is not set."""
     text = os.environ.get("POTLUCK_AGENT", "")
     if not text:
         raise ConfigurationError(
@@ -97,7 +95,7 @@ def agent_address() -> tuple[str, int]:
 
 
 class UnsentFacts:
-    """Facts on their way to the agent: only the newest of each is sent."""
+    """Facts that were not sent to the agent yet, the newest of each name. Thread-safe."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
@@ -109,7 +107,7 @@ class UnsentFacts:
     def add(self, facts: dict[str, Any], epoch: int) -> None:
         with self._lock:
             if "step" in facts or "step" not in self._known:
-                self.epoch = epoch  # of the group in which the step was committed
+                self.epoch = epoch  # in which the step was committed
             for name, value in facts.items():
                 if name in _PROGRESS:
                     self._known[name] = value
@@ -134,7 +132,7 @@ class UnsentFacts:
 
 
 class AgentLink:
-    """The thread that talks to the agent. Its loop is the only one to touch the link."""
+    """The thread that exchanges messages with the agent. Only its loop uses the link."""
 
     def __init__(
         self,
@@ -144,12 +142,13 @@ class AgentLink:
         ongoing: Callable[[], tuple[int, Iterable[Hashable]]],
         on_lost: Callable[[AgentLost], None],
     ) -> None:
-        """Connects to the agent that POTLUCK_AGENT names, as the worker that POTLUCK_JOB and
-        POTLUCK_WORKER name; LinkError, Refused or a SecurityError if that fails.
+        """Connect to the agent at POTLUCK_AGENT, as worker POTLUCK_WORKER of POTLUCK_JOB.
+        LinkError, Refused or a SecurityError if that fails.
 
-        On the link's thread, ``take`` gets each message (and may answer it), ``ongoing`` is asked
-        every ``LOOK_EVERY_S`` for the epoch of the present group and its operations under way,
-        ``on_lost`` gets the error for a link that ended although nobody here had ended it.
+        The functions are called on the link's thread: ``take(message)`` for each message of the
+        agent, it may return an answer; ``ongoing()`` every ``LOOK_EVERY_S``, it returns the epoch
+        of the present group and its unfinished operations; ``on_lost(error)`` if the link ends
+        before ``end``.
         """
         self._host, self._port = agent_address()
         job, worker = (os.environ.get(f"POTLUCK_{name}", "") for name in ("JOB", "WORKER"))
@@ -184,7 +183,7 @@ class AgentLink:
             self._thread.join()
             raise self._failure
 
-    # Called from any thread.
+    # -- on any thread
 
     def say(self, message: control.FromWorker) -> None:
         self._call(lambda: self._send(message))
@@ -193,13 +192,13 @@ class AgentLink:
         self._call(self._progress_waits)
 
     def finish(self) -> None:
-        """Send the last facts and that this worker has finished. The agent then ends the link."""
+        """Send the last facts, and that this worker has finished. The agent then ends the link."""
         self._call(self._send_progress)
         self.say(control.Finished(self.worker))
         self._finished = True
 
     def flush(self, timeout_s: float) -> None:
-        """Return once all messages so far were handed to the system, or after ``timeout_s``."""
+        """Wait until all messages so far are written to the socket, at most ``timeout_s``."""
         done = threading.Event()
 
         async def flush() -> None:
@@ -211,7 +210,7 @@ class AgentLink:
         done.wait(timeout_s)
 
     def end(self) -> None:
-        """Close the link in order and join its thread. Idempotent."""
+        """Close the link and join its thread. Idempotent."""
         self._call(self._begin_end)
         self._thread.join()
         _links.discard(self)
@@ -221,7 +220,7 @@ class AgentLink:
             if not self._is_over:
                 self._loop.call_soon_threadsafe(action)
 
-    # The thread.
+    # -- on the link's thread
 
     def _run(self) -> None:
         try:
@@ -257,7 +256,7 @@ class AgentLink:
         )
         self._connected.set()
         await self._done.wait()
-        if self._finished:  # closing first, with something unread, could lose our last words
+        if self._finished:  # closing a socket with unread data could discard our last messages
             await asyncio.wait([listening], timeout=_GOODBYE_S)
         await stop(listening, looking)
         await self._tasks.ended()
@@ -273,13 +272,13 @@ class AgentLink:
         except PotluckError as error:
             if not self._ending:
                 self._lost(str(error))
-        except Exception as error:  # else nothing the agent says would be heard any more
+        except Exception as error:  # without this thread the worker could not follow the agent
             _log.exception("listening to the agent broke")
             link.send(control.Failed(self.worker, control.clip(_broke(error))))
             self._lost(_broke(error))
 
     async def _look_around(self, link: _Link) -> None:
-        """Tell the agent if an operation does not end."""
+        """Send a message to the agent when an operation takes long."""
         waits = LongWaits()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -318,13 +317,13 @@ class AgentLink:
 
 
 def _end_orphan() -> None:
-    """The agent is gone and the script has not ended by itself: no other process would end it."""
+    """End this process, since its agent is lost and the script has not ended by itself."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _untold_waits(error: BaseException) -> None:
-    """The task that looks for long waits broke: from now on a stopped worker is noticed only at an
-    operation's deadline."""
+    """Ignore that the task which reports long waits broke: a stopped worker is then noticed at an
+    operation's deadline instead."""
 
 
 def _agent_lost(cause: str) -> AgentLost:
@@ -339,7 +338,7 @@ def _broke(error: BaseException) -> str:
 
 
 def _plain(value: Any) -> control.Fact:
-    """A fact that can be sent: numbers as they are (out of arrays too), all else as text."""
+    """``value`` as a fact: a number (also of an array), else text."""
     with contextlib.suppress(Exception):
         value = value.item() if hasattr(value, "item") else value
     if isinstance(value, bool | float):
@@ -350,7 +349,7 @@ def _plain(value: Any) -> control.Fact:
 
 
 def _count(value: Any) -> int:
-    """A whole number for a message; 0, for "not told", where ``value`` is none."""
+    """``value`` as an integer for a message; 0, for unknown, if it is no number."""
     try:
         return min(max(int(value), 0), 2**63 - 1)
     except (TypeError, ValueError, OverflowError):

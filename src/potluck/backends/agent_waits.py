@@ -1,8 +1,7 @@
-"""When a worker tells its agent that an operation does not end: after 2 s, then every 2 s.
+"""The rule for reports of long operations: a worker tells its agent after 2 s, then every 2 s.
 
-The agents of the group's members then look whether their workers still run. An operation may last
-longer for a good reason, since another rank may compute for minutes: the message alone blames no
-worker.
+The agents of the group's members then check whether their workers run. The report alone blames no
+worker, since another rank may compute for minutes.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ LOOK_EVERY_S = 0.2
 
 
 class LongWaits:
-    """How long the operations of this worker have been under way. Decides; reads no clock."""
+    """The ages of this worker's unfinished operations. Pure: the time is an argument."""
 
     def __init__(self) -> None:
         self._since: dict[Hashable, float] = {}
         self._said_at = float("-inf")
 
     def is_long(self, ongoing: Iterable[Hashable], now: float) -> bool:
-        """Whether to tell the agent now, given a name for each operation under way.
+        """Whether to send a report now. ``ongoing`` has a name for each unfinished operation.
 
-        An operation counts from the look that first saw it.
+        An operation's age counts from the first call that names it.
         """
         self._since = {name: self._since.get(name, now) for name in ongoing}
         oldest = min(self._since.values(), default=now)

@@ -1,4 +1,4 @@
-"""How a context gets its group and its communicator.
+"""Backends: the interface by which a context gets its group and its communicator.
 
 On potluck's own links: ``ring.py`` (a list of peers, no agent), ``discovery.py`` (processes that
 find each other on the network, no agent), ``environment.py`` (the variables of torchrun, mpirun,
@@ -22,97 +22,99 @@ from potluck.types import Group
 
 
 class Communicator(Protocol):
-    """One rank's access to one immutable group: the operations that a context needs.
+    """One rank's access to an immutable group: the operations that a context needs.
 
     Arrays are C-contiguous; those of collectives may have any shape. Every operation returns a
-    Work at once, has a deadline ``timeout_s`` after the call, and must be called by all ranks in
-    the same order. After the first GroupError every call raises the same error. An encoding is for
-    potluck's own links; others raise ValueError.
-    ``engine.communicator`` is potluck's own; ``backends.external`` makes one of another library.
+    Work immediately, has a deadline ``timeout_s`` seconds after the call, and must be called by all
+    ranks in the same order. After the first GroupError every call raises the same error. Encodings
+    need potluck's own links; other communicators raise ValueError. Implemented by
+    ``engine.communicator`` (potluck) and ``backends.external`` (other libraries).
     """
 
     @property
     def group(self) -> Group:
-        """The whole group; this communicator's ranks may be some of its members."""
+        """The whole group; the ranks of a sub-group's communicator are some of its members."""
 
     @property
     def rank(self) -> int:
-        """This process's number among the ranks of this communicator."""
+        """The rank of this process in this communicator."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks this communicator joins."""
+        """The number of ranks of this communicator."""
 
     @property
     def device(self) -> str | None:
-        """None: arrays are NumPy's. Else they are torch tensors on this device (``cuda:0``)."""
+        """The device of arrays: torch tensors on that device (``cuda:0``); None: NumPy arrays."""
 
     @property
     def fast_path(self) -> FastPath | None:
-        """A shorter way for blocking collectives, tried before ``run``; None: there is none now."""
+        """A fast path for blocking collectives, tried before ``run``; None if there is none now."""
 
     def run(self, request: Request) -> Work:
-        """Begin a collective."""
+        """Start a collective."""
 
     def send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
-        """Send ``array`` to ``peer``; done when its memory may be reused."""
+        """Send ``array`` to ``peer``; the work ends when the memory may be reused."""
 
     def recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
-        """Fill ``array`` with a message of exactly its size; ``peer`` -1 takes any sender's.
+        """Receive a message of exactly the size of ``array`` from ``peer``, or from any rank if
+        ``peer`` is -1.
 
-        The work's ``source`` is then the sender's rank in this communicator.
+        The work's ``source`` is the rank of the sender in this communicator.
         """
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of some of the ranks, None on the others. Every rank must call it."""
+        """A communicator of ``ranks``; None on other ranks. A collective call."""
 
     @property
     def error(self) -> BaseException | None:
-        """Why the group is over, None while it is not."""
+        """The error that ended the group; None while it is intact."""
 
     @property
     def metrics(self) -> Metrics:
-        """Counts of bytes, messages and seconds so far, by operation."""
+        """The metrics of the group's calls and links."""
 
     def abort(self, error: PotluckError) -> None:
         """End the group with ``error``, here and on every rank that can be reached."""
 
     def close(self) -> None:
-        """Leave in order, within about a second. Idempotent."""
+        """Leave the group; takes at most about a second. Idempotent."""
 
 
 class Backend(Protocol):
     @property
     def elastic(self) -> bool:
-        """Whether ``form`` can give another group after the first."""
+        """Whether ``form`` can form another group after the first."""
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
         """The communicator of the next group with an epoch above ``after_epoch``.
 
-        Blocks until every member can be expected to come, at most ``timeout_s``. ``cause`` is why
-        the last group ended, None if it was left in agreement. Raises PotluckError if there will
-        be no such group.
+        Blocks until all members are known, at most ``timeout_s`` seconds. ``cause`` is the error
+        that ended the previous group, None if its members agreed to leave it. PotluckError if there
+        will be no such group.
         """
 
     def next_epoch(self) -> int:
-        """The highest epoch announced so far; above the current one, a new group waits."""
+        """The highest epoch announced so far; if it is above the present epoch, a new group
+        waits."""
 
     def begin_step(self, step: int) -> None:
-        """Training step ``step`` begins (where a launcher may inject a fault)."""
+        """Note the start of a training step, where a launcher may inject a fault."""
 
     def report(self, facts: dict[str, Any]) -> None:
-        """Report progress to the launcher; never blocks, never fails."""
+        """Report facts to the launcher. Never blocks and never raises."""
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release all resources. Idempotent."""
 
 
 class StaticBackend:
-    """What backends with one unchanging group have in common."""
+    """The base of backends with a single, fixed group."""
 
     elastic = False
     switchboard: Switchboard | None = None
-    """Delivers further links between this world's processes; None where there is one process."""
+    """Delivers other links between this world's processes; None in a world of one process."""
 
     def next_epoch(self) -> int:
         return 0

@@ -1,8 +1,8 @@
 """``AutoDiscoveryBackend``: scripts that find each other on the network, without an agent.
 
-Each process listens, makes itself known by all ways of ``cluster.discovery``, and calls the
-addresses that it hears of (``discovery_search.py``). A process that holds the cluster's secret
-answers with its random id. Then the processes agree on a group, and after a loss on the next one
+Each process listens, announces itself by all finders of ``cluster.discovery``, and connects to the
+addresses that it receives (``discovery_search.py``). A process that holds the cluster's secret
+answers with its random id. Then the processes agree on a group, and after a loss on the next group
 (``discovery_gather.py``).
 """
 
@@ -16,7 +16,7 @@ from functools import partial
 from potluck.backends import discovery_paths
 from potluck.backends.base import StaticBackend
 from potluck.backends.discovery_gather import Gathering, read_joining
-from potluck.backends.discovery_peers import FORMED, Acquaintances
+from potluck.backends.discovery_peers import FORMED, KnownPeers
 from potluck.backends.discovery_rules import SETTLE_S, FirstGroup
 from potluck.backends.discovery_search import JOIN, MEET, Search, welcome_caller
 from potluck.backends.discovery_situations import First, Next, Situation
@@ -34,21 +34,23 @@ from potluck.wire.gathering import INSTANCE, MAX_PARTICIPANTS, Formed, Joining, 
 from potluck.wire.messages import Hello, Refusal
 
 _MEET_S = 10.0
-"""How long the members of a group that was agreed on may take to link; then they agree again."""
+"""Seconds for the members of a group to make their links; after that they agree on a group
+again."""
 
 
 class AutoDiscoveryBackend(StaticBackend):
     """One rank of a group of processes that find each other on the network.
 
-    The world is all processes found, once at least ``min_peers`` others are there and no new one
-    has been found for ``settle_s``; ``min_peers`` defaults to POTLUCK_MIN_PEERS, at least 1.
-    ``world_size`` fixes the number instead; all processes must be given the same. Processes that
-    come later are refused and told so. After a loss the remaining processes form the next group.
+    The world is formed of all processes found, when at least ``min_peers`` other processes are
+    found and no new process was found for ``settle_s`` seconds; ``min_peers`` defaults to
+    POTLUCK_MIN_PEERS, at least 1. ``world_size`` fixes the number instead, equal on all processes.
+    Later processes are refused with that reason. After a loss the remaining processes form the next
+    group.
 
-    All must hold the cluster's secret. ``finders`` defaults to what POTLUCK_DISCOVERY names.
-    Listens on ``port`` (0: any free one); by default on POTLUCK_GRADIENT_PORT, where POTLUCK_PEERS
-    leads unless it names another, or on any free port if that is taken. ConfigurationError if a
-    setting can't be used.
+    All processes must hold the cluster's secret. ``finders`` defaults to those of
+    POTLUCK_DISCOVERY. Listens on ``port`` (0: any free port), by default on POTLUCK_GRADIENT_PORT,
+    the default port in POTLUCK_PEERS, or on any free port if that is taken. ConfigurationError for
+    an unusable setting.
     """
 
     elastic = True
@@ -76,7 +78,7 @@ class AutoDiscoveryBackend(StaticBackend):
         instance = new_instance()
         self._me = Participant(instance.hex(), Member("", credentials.node_id, "", self._base.port))
         self._changed = threading.Condition()
-        self._peers = Acquaintances(self._changed)
+        self._peers = KnownPeers(self._changed)
         self._formed: Formed | None = None
         self._formed_at = 0.0
         self._ring: Communicator | None = None
@@ -102,17 +104,17 @@ class AutoDiscoveryBackend(StaticBackend):
 
     @property
     def world_size(self) -> int | None:
-        """The number of processes; None: all that are found."""
+        """The fixed number of processes; None: all processes that are found."""
         return self._rule.world_size or None
 
     @property
     def min_peers(self) -> int:
-        """How many others the group needs at least."""
+        """The least number of other processes in the group."""
         return self._rule.min_peers
 
     @property
     def port(self) -> int:
-        """The TCP port this process listens on."""
+        """The TCP port on which this process listens."""
         return self._base.port
 
     @property
@@ -121,29 +123,30 @@ class AutoDiscoveryBackend(StaticBackend):
         return self._peers.peers
 
     def wait_for_peers(self, n: int, timeout: float) -> tuple[Participant, ...]:
-        """Block until at least ``n`` other processes are found; all that are found then.
+        """Block until at least ``n`` other processes are found; returns all that are found.
 
-        OperationTimeout says how many were found in ``timeout`` seconds, and what to look at;
-        Refused that they have formed a group already. LinkError if the search itself has broken.
+        OperationTimeout if fewer are found within ``timeout`` seconds; Refused if the other
+        processes have formed a group already; LinkError if the search itself has broken.
         """
         return self._peers.wait(n, timeout, self._search.complaint)
 
     def establish_ring(self, timeout: float | None = None) -> Communicator:
-        """The communicator of the group, formed now unless it is there already.
+        """Form the group, unless it exists, and return its communicator.
 
-        A context on this backend gets the same communicator. Rank 0 is the process with the lowest
-        id; the others stand in the order of the ring whose slowest link is fastest, as measured.
-        Blocks at most ``timeout`` seconds (POTLUCK_PEER_TIMEOUT_S). OperationTimeout names the
-        absent processes; Refused: the group was formed without this process; ConfigurationError:
-        rank 0 gathers a world of another size.
+        A context on this backend uses the same communicator. Rank 0 is the process with the lowest
+        id; the other ranks follow the ring whose slowest measured link is fastest. Blocks at most
+        ``timeout`` seconds (default POTLUCK_PEER_TIMEOUT_S). OperationTimeout names the absent
+        processes; Refused if the group was formed without this process; ConfigurationError if rank
+        0 was given another world size.
         """
         return self.form(0, None, self._settings.peer_timeout_s if timeout is None else timeout)
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
-        """The communicator of the group, or after ``after_epoch`` of its remaining members.
+        """The communicator of the first group, or of the members that remain after ``after_epoch``.
 
-        The next group needs a majority of the last, not counting processes that are certainly
-        gone; GroupError if there is none within ``timeout_s``, Evicted if the others have gone on.
+        The next group needs a majority of the last one, not counting processes that certainly
+        ended. GroupError without a majority within ``timeout_s``; Evicted if other members have
+        gone on without this process.
         """
         ring = self._ring
         if ring is not None and ring.group.epoch > after_epoch and ring.error is None:
@@ -164,7 +167,7 @@ class AutoDiscoveryBackend(StaticBackend):
                     raise
 
     def _meet(self, formed: Formed, deadline: float) -> Communicator:
-        """The communicator of a group that was agreed on, once all its members are linked."""
+        """The communicator of an agreed group, when all its members have links to each other."""
         rank = formed.rank_of(self._me.instance)
         group = Group(formed.epoch, rank, _members(formed), formed.name, formed.paths)
         left = min(_MEET_S, max(0.1, deadline - time.monotonic()))
@@ -185,20 +188,20 @@ class AutoDiscoveryBackend(StaticBackend):
         self._base.close()
 
     def _objection(self, hello: Hello) -> Refusal | None:
-        """Why a caller is turned away: the group was formed without it. None if it may go on."""
+        """The refusal of a process outside of the group that was formed; None if it may go on."""
         with self._changed:
             formed = self._formed
             if formed is None or formed.rank_of(hello.worker) >= 0:
                 return None
-            who = ", ".join(
+            members = ", ".join(
                 f"{participant.member.host or 'that machine'}:{participant.member.port}"
                 for participant in formed.participants[:8]
             )
             at = time.strftime("%H:%M:%S", time.localtime(self._formed_at))
             return Refusal(
                 FORMED,
-                f"a group of {len(formed.participants)} processes was formed at {at} ({who}) and "
-                "accepts no new members. Start this process together with the others "
+                f"a group of {len(formed.participants)} processes was formed at {at} ({members}), "
+                "which accepts no new members. Start this process together with the others "
                 "(POTLUCK_MIN_PEERS says for how many to wait), wait for the end of that group, or "
                 "give the processes of another job a secret of their own (POTLUCK_PASSPHRASE)",
             )
@@ -211,7 +214,7 @@ class AutoDiscoveryBackend(StaticBackend):
             refusal = Refusal(
                 "world",
                 f"the process with the lowest id wants {_world(self._rule.world_size)}, this one "
-                f"{_world(hello.world_size)}; give all the same number",
+                f"{_world(hello.world_size)}; give all processes the same world_size",
             )
         return refusal
 
@@ -234,7 +237,7 @@ def _rule(
 
 
 def _members(formed: Formed) -> tuple[Member, ...]:
-    """The members of a group, with their numbers on their nodes."""
+    """The members of a group, with their local ranks."""
     seen: dict[str, int] = {}
     members = []
     for participant in formed.participants:
@@ -245,4 +248,4 @@ def _members(formed: Formed) -> tuple[Member, ...]:
 
 
 def _world(size: int) -> str:
-    return f"a world of {size}" if size else "a world of all that are found"
+    return f"a world of {size}" if size else "a world of all processes that are found"

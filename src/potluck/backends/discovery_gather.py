@@ -1,9 +1,9 @@
-"""How processes that know of each other agree on a group, the first or the next.
+"""Agreement of processes that found each other on a group, the first or the next.
 
-One process gathers the group: for the first group the process with the lowest id, for later ones
-the most senior remaining member. The others ask it to be let in, and wait for its answer. It probes
-processes that have not come: a process that has ended is not waited for.
-``discovery_situations.py`` says when the group is complete.
+One process gathers the group: for the first group the process with the lowest id, for later groups
+the most senior remaining member. The other processes ask the gathering process to join, and wait
+for its answer. The gathering process probes absent processes, and does not wait for a process that
+has ended. ``discovery_situations.py`` says when the group is complete.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ _AGAIN_S = 0.05
 _LOOK_S = 0.2
 _PROBE_S = 1.0
 _FIRST_PROBE_S = 0.1
-"""After a loss: the processes that still run join at once."""
+"""The first probe after a loss comes early, because running processes join immediately."""
 _GRACE_S = 5.0
-"""A joining process waits beyond its deadline: the gathering process decides at its own."""
+"""A joining process waits this long beyond its deadline, for the decision that the gathering
+process takes at its own deadline."""
 
 
 class Gathering:
-    """One process's part in forming a group."""
+    """The part of one process in forming a group."""
 
     def __init__(
         self,
@@ -67,17 +68,17 @@ class Gathering:
         rendezvous: Rendezvous[Joining],
         search: Search,
     ) -> None:
-        """``world_size`` as in HELLO: 0 stands for all that are found."""
+        """``world_size`` is as in HELLO; 0: all processes that are found."""
         self._me = me
         self._world_size = world_size
         self._credentials = credentials
         self._rendezvous = rendezvous
         self._search = search
         self.attempts: list[Attempt] = []
-        """The groups that this process has agreed to since the last that it saw complete."""
+        """The groups that this process agreed to since the last group that it saw complete."""
 
     def agree(self, situation: Situation, deadline: float) -> Formed:
-        """The group that was formed. OperationTimeout if there is none by the deadline."""
+        """Take part until a group is formed. OperationTimeout if there is none by ``deadline``."""
         said = ""
         for attempt in self.attempts:
             situation.attempted(attempt)
@@ -95,23 +96,23 @@ class Gathering:
                 self._remember(formed)
                 return formed
         raise OperationTimeout(
-            f"no group came about in time{': ' if said else ''}{said}", operation="establish_ring"
+            f"no group was formed in time{': ' if said else ''}{said}", operation="establish_ring"
         )
 
     def _remember(self, formed: Formed) -> None:
-        """Before this process enters ``formed``: from then on other members may find it complete,
-        though this one does not."""
+        """Record that this process agreed to ``formed``, before it enters the group: other members
+        may see the group complete, even if this process does not."""
         agreed = Attempt(formed.epoch, tuple(each.instance for each in formed.participants))
         others = [each for each in self.attempts if each.instances != agreed.instances]
         if len(others) >= MAX_ATTEMPTS:
             raise GroupError(
-                f"{len(others)} different groups were agreed on and none came about. Start all "
+                f"{len(others)} different groups were agreed on, and none was complete. Start all "
                 "processes again, from their last checkpoint"
             )
         self.attempts = [*others, agreed]
 
     def probe(self, participant: Participant) -> Found:
-        """Whether ``participant`` runs. Refused if it is in a group without this process."""
+        """Call ``participant``. Refused if it is in a group without this process."""
         until = time.monotonic() + CALL_S
         try:
             with contextlib.closing(self._call(participant, MEET, until)) as link:
@@ -121,13 +122,14 @@ class Gathering:
                 raise
             return Found.SILENT
         except PotluckError as error:
-            return Found.GONE if _nobody_listens(error) else Found.SILENT
+            return Found.GONE if _is_not_listening(error) else Found.SILENT
         return Found.RUNS if instance == participant.instance else Found.GONE
 
     # -- a joining process
 
     def _ask(self, situation: Situation, senior: Participant, deadline: float) -> Formed | None:
-        """Wait for the answer of ``senior``. None if another process is to be asked by now."""
+        """Ask ``senior`` to join, and wait for the group. None if another process is to be
+        asked."""
         member = senior.member
         try:
             found = self.probe(senior)
@@ -144,7 +146,7 @@ class Gathering:
                 situation.refused(senior, error)
             raise
         except PotluckError as error:
-            found = Found.GONE if _nobody_listens(error) else Found.SILENT
+            found = Found.GONE if _is_not_listening(error) else Found.SILENT
             situation.heard(senior.instance, found)
             raise
         reminder = Reminder(
@@ -158,7 +160,7 @@ class Gathering:
             while time.monotonic() < deadline + _GRACE_S:
                 if not has_come(link, _LOOK_S):
                     reminder.tick()
-                    # A host that is cut off, or a process that is stopped, ends no link.
+                    # The link of a host that is cut off, or of a stopped process, does not end.
                     if last.epoch and time.monotonic() >= probe_at:
                         situation.heard(senior.instance, self.probe(senior))
                         probe_at = time.monotonic() + _PROBE_S
@@ -174,13 +176,14 @@ class Gathering:
         return None
 
     def _epochs(self, situation: Situation) -> list[int]:
-        """The epochs that are used up here."""
+        """The epochs that this process knows to be in use."""
         return [situation.last.epoch, *(attempt.epoch for attempt in self.attempts)]
 
     def _entered(self, formed: Formed, host: str, used: int) -> Formed:
-        """``formed``, as the process at ``host`` sent it, with addresses that hold from here.
+        """``formed``, as received from ``host``, with addresses that are valid on this machine.
 
-        ``used``: the highest epoch that this process knows."""
+        ``used`` is the highest epoch that this process knows.
+        """
         if formed.rank_of(self._me.instance) < 0:
             raise LinkError(f"{host} formed a group without this process")
         if formed.epoch <= used:
@@ -196,7 +199,7 @@ class Gathering:
     # -- the gathering process
 
     def _gather(self, situation: Situation, deadline: float) -> Formed | None:
-        """Wait for the others and form the group with them. None if another process gathers."""
+        """Wait for the other processes and form the group. None if another process gathers it."""
         is_after_loss = situation.last.epoch > 0
         probe_at = time.monotonic() + (_FIRST_PROBE_S if is_after_loss else _PROBE_S)
         reminder = Reminder(lambda: self._missing(situation), deadline)
@@ -220,7 +223,7 @@ class Gathering:
                         operation="establish_ring",
                     )
                 if now >= probe_at:
-                    self._look_after(situation, situation.absent(joined))
+                    self._probe_absent(situation, situation.absent(joined))
                     probe_at = time.monotonic() + _PROBE_S
                 reminder.tick()
                 self._rendezvous.wait(_LOOK_S)
@@ -228,7 +231,7 @@ class Gathering:
         finally:
             self._rendezvous.take(())
 
-    def _look_after(self, situation: Situation, absent: list[str]) -> None:
+    def _probe_absent(self, situation: Situation, absent: list[str]) -> None:
         for instance in absent:
             with contextlib.suppress(KeyError):
                 participant = situation.participant(instance)
@@ -245,13 +248,14 @@ class Gathering:
                 absent.append(str(situation.participant(instance).member))
         text = f"{len(joined)} other processes are waiting to form a group with this one"
         if absent:
-            text += f"; found, but not there yet: {', '.join(absent)}"
+            text += f"; found, but not joined yet: {', '.join(absent)}"
         return text
 
     def _form(
         self, situation: Situation, arrivals: list[Arrival[Joining]], deadline: float
     ) -> Formed:
-        """Tell ``arrivals``, the most senior first, what the group is."""
+        """Form the group of this process and ``arrivals`` (the most senior first), and send it to
+        them."""
         last = situation.last
         participants = [
             self._me,
@@ -284,7 +288,7 @@ class Gathering:
             return Reading()
 
     def _call(self, participant: Participant, kind: str, deadline: float) -> TcpLink:
-        """A link to ``participant``, which has welcomed this process; one attempt."""
+        """A link to ``participant``, by a single attempt to connect."""
         member = participant.member
         hello = Hello(
             kind,
@@ -300,16 +304,16 @@ class Gathering:
 
 
 def read_joining(link: TcpLink, me: str) -> Joining:
-    """What a caller of the process ``me`` says to be let in; PotluckError if it may not be."""
+    """The request of a process to join the group of ``me``; PotluckError if it is not valid."""
     joining = receive(link, JOINING, time.monotonic() + _JOINING_S)
     checked(joining.participants)
-    if joining.host != me:  # a process that had this port before
+    if joining.host != me:  # meant for a process that had this port before
         raise LinkError(f"it wants to join {joining.host}, not this process")
     return joining
 
 
-def _nobody_listens(error: BaseException) -> bool:
-    """Whether the host answered that no process listens at that port, or another program does."""
+def _is_not_listening(error: BaseException) -> bool:
+    """Whether the error shows that no process listens at the port, or another program."""
     each: BaseException | None = error
     while each is not None:
         if isinstance(each, ConnectionRefusedError):
@@ -319,5 +323,5 @@ def _nobody_listens(error: BaseException) -> bool:
 
 
 def _is_there(host: str) -> bool:
-    """Whether a host is the machine of the process that named it."""
+    """Whether ``host`` stands for the machine of the process that sent it."""
     return not host or ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -1,8 +1,8 @@
-"""The paths between the nodes of a group that is about to be formed, measured as agents do.
+"""Measuring the paths between the nodes of a group before it is formed, as agents do.
 
-The process that gathers the group has every pair of nodes measured by one process of each, in
-rounds in which each node takes part in one measurement at most. What could not be measured in
-``BUDGET_S`` counts as an ordinary link.
+The gathering process orders the measurements: every pair of nodes is measured by one process of
+each node, in rounds in which a node takes part in at most one measurement. Paths that are not
+measured within ``BUDGET_S`` count as ordinary links.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MeasureHere = Callable[[Participant], Reading]
 def in_order(
     participants: Sequence[Participant], paths: Sequence[MeasuredPath]
 ) -> tuple[tuple[Participant, ...], tuple[MeasuredPath, ...]]:
-    """``participants``, the most senior first, in the order of the best ring; what is known of
-    paths between their nodes."""
+    """Order ``participants`` (the most senior first) by the best ring; also returns the known paths
+    between their nodes."""
     nodes = {each.member.node for each in participants}
     links = [
         LinkFacts(path.source, path.target, path.latency_s, path.bandwidth)
@@ -51,10 +51,10 @@ def in_order(
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of ``count`` nodes, in rounds in which each node is in one pair at most.
+    """All pairs of ``count`` nodes, in rounds in which each node is in at most one pair.
 
     The circle method of tournament schedules: the first node stays, the others rotate by one place
-    a round, and opposite places are a pair. -1 is the place left over by an odd number of nodes.
+    a round, and opposite places are a pair. For an odd number of nodes, -1 fills the last place.
     """
     circle = [*range(count), *([-1] if count % 2 else [])]
     half = len(circle) // 2
@@ -72,8 +72,8 @@ def survey(
     here: MeasureHere,
     budget_s: float,
 ) -> tuple[MeasuredPath, ...]:
-    """The paths between the nodes of ``participants``. ``links`` lead to the others, which
-    measure when asked; None is this process, which measures by ``here``."""
+    """Measure the paths between the nodes of ``participants`` over ``links``, within ``budget_s``
+    seconds. The link of this process is None; it measures by ``here``."""
     first: dict[str, int] = {}
     for index, participant in enumerate(participants):
         first.setdefault(participant.member.node, index)
@@ -98,7 +98,7 @@ def _measure(
     links: Sequence[TcpLink | None],
     here: MeasureHere,
 ) -> list[Reading]:
-    """One round: those asked measure, and this process at the same time."""
+    """One round: other processes measure on request, this process at the same time."""
     readings: dict[tuple[int, int], Reading] = {}
     deadline = time.monotonic() + ANSWER_S
     for a, b in pairs:
@@ -112,7 +112,7 @@ def _measure(
     for a, b in pairs:
         link = links[a]
         if link is not None:
-            with contextlib.suppress(PotluckError):  # a lost process is noticed when all meet
+            with contextlib.suppress(PotluckError):  # a lost process is noticed when links are made
                 readings[a, b] = receive(link, READING, deadline)
     return [readings.get(pair, Reading()) for pair in pairs]
 
@@ -130,7 +130,7 @@ async def read(participant: Participant, host: str, credentials: Credentials) ->
 
 
 def answer(hello: Hello, node: str) -> Admission:
-    """Another process measures the path to here."""
+    """Serve the measurement of another process."""
 
     def deliver(link: TcpLink) -> None:
         stream: Any = _Stream(link, time.monotonic() + measure.MEASURE_S)
@@ -141,8 +141,8 @@ def answer(hello: Hello, node: str) -> Admission:
 
 
 class _Stream:
-    """A link that blocks, with as much of asyncio's streams as ``measure.serve`` needs. Its loop
-    has nothing else to do."""
+    """A blocking link with the part of asyncio's streams that ``measure.serve`` needs. It may block
+    the loop, which has no other task."""
 
     def __init__(self, link: TcpLink, deadline: float) -> None:
         self._link = link
@@ -154,7 +154,7 @@ class _Stream:
         return self
 
     def set_write_buffer_limits(self, high: int) -> None:
-        """What is written is sent at the next drain or read."""
+        """Do nothing: written data is sent at the next drain or read."""
 
     def get_extra_info(self, name: str) -> None:
         return None
@@ -174,8 +174,8 @@ class _Stream:
 def named(
     participants: Sequence[Participant], last: Sequence[Participant] = ()
 ) -> tuple[Participant, ...]:
-    """``participants``, whose workers keep their names of the ``last`` group; in a first group they
-    are called by their ranks."""
+    """``participants`` with the workers' names of the ``last`` group; in a first group the names
+    are the ranks."""
     names = {each.instance: each.member.worker for each in last} or {
         each.instance: str(rank) for rank, each in enumerate(participants)
     }

@@ -1,4 +1,4 @@
-"""The other processes that were found on the network, and groups that exist there already."""
+"""The processes that were found on the network, and the groups that already exist there."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FORMED = "formed"
 _LOOK_S = 0.25
 
 
-class Acquaintances:
-    """The processes found so far, which proved that they hold the cluster's secret; ``changed`` is
-    notified of each change."""
+class KnownPeers:
+    """The processes found so far, which have proved that they hold the cluster's secret.
+    ``changed`` is notified of each change. Thread-safe."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.changed = changed
@@ -31,23 +31,24 @@ class Acquaintances:
 
     @property
     def peers(self) -> tuple[Participant, ...]:
-        """In the order of their ids."""
+        """The processes in the order of their ids."""
         with self.changed:
             return tuple(sorted(self._peers.values(), key=attrgetter("instance")))
 
     def get(self, instance: str) -> Participant:
-        """The peer with this id; KeyError if it is no longer known."""
+        """The process with this id; KeyError if it is lost."""
         with self.changed:
             return self._peers[instance]
 
     def wait(self, n: int, timeout: float, complaint: Callable[[], str]) -> tuple[Participant, ...]:
-        """Block until at least ``n`` are found; see ``AutoDiscoveryBackend.wait_for_peers``."""
+        """Block until at least ``n`` processes are found; see
+        ``AutoDiscoveryBackend.wait_for_peers``."""
         deadline = time.monotonic() + timeout
 
         def missing() -> str:
-            who = ", ".join(f"{m.host}:{m.port}" for m in (each.member for each in self.peers[:8]))
+            peers = ", ".join(f"{m.host}:{m.port}" for m in (p.member for p in self.peers[:8]))
             found = f"{len(self._peers)} of {n} other processes found"
-            return f"{found}{' (' if who else ''}{who}{')' if who else ''}{complaint()}"
+            return f"{found}{f' ({peers})' if peers else ''}{complaint()}"
 
         reminder = Reminder(lambda: f"waiting for peers: {missing()}", deadline)
         with self.changed:
@@ -73,49 +74,49 @@ class Acquaintances:
             return self.peers
 
     def check_existing(self) -> None:
-        """Refused, with what to do, if a group that goes on has refused this process."""
+        """Refused, with the remedy, if a group that goes on has refused this process."""
         with self.changed:
             self._raise_if(self._existing.answer(time.monotonic()))
 
     @property
     def is_late(self) -> bool:
-        """Whether a group exists already, which may be about to end."""
+        """Whether a group without this process exists, which may be about to end."""
         with self.changed:
             return bool(self._existing)
 
     def lost(self, instance: str) -> None:
-        """The process ``instance`` no longer answers."""
+        """Remove the process ``instance``, which no longer answers."""
         with self.changed:
             self._peers.pop(instance, None)
             self.changed.notify_all()
 
-    # What the search tells, on its own thread.
+    # -- called by the search, on its thread
 
     def found(self, peer: Participant) -> None:
-        """``peer`` answered and proved that it holds the cluster's secret."""
+        """Add ``peer``, which answered and proved that it holds the cluster's secret."""
         with self.changed:
             place = peer.member.host, peer.member.port
             self._existing.ended(place)
             for known in list(self._peers.values()):
                 if (known.member.host, known.member.port) == place:
-                    del self._peers[known.instance]  # its port is another process's by now
+                    del self._peers[known.instance]  # another process has taken over its port
             if len(self._peers) < MAX_PARTICIPANTS - 1:
                 self._peers[peer.instance] = peer
             self.changed.notify_all()
 
     def refused(self, host: str, port: int, error: Refused) -> None:
-        """The process that answered there belongs to a group."""
+        """Note that the process at this address belongs to a group."""
         with self.changed:
             self._existing.refused((host, port), str(error), time.monotonic())
             self.changed.notify_all()
 
     def unreached(self, host: str, port: int) -> None:
-        """No process answered there."""
+        """Note that no process answered at this address."""
         with self.changed:
             self._existing.ended((host, port))
 
     def broke(self, error: BaseException) -> None:
-        """The search ended by ``error``."""
+        """Note that the search ended by ``error``."""
         with self.changed:
             self._broken = error
             self.changed.notify_all()

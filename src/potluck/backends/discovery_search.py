@@ -1,4 +1,4 @@
-"""A thread that looks for peers on the network and calls them, for ``AutoDiscoveryBackend``."""
+"""The search of ``AutoDiscoveryBackend``: a thread that finds peers on the network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from potluck.backends.discovery_peers import FORMED, Acquaintances
+from potluck.backends.discovery_peers import FORMED, KnownPeers
 from potluck.background import start_thread, stop
 from potluck.cluster.discovery.advert import INSTANCE_BYTES, Hint, Presence
 from potluck.cluster.discovery.caller import HintCaller
@@ -25,7 +25,7 @@ from potluck.wire.gathering import INSTANCE, Participant
 from potluck.wire.messages import Hello, Refusal, Welcome
 
 MEET, JOIN = "meet", "join"
-"""What a process asks a process that it has found: its id; to be let into the group."""
+"""The kinds of a HELLO between processes: a request for the id, a request to join the group."""
 
 T = TypeVar("T")
 
@@ -35,9 +35,9 @@ Objection = Callable[[Hello], Refusal | None]
 
 
 def welcome_caller(
-    hello: Hello, node: str, instance: bytes, peers: Acquaintances, objection: Objection
+    hello: Hello, node: str, instance: bytes, peers: KnownPeers, objection: Objection
 ) -> Admission:
-    """Another process has found this one: tell it the id, and note where it listens."""
+    """Answer a process that has found this process with ``instance``, and add it to ``peers``."""
     if hello.worker == instance.hex():
         return Admission(Refusal("self", "that is this process itself"))
     refusal = objection(hello)
@@ -55,7 +55,7 @@ def welcome_caller(
 
 
 class Search:
-    """Announces this process, and looks for others, from construction to ``close``."""
+    """Announces this process and finds other processes, from construction to ``close``."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Search:
         instance: bytes,
         port: int,
         finders: Sequence[Finder],
-        peers: Acquaintances,
+        peers: KnownPeers,
     ) -> None:
-        """``peers`` are told what was found, on the search's own thread."""
+        """``peers`` receives the results, on the search's thread."""
         self._credentials = credentials
         self._presence = Presence(lambda: credentials.advert_keys, port, instance)
         self._finders = finders
@@ -80,25 +80,25 @@ class Search:
         self._thread = start_thread(self._run, name="potluck-discovery", on_broken=peers.broke)
 
     def complaint(self) -> str:
-        """The last failure with a process that was found, for an error text; empty if none."""
+        """The last failure with a process that was found, for an error text; empty without one."""
         return f" (the last that was found: {self._failure})" if self._failure else ""
 
     def lost(self, instance: str) -> None:
-        """The process ``instance`` does not answer any more: look for it again."""
+        """Search again for the process ``instance``, which does not answer any more."""
         self._post(self._look_again, instance)
 
     def look_at(self, host: str, port: int) -> None:
-        """A process may listen there: call it."""
+        """Connect to this address, where a process may listen."""
         self._post(self._heard, Hint(host, port, "peer"))
 
     def rest(self) -> None:
-        """Stay visible, but call no more processes."""
+        """Stop connecting to other processes; this process is still announced."""
         self._is_resting = True
         self._post(self._stop_calling)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """The result of ``coroutine``, run in the search's loop. LinkError if that has ended,
-        or takes longer than ``timeout_s``."""
+        """Run ``coroutine`` in the search's loop and return its result. LinkError if the search has
+        ended, or the result takes longer than ``timeout_s``."""
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError as error:
@@ -111,13 +111,13 @@ class Search:
             raise LinkError("the search for other processes has ended or hangs") from error
 
     def close(self) -> None:
-        """Be seen no more, and stop looking. Idempotent."""
+        """End the announcement and the search. Idempotent."""
         self._post(self._over.set)
         self._thread.join()
 
     def _post(self, call: Callable[..., object], *arguments: object) -> None:
-        """Have the search's thread make ``call``; nothing if the search has ended."""
-        with contextlib.suppress(RuntimeError):  # its loop is closed
+        """Call ``call`` on the search's thread; nothing if the search has ended."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def _run(self) -> None:
@@ -142,7 +142,7 @@ class Search:
 
     def _heard(self, hint: Hint) -> None:
         if self._is_resting or hint.host.lower().startswith("fe80:"):
-            return  # an address of the link only can't be passed on to a third machine
+            return  # a link-local address is not valid on other machines, to which it would be sent
         self._calls.heard(hint)
 
     def _stop_calling(self) -> None:

@@ -1,6 +1,6 @@
-"""The two situations in which a group is formed: the first group, of processes that have found each
-other, and a later group, of the remaining members of the last one. ``discovery_rules.py`` says when
-each is complete.
+"""The two situations in which a group is formed: the first group, of processes that found each
+other (``First``), and a later group, of the remaining members of the last group (``Next``).
+``discovery_rules.py`` says when each group is complete.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from enum import Enum, auto
 
-from potluck.backends.discovery_peers import Acquaintances
+from potluck.backends.discovery_peers import KnownPeers
 from potluck.backends.discovery_rules import FirstGroup, NextGroup
 from potluck.backends.discovery_search import Search
 from potluck.backends.rendezvous import Arrival
@@ -17,7 +17,7 @@ from potluck.wire.gathering import Attempt, Formed, Joining, Participant
 
 
 class Found(Enum):
-    """The outcome of calling a process."""
+    """The outcome of a probe of a process."""
 
     RUNS = auto()
     GONE = auto()
@@ -25,17 +25,17 @@ class Found(Enum):
 
 
 class First:
-    """The situation of processes that have found each other and were in no group yet.
+    """The situation of processes that found each other and were in no group yet.
 
-    The methods of ``Next`` mean the same.
+    ``Next`` has the same methods.
     """
 
-    def __init__(self, me: str, rule: FirstGroup, peers: Acquaintances, search: Search) -> None:
+    def __init__(self, me: str, rule: FirstGroup, peers: KnownPeers, search: Search) -> None:
         self._me = me
         self._rule = rule
         self._peers = peers
         self._search = search
-        self._told: set[str] = set()
+        self._learned: set[str] = set()
 
     @property
     def last(self) -> Formed:
@@ -43,62 +43,62 @@ class First:
         return Formed(0, self._peers.peers)
 
     def participant(self, instance: str) -> Participant:
-        """How to call a process; KeyError if it is no longer needed."""
+        """The address of a process; KeyError if it is no longer known."""
         return self._peers.get(instance)
 
     def seniors(self) -> list[str]:
-        """The processes that would gather the group rather than this one, in that order."""
+        """The processes that come before this one as gathering process, the most senior first."""
         self._peers.check_existing()
         if self._rule.world_size == 1:
             return []
         return [peer.instance for peer in self._peers.peers if peer.instance < self._me]
 
     def absent(self, joined: list[str]) -> list[str]:
-        """The processes that have not come and may yet."""
+        """The processes that have not joined and still may."""
         return [p.instance for p in self._peers.peers if p.instance not in joined]
 
     def heard(self, instance: str, found: Found) -> None:
-        """A process was called, with the outcome ``found``."""
+        """Note the outcome of a probe."""
         if found is not Found.RUNS:
             self._peers.lost(instance)
             self._search.lost(instance)
 
     def learn(self, arrival: Arrival[Joining]) -> None:
-        """Take in what an arrival says: its last group, or the processes that it has found.
+        """Use the content of a request to join: the last group of the process, or the processes
+        that it has found. Evicted if that group was formed without this process."""
 
-        Evicted if that group was formed without this process."""
-        if arrival.member.worker in self._told:
+        if arrival.member.worker in self._learned:
             return
-        self._told.add(arrival.member.worker)
+        self._learned.add(arrival.member.worker)
         known = {self._me, *(peer.instance for peer in self._peers.peers)}
         for participant in arrival.said.participants:
             if participant.instance not in known and participant.member.host:
                 self._search.look_at(participant.member.host, participant.member.port)
 
     def attempted(self, attempt: Attempt) -> None:
-        """A group was agreed on that may exist on some hosts. Its members are peers, which are
-        waited for anyway."""
+        """Note a group that was agreed on and may exist on some hosts. Nothing to do: its members
+        are peers, for which the group waits."""
 
     def is_complete(self, joined: list[str]) -> bool:
-        """Whether the group is formed now."""
+        """Whether to form the group now, of the processes that ``joined``."""
         if self._peers.is_late:
             return False
         known = [peer.instance for peer in self._peers.peers]
         return self._rule.is_complete(known, joined, time.monotonic())
 
     def must_go_on(self, joined: list[str]) -> bool:
-        """At the deadline: whether the group is formed all the same; else the error is raised."""
+        """Whether to form the group at the deadline; if not, the caller raises."""
         return False
 
     def refused(self, participant: Participant, error: Refused) -> None:
-        """A process that was asked is in another group. Raises if that is the answer."""
+        """Note that a process is in another group. Raises if that is final."""
         member = participant.member
         self._peers.lost(participant.instance)
         self._peers.refused(member.host, member.port, error)
         self._search.look_at(member.host, member.port)
 
     def chosen(self, joined: list[str]) -> list[str]:
-        """The arrivals that get in, the most senior first."""
+        """The processes of the group, without this one, the most senior first."""
         return sorted(joined)[: self._rule.world_size - 1 if self._rule.world_size else None]
 
 
@@ -139,7 +139,7 @@ class Next:
             self._rule.unanswered(instance, time.monotonic())
 
     def learn(self, arrival: Arrival[Joining]) -> None:
-        """If the arrival was in a newer group than this process, that is the last group."""
+        """If the process was in a newer group than this one, take that group as the last."""
         joining = arrival.said
         for attempt in joining.attempts:
             self.attempted(attempt)
@@ -162,7 +162,7 @@ class Next:
         self._rule.attempts = self._open_attempts()
 
     def _open_attempts(self) -> list[tuple[str, ...]]:
-        """Those since the last group that is known to have come about."""
+        """The attempts since the last group that was complete."""
         return [each for each, epoch in self._attempts.items() if epoch > self._last.epoch]
 
     def is_complete(self, joined: list[str]) -> bool:
@@ -188,11 +188,11 @@ class Next:
 
     def _evicted(self, reason: str) -> Evicted:
         return Evicted(
-            f"the others have gone on without this process: {reason}",
+            f"the other members have gone on without this process: {reason}",
             rank=self._last.rank_of(self._me),
             epoch=self._last.epoch,
         )
 
 
 Situation = First | Next
-"""Which group is wanted, and which processes it concerns, by their instances."""
+"""The group that is to be formed. Processes are named by their instances (random ids)."""

@@ -1,9 +1,9 @@
-"""``EnvironmentBackend``: the world that a launcher's variables describe, on potluck's own links.
+"""``EnvironmentBackend``: the world of a launcher's variables, on potluck's own links.
 
 The launcher is torchrun, mpirun, Slurm, Kubernetes, or a user who sets RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT (``launchers.py``). Rank 0 listens at MASTER_ADDR:MASTER_PORT. The
-others call there, say where they listen, and get the roster of all members once everyone has
-called. After that all links are between peers.
+MASTER_ADDR and MASTER_PORT (``launchers.py``). Rank 0 listens at MASTER_ADDR:MASTER_PORT. The other
+ranks connect to it, send their addresses, and receive the roster of all members when all ranks have
+connected. After that links connect all pairs of ranks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _CHECK = "are all ranks started, with the same MASTER_ADDR and MASTER_PORT?"
 
 
 class EnvironmentBackend(StaticBackend):
-    """One rank of a fixed group described by environment variables.
+    """One rank of a fixed group that environment variables describe.
 
-    ConfigurationError names the variable that is missing or can't be read.
+    ConfigurationError names a variable that is missing or invalid.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class EnvironmentBackend(StaticBackend):
         return self._base.open(Group(_EPOCH, self._rank, members))
 
     def _meet(self, timeout_s: float) -> Group:
-        """Under torchrun: its own store listens at MASTER_PORT, so the ranks meet in that."""
+        """The group under torchrun, whose store listens at MASTER_PORT: the ranks meet through
+        it."""
         from potluck.backends.torchdist.store import open_store
 
         return meet(
@@ -102,7 +103,7 @@ class EnvironmentBackend(StaticBackend):
     def _gather(
         self, rendezvous: Rendezvous[None], deadline: float
     ) -> tuple[list[TcpLink], tuple[Member, ...]]:
-        """The links of all other ranks, once all have called, and the members in rank order."""
+        """Wait for all other ranks; their links, and the members in rank order."""
         where = f"{self._launched.host}:{self._launched.port}"
         here = rendezvous.arrivals
 
@@ -114,7 +115,7 @@ class EnvironmentBackend(StaticBackend):
         while len(here()) < self._world_size - 1:
             if reminder.is_overdue:
                 raise OperationTimeout(
-                    f"{missing()} did not call rank 0 in time at {where}; {_CHECK}"
+                    f"{missing()} did not connect to rank 0 at {where} in time; {_CHECK}"
                 )
             rendezvous.wait_for(self._world_size - 1, reminder.patience())
             reminder.tick()
@@ -128,7 +129,7 @@ class EnvironmentBackend(StaticBackend):
         )
         return [each.link for each in others], (me, *(each.member for each in others))
 
-    # -- the others
+    # -- other ranks
 
     def _call(self, deadline: float) -> tuple[Member, ...]:
         hello = Hello(
@@ -159,12 +160,12 @@ class EnvironmentBackend(StaticBackend):
                 f"{where} could not be reached; is rank 0 started, and the port right? ({error})"
             ) from error
         try:
-            others = f"{where} to tell who is in; it names the ranks that have not called it yet"
-            with self._reminding(others, deadline):
+            roster = f"{where} to send the members; rank 0 names the ranks that are missing"
+            with self._reminding(roster, deadline):
                 members = receive(link, ROSTER, deadline)
         except LinkError as error:
             raise LinkError(
-                f"{where} did not tell who is in; are all {self._world_size} ranks started? "
+                f"{where} did not send the members; are all {self._world_size} ranks started? "
                 f"({error})"
             ) from error
         finally:
@@ -176,28 +177,29 @@ class EnvironmentBackend(StaticBackend):
         return members
 
     def _reminding(self, what: str, deadline: float) -> AbstractContextManager[None]:
-        """Say what this rank waits for while the body blocks; one rank of each machine does."""
+        """Write lines about the wait for ``what`` while the body blocks, on one rank per
+        machine."""
         text = "" if self._launched.local_rank else f"rank {self._rank} waits for {what}"
         return reminding(Reminder(lambda: text, deadline))
 
 
 def world_rendezvous(world_size: int) -> Rendezvous[None]:
-    """Rank 0's rendezvous of a world: each other rank may come once."""
+    """The rendezvous on rank 0, at which each other rank may arrive once."""
 
     def objection(hello: Hello) -> Refusal | None:
         rank = hello.rank
         if rendezvous.is_closed:
-            return Refusal("closed", "everyone is in; the group has been formed")
+            return Refusal("closed", "the group has been formed with all its ranks")
         if hello.world_size != world_size:
             return Refusal(
                 "world",
                 f"rank 0 has WORLD_SIZE={world_size}, rank {rank} has {hello.world_size}; "
-                "give all ranks the same",
+                "give all ranks the same WORLD_SIZE",
             )
         if not 0 < rank < world_size or hello.worker != str(rank):
             return Refusal("rank", f"rank {rank} is taken or outside 0 to {world_size - 1}")
         if rendezvous.knows(hello.worker):
-            return Refusal("duplicate", f"rank {rank} has called already from another process")
+            return Refusal("duplicate", f"another process has already connected as rank {rank}")
         return None
 
     rendezvous: Rendezvous[None] = Rendezvous(objection, read=lambda link: None)

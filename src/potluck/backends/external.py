@@ -1,8 +1,8 @@
-"""A communicator on top of another library.
+"""A communicator over another library (Gloo, NCCL, MPI).
 
-Blocking calls become Works with deadlines: collectives run on one thread per group, in the order of
-the calls; messages are begun by the caller and awaited on a thread each. The first error ends the
-group: the libraries can't go on after one either.
+Blocking calls of the library become Works with deadlines. Collectives run on one thread per group,
+in the order of the calls. Messages are started by the caller, and a thread for each waits for its
+end. The first error ends the group, since the libraries can't go on after an error either.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _CLOSE_S = 1.0
 
 @dataclass(slots=True)
 class _Resources:
-    """What a communicator and its sub-groups share."""
+    """The resources that a communicator and its sub-groups share."""
 
     metrics: Metrics
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Re-entrant: a sub-group may be collected, and so released, at any moment."""
+    """Re-entrant: the garbage collector may release a sub-group at any moment."""
     works: dict[BoundedWork, None] = field(default_factory=dict)
     members: list[tuple[Library, SerialExecutor]] = field(default_factory=list)
     error: BaseException | None = None
@@ -54,7 +54,7 @@ class _Resources:
         library.close(is_orderly=True)
 
     def begin(self, work: BoundedWork) -> BaseException | None:
-        """``work`` is under way, unless the group is over: then why."""
+        """Register ``work``; returns the error that ended the group, if it has ended."""
         with self.lock:
             if self.error is None:
                 self.works[work] = None
@@ -66,7 +66,7 @@ class _Resources:
         work.finish()
 
     def fail(self, error: BaseException) -> None:
-        """End the group, once: everything under way and everything later raises ``error``."""
+        """End the group by ``error``, which unfinished and later operations raise. Idempotent."""
         with self.lock:
             if self.error is None:
                 self.error = error
@@ -78,7 +78,7 @@ class _Resources:
 
 
 class ExternalCommunicator:
-    """One rank's access to a group in another library; see ``backends.base.Communicator``."""
+    """One rank's access to a group of another library; see ``backends.base.Communicator``."""
 
     fast_path: FastPath | None = None
 
@@ -102,7 +102,7 @@ class ExternalCommunicator:
     def open(
         cls, group: Group, library: Library, *, timeout_s: float, metrics: Metrics | None = None
     ) -> ExternalCommunicator:
-        """The communicator of a whole group. ``timeout_s`` bounds the making of sub-groups."""
+        """The communicator of a whole group. ``timeout_s`` limits the creation of sub-groups."""
         meter = metrics or Metrics()
         meter.group(group.epoch, group.world_size)
         resources = _Resources(meter)
@@ -114,7 +114,7 @@ class ExternalCommunicator:
         self._check(request)
         operation, op = request.operation, request.op
         source, result = _flat(request.source), _flat(request.result)
-        combined = ReduceOp.SUM if op in (None, ReduceOp.MEAN) else op  # a mean is divided here
+        combined = ReduceOp.SUM if op in (None, ReduceOp.MEAN) else op  # `_conclude` divides a mean
         call = FlatCall(source, result, combined, request.root)
         own = self._library.collectives.get(operation)
         if own is None or (op is not None and not self._library.can_reduce(combined, source.dtype)):
@@ -143,8 +143,8 @@ class ExternalCommunicator:
         if peer != ANY_SOURCE:
             self._check_peer(peer)
         self._library.check_message(peer, tag)
-        whom = "any rank" if peer == ANY_SOURCE else f"rank {peer}"
-        call = f"recv({array.dtype}, shape {tuple(array.shape)}, from {whom}, tag {tag})"
+        source = "any rank" if peer == ANY_SOURCE else f"rank {peer}"
+        call = f"recv({array.dtype}, shape {tuple(array.shape)}, from {source}, tag {tag})"
         return self._message(
             call, array, lambda: self._library.recv(array.reshape(-1), peer, tag), timeout_s
         )
@@ -152,7 +152,7 @@ class ExternalCommunicator:
     # -- groups
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """See ``Communicator.subgroup``; blocks until all ranks have called it, as MPI's does."""
+        """See ``Communicator.subgroup``. Blocks until all ranks have called it, as in MPI."""
         chosen = checked_ranks(ranks, self.world_size)
         number = next(self._groups)
         made: list[Library | None] = []
@@ -165,11 +165,11 @@ class ExternalCommunicator:
         if library is None:
             return None
         part = ExternalCommunicator(self.group, library, self._resources, timeout_s=self._timeout_s)
-        # Sub-groups have threads and sockets of their own: give them back with the last reference.
+        # A sub-group has a thread and sockets of its own, released with the last reference to it.
         weakref.finalize(part, self._resources.release, (library, part._executor)).atexit = False
         return part
 
-    # -- life
+    # -- lifetime
 
     @property
     def error(self) -> BaseException | None:
@@ -190,7 +190,7 @@ class ExternalCommunicator:
         is_orderly = resources.error is None
         with resources.lock:
             works = list(resources.works)
-        for work in works:  # what was sent arrives
+        for work in works:  # so that sent messages arrive
             is_orderly &= work.ends_within(max(0.0, deadline - time.monotonic()))
         resources.fail(GroupClosed("this group was closed here", epoch=self.group.epoch))
         members, resources.members = resources.members, []
@@ -275,11 +275,11 @@ class ExternalCommunicator:
         self._resources.fail(error)
 
     def _check(self, request: Request) -> None:
-        """TypeError or ValueError for what has no meaning, here."""
+        """TypeError or ValueError for a request that this library can't carry out."""
         if request.encoding is not None:
             raise ValueError(
                 f"codec={request.encoding.codec.name!r} needs potluck's own links, and this group "
-                f"runs on {self._library.name}; leave the codec out, or choose backend='ring'"
+                f"runs on {self._library.name}; omit the codec, or choose backend='ring'"
             )
         if not 0 <= request.root < self.world_size:
             raise ValueError(f"root {request.root} is outside a world of {self.world_size}")

@@ -1,11 +1,11 @@
-"""``join_world``: a worker of ``potluck run`` takes its place in the world that torch forms.
+"""Fixed worlds: a worker of ``potluck run`` joins the world that torch forms (``join_world``).
 
-``init_process_group`` asks a store at MASTER_ADDR and MASTER_PORT, and would wait there for ranks
-that never come. So each worker first tells its agent that its script forms a fixed world, and waits
-for the view of all its ranks; the agent ends the world when a rank is lost
-(``cluster.jobs.groups.worlds``). The link to the agent stays until the script ends.
-Where a script destroys its process group and makes another, the ranks meet there again: at the port
-of the last group a fast rank would find the last group's store, and wait in that.
+``init_process_group`` connects to a store at MASTER_ADDR and MASTER_PORT, and would wait there for
+lost ranks. So each worker first tells its agent that its script forms a fixed world, and waits for
+the view of all its ranks; the agent ends the world when a rank is lost
+(``cluster.jobs.groups.worlds``). The link to the agent stays open until the script ends. If a
+script destroys its process group and makes another, the ranks meet again for a new port: at the
+last group's port a fast rank would find the last group's store, and wait in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Hashable, Mapping
 
 from potluck.backends.agent_link import AgentLink, has_left, is_linked
-from potluck.backends.last_words import LastWords, may_follow_from_a_loss
+from potluck.backends.exit_report import ExitReport, may_follow_from_a_loss
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.engine.resources import ongoing_here
 from potluck.errors import AgentLost, OperationTimeout, PotluckError, RemoteError
@@ -28,8 +28,8 @@ from potluck.wire import control
 
 
 def is_our_world(environment: Mapping[str, str], rank: int, world_size: int) -> bool:
-    """Whether a world of ``world_size`` that this process joins as ``rank`` is the one that its
-    agent started it for, and no context of potluck's own has its link to the agent."""
+    """Whether this process's agent started it as ``rank`` of a world of ``world_size``, and no
+    context of potluck uses the link to the agent."""
     if not environment.get("POTLUCK_AGENT"):
         return False
     if environment.get("POTLUCK_WORLD_RANK") != f"{rank}/{world_size}":
@@ -38,8 +38,8 @@ def is_our_world(environment: Mapping[str, str], rank: int, world_size: int) -> 
 
 
 def join_world(timeout_s: float) -> tuple[str, int]:
-    """Wait until all ranks of this worker's world are there; where rank 0 will have the store: its
-    host and a port that is free there.
+    """Wait until all ranks of this worker's world are ready. Returns the address of the store that
+    rank 0 will serve: its host, and a port that is free there.
 
     LinkError or Refused if the agent can't be reached, OperationTimeout if the ranks do not meet in
     time, RemoteError if the agent ends the job.
@@ -47,18 +47,18 @@ def join_world(timeout_s: float) -> tuple[str, int]:
     is_first = os.environ["RANK"] == "0"
     with socket.socket() as held:
         if is_first:
-            held.bind(("", 0))  # and holds the port until rank 0 makes its store there
+            held.bind(("", 0))  # holds the port until rank 0 makes its store
         link = _own_link() or _WorldLink()
         view = link.meet(held.getsockname()[1] if is_first else 0, timeout_s)
     return view.members[0].host, view.members[0].port
 
 
 def hosts_of_world(rank: int, world_size: int) -> tuple[str, ...]:
-    """The hosts of all ranks, as this machine reaches them, if the agent started this process as
-    ``rank`` of that world and the ranks have met; else nothing.
+    """The hosts of all ranks as this machine reaches them; empty unless the agent started this
+    process as ``rank`` of that world and the ranks have met.
 
-    A rank that publishes its own address can't do this: a link-local IPv6 address means something
-    only together with an interface of the machine that calls it.
+    Ranks can't publish such addresses themselves: a link-local IPv6 address is valid only together
+    with an interface of the machine that connects.
     """
     link = _own_link()
     view = None if link is None else link.view
@@ -68,14 +68,14 @@ def hosts_of_world(rank: int, world_size: int) -> tuple[str, ...]:
 
 
 def leave_world() -> None:
-    """Give the link to the agent back, for a backend that has one of its own; if there is one."""
+    """End the link to the agent, if there is one, for a backend with a link of its own."""
     link = _own_link()
     if link is not None:
         link.end()
 
 
 _links: list[_WorldLink] = []
-"""The link of this process, and of the process that forked it."""
+"""The link of this process, and after a fork that of the parent process."""
 
 
 def _own_link() -> _WorldLink | None:
@@ -83,7 +83,7 @@ def _own_link() -> _WorldLink | None:
 
 
 class _WorldLink:
-    """The link to the agent, and what the agent said."""
+    """The link to the agent, with the newest view that the agent sent."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -98,7 +98,7 @@ class _WorldLink:
             ongoing=self._ongoing,
             on_lost=self._lost_agent,
         )
-        self._last_words = LastWords(
+        self._exit_report = ExitReport(
             self._talk,
             describe=lambda: f"rank {os.environ.get('RANK', '')}, worker {self._worker}",
             follows=may_follow_from_a_loss,
@@ -108,11 +108,12 @@ class _WorldLink:
 
     @property
     def view(self) -> control.GroupView | None:
-        """What the agent said of the ranks when they met last."""
+        """The view of all ranks when they met last; None before."""
         return self._view
 
     def meet(self, port: int, timeout_s: float) -> control.GroupView:
-        """The next view of all ranks; ``port`` is this rank's, for the store."""
+        """Wait for the next view of all ranks. ``port`` is a free port of this rank for the
+        store."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             if self._view is not None:
@@ -138,7 +139,7 @@ class _WorldLink:
         return self._view
 
     def _ongoing(self) -> tuple[int, list[Hashable]]:
-        """The operations on potluck's links; those of Gloo and NCCL are not known."""
+        """The unfinished operations on potluck's links; those of Gloo and NCCL are unknown."""
         return (0, []) if self._view is None else (self._view.epoch, ongoing_here())
 
     def _take(self, message: control.FromAgent) -> control.FromWorker | None:
@@ -153,7 +154,7 @@ class _WorldLink:
                 case control.Probe(number):
                     return control.ProbeReply(self._worker, number, self._view is None)
                 case _:
-                    pass  # of groups that can be left, which this one can't
+                    pass  # messages about elastic groups
         return None
 
     def _lost_agent(self, error: AgentLost) -> None:
@@ -166,4 +167,4 @@ class _WorldLink:
         if self in _links:
             _links.remove(self)
             atexit.unregister(self.end)
-            self._last_words.end(is_finished=self._error is None)
+            self._exit_report.end(is_finished=self._error is None)

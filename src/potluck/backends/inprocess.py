@@ -1,7 +1,7 @@
-"""``InProcessBackend``: the workers are threads of one process. Real semantics, no network.
+"""``InProcessBackend``: workers that are threads of one process, without a network.
 
-The hub has the part of the agent: it knows which members are alive, forms groups, and can kill a
-member (its links are cut, nothing else) or let a newcomer join.
+Groups, errors and recovery are as over TCP. The hub takes the place of the agent: it knows which
+members are alive, forms groups, and can kill a member (by cutting its links) or add a newcomer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from potluck.wire.messages import Refusal
 
 
 class Hub:
-    """The members and the links between them. Thread-safe."""
+    """The members of an in-process world and the links between them. Thread-safe."""
 
     def __init__(self, world_size: int, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._changed = threading.Condition()
@@ -41,7 +41,7 @@ class Hub:
     # -- faults and joins
 
     def kill(self, worker: str) -> None:
-        """``worker`` is gone: its links end, and the next group is without it."""
+        """Kill ``worker``: its links end, and the next group is without it."""
         with self._changed:
             self._alive.remove(worker)
             self._killed[worker].set()
@@ -51,13 +51,13 @@ class Hub:
             self._announce()
         for link in links:
             link.close()
-        for connector in own:  # its blocked calls end too; a real one would be dead
+        for connector in own:  # ends its blocked calls, which a killed process would not have
             connector.fail(connector.group.rank, LinkError(f"worker {worker} was killed"))
         for connector, rank in waiting:
             connector.fail(rank, LinkError(f"worker {worker} was killed"))
 
     def leave(self, worker: str) -> None:
-        """``worker`` has done its work; the next group, when one is due, is without it."""
+        """Remove ``worker``, which has finished; later groups are without it."""
         with self._changed:
             if worker not in self._alive:
                 return
@@ -67,7 +67,7 @@ class Hub:
             connector.fail(rank, LinkError(f"worker {worker} has left"))
 
     def join(self) -> InProcessBackend:
-        """A newcomer, the last rank of the next group."""
+        """Add a worker, as the last rank of the next group."""
         with self._changed:
             name = str(next(self._names))
             self._alive.append(name)
@@ -75,7 +75,7 @@ class Hub:
         return InProcessBackend(self, name)
 
     def rejoin(self, worker: str, after_epoch: int) -> None:
-        """Members that found each other unreachable try again in one new group."""
+        """Announce a new group, for members that can't reach each other in the present one."""
         with self._changed:
             if self._epoch <= after_epoch and worker in self._alive:
                 self._announce()
@@ -85,7 +85,7 @@ class Hub:
         self._members = tuple(self._alive)
         self._changed.notify_all()
 
-    # -- what a backend asks
+    # -- called by backends
 
     @property
     def epoch(self) -> int:
@@ -93,7 +93,8 @@ class Hub:
             return self._epoch
 
     def group(self, worker: str, after_epoch: int, timeout_s: float) -> Group:
-        """The newest group after ``after_epoch``."""
+        """The newest group after ``after_epoch``, for ``worker``. OperationTimeout without one in
+        time; Evicted if the worker was killed."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._epoch > after_epoch or worker not in self._alive, timeout_s
@@ -131,7 +132,7 @@ class Hub:
             other.fail(rank, Refused(left.reason, left.code))
 
     def link(self, caller: _Connector, rank: int) -> None:
-        """Join two ranks, once; if the other is not there yet, when it comes."""
+        """Link two ranks once, when both have registered."""
         group = caller.group
         name, other_name = group.me.worker, group.members[rank].worker
         with self._changed:
@@ -164,8 +165,8 @@ class Hub:
         other.deliver(group.rank, theirs)
 
     def _waiting_for(self, worker: str, before: int | None = None) -> list[tuple[_Connector, int]]:
-        """The connectors that wait for a link to ``worker``, each with the rank of ``worker``
-        there; only of epochs before ``before``, if that is given."""
+        """The connectors that wait for a link to ``worker``, with the rank of ``worker`` in their
+        group; with ``before`` only those of earlier epochs."""
         return [
             (connector, rank)
             for connector in self._connectors.values()
@@ -181,7 +182,7 @@ def _stale(group: Group) -> Refused:
 
 
 class _Connector:
-    """One member's links in one group."""
+    """The connector of one member in one group."""
 
     is_native = False
 
@@ -203,7 +204,7 @@ class _Connector:
 
 
 class InProcessBackend:
-    """One worker of an in-process world; make them with ``world``."""
+    """One worker of an in-process world. ``world`` makes the backends of all workers."""
 
     elastic = True
 
@@ -213,7 +214,7 @@ class InProcessBackend:
         self.metrics = Metrics(rank=worker)
         self.reports: list[dict[str, Any]] = []
         self.on_step: Callable[[int], None] | None = None
-        """Called with the number of each step that begins, for fault tests."""
+        """``on_step(step)`` is called at the start of each step, for fault tests."""
 
     @classmethod
     def world(

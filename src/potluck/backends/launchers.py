@@ -1,8 +1,8 @@
 """A process's rank in its world, from the variables of torchrun, mpirun, Slurm or Kubernetes.
 
 Pure: variables in, a ``LaunchedRank`` out. ``RANK`` and ``WORLD_SIZE`` win, because a user may have
-set them on purpose under another launcher. The numbers of Kubernetes' pods come last: mpirun and
-srun, where they run, run inside pods.
+set them on purpose under another launcher. The indices of Kubernetes' pods come last, because
+mpirun and srun may run inside pods.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from dataclasses import dataclass, replace
 from potluck.errors import ConfigurationError
 
 MAX_WORLD = 1 << 16
-"""A frame names its sender in 16 bits."""
+"""The header of a frame has 16 bits for a rank."""
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
 
 _PORTS = range(15_000, 25_000)
-"""Below the ports that systems hand out by themselves."""
+"""Ports below the ephemeral ports of operating systems."""
 
 POD_NUMBERS = ("JOB_COMPLETION_INDEX", "POD_INDEX")
-"""Where a pod's number may be. The Job controller sets the first in every pod of an Indexed Job, so
-under JobSet too; the second is for the label ``apps.kubernetes.io/pod-index``, by downward API."""
+"""Variables with a pod's index. The Job controller sets the first in every pod of an Indexed Job,
+and so under JobSet; the second is for the label ``apps.kubernetes.io/pod-index``, by the downward
+API."""
 
 _POD_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?-(0|[1-9][0-9]{0,4})")
-"""The name of a StatefulSet's pod, such as ``ml-workers-3``: it ends in the pod's number."""
+"""The name of a StatefulSet's pod, such as ``ml-workers-3``, which ends in the pod's index."""
 
 Variables = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedRank:
-    """This process's rank in a world of fixed size, and where rank 0 can be met.
+    """This process's rank in a world of fixed size, and the address of rank 0.
 
-    ``uses_agent_store``: torchrun itself listens at ``host:port``, with a store for its workers;
-    ``attempt`` counts its restarts.
+    ``uses_agent_store``: torchrun itself serves a store at ``host:port``; ``attempt`` counts its
+    restarts.
     """
 
     launcher: str
@@ -52,9 +53,9 @@ class LaunchedRank:
 
 
 def detect(variables: Variables) -> LaunchedRank | None:
-    """The rank that the first of the known launchers gave; None if there was none.
+    """The rank by the first launcher whose variables are set; None without a launcher.
 
-    ConfigurationError names the variable that can't be used, and what to do.
+    ConfigurationError names a variable that is invalid, and the remedy.
     """
     for applies, read in _LAUNCHERS:
         if applies(variables):
@@ -63,7 +64,7 @@ def detect(variables: Variables) -> LaunchedRank | None:
 
 
 def read_launched_rank(variables: Variables) -> LaunchedRank:
-    """The same; ConfigurationError, with the variable that is missing, if there is none."""
+    """``detect``; ConfigurationError, with the missing variable, if there is no launcher."""
     launched = detect(variables)
     if launched is None:
         missing = "WORLD_SIZE" if rank_variable(variables) else "RANK"
@@ -76,10 +77,10 @@ def read_launched_rank(variables: Variables) -> LaunchedRank:
 
 
 def is_half_described(variables: Variables) -> bool:
-    """Whether the variables speak of other processes, but not enough of them are set for a rank.
+    """Whether variables of a group are set, but not enough of them for a rank.
 
-    Such a process must not train alone without a word. ``RANK`` or a pod's number without
-    ``MASTER_ADDR`` speaks of nobody: the pods of an Indexed Job may be independent of each other.
+    Such a process must not silently train alone. ``RANK`` or a pod's index without ``MASTER_ADDR``
+    does not count: the pods of an Indexed Job may be independent of each other.
     """
     if detect(variables) is not None:
         return False
@@ -89,14 +90,15 @@ def is_half_described(variables: Variables) -> bool:
 
 
 def rank_variable(variables: Variables) -> str:
-    """The first variable that is set and may name this process's rank, empty if there is none."""
+    """The first set variable that may hold this process's rank; empty without one."""
     return next((name for name in ("RANK", *POD_NUMBERS) if variables.get(name)), "")
 
 
 def number(
     variables: Variables, name: str, least: int, most: int, *, default: int | None = None
 ) -> int:
-    """The integer in ``name``; ConfigurationError if it is none or out of range."""
+    """The integer in the variable ``name``; ConfigurationError unless it is one from ``least`` to
+    ``most``."""
     text = variables.get(name, "")
     if not text and default is not None:
         return default
@@ -111,7 +113,8 @@ def number(
 
 
 def _plain(variables: Variables) -> LaunchedRank:
-    """torchrun, ``potluck run``, Kubernetes operators, a StatefulSet's pods, or a person."""
+    """The variables RANK and WORLD_SIZE: of torchrun, ``potluck run``, Kubernetes operators, a
+    StatefulSet's pods, or a user."""
     is_torchrun = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if _POD_NAME.fullmatch(variables["RANK"]):
         return _pod(variables)
@@ -163,8 +166,8 @@ def _slurm(variables: Variables) -> LaunchedRank:
 
 
 def _pod(variables: Variables) -> LaunchedRank:
-    """A pod of a StatefulSet, an Indexed Job or a JobSet. No other pod can be met at this one's
-    loopback address, so here MASTER_ADDR has no default."""
+    """A pod of a StatefulSet, an Indexed Job or a JobSet. MASTER_ADDR has no default here, because
+    pods do not share a loopback."""
     source = rank_variable(variables)
     host = variables.get("MASTER_ADDR", "")
     if not host and variables["WORLD_SIZE"] != "1":
@@ -197,8 +200,8 @@ def _under_mpirun(
         if variables.get(local_size) != variables.get(size):
             raise ConfigurationError(
                 f"mpirun started ranks on several machines ({local_size}="
-                f"{variables.get(local_size, '')!r}, {size}={variables.get(size)!r}); tell all "
-                f"where rank 0 is: {how} (or use backend='mpi')"
+                f"{variables.get(local_size, '')!r}, {size}={variables.get(size)!r}); give all the "
+                f"address of rank 0: {how} (or use backend='mpi')"
             )
         host = LOOPBACK
     port = _port(variables, job)
@@ -233,7 +236,7 @@ def _launched(
 
 
 def _rank(variables: Variables, name: str) -> int:
-    """The integer in ``name``, or the one that a StatefulSet pod's name ends in."""
+    """The integer in the variable ``name``, or the index at the end of a StatefulSet pod's name."""
     text = variables.get(name, "")
     pod = _POD_NAME.fullmatch(text)
     if pod is not None:
@@ -248,7 +251,8 @@ def _rank(variables: Variables, name: str) -> int:
 
 
 def _port(variables: Variables, job: str) -> int:
-    """MASTER_PORT, else one that all ranks of this job, and no other job, think of."""
+    """MASTER_PORT, else a port by the hash of the job's id, equal on all its ranks and different
+    for most other jobs."""
     default = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else DEFAULT_PORT
     return number(variables, "MASTER_PORT", 1, 65535, default=default)
 
@@ -268,7 +272,8 @@ def _has(*names: str) -> Callable[[Variables], bool]:
 
 
 def _is_slurm_step(variables: Variables) -> bool:
-    """Whether srun started this process; a batch script sees a rank too, but is alone."""
+    """Whether srun started this process. (A batch script has a rank, too, but is a single
+    process.)"""
     in_step = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID")
     return bool(in_step and variables.get("SLURM_PROCID"))
 

@@ -1,7 +1,7 @@
-"""``Library``: the interface to Gloo, NCCL and MPI, with blocking calls on flat arrays.
+"""``Library``: the interface of Gloo, NCCL and MPI, with blocking calls on flat arrays.
 
-Reductions that a library can't do as potluck does (bfloat16 in MPI, the maximum of floats with a
-NaN among them) are exchanged as bytes and combined by potluck's own kernels, in rank order.
+For reductions that a library can't do as potluck does (bfloat16 in MPI, the maximum of floats with
+NaN), ranks exchange bytes and potluck's kernels combine them in rank order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from potluck.types import ReduceOp
 ANY_SOURCE = -1
 
 Waiter = Callable[[float], int]
-"""Called with a deadline (monotonic seconds): waits for a message, gives its sender's rank."""
+"""``wait(deadline)`` waits for a message until ``deadline`` (monotonic seconds); the sender's
+rank."""
 
 
 class FlatCall(NamedTuple):
@@ -33,13 +34,13 @@ class FlatCall(NamedTuple):
 
 
 Collective = Callable[[FlatCall, float], None]
-"""Carries out a call until a deadline (monotonic seconds)."""
+"""``run(call, deadline)`` carries out a call until ``deadline`` (monotonic seconds)."""
 
 
 class Library(Protocol):
-    """One group in another library. Arrays are flat, calls block and raise GroupErrors only.
+    """One group of another library. Arrays are flat; calls block and raise GroupErrors only.
 
-    ``deadline`` is in monotonic seconds. Calls but ``send`` and ``recv`` come from one thread.
+    Deadlines are monotonic seconds. All methods but ``send`` and ``recv`` are called by one thread.
     """
 
     name: str
@@ -49,42 +50,42 @@ class Library(Protocol):
 
     @property
     def collectives(self) -> Mapping[Operation, Collective]:
-        """The function for each operation. A reduction may be missing; its bytes are exchanged."""
+        """The function for each operation. Missing reductions are done by ``exchange``."""
 
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
-        """Whether the library combines this dtype by ``op`` with potluck's result. TypeError if
-        potluck can't combine it either."""
+        """Whether the library reduces this dtype by ``op`` with the same result as potluck.
+        TypeError if potluck can't reduce it either."""
 
     def settle(self) -> None:
-        """Called before an operation: waits for work that still computes its arrays (on a GPU)."""
+        """Wait for computations (on a GPU) that write the arrays; called before an operation."""
 
     def check_message(self, peer: int, tag: int) -> None:
-        """ValueError for a sender or tag that the library has no word for."""
+        """ValueError for a peer or tag that the library does not support."""
 
     def send(self, array: Array, peer: int, tag: int) -> Waiter:
-        """Begin to send."""
+        """Start a send."""
 
     def recv(self, array: Array, peer: int, tag: int) -> Waiter:
-        """Begin to receive; ``peer`` may be ANY_SOURCE."""
+        """Start a receive; ``peer`` may be ANY_SOURCE."""
 
     def split(self, ranks: tuple[int, ...], number: int, deadline: float) -> Library | None:
-        """The group of some of the ranks, None elsewhere. All ranks call it."""
+        """The group of ``ranks``; None on other ranks. A collective call."""
 
     def listen(self, on_error: Callable[[PotluckError], None]) -> None:
-        """From now on call ``on_error`` when another rank has told why this group ends."""
+        """Call ``on_error(error)`` when another rank ends this group."""
 
     def tell(self, error: PotluckError) -> None:
-        """Let the other ranks know why this group ends, as far as that is possible."""
+        """Tell the other ranks the error that ends this group, if they can be reached."""
 
     def close(self, is_orderly: bool) -> None:
-        """Leave."""
+        """Leave the group. ``is_orderly``: it ended without an error."""
 
 
 def exchange(library: Library, operation: Operation, call: FlatCall, deadline: float) -> None:
-    """A reduction that the library does not do: bytes are moved, and combined in rank order.
+    """Carry out a reduction that the library lacks: exchange bytes, combine them in rank order.
 
-    Each rank sends ``(w - 1) / w`` times the array's bytes for a reduce_scatter, as much again for
-    an all_reduce, and as much to the root for a reduce.
+    Cost: each rank sends ``(w - 1) / w`` times the array's bytes for a reduce_scatter, twice that
+    for an all_reduce or a reduce.
     """
     source, result = call.source, call.result
     assert source is not None

@@ -1,4 +1,4 @@
-"""``LocalBackend``: one worker, no network. The serial baseline every other backend must match."""
+"""``LocalBackend``: a world of one worker, without a network; the baseline of other backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from potluck.types import Group, Member
 
 
 class _Alone:
-    """A connector in a world of one: nobody to connect to."""
+    """The connector in a world of one, which never connects."""
 
     is_native = False
 
@@ -25,7 +25,7 @@ class _Alone:
 
 
 class LocalBackend(StaticBackend):
-    """A group of one."""
+    """The backend of a group of one rank."""
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
         if after_epoch:

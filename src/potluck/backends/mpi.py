@@ -1,8 +1,8 @@
-"""``MpiBackend``: MPI, through mpi4py, behind a DistributedContext.
+"""``MpiBackend``: MPI, through mpi4py, as the backend of a DistributedContext.
 
-MPI's blocking calls know no deadline, so every call is begun without blocking and asked after until
-it has ended, or its time is up. Only one thread is in MPI at a time. A rank that dies takes the
-others with it: that is mpirun's doing.
+MPI's blocking calls have no deadline, so every call is started without blocking and polled until
+its end or its deadline. Only one thread is in MPI at a time. When a rank dies, mpirun ends all
+others.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from potluck.types import Group, Member, ReduceOp
 
 _EPOCH = 1
 _NAME_BYTES = 256
-_MAX_WORD = 16 * 1024
+_MAX_ERROR = 16 * 1024
 _APT = ", and an MPI library (Debian, Ubuntu: apt-get install openmpi-bin)"
 
 _GRACE_S = 5.0
 _TURN_S = 0.3
-"""How long a rank whose group has failed waits for the others to come to their ends too."""
+"""Seconds that a rank of a failed group waits for the end of other ranks, and per rank before its
+MPI_Abort."""
 
 _SPIN_S = 0.001
 _LONGEST_PAUSE_S = 0.001
@@ -109,7 +110,7 @@ class MpiBackend(StaticBackend):
 
 
 def _load() -> Any:
-    """mpi4py's MPI, started with threads, and ended by us: only if nothing is left under way."""
+    """mpi4py's MPI, initialized for threads, and finalized by ``_finalize``."""
     is_first = "mpi4py.MPI" not in sys.modules
     mpi4py: Any = require("mpi4py", "mpi", also=_APT)
     if is_first:
@@ -135,24 +136,24 @@ def _load() -> Any:
 
 
 _unfinished: list[Any] = []
-"""Requests that were given up, and their arrays: MPI may still write there."""
+"""Abandoned requests with their arrays, into which MPI may still write."""
 
 _states: list[_State] = []
 _lock = threading.Lock()
-"""Held by the one thread that is in MPI."""
+"""Held by the thread that is in MPI."""
 
 
 def _finalize(mpi: Any) -> None:
-    """Leave MPI as this process ends: by MPI_Finalize, or, if a group has failed, by MPI_Abort.
+    """Leave MPI at the end of the process: by MPI_Finalize, or by MPI_Abort if a group has failed.
 
     MPI_Finalize waits for every rank, for ever if a rank never calls it, and mpirun waits for a
-    rank that ends without it. So a failed job is aborted, but not before the other ranks have had
-    the time to see the error and to report it. All ranks first agree which of the two it is: Open
-    MPI's mpirun hangs or crashes if a rank aborts while another is in MPI_Finalize.
+    rank that ends without it. So a failed job is aborted, after other ranks had time to see and
+    report the error. All ranks first agree on one of the two: Open MPI's mpirun hangs or crashes if
+    a rank aborts while another is in MPI_Finalize.
     """
     if mpi.Is_finalized():
         return
-    error = getattr(sys, "last_value", None)  # what this process ends with, if nobody caught it
+    error = getattr(sys, "last_value", None)  # the exception that ends this process
     if error is not None:
         for state in _states:
             state.tell_if_first(error)
@@ -163,11 +164,11 @@ def _finalize(mpi: Any) -> None:
         _lock.acquire()
         mpi.Finalize()
         return
-    for stream in (sys.stdout, sys.stderr):  # the interpreter would do so later; there is no later
+    for stream in (sys.stdout, sys.stderr):  # MPI_Abort would discard their buffers
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    _lock.acquire()  # for good: threads that still wait for an operation stay out of MPI
-    # One rank's word is enough, and mpirun can hang if several come at once.
+    _lock.acquire()  # never released, so that waiting threads stay out of MPI
+    # A single abort is enough, and mpirun can hang if several ranks abort at the same time.
     time.sleep(min(mpi.COMM_WORLD.Get_rank() * _TURN_S, _GRACE_S))
     mpi.COMM_WORLD.Abort(1)
 
@@ -187,15 +188,15 @@ def _meet(library: _Mpi, deadline: float) -> Group:
     return Group(_EPOCH, library.rank, members)
 
 
-class _Word(msgspec.Struct):
-    """Why the group ends, as one rank tells another."""
+class _ErrorMessage(msgspec.Struct):
+    """The error that ends the group, as one rank sends it to another."""
 
     text: str
     rank: int
 
 
 class _State:
-    """What all groups of one world share: how it ends, and the channel for last words."""
+    """The state that all groups of a world share: its error, and the channel for error messages."""
 
     def __init__(self, mpi: Any) -> None:
         self.mpi = mpi
@@ -204,10 +205,10 @@ class _State:
         self.error: PotluckError | None = None
         self.on_error: Callable[[PotluckError], None] | None = None
         self.is_broken = False
-        """Whether a group of this world has ended by an error, here or elsewhere."""
+        """Whether a group of this world has ended by an error, on any rank."""
 
     def finish(self, start: Callable[[], Any], keep: object, deadline: float) -> Any:
-        """Begin a call and wait for its end; its status."""
+        """Start a call and wait for its end; its status."""
         return self.wait(self.begin(start), keep, deadline)
 
     def begin(self, start: Callable[[], Any]) -> Any:
@@ -215,7 +216,8 @@ class _State:
             return start()
 
     def wait(self, request: Any, keep: object, deadline: float) -> Any:
-        """The status of ``request``; ``keep`` are its arrays. OperationTimeout, RemoteError."""
+        """Wait for the end of ``request``; its status. ``keep`` holds its arrays. OperationTimeout
+        after ``deadline``; RemoteError if another rank has ended the group."""
         status = self.mpi.Status()
         began = time.monotonic()
         pause = 0.0
@@ -235,10 +237,12 @@ class _State:
             time.sleep(pause)
 
     def tell(self, error: PotluckError) -> None:
-        """Send the others ``error`` as last words; done when MPI has taken them, or gives up."""
+        """Send ``error`` to the other ranks; returns when MPI has taken the messages, or after 1
+        s."""
         self.is_broken = True
         rank = self.channel.rank
-        data = np.frombuffer(msgspec.msgpack.encode(_Word(str(error), rank)), dtype=np.uint8)
+        encoded = msgspec.msgpack.encode(_ErrorMessage(str(error), rank))
+        data = np.frombuffer(encoded, dtype=np.uint8)
         peers = [peer for peer in range(self.channel.size) if peer != rank]
         deadline = time.monotonic() + 1.0
         with contextlib.suppress(GroupError):
@@ -247,26 +251,26 @@ class _State:
                 self.finish(send, data, deadline)
 
     def tell_if_first(self, error: BaseException) -> None:
-        """This process ends with ``error``; the others, if they know of none yet, learn of it."""
+        """Tell the other ranks ``error``, which ends this process, unless an error is known."""
         if not self.is_broken:
             text = f"rank {self.channel.rank} failed: {type(error).__name__}: {error}"
-            self.tell(RemoteError(text[:_MAX_WORD]))
+            self.tell(RemoteError(text[:_MAX_ERROR]))
 
     def agree(self, is_well: bool) -> bool:
-        """Whether every rank ends well: False for all ranks if it is False for one.
+        """The same answer on all ranks: True if ``is_well`` is True on every rank.
 
-        A rank that ends well waits for the others as long as MPI_Finalize would. A rank that has
-        failed waits at most ``_GRACE_S``, and raises nothing.
+        A rank with True waits without a limit, as MPI_Finalize does. A rank with False waits at
+        most ``_GRACE_S``. Never raises.
         """
         deadline = time.monotonic() + (math.inf if is_well else _GRACE_S)
         words = np.array([is_well], dtype=np.int32)
         with contextlib.suppress(GroupError):
-            everyone = self.begin(
+            reduction = self.begin(
                 lambda: self.channel.Iallreduce(self.mpi.IN_PLACE, words, op=self.mpi.MIN)
             )
             while time.monotonic() < deadline:
                 with self._mpi_errors(), _lock:
-                    if everyone.Test():
+                    if reduction.Test():
                         return bool(words[0])
                 time.sleep(_LONGEST_PAUSE_S)
         return False
@@ -277,10 +281,10 @@ class _State:
             return
         count = status.Get_count(self.mpi.BYTE)
         data = bytearray(count)
-        self.channel.Recv([data, self.mpi.BYTE], status.source)  # it is here already
-        word = msgspec.msgpack.decode(data, type=_Word)
+        self.channel.Recv([data, self.mpi.BYTE], status.source)  # does not block: it has arrived
+        message = msgspec.msgpack.decode(data, type=_ErrorMessage)
         self.is_broken = True
-        self.error = RemoteError(word.text, rank=word.rank)
+        self.error = RemoteError(message.text, rank=message.rank)
         if self.on_error is not None:
             self.on_error(self.error)
 
@@ -290,9 +294,7 @@ class _State:
             yield
         except self.mpi.Exception as error:
             if error.Get_error_class() == self.mpi.ERR_TRUNCATE:
-                raise Desync(
-                    "MPI brought a message that is longer than the array for it"
-                ) from error
+                raise Desync("MPI received a message that is longer than its array") from error
             raise GroupError(f"MPI says: {error.Get_error_string()}") from error
 
 
@@ -314,11 +316,11 @@ class _Mpi:
         }
 
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
-        """Not the least and greatest floats: MPI loses a NaN."""
+        """See ``Library``. False for MIN and MAX of floats, where MPI drops NaN."""
         return dtype.name in _NATIVE and op in _OPS and (op not in _ORDERED or dtype.kind in "iu")
 
     def _table(self) -> dict[Operation, Callable[[FlatCall], Any]]:
-        """How each operation begins. What is only moved is moved as bytes."""
+        """The functions that start each operation. Operations without a reduction use bytes."""
         comm, own, data, op = self._comm, self.state.mpi.IN_PLACE, self._bytes, self._op
         return {
             Operation.ALL_REDUCE: lambda c: comm.Iallreduce(own, c.result, op(c.op)),
@@ -372,13 +374,12 @@ class _Mpi:
 
         return wait
 
-    # -- groups and life
+    # -- groups and lifetime
 
     def split(self, ranks: tuple[int, ...], number: int, deadline: float) -> Library | None:
         barrier = self.collectives[Operation.BARRIER]
-        barrier(
-            FlatCall(None, None), deadline
-        )  # MPI's own call would wait for ever for a rank that is missing
+        # Create has no deadline, and would wait for ever for a missing rank.
+        barrier(FlatCall(None, None), deadline)
         with _lock:
             comm = self._comm.Create(self._comm.Get_group().Incl(ranks))
         return None if comm == self.state.mpi.COMM_NULL else _Mpi(self.state, comm, is_part=True)
@@ -390,7 +391,7 @@ class _Mpi:
         self.state.tell(error)
 
     def close(self, is_orderly: bool) -> None:
-        # Freeing is a call that all ranks must make; MPI_Finalize frees what is left.
+        # Freeing a communicator is a collective call; MPI_Finalize frees it as well.
         self.state.is_broken |= not is_orderly
 
     # -- inside

@@ -1,4 +1,4 @@
-"""The machine that each rank should be on, by the launcher's variables. For messages only."""
+"""The machines of ranks by the launcher's variables, for messages about missing ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """``0, 2, 4 to 7``: the numbers in ascending order, runs of three and more cut short."""
+    """The numbers in ascending order, runs of three and more shortened: ``0, 2, 4 to 7``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -21,10 +21,11 @@ def listed(ranks: Iterable[int]) -> str:
 
 
 def placed(ranks: Iterable[int], environment: Mapping[str, str] = os.environ) -> str:
-    """``rank 1 on ada, rank 4 to 7 on bob``; the ranks alone where no variable names machines.
+    """Ranks with their machines: ``rank 1 on ada, rank 4 to 7 on bob``; without machines if no
+    variable names them.
 
-    ``potluck run`` sets POTLUCK_NODES, one name for each rank. torchrun's GROUP_RANK means that
-    LOCAL_WORLD_SIZE ranks in a row share a machine.
+    ``potluck run`` sets POTLUCK_NODES, a name for each rank. Under torchrun (GROUP_RANK is set)
+    LOCAL_WORLD_SIZE consecutive ranks share a machine.
     """
     by_place: dict[str, list[int]] = {}
     for rank in sorted(ranks):

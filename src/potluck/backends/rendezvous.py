@@ -1,8 +1,8 @@
-"""A rendezvous: the processes of a coming group wait at one of them, which tells all what the group
-is.
+"""A rendezvous: the processes of a future group wait at one of them, which then sends the group to
+all.
 
-Rank 0 of a launcher's world gathers the other ranks here (``environment.py``), and one of the
-processes that found each other gathers the others (``discovery_gather.py``).
+Rank 0 of a launcher's world gathers the other ranks (``environment.py``); of processes that found
+each other, one gathers the rest (``discovery_gather.py``).
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from potluck.types import Member
 from potluck.wire.messages import Hello, Refusal, Welcome
 
 _OPENS_S = 1.0
-"""How long a caller may wait for the rendezvous to open; then it asks again."""
+"""Seconds that a process waits for the rendezvous to open; after that it must connect again."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival(Generic[T]):
-    """A process that waits at this rendezvous. The host in its member is as seen from here."""
+    """A process that waits at this rendezvous. Its member has the host as this machine sees it."""
 
     member: Member
     link: TcpLink
     said: T
-    """What it said after WELCOME."""
+    """The first message of the process after WELCOME."""
 
 
 class Rendezvous(Generic[T]):
-    """Holds callers by the name in their HELLO, each with its link, while the rendezvous is
-    open."""
+    """Holds arrivals by the name in their HELLO while the rendezvous is open. Thread-safe."""
 
     def __init__(
         self,
@@ -48,9 +47,9 @@ class Rendezvous(Generic[T]):
         changed: Condition | None = None,
         capacity: int = 65535,
     ) -> None:
-        """``objection(hello)``: why a caller is refused; called with ``changed`` held, which is
-        notified of each arrival. ``read(link)`` takes what an admitted caller says first;
-        PotluckError sends it away."""
+        """``objection(hello)`` returns the refusal of a process, or None; it is called with
+        ``changed`` held, which is notified of each arrival. ``read(link)`` reads the first message
+        of an admitted process; if it raises PotluckError, the link is closed."""
         self._objection = objection
         self._read = read
         self._changed = changed or Condition()
@@ -61,12 +60,12 @@ class Rendezvous(Generic[T]):
         self.is_closed = False
 
     def knows(self, name: str) -> bool:
-        """Whether a caller of this name is here, or was admitted and is about to be."""
+        """Whether a process of this name has arrived or was admitted."""
         with self._changed:
             return name in self._arrivals or name in self._coming
 
     def admit(self, hello: Hello, node: str) -> Admission:
-        """Admit or refuse a caller; waits a while for the rendezvous to open."""
+        """Admit or refuse a process; waits up to ``_OPENS_S`` for the rendezvous to open."""
         name = hello.worker
         with self._changed:
             until = time.monotonic() + _OPENS_S
@@ -77,7 +76,7 @@ class Rendezvous(Generic[T]):
                     break
                 self._changed.wait(left)
             if refusal is None and not 0 < hello.port < 65536:
-                refusal = Refusal("port", f"the caller listens nowhere: {hello.port} is no port")
+                refusal = Refusal("port", f"the process does not listen: {hello.port} is no port")
             if refusal is not None:
                 return Admission(refusal)
             self._coming.add(name)
@@ -86,28 +85,29 @@ class Rendezvous(Generic[T]):
         )
 
     def open(self) -> None:
-        """Admit callers from now on."""
+        """Begin to admit processes."""
         with self._changed:
             self._is_open = True
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Wait for news of any kind, at most so long."""
+        """Wait for any change, at most ``seconds``."""
         with self._changed:
             self._changed.wait(seconds)
 
     def wait_for(self, count: int, seconds: float) -> None:
-        """Wait until ``count`` callers have arrived, at most so long."""
+        """Wait until ``count`` processes have arrived, at most ``seconds``."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._arrivals) >= count, seconds)
 
     def arrivals(self) -> dict[str, Arrival[T]]:
-        """The arrivals, by name."""
+        """The arrivals by name."""
         with self._changed:
             return dict(self._arrivals)
 
     def take(self, names: Iterable[str]) -> list[Arrival[T]]:
-        """Stop admitting and return these arrivals, in this order. The others are sent away."""
+        """Stop admitting; return the arrivals of ``names`` in that order, and close the links of
+        the others."""
         with self._changed:
             self._is_open = False
             chosen = [self._arrivals.pop(name) for name in names]
@@ -115,7 +115,7 @@ class Rendezvous(Generic[T]):
             return chosen
 
     def close(self) -> None:
-        """Admit no more callers, and send those away that wait. Idempotent."""
+        """Stop admitting, and close the links of all arrivals. Idempotent."""
         with self._changed:
             self._is_open, self.is_closed = False, True
             self._send_away()
@@ -141,7 +141,7 @@ class Rendezvous(Generic[T]):
             self._changed.notify_all()
 
     def _forget(self, name: str) -> None:
-        """A caller hung up before its link was there; it may call again."""
+        """Forget a process that closed its link before it arrived; it may connect again."""
         with self._changed:
             self._coming.discard(name)
 

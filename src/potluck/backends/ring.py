@@ -1,7 +1,7 @@
-"""``RingBackend``: a fixed list of peers over TCP, no agent, no discovery.
+"""``RingBackend``: a fixed list of peers over TCP, without an agent and without discovery.
 
-Every worker gets the same list of addresses and its own rank. All must hold the cluster secret
-(``POTLUCK_HOME``, ``POTLUCK_PSK`` or ``POTLUCK_PASSPHRASE``).
+Every worker gets the same list of addresses and its own rank. All workers must hold the cluster
+secret (``POTLUCK_HOME``, ``POTLUCK_PSK`` or ``POTLUCK_PASSPHRASE``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from potluck.types import Group, Member
 
 
 class RingBackend(StaticBackend):
-    """One rank of a fixed group. ``peers``: every rank's ``"host:port"``, in rank order.
+    """One rank of a fixed group. ``peers`` is the list of all ranks' ``"host:port"``, in rank
+    order.
 
-    They may be started in any order; forming the group waits for all of them. ConfigurationError
-    if an address can't be read or this rank's port is taken.
+    Ranks may be started in any order; forming the group waits for all of them. ConfigurationError
+    for an invalid list or rank, and if this rank's port is taken.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class RingBackend(StaticBackend):
         )
 
     def _missing(self, communicator: Communicator) -> str:
-        """The ranks that this one has no link to; empty if it has all."""
+        """The ranks without a link to this one, in words; empty if there are none."""
         group, linked = self._group, communicator.metrics.snapshot().links
         missing = [
             f"rank {rank} at {member.host}:{member.port}"

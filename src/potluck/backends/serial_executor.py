@@ -1,4 +1,4 @@
-"""A thread on which one group's calls into another library run, one after the other."""
+"""A thread that runs the calls of a group into another library, one after the other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from potluck.engine.work import Work
 from potluck.errors import OperationTimeout, PotluckError
 
 _GRACE_S = 0.5
-"""How long after an operation's deadline the library may still say itself what was wrong."""
+"""Seconds after an operation's deadline for the library to raise its own, more precise error."""
 
 
 class SerialExecutor:
-    """Runs what it is given in order. The thread begins with the first task."""
+    """Runs tasks in order on a thread, which is started with the first task."""
 
     def __init__(self, name: str, on_broken: OnBroken) -> None:
-        """``on_broken(error)``: a task raised; those after it are not run."""
+        """``on_broken(error)`` is called if a task raises; later tasks are not run."""
         self._name = name
         self._on_broken = on_broken
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -31,12 +31,12 @@ class SerialExecutor:
         """Run ``task`` after all earlier ones. It must not raise."""
         with self._lock:
             if self._thread is None:
-                # A daemon: nothing can wake a thread that a library blocks.
+                # A daemon, because a thread that is blocked inside a library can't be ended.
                 self._thread = start_thread(self._run, name=self._name, on_broken=self._on_broken)
         self._tasks.put(task)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread after the tasks it has; wait for that, at most ``timeout_s``."""
+        """End the thread after its present tasks; wait for that at most ``timeout_s``."""
         self._tasks.put(None)
         if self._thread is not None and timeout_s > 0:
             self._thread.join(timeout_s)
@@ -44,13 +44,14 @@ class SerialExecutor:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # and with it the arrays, before waiting for the next
+            del task  # frees the task's arrays before the wait
 
 
 class BoundedWork(Work):
-    """A Work whose waiter does not depend on the library to hold the deadline.
+    """A Work with a deadline that holds even if the library does not return.
 
-    An operation may wait behind another one that has more time, or in a library without deadlines.
+    The operation may be queued behind another with a later deadline, or be in a library without
+    deadlines.
     """
 
     __slots__ = ("_deadline", "_on_late")
@@ -76,5 +77,5 @@ class BoundedWork(Work):
         return super().wait(timeout)
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Wait for the end, without raising what it ended with."""
+        """Whether the operation ends within ``timeout_s``. Does not raise the operation's error."""
         return self._ends_within(timeout_s)

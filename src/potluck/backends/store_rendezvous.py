@@ -1,8 +1,8 @@
-"""How ranks that share a store of keys and values meet: each writes down where it listens.
+"""A rendezvous through a key-value store: each rank writes its address and reads those of others.
 
-The store (torch's TCPStore or FileStore, torchrun's) carries addresses and public names only.
-potluck's own links are mutual TLS under the cluster secret, so a process that writes an address
-into the store without holding that secret is refused.
+The store (torch's TCPStore or FileStore, or torchrun's) has only addresses and public names.
+potluck's links are mutual TLS under the cluster secret, so a process that writes an address into
+the store without holding the secret is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LAST_NAP_S = 0.05
 
 
 class RankEntry(msgspec.Struct, frozen=True):
-    """What one rank writes into the store."""
+    """The entry of one rank in the store."""
 
     host: str
     port: int
@@ -59,7 +59,7 @@ def _store_errors() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise LinkError(
-            f"the store in which the ranks meet went away; did rank 0 fail? ({error})"
+            f"the store in which the ranks meet has ended; did rank 0 fail? ({error})"
         ) from error
 
 
@@ -76,13 +76,14 @@ def meet(
 ) -> Group:
     """The group of all ranks that call this with the same store.
 
-    ``base`` is where potluck's own links will be, None if another library makes the links.
-    ``is_fresh`` says that the store was made for this group, so that a rank that meets twice in it
-    was started twice. ConfigurationError if ranks disagree about the world size, WrongSecret if
-    they hold different cluster secrets, OperationTimeout naming the ranks that did not come.
+    ``base`` has the listener for potluck's links; None if another library makes the links.
+    ``is_fresh``: the store was made for this group, so a rank that is already in it was started
+    twice. ConfigurationError for such a rank, and if ranks have different world sizes; WrongSecret
+    if they hold different cluster secrets; OperationTimeout, with the missing ranks, after
+    ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
-    # A store may outlive a group (torchrun's does): each round of meeting has keys of its own.
+    # torchrun's store outlives a group, so each rendezvous has keys of its own.
     attempt = store.add(f"potluck/rounds/{rank}", 1)
     if is_fresh and attempt > 1:
         raise ConfigurationError(f"RANK={rank} is taken: two processes were started with it")
@@ -126,10 +127,10 @@ def meet(
 def _await(
     store: Any, keys: Sequence[str], rank: int, reminder: Reminder, timeout_s: float
 ) -> None:
-    """Wait until ``rank`` has written its entry. OperationTimeout names all that have not.
+    """Wait until ``rank`` has written its entry. OperationTimeout names all missing ranks.
 
-    Looks again and again, ever less often: a store's own wait would log a warning of torch's each
-    time that it is cut short for a reminder.
+    Polls at growing intervals, because torch logs a warning each time that a wait of the store is
+    interrupted for a reminder.
     """
     nap_s = _FIRST_NAP_S
     while not store.check([keys[rank]]):
@@ -154,11 +155,11 @@ def _absent(store: Any, keys: Sequence[str]) -> list[int]:
 
 
 def _missing(store: Any, keys: Sequence[str], rank: int, mine: RankEntry) -> str:
-    """What the lowest rank on each machine says while others are missing."""
+    """The message about missing ranks, on the lowest rank of each machine; empty on others."""
     missing = _absent(store, keys)
     present = [other for other in range(len(keys)) if other not in missing]
     if store_server(store) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        missing = [other for other in missing if other]  # rank 0 serves the store, so it is there
+        missing = [other for other in missing if other]  # rank 0 runs, since it serves the store
     entries = {
         other: msgspec.json.decode(store.get(keys[other]), type=RankEntry) for other in present
     }
@@ -167,8 +168,8 @@ def _missing(store: Any, keys: Sequence[str], rank: int, mine: RankEntry) -> str
         return ""
     return (
         f"rank {rank} waits for {placed(missing)} (of {len(keys)} ranks) to join the process "
-        f"group; rank {listed(present)} came. Are all ranks started, with the same WORLD_SIZE and "
-        "init_method?"
+        f"group; rank {listed(present)} joined. Are all ranks started, with the same WORLD_SIZE "
+        "and init_method?"
     )
 
 
@@ -189,7 +190,8 @@ def _read(store: Any, keys: Sequence[str], rank: int, mine: RankEntry) -> RankEn
 
 
 def _stay(store: Any, prefix: str, rank: int, world_size: int, is_fresh: bool) -> None:
-    """The store ends with rank 0: let the others read there first what is wrong."""
+    """Let the other ranks read the entries, and so find the same error, before rank 0 ends, and
+    with it the store."""
     with contextlib.suppress(RuntimeError):
         store.set(f"{prefix}/left/{rank}", "1")
         if rank == 0 and is_fresh:

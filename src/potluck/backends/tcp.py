@@ -1,4 +1,4 @@
-"""``TcpBase``: the listener and switchboard of a backend over TCP, which open its communicators."""
+"""``TcpBase``: the listener and the communicators of a backend over TCP."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 class TcpBase:
-    """This process's listener and the communicators that answer on it, one after the other.
+    """The listener of this process, and its communicators, one after the other.
 
-    If the listener breaks, the present group ends on all ranks with the reason, and no other can be
-    opened: no rank could link to this process any more.
+    If the listener breaks, the present group ends on all ranks with that error, and no other group
+    can be opened, because no rank could connect to this process.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TcpBase:
 
     @classmethod
     def on_port_or_any(cls, host: str, port: int, settings: Settings) -> TcpBase:
-        """Listens on ``port``, or on any free one if another program has that."""
+        """Listen on ``port``, or on any free port if another program listens there."""
         try:
             return cls(host, port, settings)
         except ConfigurationError as error:
@@ -78,11 +78,11 @@ class TcpBase:
         return self.listener.port
 
     def open(self, group: Group, *, are_listening: bool = True) -> Communicator:
-        """The communicator of ``group``; earlier groups' connections are refused from now on.
+        """Open the communicator of ``group``; connections for earlier groups are refused then.
 
-        ``are_listening``: every member is known to be there, so a refused connection means that it
-        has died. Otherwise it may not have been started yet, and is called until the deadline.
-        GroupError if this process's listener has broken.
+        ``are_listening``: all members listen, so a refused connection means that the member has
+        died. Otherwise the member may not have been started yet, and this rank retries until the
+        deadline. GroupError if the listener of this process has broken.
         """
         settings = self.settings
         with self._lock:
@@ -121,8 +121,9 @@ class TcpBase:
         are_listening: bool = True,
         missing: Callable[[Communicator], str] = lambda communicator: "",
     ) -> Communicator:
-        """As ``open``, once every pair of ranks has its link: from then on all notice a member that
-        dies. ``missing`` says what this rank waits for."""
+        """``open``, and wait until every pair of ranks has a link: from then on all ranks notice
+        the death of a member. ``missing(communicator)`` describes the missing ranks for
+        reminders."""
         communicator = self.open(group, are_listening=are_listening)
         try:
             meeting = communicator.run(
@@ -137,7 +138,8 @@ class TcpBase:
         return communicator
 
     def when_broken(self, on_broken: Callable[[GroupError], None]) -> None:
-        """Call ``on_broken(error)`` once the listener has broken, on its thread; or now."""
+        """Call ``on_broken(error)`` when the listener breaks, on its thread; now if it has
+        broken."""
         with self._lock:
             self._on_broken = on_broken
             failure = self._failure
@@ -160,8 +162,8 @@ class TcpBase:
     def _error(self, failure: BaseException, group: Group | None) -> GroupError:
         me = "this worker" if group is None else group.describe(group.rank)
         error = GroupError(
-            f"nobody can link to {me} any more: {failure}. The script is not to blame: start it "
-            "again, and please report this with the traceback in that worker's output",
+            f"no rank can connect to {me} any more: {failure}. The script is not to blame: start "
+            "it again, and please report this with the traceback in that worker's output",
             rank=-1 if group is None else group.rank,
             epoch=-1 if group is None else group.epoch,
         )
@@ -171,17 +173,17 @@ class TcpBase:
 
 @functools.cache
 def _say_that_links_are_plain() -> None:
-    """Once per process, wherever the setting came from."""
+    """Log a warning, once per process."""
     _log.warning(
         "POTLUCK_WIRE=plain: links between workers are not encrypted. Only holders of the secret "
-        "can join, but whoever is on the wire reads the tensors and can change them; use it on a "
-        "cable that you trust"
+        "can join, but an attacker on the network can read and change tensors; use it on a cable "
+        "that you trust"
     )
 
 
 @contextlib.contextmanager
 def taking_master_port(port: int) -> Iterator[None]:
-    """Say of a port that is taken where it came from."""
+    """Name MASTER_PORT in the error of a port that is taken."""
     try:
         yield
     except ConfigurationError as error:

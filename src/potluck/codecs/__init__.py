@@ -1,4 +1,4 @@
-"""Element-wise encodings on the wire. Pure: arrays in, arrays out."""
+"""Codecs: lossy encodings of float32 arrays for sending. Pure: arrays in, arrays out."""
 
 from potluck.codecs.codec import Codec, check_dtype
 from potluck.codecs.registry import NAMES, codec_of

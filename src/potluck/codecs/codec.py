@@ -1,8 +1,9 @@
-"""What a codec is: an element-wise encoding of float32 on the wire.
+"""The interface of codecs: element-wise encodings of float32.
 
-Encoded bytes have no header: their size follows from the number of elements and both ends know the
-codec from the call. Memory is always contiguous. Encodings are the same on every machine, bit by
-bit (except which NaN a NaN is), so a segment may be encoded by one engine and decoded by another.
+Encoded bytes have no header: their size follows from the number of elements, and both ranks know
+the codec from the call. Arrays are contiguous. Encodings are bit-identical on all machines and
+engines (except for the payload of NaN), so a segment may be encoded by one engine and decoded by
+another.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ Bytes = NDArray[np.uint8]
 
 
 class Codec(ABC):
-    """One encoding. Stateless: what error feedback keeps lies outside."""
+    """An encoding. Stateless: the residual of error feedback belongs to the caller."""
 
     name: str
-    """As callers write it: ``codec="int8"``."""
+    """The value of the argument ``codec``."""
     code: int
-    """As the native core numbers it."""
+    """The codec's number in the native core."""
 
     @abstractmethod
     def encoded_bytes(self, count: int) -> int:
-        """Bytes that ``count`` elements take."""
+        """The number of bytes of ``count`` encoded elements."""
 
     @abstractmethod
     def encode(self, encoded: Bytes, source: Floats) -> None:
-        """Fill ``encoded`` (of exactly ``encoded_bytes``) with what stands for ``source``."""
+        """Encode ``source`` into ``encoded``, of exactly ``encoded_bytes`` bytes."""
 
     @abstractmethod
     def decode(self, target: Floats, encoded: Bytes) -> None:
-        """Fill ``target`` with what ``encoded`` stands for."""
+        """Decode ``encoded`` into ``target``."""
 
     def decode_accumulate(self, target: Floats, encoded: Bytes) -> None:
-        """Add what ``encoded`` stands for to ``target``, in float32."""
+        """Decode ``encoded`` and add it to ``target``, in float32."""
         decoded = np.empty_like(target)
         self.decode(decoded, encoded)
         np.add(target, decoded, out=target)
 
     @abstractmethod
     def error_bound(self, largest: float) -> float:
-        """How far off a decoded value may be when no magnitude in its block exceeds ``largest``.
+        """The largest error of a decoded value if no magnitude in its block exceeds ``largest``.
 
-        Holds up to the largest magnitude that the codec holds (fp16: 65504; bf16 and int8: a hair
-        below float32's own); what is not finite decodes to something that is not finite.
+        Valid up to the largest magnitude of the codec (fp16: 65504; bf16 and int8: slightly below
+        float32's). Values that are not finite decode to values that are not finite.
         """
 
     def __str__(self) -> str:
@@ -56,9 +57,9 @@ class Codec(ABC):
 
 
 def check_dtype(codec: Codec, dtype: np.dtype[Any]) -> None:
-    """TypeError unless ``dtype`` is what codecs encode."""
+    """TypeError unless ``dtype`` is float32."""
     if dtype != np.float32:
         raise TypeError(
             f"codec={codec.name!r} encodes float32 arrays, not {dtype}; "
-            "convert the array or leave the codec out"
+            "convert the array or omit the codec"
         )

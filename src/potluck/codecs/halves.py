@@ -1,8 +1,9 @@
-"""``fp16`` and ``bf16``: each value rounded to the nearest 16-bit float, ties to even.
+"""The codecs ``fp16`` and ``bf16``: each value is rounded to the nearest 16-bit float, ties to
+even.
 
-``fp16`` keeps 11 significant bits of values up to 65504; larger ones become infinite, and below
-2^-14 the precision fades to steps of 2^-24. ``bf16`` keeps 8 significant bits over the whole range
-of float32. Two little-endian bytes an element: half of float32's.
+``fp16`` keeps 11 significant bits of values up to 65504; larger values become inf, and below 2^-14
+the resolution is 2^-24. ``bf16`` keeps 8 significant bits over the whole range of float32. An
+element has two little-endian bytes, half of float32's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Fp16(Codec):
 
 
 class Bf16(Codec):
-    """bfloat16: float32's upper half."""
+    """bfloat16: the upper half of float32."""
 
     name = "bf16"
     code = 2

@@ -1,4 +1,4 @@
-"""``int8``: blocks of 256 values, each with one scale: a quarter of float32's bytes and 1/64 more.
+"""The codec ``int8``: blocks of 256 values with one scale each, in 1/4 + 1/256 of float32's bytes.
 
 The encoded form of n values, with b = ceil(n / 256) blocks:
 
@@ -7,12 +7,12 @@ The encoded form of n values, with b = ceil(n / 256) blocks:
 n bytes         one signed code per value, -127 to 127
 ==============  ============================================================
 
-A value is ``code * scale``. For a block whose largest magnitude is m, all in float32:
-``scale = m / 127`` and ``code = round(x * (127 / m))``, ties to even. Two kinds of blocks are
-special. Below m = 2^-100 all codes and the scale are zero. With a value that is not finite the
-scale is NaN and the codes are zero, so that the whole block decodes to NaN: an overflow must stay
-visible. (Symmetric block-wise quantization, as in Dettmers et al., "8-bit Optimizers via Block-wise
-Quantization", 2021, with a linear code.)
+A value is ``code * scale``. For a block whose largest magnitude is m, all in float32: ``scale = m /
+127`` and ``code = round(x * (127 / m))``, ties to even. Two kinds of blocks are special. Below m =
+2^-100 all codes and the scale are zero. If a value is not finite, the scale is NaN and the codes
+are zero, so that the whole block decodes to NaN and an overflow stays visible. (Symmetric
+block-wise quantization, as in Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
+2021, with a linear code.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TINY = np.float32(2.0**-100)
 
 
 class Int8(Codec):
-    """Linear, symmetric, one float32 scale for 256 values."""
+    """Linear symmetric quantization with one float32 scale for 256 values."""
 
     name = "int8"
     code = 3
@@ -70,6 +70,6 @@ def _num_blocks(count: int) -> int:
 
 
 def _split(encoded: Bytes, count: int) -> tuple[Floats, np.ndarray[tuple[int], np.dtype[np.int8]]]:
-    """The scales and the codes, views of ``encoded``."""
+    """The scales and the codes as views of ``encoded``."""
     at = 4 * _num_blocks(count)
     return encoded[:at].view("<f4"), encoded[at:].view(np.int8)

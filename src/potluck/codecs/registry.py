@@ -12,7 +12,7 @@ NAMES = tuple(_CODECS)
 
 
 def codec_of(name: str) -> Codec:
-    """The codec called ``name``; ValueError naming all of them if there is none."""
+    """The codec called ``name``; ValueError, with all names, if there is none."""
     try:
         return _CODECS[name]
     except KeyError:

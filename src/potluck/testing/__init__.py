@@ -1,4 +1,4 @@
-"""Tools to test distributed code: worlds of threads, faults, proxies. For tests only."""
+"""Tools for tests of distributed code: worlds of threads, and workers that die."""
 
 from potluck.testing.elastic import ElasticWorld, Killed, MortalContext
 from potluck.testing.world import WorldError, run_world

@@ -1,4 +1,4 @@
-"""An in-process world whose workers die and are joined by newcomers at chosen moments."""
+"""An in-process world whose workers die, and newcomers join, at chosen moments."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ T = TypeVar("T")
 
 
 class Killed(BaseException):
-    """This worker has just died. Its links are cut; no ``except Exception`` stops it."""
+    """Ends the thread of a worker whose links were cut. A BaseException, so that an ``except
+    Exception`` of the tested code does not catch it."""
 
 
 class MortalContext(DistributedContext):
-    """A context that asks before and after each collective whether this worker dies here.
+    """A context that can kill its worker before and after the start of each collective.
 
-    ``dies(name, number)`` gets the operation's name and its number on this worker, counted from
-    0 in halves: even before the operation starts, odd when it has started (not: has ended).
+    ``dies(name, moment)`` decides. ``name`` is the operation's; ``moment`` counts from 0 on this
+    worker: the moment before an operation starts is even, the moment after its start (not its end)
+    is odd.
     """
 
     def __init__(
@@ -46,27 +48,28 @@ class MortalContext(DistributedContext):
         return self._mortal("broadcast", array, *args, **kwargs)
 
     def die(self) -> None:
-        """Cut this worker's links and leave its thread."""
+        """Kill this worker: cut its links and raise Killed."""
         self.backend.hub.kill(self.backend.worker)
         raise Killed(f"worker {self.backend.worker}")
 
     def _mortal(self, name: str, array: Any, *args: Any, **kwargs: Any) -> Any:
-        self._ask(name)
+        self._pass_moment(name)
         blocking = not kwargs.pop("async_op", False)
         work = getattr(super(), name)(array, *args, async_op=True, **kwargs)
-        self._ask(name)
+        self._pass_moment(name)
         return work.wait() if blocking else work
 
-    def _ask(self, name: str) -> None:
+    def _pass_moment(self, name: str) -> None:
         moment, self._moment = self._moment, self._moment + 1
         if self._dies(name, moment):
             self.die()
 
 
 class ElasticWorld(Generic[T]):
-    """Workers that all run ``work(ctx)``, each in its own thread; more of them with ``join``.
+    """Workers that run ``work(ctx)``, each in a thread; ``join`` adds a worker.
 
-    ``dies(worker, name, number)``: see MortalContext. ``results`` and ``errors`` are by worker.
+    ``dies(worker, name, moment)`` is as in MortalContext. ``results`` and ``errors`` map workers to
+    the result of ``work`` or to the exception that it raised.
     """
 
     def __init__(
@@ -88,10 +91,10 @@ class ElasticWorld(Generic[T]):
         self._threads: list[threading.Thread] = []
 
     def run(self, *, limit_s: float = 50.0) -> dict[str, T]:
-        """Results of the workers that came to their end, once all are there or dead.
+        """Run all workers; returns the results of those that were not killed.
 
-        Raises what a worker raised, if it was not killed. No operation may run into its deadline:
-        that is beyond ``limit_s``.
+        Raises the first exception of a worker, TimeoutError after ``limit_s`` seconds. The limit is
+        below the deadline of operations, so no operation may run into its deadline.
         """
         deadline = time.monotonic() + limit_s
         for backend in self._backends:
@@ -108,7 +111,7 @@ class ElasticWorld(Generic[T]):
         return self.results
 
     def join(self) -> str:
-        """Start a newcomer; returns its name. Any thread may call it."""
+        """Start a new worker, from any thread; returns its name."""
         backend = self.hub.join()
         self._start(backend)
         return backend.worker

@@ -1,4 +1,4 @@
-"""``run_world``: one function on every rank of an in-process world, each in its own thread."""
+"""``run_world``: run a function on every rank of an in-process world, each in a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class WorldError(AssertionError):
-    """A rank of the world raised; ``errors`` maps each such rank to what it raised."""
+    """A rank of the world raised; ``errors`` maps each such rank to its exception."""
 
     def __init__(self, errors: dict[int, BaseException]) -> None:
         lines = [f"rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(errors.items())]
@@ -24,7 +24,8 @@ class WorldError(AssertionError):
 
 
 def run_all(functions: Sequence[Callable[[], T]], timeout_s: float = 60.0) -> list[T]:
-    """Run each function in a thread of its own; their results, or WorldError."""
+    """Run each function in a thread; returns their results. WorldError if a function raises or does
+    not end within ``timeout_s`` seconds."""
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 
@@ -57,12 +58,12 @@ def run_world(
     timeout_s: float = 30.0,
     backends: Sequence[InProcessBackend] | None = None,
 ) -> list[T]:
-    """Run ``function(ctx)`` on each of ``world_size`` ranks at the same time; their results.
+    """Run ``function(ctx)`` on ``world_size`` ranks at the same time; returns their results.
 
-    Each rank is a thread of this process with an in-process context of its own, which is closed
-    afterwards. ``timeout_s`` is the default deadline of the operations, in seconds; the whole world
-    may take 10 s more. ``backends``, if given, are used instead of new ones. Raises WorldError,
-    from the lowest rank's error, if a rank raised or did not end in time.
+    Each rank is a thread of this process with an in-process context, which is closed at the end.
+    ``timeout_s`` is the default deadline of operations in seconds; the whole world may take 10 s
+    more. ``backends`` replaces new backends. WorldError, from the error of the lowest rank, if a
+    rank raises or does not end in time.
     """
 
     def run(backend: InProcessBackend) -> T:

@@ -1,4 +1,4 @@
-"""CRC-32C (Castagnoli; RFC 3720, appendix B.4): the Python twin of
+"""CRC-32C (Castagnoli; RFC 3720, appendix B.4) in Python, with the same results as
 ``native/core/kernels/checksum.cpp``."""
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ _LANE_BYTES = 256
 
 
 def crc32c(data: bytes | bytearray | memoryview, before: int = 0) -> int:
-    """The checksum of ``data``; ``before`` is the checksum of what came before it.
+    """The checksum of ``data``, continued from ``before``, the checksum of preceding data.
 
-    The register is linear in what it reads, so large buffers are cut into lanes that NumPy steps
-    through side by side, and the lanes' registers are joined pair by pair.
+    The register is linear in its input, so large buffers are split into lanes, which NumPy
+    processes in parallel, and the lanes' registers are combined pair by pair.
     """
     octets = np.frombuffer(data, np.uint8)
     state: NDArray[np.uint32] = np.array([before ^ 0xFFFFFFFF], np.uint32)
@@ -57,14 +57,15 @@ def _step(registers: NDArray[np.uint32], octets: NDArray[np.uint8]) -> NDArray[n
 
 
 Shift = list[NDArray[np.uint32]]
-"""What ``n`` zero bytes do to a register: four tables, one for each of its bytes."""
+"""The linear map of a register by ``n`` zero bytes: a table for each of the register's four
+bytes."""
 
 _IDENTITY: Shift = [np.arange(256, dtype=np.uint32) << np.uint32(8 * k) for k in range(4)]
 
 
 @lru_cache(maxsize=64)
 def _shift_by(length: int) -> Shift:
-    """Square and multiply: a shift by 2n is a shift by n, twice."""
+    """The shift by ``length`` zero bytes, by squaring: a shift by 2n is twice a shift by n."""
     power = [_step(image, np.zeros(256, np.uint8)) for image in _IDENTITY]
     shift = _IDENTITY
     while length:

@@ -1,13 +1,13 @@
-"""What a worker and its agent say to each other after the greeting, and how a CLI asks for status.
+"""The messages between a worker and its agent after the greeting, and the status of jobs.
 
-A worker's messages are also the events that ``cluster.jobs.groups.membership`` decides about, and
-travel unchanged to the node that leads the job. Each names its ``worker``; the agent ends the link
-of a worker that names another.
+A worker's messages are also events of ``cluster.jobs.groups.membership``, and are forwarded
+unchanged to the node that leads the job. Each message names its ``worker``; the agent ends the link
+of a worker that names another worker.
 
-Each message is a tagged msgpack struct behind a little-endian u32 length of at most
-``MAX_MESSAGE`` bytes, checked before anything is allocated. Texts and collections are bounded, so
-that no peer can make the other hold more than it means to. The first messages of a connection
-(Hello, Welcome, Refusal) are in ``messages.py``.
+Each message is a tagged msgpack struct with a little-endian u32 length in front, of at most
+``MAX_MESSAGE`` bytes, which is checked before memory is allocated. Texts and collections are
+bounded, so that a peer can't exhaust the other's memory. The first messages of a connection (Hello,
+Welcome, Refusal) are in ``messages.py``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Facts = Annotated[dict[Name, Fact], msgspec.Meta(max_length=MAX_FACTS)]
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """I have no usable group and want a view with an epoch above ``after_epoch``.
+    """The worker has no usable group and requests a view with an epoch above ``after_epoch``.
 
-    ``node``, ``host`` and ``port`` say where my listener is. The node that leads the job fills in
-    ``node``, from the link that this came by. ``is_fixed``: my script can't change its world while
-    it runs; ``port`` is where rank 0 will have torch's store, if torch forms the world.
+    ``host`` and ``port`` are the address of the worker's listener. The node that leads the job sets
+    ``node`` from the link of the message. ``is_fixed``: the script can't change its world while it
+    runs; if torch forms the world, ``port`` is the port at which rank 0 will serve torch's store.
     """
 
     worker: Name
@@ -55,23 +55,23 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def member(self) -> Member:
-        """The worker as the others of its group will see it."""
+        """The worker as a member of a group."""
         return Member(self.worker, self.node, self.host, self.port, self.local_rank)
 
 
 class Installed(msgspec.Struct, frozen=True, tag=True):
-    """I am in the group of ``epoch`` now."""
+    """The worker has entered the group of ``epoch``."""
 
     worker: Name
     epoch: int
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """The worker has left its group ``epoch``, which does not work any more, and wants a later one.
+    """The worker has left its broken group ``epoch`` and requests a later one.
 
-    ``rank`` is the member that it blames (-1: none). ``certain`` says that the link to that member
-    ended; otherwise the member was silent for too long. ``step`` is the training step in which it
-    happened, counted from 0 (-1: unknown).
+    ``rank`` is the member that the worker blames (-1: none). ``certain``: the link to that member
+    ended; otherwise the member was silent for too long. ``step`` is the present training step,
+    counted from 0 (-1: unknown).
     """
 
     worker: Name
@@ -83,10 +83,10 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerProgress(msgspec.Struct, frozen=True, tag=True):
-    """The newest facts about a training loop. ``step`` is the number of committed steps, -1 if not
-    told; ``epoch`` that of the group in which the last of them was committed; ``committed_samples``
-    of ``total_samples`` are the samples of these steps (0: not told); ``facts`` are the new
-    ones."""
+    """The progress of a training loop. ``step`` is the number of committed steps (-1: unknown) and
+    ``epoch`` the group in which the last of them was committed; ``committed_samples`` of
+    ``total_samples`` are their samples (0: unknown); ``facts`` are the facts since the last
+    message."""
 
     worker: Name
     epoch: int = 0
@@ -100,15 +100,15 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Said(msgspec.Struct, frozen=True, tag=True):
-    """A line for people. An empty ``worker``: from the agent itself."""
+    """A line of output for the user. An empty ``worker`` stands for the agent itself."""
 
     worker: Name
     text: Text
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """My own code raised. ``secondary`` marks a failure that only follows another worker's;
-    ``gave_up``, that my script ends at its first loss, and did not ask for another group."""
+    """The worker's script raised. ``secondary``: the failure is a consequence of another worker's
+    loss; ``gave_up``: the script ends at that loss, without a request for another group."""
 
     worker: Name
     text: Text
@@ -117,13 +117,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """I am done, not lost: later groups need not wait for me."""
+    """The worker has finished, so later groups do not wait for it."""
 
     worker: Name
 
 
 class ChaosDue(msgspec.Struct, frozen=True, tag=True):
-    """I stand before ``step``, for which a fault was ordered, and wait for ChaosDone."""
+    """The worker is about to begin ``step``, for which a fault was ordered, and waits for
+    ChaosDone."""
 
     worker: Name
     epoch: int
@@ -131,7 +132,7 @@ class ChaosDue(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeReply(msgspec.Struct, frozen=True, tag=True):
-    """I am here. ``blocked`` says that a call of mine waits for other ranks."""
+    """The answer to a Probe. ``blocked``: a call of the worker waits for other ranks."""
 
     worker: Name
     probe: int
@@ -139,7 +140,8 @@ class ProbeReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True):
-    """An operation of mine in group ``epoch`` has been under way for long: do the others run?"""
+    """An operation of the worker in group ``epoch`` takes long; the agents are to check whether the
+    other workers run."""
 
     worker: Name
     epoch: int
@@ -149,10 +151,10 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
 
 
 class GroupView(msgspec.Struct, frozen=True, tag=True):
-    """The members of ``epoch`` in rank order; the first is the leader.
+    """The group of ``epoch``: its members in rank order, the leader first.
 
-    ``chaos_steps`` are the steps before which this worker has to ask with ChaosDue. ``paths`` are
-    the links between their nodes as measured, the same for all members.
+    Before each of ``chaos_steps`` the worker sends ChaosDue. ``paths`` are the measured links
+    between the members' nodes, equal for all members.
     """
 
     job: Name
@@ -163,10 +165,10 @@ class GroupView(msgspec.Struct, frozen=True, tag=True):
 
 
 class GroupOver(msgspec.Struct, frozen=True, tag=True):
-    """Leave the group at once: a call blocked in it would wait in vain.
+    """A group is over; the worker leaves it, and its blocked calls raise.
 
-    With a ``worker``: every group up to ``epoch`` that has this member is over, because it died
-    (``certain``) or was evicted. Without one: exactly the group ``epoch`` is over.
+    With a ``worker``, every group up to ``epoch`` with this member is over, because the member died
+    (``certain``) or was evicted. Otherwise exactly the group ``epoch`` is over.
     """
 
     epoch: int
@@ -175,42 +177,42 @@ class GroupOver(msgspec.Struct, frozen=True, tag=True):
     cause: Text
 
     def ends(self, epoch: int, workers: tuple[str, ...]) -> bool:
-        """Whether the group of ``epoch`` with these members is over by this message."""
+        """Whether this message ends the group of ``epoch`` with these members."""
         if self.worker:
             return epoch <= self.epoch and self.worker in workers
         return epoch == self.epoch
 
 
 class Probe(msgspec.Struct, frozen=True, tag=True):
-    """Answer with ProbeReply at once."""
+    """A request for an immediate ProbeReply."""
 
     probe: int
 
 
 class ChaosDone(msgspec.Struct, frozen=True, tag=True):
-    """The fault ordered for ``step`` was carried out; go on."""
+    """The fault for ``step`` was injected; the worker goes on."""
 
     step: int
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """No group can be had for now, for this ``reason`` outside the job; wait on for a view."""
+    """No group can be formed now, for a ``reason`` outside the job; the worker keeps waiting."""
 
     reason: Text
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """The job ends: raise ``reason`` out of whatever blocks, and exit."""
+    """The job ends: blocked calls of the worker raise ``reason``, and it exits."""
 
     reason: Text
 
 
-# How a job is doing, for people.
+# The status of a job, for displays.
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker in a status. ``rank`` is -1 outside the current view; ``node`` is what people call
-    the node it is on, empty where the job has one node only."""
+    """The status of one worker. ``rank`` is -1 outside the present view; ``node`` is the name of
+    its node, empty if the job has a single node."""
 
     worker: Name
     rank: int
@@ -224,8 +226,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class Samples(msgspec.Struct, frozen=True):
-    """How far a training is: ``committed`` samples of ``total``, over all epochs of its data set,
-    and how many per second of late (None: not known yet)."""
+    """The progress of a training in samples: ``committed`` of ``total``, over all epochs of its
+    data set, and the recent rate (None: not known yet)."""
 
     committed: Count
     total: Annotated[int, msgspec.Meta(ge=1)]
@@ -233,9 +235,9 @@ class Samples(msgspec.Struct, frozen=True):
 
 
 class StatusReply(msgspec.Struct, frozen=True):
-    """One job as its agent sees it. ``started`` is Unix time in seconds; ``samples`` is None where
-    the script does not tell of them; ``world_restarts`` is how often the world of a script that is
-    not elastic was started again."""
+    """The status of one job. ``started`` is Unix time in seconds; ``samples`` is None if the script
+    does not report them; ``world_restarts`` counts restarts of all workers of a script that is not
+    elastic."""
 
     job: Name
     node: Name
@@ -275,5 +277,6 @@ FROM_AGENT: MessageFormat[FromAgent] = MessageFormat(
 
 
 def clip(text: str) -> str:
-    """``text`` short enough for a message, with its end kept: the end of a traceback says most."""
+    """``text``, shortened to the limit of a message from the front: the end of a traceback is the
+    most useful part."""
     return text if len(text) <= MAX_TEXT else "..." + text[-(MAX_TEXT - 3) :]

@@ -1,4 +1,4 @@
-"""The element types that travel, and their one-byte codes on the wire."""
+"""The dtypes of arrays that can be sent, and their one-byte codes in frames."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 
 _CODES_OF = {dtype: code for code, dtype in _DTYPES.items()}
-"""By dtype: a dtype's name takes NumPy some microseconds to spell."""
+"""Keyed by dtype, because NumPy takes microseconds to compute a dtype's name."""
 
 NAMES = tuple(_CODES)
 
 
 def code_of(dtype: np.dtype[Any]) -> int:
-    """The wire code of ``dtype``; TypeError naming the supported ones if it has none."""
+    """The code of ``dtype``; TypeError, with the supported dtypes, if there is none."""
     code = _CODES_OF.get(dtype)
     if code is not None:
         return code
@@ -44,17 +44,17 @@ def code_of(dtype: np.dtype[Any]) -> int:
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The dtype of this name, as NumPy and torch call it; TypeError as from ``code_of``."""
+    """The dtype with this name in NumPy or torch; TypeError as of ``code_of``."""
     return _DTYPES[code_of_name(name)]
 
 
 def dtype_of(code: int) -> np.dtype[Any] | None:
-    """The dtype behind a wire code, None if there is no such code."""
+    """The dtype of a code; None if the code is unknown."""
     return _DTYPES.get(code)
 
 
 def code_of_name(name: str) -> int:
-    """The wire code of the dtype of this name; TypeError as from ``code_of``."""
+    """The code of the dtype with this name; TypeError as of ``code_of``."""
     try:
         return _CODES[name]
     except KeyError:

@@ -1,7 +1,7 @@
-"""What nodes tell each other of themselves and of their links, and how a path is measured.
+"""Messages about nodes and links: the facts that nodes exchange, and the measurement of a path.
 
-``Facts`` travel over the links of agents. The rest is said on a connection of its own,
-made for one measurement: echoes for the latency, then trains of bytes each way for the bandwidth.
+``Facts`` are sent between agents over control links. A measurement has a connection of its own:
+echoes measure the latency, then trains of bytes in each direction the bandwidth.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Figure = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 
 class Address(msgspec.Struct, frozen=True):
-    """One of a node's addresses, as that node knows it: ``network`` in prefix notation, such as
-    ``192.168.1.0/24``; ``bandwidth`` in bytes per second as the interface claims it, 0 if it
-    does not say."""
+    """An address of a node, as the node knows it. ``network`` is in prefix notation, such as
+    ``192.168.1.0/24``; ``bandwidth`` is the interface's nominal speed in bytes per second (0:
+    unknown)."""
 
     host: Name
     network: Name
@@ -33,7 +33,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """What a node is. ``samples_per_s`` is None until it has trained."""
+    """The hardware of a node, and its speed in the present training (None without one)."""
 
     node: Name
     cores: int = 1
@@ -44,9 +44,9 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
 
 class LinkFacts(msgspec.Struct, frozen=True):
-    """One direction between two nodes: latency one way and its deviation in seconds (0: not known
-    yet), bandwidth in bytes per second (0: not measured), and the interface and address of
-    ``source`` that it leaves by."""
+    """One direction of a link between two nodes: one-way latency and its deviation in seconds (0:
+    not known yet), bandwidth in bytes per second (0: not measured), and the interface and address
+    of ``source``."""
 
     source: Name
     target: Name
@@ -58,37 +58,39 @@ class LinkFacts(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
-    """What I am, and my links to others: ``source`` of each is me."""
+    """The facts of the sending node and of its links (``source`` is the sender)."""
 
     node: NodeFacts
     links: Annotated[tuple[LinkFacts, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """I measured the path between us: bytes per second from you to me and from me to you."""
+    """The sender measured the path to the receiver: bytes per second in both directions, named from
+    the sender's view."""
 
     from_you: Figure
     to_you: Figure
 
 
-# On a connection made for one measurement; who called asks, the other answers.
+# On a connection for one measurement, from the client to the server, which answers.
 
 
 class Echo(msgspec.Struct, frozen=True, tag=True):
-    """Send this back."""
+    """A request to send this message back."""
 
     number: int
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """A piece of a train of bytes; after the ``last`` one, answer with TrainArrived."""
+    """A piece of a train of bytes; the ``last`` piece is answered with TrainArrived."""
 
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_LOAD)]
     last: bool = False
 
 
 class TrainArrived(msgspec.Struct, frozen=True, tag=True):
-    """A train of ``nbytes`` arrived, its second half in ``seconds``."""
+    """The answer to a train: ``nbytes`` arrived, the second half (``half_bytes``) in
+    ``seconds``."""
 
     nbytes: int
     half_bytes: int
@@ -96,7 +98,7 @@ class TrainArrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendTrain(msgspec.Struct, frozen=True, tag=True):
-    """Send me a train of so many bytes."""
+    """A request for a train of ``nbytes``."""
 
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_TRAIN)]
 

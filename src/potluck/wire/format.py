@@ -1,4 +1,4 @@
-"""How a message is written down: msgpack behind a little-endian u32 length."""
+"""The format of messages: msgpack with a little-endian u32 length in front."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LENGTH = struct.Struct("<I")
 
 
 class MessageFormat(Generic[T]):
-    """All messages of one type, which may be a union of tagged structs.
+    """The format of messages of one type, which may be a union of tagged structs.
 
-    A message has at most ``limit`` bytes, which is checked before anything is allocated. ``name``
-    is what errors call one, such as ``a request``. A reader takes ``PREFIX_BYTES``, then as many
-    bytes as ``length`` says, and gives these to ``decode``.
+    A message has at most ``limit`` bytes, checked before memory is allocated. ``name`` is used in
+    errors, for example ``a request``. A reader reads ``PREFIX_BYTES``, then ``length(prefix)``
+    bytes, which it passes to ``decode``.
     """
 
     def __init__(self, type: Any, *, limit: int, name: str) -> None:
@@ -31,7 +31,7 @@ class MessageFormat(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(type)
 
     def encode(self, message: T) -> bytes:
-        """The message with its length in front, ready to send; ProtocolError if it is too long."""
+        """The message with its length in front; ProtocolError if it is too long."""
         body = self._encoder.encode(message)
         if len(body) > self.limit:
             raise ProtocolError(
@@ -41,7 +41,7 @@ class MessageFormat(Generic[T]):
         return _LENGTH.pack(len(body)) + body
 
     def length(self, prefix: bytes) -> int:
-        """The bytes that follow ``prefix``; ProtocolError if no message has so many."""
+        """The number of bytes that follow ``prefix``; ProtocolError if that is out of bounds."""
         length: int = _LENGTH.unpack(prefix)[0]
         if not 0 < length <= self.limit:
             raise ProtocolError(
@@ -50,7 +50,7 @@ class MessageFormat(Generic[T]):
         return length
 
     def decode(self, body: bytes) -> T:
-        """The message without its length; ProtocolError if it is none of this type."""
+        """The message in ``body``; ProtocolError if it is no message of this type."""
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

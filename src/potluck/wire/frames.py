@@ -43,13 +43,13 @@ CHECKSUM_BYTES = 4
 _MAGIC = b"PL"
 
 MAX_PAYLOAD = 16 * 1024 * 1024
-"""No frame announces more than this; checked before memory is taken."""
+"""The limit of a frame's payload in bytes, checked before memory is allocated."""
 
 EAGER_BYTES = 64 * 1024
-"""Point-to-point messages up to this size travel at once; larger ones ask first."""
+"""Point-to-point messages up to this size are sent eagerly; larger messages send an RTS first."""
 
 MAX_CONTROL = 16 * 1024
-"""Payload bound of ABORT and RTS frames."""
+"""The limit of the payload of ABORT and RTS frames in bytes."""
 
 IN_SHARED_MEMORY = 1
 
@@ -68,15 +68,15 @@ class Kind(IntEnum):
     SLOT_FREE = 6
     """A shared-memory slot is free again."""
     ABORT = 7
-    """The group is over; the payload says why."""
+    """The group is over; the payload has the error."""
     CLOSE = 8
-    """The sender sends nothing more; it closes the link once this is acknowledged."""
+    """The last frame of the sender, which closes the link once this is acknowledged."""
     CLOSE_ACK = 9
-    """Acknowledges CLOSE: all that came before it was read."""
+    """Acknowledges CLOSE: all earlier frames were read."""
     HANG_QUERY = 10
     """The sender waits in this call; see ``engine/failures/hang_detection.py``."""
     HANG_REPORT = 11
-    """Whether a rank has made this call."""
+    """Says whether a rank has made this call."""
     CREDIT = 12
     """Returns flow control credit; see ``engine/loop/flow_control.py``."""
     BEGUN = 13
@@ -112,7 +112,8 @@ class Frame(NamedTuple):
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """Why a group is over. ``error`` is the name of the error class every rank raises."""
+    """The payload of an ABORT frame: why the group is over. ``error`` is the name of the error
+    class that every rank raises."""
 
     error: str
     text: str
@@ -128,7 +129,7 @@ class Rts(msgspec.Struct, frozen=True):
 
 
 _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises on bytes that are not what they should be."""
+"""The errors of msgspec for invalid bytes."""
 
 _abort = msgspec.msgpack.Decoder(Abort)
 _rts = msgspec.msgpack.Decoder(Rts)
@@ -143,7 +144,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(header: bytes | bytearray | memoryview) -> Frame:
-    """The frame in 48 bytes; ProtocolError on anything potluck would not have sent."""
+    """The frame in 48 bytes; ProtocolError for bytes that potluck never sends."""
     magic, version, number, *fields = _FRAME.unpack(header)
     if magic != _MAGIC:
         raise ProtocolError(f"not a potluck frame: it begins with {bytes(header[:4])!r}")

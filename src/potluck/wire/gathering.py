@@ -1,7 +1,8 @@
-"""What processes without an agent say to each other until they are a group.
+"""The messages between processes without an agent until they have formed a group.
 
-On a connection with the HELLO kind ``join``: the caller says ``Joining``; the process that gathers
-the group may ask it to ``Measure`` paths, each answered by ``Reading``, and ends with ``Formed``.
+They use a connection with the HELLO kind ``join``. The joining process sends ``Joining``. The
+process that gathers the group may send requests to ``Measure`` paths, each answered by a
+``Reading``; its last message is ``Formed``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class Participant(msgspec.Struct, frozen=True):
-    """A process, by its random id, and the member that it is or will be."""
+    """A process by its random id, with the member that it is or will be."""
 
     instance: Instance
     member: Member
@@ -40,17 +41,17 @@ Participants = Annotated[tuple[Participant, ...], msgspec.Meta(max_length=MAX_PA
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """A group that a process agreed to, in rank order, and did not see complete: other members may
-    have."""
+    """A group (its processes in rank order) that a process agreed to and did not see complete;
+    other members may have seen it complete."""
 
     epoch: Epoch
     instances: Annotated[tuple[Instance, ...], msgspec.Meta(max_length=MAX_PARTICIPANTS)]
 
 
 class Joining(msgspec.Struct, frozen=True, tag=True):
-    """Let me into the group that the process ``host`` gathers. ``epoch`` is that of the last group
-    this process was in, ``participants`` are that group's; or 0 and the processes that it has
-    found. ``attempts`` are those since."""
+    """A request to join the group that the process ``host`` gathers. ``epoch`` and ``participants``
+    are those of the sender's last group; without one, 0 and the processes that the sender has
+    found. ``attempts`` are the attempts since."""
 
     host: Instance
     epoch: Epoch
@@ -59,13 +60,13 @@ class Joining(msgspec.Struct, frozen=True, tag=True):
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """Measure the path from you to ``participant``; an empty host is mine."""
+    """A request to measure the path to ``participant``; an empty host is the sender's."""
 
     participant: Participant
 
 
 class Reading(msgspec.Struct, frozen=True, tag=True):
-    """What was measured: seconds one way, bytes per second there and back; 0: it failed."""
+    """A measurement: one-way latency in seconds, bytes per second in both directions; 0: failed."""
 
     latency_s: Figure = 0.0
     outward: Figure = 0.0
@@ -73,8 +74,8 @@ class Reading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Formed(msgspec.Struct, frozen=True, tag=True):
-    """The group, in rank order. Empty hosts, and loopback ones, are on the machine of the process
-    that sends this."""
+    """The group that was formed, in rank order. Empty hosts and loopback addresses belong to the
+    machine of the sender."""
 
     epoch: Epoch
     participants: Participants
@@ -93,8 +94,8 @@ class Formed(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def name(self) -> str:
-        """Another one for each membership: two processes that gather at once may choose one epoch,
-        and no member of one group may link to the other."""
+        """A hash of the members: two processes that gather groups at the same time may choose equal
+        epochs, and members of different groups must not link to each other."""
         text = ",".join(participant.instance for participant in self.participants)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -107,7 +108,7 @@ ASKED: MessageFormat[Measure | Formed] = MessageFormat(
 
 
 def checked(participants: tuple[Participant, ...]) -> tuple[Participant, ...]:
-    """The participants of a decoded message; ProtocolError if one of them can't be called."""
+    """The participants of a decoded message; ProtocolError if a host is no address."""
     for participant in participants:
         try:
             ipaddress.ip_address(participant.member.host.partition("%")[0] or "::")

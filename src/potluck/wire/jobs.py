@@ -1,10 +1,10 @@
-"""What the agents of a cluster say to each other about jobs.
+"""The messages about jobs between the agents of a cluster.
 
-The node that leads the cluster leads its jobs. It *orders* a job on every node, which then has the
-script's folder and reports; it says what is to be done with each worker, and hears what becomes of
-each: an ``Event``, which ``cluster.jobs.groups.membership`` takes as it came. The node on which
-``potluck run`` was called (the job's ``starter``) gets the output. All of it is bounded, and
-travels over the links of agents (``peers.py``).
+The node that leads the cluster leads its jobs. It sends an ``Order`` of a job to every node, which
+fetches the script's folder and answers. Then it sends instructions for workers, and receives what
+happens to each of them as an ``Event`` for ``cluster.jobs.groups.membership``. The node on which
+``potluck run`` was called (the job's ``starter``) receives the output. All messages are bounded,
+and are sent over control links (``peers.py``).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ MAX_JOBS = 64
 MAX_SUMMARY = 512 * 1024
 
 Job = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00-\x1f\x7f]+\Z")]
-"""Also the name of a folder and of a log, so never a path."""
+"""The id of a job. It is also the name of a folder and of a log file, so it can't be a path."""
 Workers = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PLACES)]
 Line = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operator chose: the command was given in ``directory``; ``per_node`` workers run on
-    each of at most ``max_nodes`` nodes (0: all). ``max_restarts``, ``restarts_worlds``, ``wait_s``
-    and ``min_workers`` as in ``roster.JobPolicy``; ``chaos`` as in ``jobs.chaos``."""
+    """The options of ``potluck run``, called in ``directory``: ``per_node`` workers run on each of
+    at most ``max_nodes`` nodes (0: all). ``max_restarts``, ``restarts_worlds``, ``wait_s`` and
+    ``min_workers`` are as in ``roster.JobPolicy``, ``chaos`` as in ``jobs.chaos``."""
 
     script: Text
     arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)] = ()
@@ -49,12 +49,12 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobSpec(JobOptions, frozen=True, kw_only=True):
-    """What is to be run, and how.
+    """A job that is to be run.
 
-    ``script`` is a path below the folder that travels as ``package``; ``below`` is where in that
-    folder the command was given (empty: elsewhere). A job without a ``package`` is local:
-    ``script`` is a path of the ``starter``, and runs only there. ``versions`` are the starter's.
-    ``started`` is Unix time.
+    ``script`` is a path below the folder that is sent as ``package``; ``below`` is the directory in
+    that folder in which the command was called (empty: outside of it). A job without a ``package``
+    is local: ``script`` is a path on the ``starter``, and runs only there. ``versions`` are the
+    starter's. ``started`` is Unix time.
     """
 
     job: Job
@@ -67,12 +67,12 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
 
     @property
     def is_local(self) -> bool:
-        """Whether all workers run on the starter, from the script's own folder."""
+        """Whether all workers run on the starter, in the script's own folder."""
         return self.package is None
 
 
 class WorkerPlace(msgspec.Struct, frozen=True):
-    """``worker`` runs on ``node``, as its ``local_rank``-th of this job."""
+    """The place of ``worker``: its node, and its local rank among the job's workers there."""
 
     worker: Name
     node: Name
@@ -80,8 +80,9 @@ class WorkerPlace(msgspec.Struct, frozen=True):
 
 
 class WorldSpec(msgspec.Struct, frozen=True):
-    """What workers are started for: ``members`` in rank order, ``number`` how often the world was
-    started again, ``restarts`` those times that count. ``is_fixed``: see ``groups.worlds``."""
+    """The world for which workers are started: ``members`` in rank order, ``number`` of restarts of
+    the world so far, of which ``restarts`` count against the limit. ``is_fixed``: see
+    ``groups.worlds``."""
 
     number: int = 0
     members: Workers = ()
@@ -97,13 +98,13 @@ Places = Annotated[tuple[WorkerPlace, ...], msgspec.Meta(max_length=MAX_PLACES)]
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A command on the sender's node wants this job run. Answered with Submitted."""
+    """A request to run a job, answered with Submitted."""
 
     spec: JobSpec
 
 
 class InterruptJob(msgspec.Struct, frozen=True, tag=True):
-    """The operator wants the end of ``job``, and asked for it ``times`` times, by ``number``."""
+    """A request of the user to end ``job`` by signal ``number``, for the ``times``-th time."""
 
     job: Job
     number: int
@@ -114,14 +115,14 @@ class InterruptJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submitted(msgspec.Struct, frozen=True, tag=True):
-    """``job`` is taken on, or not, for this ``error``."""
+    """The answer to Submit: ``job`` is accepted, or refused with ``error``."""
 
     job: Job
     error: Text = ""
 
 
 class Shown(msgspec.Struct, frozen=True, tag=True):
-    """A worker's line, for people; ``worker`` with the name of its node."""
+    """A line of a worker's output for the user; ``worker`` includes the name of its node."""
 
     job: Job
     worker: Name
@@ -130,14 +131,14 @@ class Shown(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobNote(msgspec.Struct, frozen=True, tag=True):
-    """Something happened that people want to know."""
+    """A note about a job for the user."""
 
     job: Job
     text: control.Text
 
 
 class JobEnded(msgspec.Struct, frozen=True, tag=True):
-    """``job`` is over; ``summary`` is JSON."""
+    """``job`` has ended; ``summary`` is JSON."""
 
     job: Job
     exit_code: int
@@ -148,8 +149,8 @@ class JobEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """The sender leads this job. A node without the job's package fetches it, from the starter or,
-    if that fails, from the leader, and answers with Reported. If the leader is lost, the next one
+    """The sender leads this job. A node without the job's package fetches it from the starter or,
+    if that fails, from the leader, and answers with Reported. If the leader is lost, its successor
     takes the job over with these ``places`` and this ``world``."""
 
     spec: JobSpec
@@ -158,20 +159,20 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobList(msgspec.Struct, frozen=True, tag=True):
-    """These are the jobs that I lead; there are no others."""
+    """All jobs that the sender leads; other jobs have ended."""
 
     jobs: Annotated[tuple[Job, ...], msgspec.Meta(max_length=MAX_JOBS)]
 
 
 class JobStatus(msgspec.Struct, frozen=True, tag=True):
-    """How a job is doing."""
+    """The status of a job."""
 
     status: control.StatusReply
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
-    """Start ``worker``, which was started ``attempt`` times again so far, for the world of the
-    last Order."""
+    """An instruction to start ``worker`` for the world of the last Order; ``attempt`` counts its
+    restarts so far."""
 
     job: Job
     worker: Name
@@ -179,7 +180,7 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class SignalWorkers(msgspec.Struct, frozen=True, tag=True):
-    """Send ``workers`` a signal."""
+    """An instruction to send signal ``number`` to ``workers``."""
 
     job: Job
     workers: Workers
@@ -187,7 +188,8 @@ class SignalWorkers(msgspec.Struct, frozen=True, tag=True):
 
 
 class TellWorkers(msgspec.Struct, frozen=True, tag=True):
-    """Pass ``message`` on to ``workers``. Stop reaches by SIGTERM those that have no link."""
+    """An instruction to forward ``message`` to ``workers``. For workers without a link, Stop
+    becomes a SIGTERM."""
 
     job: Job
     workers: Workers
@@ -198,8 +200,8 @@ class TellWorkers(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """The newest process of ``worker`` here: started in which ``attempt``, for which world, and
-    whether it runs."""
+    """The newest process of ``worker`` on the sending node: its ``attempt``, the number of its
+    world, and whether it runs."""
 
     worker: Name
     attempt: int
@@ -208,7 +210,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The process of this ``attempt`` of ``worker`` is ``pid`` on its node."""
+    """The process ``pid`` of ``worker`` was started, in this ``attempt``."""
 
     worker: Name
     attempt: int
@@ -216,15 +218,15 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class OutputEnded(msgspec.Struct, frozen=True, tag=True):
-    """Every line that the process of this ``attempt`` wrote has been sent."""
+    """All output of the process of this ``attempt`` was sent."""
 
     worker: Name
     attempt: int
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """The process of ``worker`` ended; ``code`` is negative for a signal, as in subprocess. An
-    ``attempt`` before the present one is ignored; -1 stands for the present one."""
+    """The process of ``worker`` ended with ``code``, negative for a signal, as in subprocess. An
+    earlier ``attempt`` than the present one is ignored; -1 stands for the present one."""
 
     worker: Name
     code: int
@@ -232,32 +234,32 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 class Disconnected(msgspec.Struct, frozen=True, tag=True):
-    """The link of ``worker`` to its agent ended while its process lives."""
+    """The control link of ``worker`` ended while its process runs."""
 
     worker: Name
 
 
 class Stalled(msgspec.Struct, frozen=True, tag=True):
-    """The process of ``worker`` does not run, for this ``reason``, and did not answer a probe."""
+    """The process of ``worker`` is stopped, for ``reason``, and did not answer a probe."""
 
     worker: Name
     reason: control.Text
 
 
 Event = control.FromWorker | Started | Exited | OutputEnded | Disconnected | Stalled
-"""What a worker says, or what its agent sees of it."""
+"""A message of a worker, or an observation of its agent."""
 
 
 class Happened(msgspec.Struct, frozen=True, tag=True):
-    """This became of a worker of mine."""
+    """An event of a worker on the sending node."""
 
     job: Job
     event: Event
 
 
 class Reported(msgspec.Struct, frozen=True, tag=True):
-    """The order is carried out, or not, for this ``error``. ``workers`` are those of ``job`` that
-    were started here."""
+    """The answer to an Order: it is carried out, or failed with ``error``. ``workers`` are the
+    job's workers that were started on the sending node."""
 
     job: Job
     workers: Annotated[tuple[Seen, ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
@@ -265,7 +267,7 @@ class Reported(msgspec.Struct, frozen=True, tag=True):
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
-    """A worker of mine wrote a line to ``stdout`` or ``stderr``."""
+    """A line that a worker on the sending node wrote to ``stream``: stdout or stderr."""
 
     job: Job
     worker: Name

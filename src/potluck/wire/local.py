@@ -1,4 +1,4 @@
-"""What the command line and the agent of the same machine say to each other."""
+"""The messages between potluck's commands and the agent of the same machine."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ MAX_MESSAGE = 1 << 20
 
 
 class NodesRequest(msgspec.Struct, frozen=True, tag=True):
-    """Answer with NodesReply."""
+    """A request for the nodes of the cluster, answered with NodesReply."""
 
 
 class RotateRequest(msgspec.Struct, frozen=True, tag=True):
-    """Change the cluster's secret; answer with CommandResult once it is done or given up."""
+    """A request to change the cluster's secret, answered with CommandResult when the change has
+    succeeded or failed."""
 
 
 class ContinueRequest(msgspec.Struct, frozen=True, tag=True):
-    """This paused node is to go on without the others; answer with CommandResult."""
+    """A request to let this paused node go on without the other nodes, answered with
+    CommandResult."""
 
 
 class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
-    """Run ``script``, a path below ``folder``, on the cluster, which must have ``min_nodes`` within
-    ``wait_s``. Answered with CommandResult if it can't be; else with JobNote, Shown and JobStatus
-    as things happen, and JobEnded at the end.
+    """A request to run ``script``, a path below ``folder``, on the cluster, which must have
+    ``min_nodes`` within ``wait_s``. Answered with CommandResult if that is impossible; else with
+    JobNote, Shown and JobStatus while the job runs, and JobEnded at its end.
 
     An empty ``folder`` makes it a local job (``JobSpec.is_local``).
     """
@@ -41,24 +43,24 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
 
 
 class InterruptRequest(msgspec.Struct, frozen=True, tag=True):
-    """End the job that was asked for on this connection, by signal ``number``."""
+    """A request to end the job of this connection by signal ``number``."""
 
     number: int
 
 
 class JobsRequest(msgspec.Struct, frozen=True, tag=True):
-    """Answer with JobsReply."""
+    """A request for the cluster's jobs, answered with JobsReply."""
 
 
 class JobsReply(msgspec.Struct, frozen=True, tag=True):
-    """The cluster's jobs, as this node's agent last heard of them."""
+    """The newest status of the cluster's jobs that this node's agent has."""
 
     jobs: Annotated[tuple[StatusReply, ...], msgspec.Meta(max_length=MAX_JOBS)]
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
-    """One node as an agent sees it. ``role`` is leader, member, or empty outside the view;
-    ``latency_ms`` is one way, 0 where it was not measured."""
+    """A node as an agent sees it. ``role`` is leader, member, or empty outside the view;
+    ``latency_ms`` is one-way (0: not measured)."""
 
     node: Name
     name: Name
@@ -76,8 +78,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
 
 
 class NodesReply(msgspec.Struct, frozen=True, tag=True):
-    """The cluster as this node's agent sees it. ``epoch`` is 0 without a view; ``stragglers`` is
-    one sentence for each node or link that is far behind the best link."""
+    """The cluster as this node's agent sees it. ``epoch`` is 0 without a view; ``stragglers`` has a
+    sentence for each node or link that is much slower than the best link."""
 
     node: Name
     pid: int
@@ -93,7 +95,7 @@ class NodesReply(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommandResult(msgspec.Struct, frozen=True, tag=True):
-    """How an order ended, in words."""
+    """The outcome of a command, in words."""
 
     ok: bool
     text: Text

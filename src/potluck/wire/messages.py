@@ -1,11 +1,11 @@
-"""The first messages on every connection, before anything else is said.
+"""The greeting: the first messages on every connection.
 
-Client -> server: ``Hello``. Server -> client: ``Welcome`` or ``Refusal``. Each is msgpack behind a
-little-endian u32 length of at most ``MAX_GREETING`` bytes, checked before anything is allocated.
-Nothing of value is sent before ``Welcome``: a TLS 1.3 client believes itself connected before the
-server has judged its certificate.
+Client -> server: ``Hello``. Server -> client: ``Welcome`` or ``Refusal``. Each is msgpack with a
+little-endian u32 length in front, of at most ``MAX_GREETING`` bytes, which is checked before memory
+is allocated. No other data is sent before ``Welcome``: in TLS 1.3 a client's handshake ends before
+the server has verified the client's certificate.
 
-Unknown fields are ignored, so that peers of different versions get as far as telling each other so.
+Unknown fields are ignored, so that peers of different versions can report the difference.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ PLAIN = "plain"
 
 
 class LinkMemoryOffer(msgspec.Struct, frozen=True):
-    """Where a peer on the same node finds the memory that both directions of this link may use.
+    """The location of shared memory for both directions of a link between peers of one node.
 
-    The client makes it and offers it in ``Hello``; the server says in ``Welcome`` whether it could
-    map it. ``boot`` names the running kernel, so that no other host goes looking for ``pid``.
+    The client creates the memory and offers it in ``Hello``; the server says in ``Welcome`` whether
+    it has mapped it. ``boot`` identifies the running kernel, so that a server on another host does
+    not look for ``pid``.
     """
 
     boot: str
@@ -37,14 +38,14 @@ class LinkMemoryOffer(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The caller's first message: its identity in the job, and the kind of connection it wants.
+    """The client's first message: its identity in the job, and the kind of the connection.
 
-    ``kind``, to the listener of a worker: ``data`` (a link of two ranks), ``rendezvous`` (to
-    rank 0, which tells everyone's address; ``port`` is where the caller listens, ``world_size``
-    what it expects), ``store`` (a process group's store), ``meet`` and ``join`` (discovery). To
-    an agent: ``node`` (another agent), ``control`` (a worker), ``client`` (a command of the same
-    machine). To either: ``measure`` (one measurement of the path). ``wire`` is how a data link
-    goes on after WELCOME: ``sealed`` (TLS) or ``plain``.
+    ``kind``, to the listener of a worker: ``data`` (a link of two ranks), ``rendezvous`` (to rank 0,
+    which sends the addresses of all ranks; ``port`` is the port of the client's listener,
+    ``world_size`` the size that it expects), ``store`` (a process group's store), ``meet`` and
+    ``join`` (discovery). To an agent: ``node`` (another agent), ``control`` (a worker), ``client``
+    (a command of the same machine). To either: ``measure`` (one measurement of the path). ``wire``
+    is the form of a data link after WELCOME: ``sealed`` (TLS) or ``plain``.
     """
 
     kind: str
@@ -63,10 +64,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The server accepts: from here on both sides may send.
+    """The server accepts the connection; both peers may send from now on.
 
-    ``memory`` says that the server mapped the offered memory; else neither side uses any. ``wire``
-    is what the server goes on with; a client that asked for something else ends the connection.
+    ``memory``: the server has mapped the offered memory; otherwise neither peer uses it. ``wire``
+    is the form that the server uses; a client with another ``wire`` ends the connection.
     """
 
     rank: int = -1
@@ -76,7 +77,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """The server declines. ``code`` is one word for programs, ``reason`` a sentence for people."""
+    """The server refuses the connection. ``code`` is a word for programs, ``reason`` a sentence."""
 
     code: str
     reason: str

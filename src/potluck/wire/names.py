@@ -1,4 +1,4 @@
-"""The bounded words that messages between agents are made of."""
+"""The bounded types of fields in messages between agents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """What a worker would run with. ``torch`` is empty where it is not installed."""
+    """The versions with which a node runs workers. ``torch`` is empty if it is not installed."""
 
     python: Name
     potluck: Name

@@ -1,7 +1,7 @@
-"""What the agents of two nodes say to each other, and the views they speak of.
+"""The messages of the membership protocol between agents, and the views that they decide.
 
-The protocol is in ``docs/membership.md``. Messages are msgspec structs, bounded as in
-``control.py``; who speaks, and in which incarnation, the link knows from its greeting.
+The protocol is described in ``docs/membership.md``. Messages are msgspec structs, bounded as in
+``control.py``. The sender and its incarnation are known from the link's greeting.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ MAX_PATHS = 256
 
 Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NODES)]
 Ballot = tuple[int, Name]
-"""An attempt to decide a view: its number and who makes it. Compared in this order."""
+"""The ballot of an attempt to decide a view: its number and its proposer, compared in this
+order."""
 
 
 class ViewMember(msgspec.Struct, frozen=True):
-    """A member of a view: one ``incarnation`` (run of the agent) of ``node``. ``joined`` is the
+    """A member of a view: an ``incarnation`` (run of the agent) of ``node``. ``joined`` is the
     epoch of its first view. A node whose agent starts again is a new member."""
 
     node: Name
@@ -33,20 +34,19 @@ class ViewMember(msgspec.Struct, frozen=True):
 
     @property
     def seniority(self) -> tuple[int, str]:
-        """Sorts the most senior first."""
+        """The sort key, with the most senior member first."""
         return (self.joined, self.node)
 
 
 class JobGroup(msgspec.Struct, frozen=True):
-    """The workers of ``job`` in rank order, and the epoch of the view they were agreed on in.
+    """The group of ``job``: its workers in rank order, and the epoch of the view that decided it.
 
     ``origin`` is the epoch of the group in which the job's state began. Each later group has
     the same ``origin`` if at least one of its members held the state before. If all holders of
     the state have ended, the next group begins afresh: ``origin`` is its own epoch, and training
-    steps since the last checkpoint may be done again. ``entering`` are members that are not known
-    to hold the state, in a first group all members. ``paths`` are the links between the members'
-    nodes as the leader knew them. ``world`` is the number of the world that the members were
-    started for.
+    steps since the last checkpoint may be repeated. ``entering`` are members that may lack the
+    state, in a first group all members. ``paths`` are the links between the members' nodes as the
+    leader knew them. ``world`` is the number of the world for which the workers were started.
     """
 
     job: Name
@@ -59,11 +59,11 @@ class JobGroup(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """The nodes of the cluster and the groups of its jobs, agreed on by the members of the view
-    before.
+    """The nodes of the cluster and the groups of its jobs, decided by the members of the previous
+    view.
 
-    ``members`` are in order of seniority. ``fork_of`` names the history that this one left by the
-    operator's order, empty otherwise.
+    ``members`` are in order of seniority. ``fork_of`` is the history from which this one was forked
+    by the operator's command; empty otherwise.
     """
 
     history: Name
@@ -84,14 +84,14 @@ class View(msgspec.Struct, frozen=True):
         return tuple(member.node for member in self.members)
 
     def member(self, node: str) -> ViewMember | None:
-        """The member that ``node`` is, None if it is none."""
+        """The member of ``node``; None if the node is no member."""
         for member in self.members:
             if member.node == node:
                 return member
         return None
 
     def group(self, job: str) -> JobGroup | None:
-        """The group of ``job``, None if it has none."""
+        """The group of ``job``; None if it has no group."""
         for group in self.groups:
             if group.job == job:
                 return group
@@ -99,9 +99,9 @@ class View(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """``view`` as successor of the view of epoch ``parent``; ``ended`` are the members of that view
-    that the proposer knows to have ended. ``fresh``: it is the proposer's own, not one that others
-    had accepted before."""
+    """The proposal of ``view`` as successor of the view of epoch ``parent``. ``ended`` are the
+    members of that view that have ended, as the proposer knows. ``fresh``: the view is the
+    proposer's own, not one that other members had accepted before."""
 
     ballot: Ballot
     parent: int
@@ -111,32 +111,34 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 class HistoryRecord(msgspec.Struct, frozen=True):
-    """What a node has on disk of one history: the last view it used, what it accepted after it."""
+    """A node's record of one history on disk: the last view that the node used, and the proposal
+    that it accepted since."""
 
     view: View
     accepted: Proposal | None = None
 
 
 class StableRecord(msgspec.Struct, frozen=True):
-    """What a node keeps on disk of the control plane. ``installed`` is the highest epoch it ever
-    used; ``histories`` are its newest histories, the newest last."""
+    """A node's record of the control plane on disk. ``installed`` is the highest epoch that the
+    node ever used; ``histories`` are its latest histories, the newest last."""
 
     installed: int = 0
     histories: Annotated[tuple[HistoryRecord, ...], msgspec.Meta(max_length=16)] = ()
     banned: Names = ()
 
 
-# Every 200 ms.
+# Failure detection, every 200 ms.
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """I am here.
+    """The heartbeat of the sender.
 
-    ``echo`` is the newest ``number`` I heard from you, ``held_s`` how long ago; with ``lease`` I
-    agree to no view without you for a while after I heard that. ``links``: the nodes that I have a
-    working link with. ``history`` and ``epoch``: the view I use, ``size`` its number of members;
-    empty without one, and then ``wants`` is the history I would join. ``installed``: the highest
-    epoch I ever used. ``bans``: a checksum of those I know.
+    ``echo`` is the newest ``number`` that the sender received from the receiver, ``held_s`` seconds
+    ago; with ``lease`` the sender accepts no view without the receiver for a while after that.
+    ``links`` are the nodes with a working link to the sender. ``history`` and ``epoch`` are the
+    sender's view, ``size`` its number of members; without a view ``history`` is empty and ``wants``
+    is the history that the sender would join. ``installed`` is the highest epoch that the sender
+    ever used, ``bans`` a checksum of the bans that it knows.
     """
 
     number: int
@@ -155,38 +157,39 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     bans: int = 0
 
 
-# Is it there? Asked through another node.
+# Indirect probes, through another node.
 
 
 class IndirectProbe(msgspec.Struct, frozen=True, tag=True):
-    """Please see whether you can reach ``target``."""
+    """A request to probe ``target``."""
 
     target: Name
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Answer me with Pong, for ``origin``."""
+    """A request for a Pong, on behalf of ``origin``."""
 
     origin: Name
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """I am here, tell ``origin``."""
+    """The answer to a Ping, to be forwarded to ``origin`` as Reached."""
 
     origin: Name
 
 
 class Reached(msgspec.Struct, frozen=True, tag=True):
-    """``target`` answered me."""
+    """The result of a probe: ``target`` answered the sender."""
 
     target: Name
 
 
-# Which view comes next.
+# The decision of the next view, by single-decree Paxos.
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Promise to accept no proposal older than ``ballot`` to follow view ``parent``."""
+    """A request for a promise: to accept no proposal with an older ballot than ``ballot`` as
+    successor of view ``parent``."""
 
     history: Name
     parent: int
@@ -194,8 +197,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Promise(msgspec.Struct, frozen=True, tag=True):
-    """Promised. ``accepted`` is the newest proposal that I have accepted, ``promised_to`` are the
-    proposers that I have given a promise since then."""
+    """The promise for ``ballot``. ``accepted`` is the newest proposal that the sender has accepted,
+    ``promised_to`` are the proposers to which the sender has promised since then."""
 
     ballot: Ballot
     accepted: Proposal | None = None
@@ -203,19 +206,19 @@ class Promise(msgspec.Struct, frozen=True, tag=True):
 
 
 class Propose(msgspec.Struct, frozen=True, tag=True):
-    """Accept ``proposal``."""
+    """A request to accept ``proposal``."""
 
     proposal: Proposal
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """The proposal of ``ballot`` is accepted, and on my disk."""
+    """The sender has accepted the proposal of ``ballot``, and written it to its disk."""
 
     ballot: Ballot
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """Not ``ballot``, for ``reason``. ``promised`` is the newest ballot I know of."""
+    """The sender rejects ``ballot``, for ``reason``. ``promised`` is the newest ballot that it knows."""
 
     ballot: Ballot
     promised: Ballot
@@ -223,24 +226,25 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decided(msgspec.Struct, frozen=True, tag=True):
-    """``view`` is agreed on. A node that is not in it is no member any more."""
+    """``view`` is decided. A node that is not in it is no member any more."""
 
     view: View
 
 
-# Recovery: what a member that ended had accepted.
+# Recovery of the state that an ended member had accepted.
 
 
 class RecoveryRequest(msgspec.Struct, frozen=True, tag=True):
-    """What do you have on disk of ``history``? In my view of ``epoch`` you are a member."""
+    """A request for the receiver's record of ``history``. The receiver is a member in the sender's
+    view of ``epoch``."""
 
     history: Name
     epoch: int
 
 
 class RecoveryReport(msgspec.Struct, frozen=True, tag=True):
-    """All I have of ``history``. I am no member of it (any more, or in this incarnation), and will
-    use no membership in it that dates from ``epoch`` or before."""
+    """The sender's record of ``history``. The sender is no member of it (any more, or in this
+    incarnation), and will not use a membership in it from ``epoch`` or before."""
 
     history: Name
     epoch: int
@@ -248,7 +252,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bans(msgspec.Struct, frozen=True, tag=True):
-    """These nodes are banned."""
+    """The nodes that the sender knows to be banned."""
 
     nodes: Names
 

@@ -1,8 +1,8 @@
-"""What two machines say to each other while one takes the cluster's secret over from the other.
+"""The messages of pairing: a machine of a cluster (host) gives the cluster's secret to a joiner.
 
-The first three messages are unauthenticated, so they have fixed lengths and nothing in them is
-decoded: ``Opening`` (joiner), ``Answer`` (host), ``Proof`` (joiner). All after that is sealed
-under the key both have agreed on. Every message begins with ``MAGIC`` and its kind.
+The first three messages are unauthenticated, so they have fixed lengths and are not decoded:
+``OPENING`` (joiner), ``ANSWER`` (host), ``PROOF`` (joiner). All later messages are sealed under the
+agreed key. Every message begins with a magic number, the version and its kind.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _LENGTHS = {
 
 
 class Newcomer(msgspec.Struct, frozen=True):
-    """What the joiner tells about itself, sealed."""
+    """The joiner's identity, sent sealed."""
 
     node: Annotated[str, msgspec.Meta(max_length=64)]
     name: Name
 
 
 class Handover(msgspec.Struct, frozen=True):
-    """The secret, and who gives it; sealed."""
+    """The cluster's secret, with the identity of the host; sent sealed."""
 
     psk: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     node: Annotated[str, msgspec.Meta(max_length=64)]
@@ -58,13 +58,14 @@ def encode(kind: int, body: bytes = b"") -> bytes:
 
 
 def decode_prefix(prefix: bytes, *kinds: int) -> tuple[int, int]:
-    """Kind and length of the message that follows; ProtocolError unless it is one of ``kinds``."""
+    """The kind and length of the message after ``prefix``; ProtocolError unless the kind is one of
+    ``kinds``."""
     if prefix[:4] != _MAGIC:
-        raise ProtocolError("the other side does not speak potluck's pairing protocol")
+        raise ProtocolError("the other machine does not use potluck's pairing protocol")
     if prefix[4] != VERSION:
         raise ProtocolError(
-            f"the other side pairs by version {prefix[4]}, this one by version {VERSION}: install "
-            "the same potluck on both"
+            f"the other machine has version {prefix[4]} of the pairing protocol, this machine "
+            f"{VERSION}: install the same release of potluck on both"
         )
     kind, length = prefix[5], int.from_bytes(prefix[6:8], "little")
     expected = _LENGTHS.get(kind)

@@ -1,9 +1,9 @@
-"""The messages between agents, after the greeting.
+"""The messages between agents after the greeting.
 
-Each message is a tagged msgpack struct behind a little-endian u32 length of at most ``MAX_MESSAGE``
-(1 MiB), checked before anything is allocated. Messages of the membership protocol are in
-``nodes.py``, about jobs in ``jobs.py``, about machines and links in ``facts.py``. Here are the
-rest: introductions, new secrets, and code packages.
+Each message is a tagged msgpack struct with a little-endian u32 length in front, of at most
+``MAX_MESSAGE`` (1 MiB), which is checked before memory is allocated. Messages of the membership
+protocol are in ``nodes.py``, about jobs in ``jobs.py``, about nodes and links in ``facts.py``. This
+file has introductions, changes of the secret, and code packages.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
 class Introduction(msgspec.Struct, frozen=True, tag=True):
-    """The first message in both directions: in which run of my agent I speak, what people call
-    this machine, where its agent listens, and with which versions its workers would run."""
+    """The first message in both directions: the incarnation (run) of the sending agent, the name of
+    its machine, the port of its listener, and the versions of its workers."""
 
     incarnation: int
     name: Name
@@ -37,7 +37,7 @@ class Introduction(msgspec.Struct, frozen=True, tag=True):
 
 
 class NewSecret(msgspec.Struct, frozen=True, tag=True):
-    """Accept ``psk`` from now on; do not show it yet. Answer with SecretStored."""
+    """An instruction to accept ``psk``, but not to use it yet; answered with SecretStored."""
 
     rotation: Name
     psk: Psk
@@ -47,27 +47,29 @@ class NewSecret(msgspec.Struct, frozen=True, tag=True):
 
 
 class SecretStored(msgspec.Struct, frozen=True, tag=True):
-    """The secret of ``rotation`` is on my disk and accepted; ``error`` if it could not be."""
+    """The answer to NewSecret: the secret is stored and accepted, or could not be, with
+    ``error``."""
 
     rotation: Name
     error: Text = ""
 
 
 class UseSecret(msgspec.Struct, frozen=True, tag=True):
-    """Show the new secret from now on, and accept the old one for the time of grace."""
+    """An instruction to use the new secret from now on, and to accept the old one for a grace
+    period."""
 
     rotation: Name
 
 
 class DropSecret(msgspec.Struct, frozen=True, tag=True):
-    """The rotation was given up: forget its secret."""
+    """The rotation failed; its secret is to be forgotten."""
 
     rotation: Name
 
 
 class PartWanted(msgspec.Struct, frozen=True, tag=True):
-    """Send me a part, from ``offset``, of the file of ``package`` whose SHA-256 is ``file``; of its
-    manifest if ``file`` is empty."""
+    """A request for a part, from ``offset``, of the file of ``package`` with the SHA-256 ``file``;
+    of the package's manifest if ``file`` is empty."""
 
     package: Digest
     file: Annotated[bytes, msgspec.Meta(max_length=32)]
@@ -75,7 +77,8 @@ class PartWanted(msgspec.Struct, frozen=True, tag=True):
 
 
 class PackagePart(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of a manifest (``file`` empty) or a file, from ``offset``; ``size`` is the whole's."""
+    """Bytes of a manifest (``file`` is empty) or a file, from ``offset``; ``size`` is its total
+    size."""
 
     package: Digest
     file: Annotated[bytes, msgspec.Meta(max_length=32)]
@@ -85,7 +88,7 @@ class PackagePart(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotHere(msgspec.Struct, frozen=True, tag=True):
-    """I don't have this package or file."""
+    """The sender does not have this package or file."""
 
     package: Digest
     file: Annotated[bytes, msgspec.Meta(max_length=32)] = b""

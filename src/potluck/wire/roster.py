@@ -1,4 +1,4 @@
-"""The roster: all members of a group, as rank 0 tells them at a rendezvous."""
+"""The roster: the message of rank 0 with all members of a group, at a rendezvous."""
 
 from __future__ import annotations
 

@@ -345,12 +345,12 @@ def test_a_worker_whose_listener_breaks_fails_at_once_instead_of_staying(
     with socket.create_connection(("127.0.0.1", listener.port)):
         failed = agent.hear(control.Failed)
     assert not failed.secondary, "it is the cause, not what follows from another's failure"
-    assert "nobody can link to rank 1" in failed.text
+    assert "no rank can connect to rank 1" in failed.text
     assert "broke (MemoryError: no room)" in failed.text
     assert "start it again" in failed.text
     error = call.result()
     assert type(error) is GroupError, "a lost peer would be answered with another group"
-    with pytest.raises(GroupError, match="nobody can link to rank 1"):
+    with pytest.raises(GroupError, match="no rank can connect to rank 1"):
         backend.form(1, error, WAIT_S)
     communicator.close()
 

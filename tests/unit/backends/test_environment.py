@@ -133,9 +133,9 @@ def test_a_rank_that_is_missing_is_named(port: str) -> None:
         lambda: form(variables(port, 0, 4), 0.5), lambda: form(variables(port, 2, 4), 5.0)
     )
     assert isinstance(zero, OperationTimeout)
-    assert "rank 1, 3 (of 4 ranks) did not call rank 0 in time" in str(zero)
+    assert "rank 1, 3 (of 4 ranks) did not connect to rank 0 at" in str(zero)
     assert isinstance(one, LinkError)
-    assert "did not tell who is in; are all 4 ranks started?" in str(one)
+    assert "did not send the members; are all 4 ranks started?" in str(one)
 
 
 def test_while_ranks_wait_one_of_each_machine_says_for_whom(
@@ -207,7 +207,7 @@ def test_two_processes_with_the_same_rank(port: str) -> None:
     )
     refused = [error for error in results if error is not None]
     assert len(refused) == 1
-    assert "rank 1 has called already from another process" in str(refused[0])
+    assert "another process has already connected as rank 1" in str(refused[0])
 
 
 def test_another_secret_is_refused_and_harms_nobody(port: str) -> None:

@@ -240,7 +240,7 @@ def test_a_word_that_is_no_algorithm_is_refused(ctx: DistributedContext) -> None
 def nccl_on_gloo(rank: int, world_size: int, store: Any) -> Library:
     torch = pytest.importorskip("torch")
     from potluck.backends.torchdist.nccl import Nccl
-    from potluck.backends.torchdist.store import Word
+    from potluck.backends.torchdist.store import ErrorChannel
 
     class OnGloo(Nccl):
         def _connect(self, store: Any) -> Any:
@@ -256,7 +256,7 @@ def nccl_on_gloo(rank: int, world_size: int, store: Any) -> Library:
         def _run(self, start: Callable[[], Any], deadline: float) -> None:
             self._translate(lambda: start().wait())
 
-    class Mute(Word):
+    class Mute(ErrorChannel):
         def __init__(self) -> None:
             self.rank = rank
 

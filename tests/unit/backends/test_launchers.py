@@ -114,7 +114,7 @@ def test_a_launchers_variables_give_a_rank(
         (MPIRUN | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 is not below"),
         (
             MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            "tell all where rank 0 is: mpirun -x MASTER",
+            "give all the address of rank 0: mpirun -x MASTER",
         ),
         (MPICH | {"MPI_LOCALNRANKS": "1"}, "mpirun -genv MASTER_ADDR ADDRESS"),
         (SRUN | {"SLURM_NTASKS": ""}, "SLURM_NTASKS is not set; it must be an integer from 1"),

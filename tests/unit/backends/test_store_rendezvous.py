@@ -57,7 +57,7 @@ def test_a_wait_names_the_missing_rank_and_its_machine_and_goes_on_once_it_comes
     told = ""
     line = (
         "potluck: rank 0 waits for rank 2 on bob (of 3 ranks) to join the process group; rank "
-        "0, 1 came. Are all ranks started, with the same WORLD_SIZE and init_method? ("
+        "0, 1 joined. Are all ranks started, with the same WORLD_SIZE and init_method? ("
     )
     while line not in told:  # the first may name rank 1, too
         told += capfd.readouterr().err

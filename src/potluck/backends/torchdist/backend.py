@@ -1,4 +1,4 @@
-"""``GlooBackend`` and ``NcclBackend``: what they need, and where their ranks meet."""
+"""``GlooBackend`` and ``NcclBackend``: their requirements, and the rendezvous of their ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from potluck.backends.fixed import is_our_world, join_world
 from potluck.backends.launchers import read_launched_rank
 from potluck.backends.library import Library
 from potluck.backends.store_rendezvous import meet
-from potluck.backends.torchdist.store import Word, open_store
+from potluck.backends.torchdist.store import ErrorChannel, open_store
 from potluck.errors import ConfigurationError, GroupError
 from potluck.optional import require
 from potluck.settings import Settings, load_settings
@@ -59,16 +59,16 @@ class _TorchBackend(StaticBackend, ABC):
             timeout_s=timeout_s,
             is_fresh=not launched.uses_agent_store,
         )
-        word = Word(launched, self._store, group.job, timeout_s)
+        errors = ErrorChannel(launched, self._store, group.job, timeout_s)
         try:
-            library = self._make(f"potluck/{group.job}", word, timeout_s)
+            library = self._make(f"potluck/{group.job}", errors, timeout_s)
         except BaseException:
-            word.close()
+            errors.close()
             raise
         return ExternalCommunicator.open(group, library, timeout_s=timeout_s)
 
     @abstractmethod
-    def _make(self, prefix: str, word: Word, timeout_s: float) -> Library:
+    def _make(self, prefix: str, errors: ErrorChannel, timeout_s: float) -> Library:
         """The library's group of all ranks, named ``prefix`` in the store."""
 
     def close(self) -> None:
@@ -76,25 +76,25 @@ class _TorchBackend(StaticBackend, ABC):
 
 
 class GlooBackend(_TorchBackend):
-    """Gloo, torch's library for CPUs. Needs PyTorch, and the variables of a launcher.
+    """The backend of Gloo, torch's library for CPUs. Needs PyTorch and the variables of a launcher.
 
-    MissingDependency or ConfigurationError, with what to do, where it can't be used.
+    MissingDependency without PyTorch, ConfigurationError without the variables.
     """
 
     name = "gloo"
 
-    def _make(self, prefix: str, word: Word, timeout_s: float) -> Library:
+    def _make(self, prefix: str, errors: ErrorChannel, timeout_s: float) -> Library:
         launched = self._launched
         from potluck.backends.torchdist.gloo import Gloo
 
-        return Gloo(self._store, prefix, launched.rank, launched.world_size, word, timeout_s)
+        return Gloo(self._store, prefix, launched.rank, launched.world_size, errors, timeout_s)
 
 
 class NcclBackend(_TorchBackend):
-    """NCCL, NVIDIA's library for CUDA GPUs; this rank uses the GPU of its local rank.
+    """The backend of NCCL, NVIDIA's library for CUDA GPUs. A rank uses the GPU of its local rank.
 
-    Arrays travel in the memory of that GPU: CUDA tensors without a copy, all else through one.
-    ConfigurationError where there is no GPU for this rank.
+    CUDA tensors of that GPU are used in place; other arrays are copied to it. ConfigurationError if
+    there is no GPU for this rank.
     """
 
     name = "nccl"
@@ -119,11 +119,11 @@ class NcclBackend(_TorchBackend):
                 f"{count}; start at most {count} workers on it, or use backend='gloo'"
             )
 
-    def _make(self, prefix: str, word: Word, timeout_s: float) -> Library:
+    def _make(self, prefix: str, errors: ErrorChannel, timeout_s: float) -> Library:
         launched = self._launched
         device = f"cuda:{launched.local_rank}"
         from potluck.backends.torchdist.nccl import Nccl
 
         return Nccl(
-            self._store, prefix, launched.rank, launched.world_size, word, timeout_s, device
+            self._store, prefix, launched.rank, launched.world_size, errors, timeout_s, device
         )

@@ -15,7 +15,7 @@ from potluck.types import ReduceOp
 
 
 class Gloo(TorchLibrary):
-    """One Gloo group. Arrays are in host memory."""
+    """A Gloo group as a ``Library``. Arrays are in host memory."""
 
     name = "gloo"
 
@@ -25,16 +25,16 @@ class Gloo(TorchLibrary):
         options._timeout = timedelta(seconds=self._timeout_s)
         if os.environ.get("GLOO_SOCKET_IFNAME"):
             device = gloo.create_default_device()
-        else:  # the network on which the store was reached, not whatever the host's name means
+        else:  # the network of the store; the host's name may resolve to another
             device = gloo.create_device(hostname=own_address(self._store))
         options._devices = [device]
         return gloo(store, self.rank, self.world_size, options)
 
     def _again(self, prefix: str, rank: int, world_size: int) -> TorchLibrary:
-        return Gloo(self._store, prefix, rank, world_size, self._word, self._timeout_s)
+        return Gloo(self._store, prefix, rank, world_size, self._errors, self._timeout_s)
 
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
-        """Not the least and greatest floats: Gloo loses a NaN."""
+        """See ``Library``. False for MIN and MAX of floats, where Gloo drops NaN."""
         if dtype.name in INTEGERS:
             return op in OPS
         return dtype.name in FLOATS and op in (ReduceOp.SUM, ReduceOp.PRODUCT)

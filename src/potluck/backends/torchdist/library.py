@@ -1,4 +1,4 @@
-"""What Gloo and NCCL have in common: the calls of a c10d process group."""
+"""The calls of a c10d process group, for Gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from potluck.backends.library import ANY_SOURCE, Collective, FlatCall, Library, Waiter
-from potluck.backends.torchdist.store import StoreMessage, Word
+from potluck.backends.torchdist.store import ErrorChannel, StoreMessage
 from potluck.collectives.plan import Operation
 from potluck.engine.arrays.layout import Array
 from potluck.errors import Desync, GroupError, OperationTimeout, PeerLost, PotluckError
@@ -28,16 +28,22 @@ INTEGERS = frozenset({"int8", "uint8", "int32", "int64"})
 
 
 class TorchLibrary(ABC):
-    """What Gloo and NCCL have in common: the calls of a c10d process group.
+    """A c10d process group as a ``Library``, the base of Gloo and NCCL.
 
-    Moves are made on bytes, so that every dtype can be moved.
+    Operations without a reduction use bytes, so that they support every dtype.
     """
 
     name = ""
     device: str | None = None
 
     def __init__(
-        self, store: Any, prefix: str, rank: int, world_size: int, word: Word, timeout_s: float
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        errors: ErrorChannel,
+        timeout_s: float,
     ) -> None:
         import torch
         import torch.distributed as dist
@@ -48,7 +54,7 @@ class TorchLibrary(ABC):
         self._dist = dist
         self._store = store
         self._prefix = prefix
-        self._word = word
+        self._errors = errors
         self._timeout_s = timeout_s
         self._is_part = False
         self.collectives: dict[Operation, Collective] = {
@@ -70,7 +76,7 @@ class TorchLibrary(ABC):
 
     @abstractmethod
     def _again(self, prefix: str, rank: int, world_size: int) -> TorchLibrary:
-        """A group of some of the ranks."""
+        """A new group of this class, for some of the ranks."""
 
     # -- arrays as tensors
 
@@ -86,7 +92,7 @@ class TorchLibrary(ABC):
 
     @abstractmethod
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
-        """Whether the library itself combines this dtype so."""
+        """See ``Library``."""
 
     def _all_reduce(self, call: FlatCall, deadline: float) -> None:
         options = self._options("AllreduceOptions", deadline, reduceOp=self._op(call))
@@ -98,7 +104,7 @@ class TorchLibrary(ABC):
         )
         tensor = self._typed(call.source)
         if call.result is None:
-            tensor = tensor.clone()  # they compute in it
+            tensor = tensor.clone()  # the library uses it as scratch memory
         self._run(lambda: self._group.reduce([tensor], options), deadline)
 
     def _all_gather(self, call: FlatCall, deadline: float) -> None:
@@ -163,7 +169,7 @@ class TorchLibrary(ABC):
 
         return wait
 
-    # -- groups and life
+    # -- groups and lifetime
 
     def split(self, ranks: tuple[int, ...], number: int, deadline: float) -> Library | None:
         if self.rank not in ranks:
@@ -173,21 +179,21 @@ class TorchLibrary(ABC):
         return part
 
     def listen(self, on_error: Callable[[PotluckError], None]) -> None:
-        self._word.listen(on_error)
+        self._errors.listen(on_error)
 
     def tell(self, error: PotluckError) -> None:
-        self._word.tell(StoreMessage("error", self._word.rank, str(error)))
+        self._errors.tell(StoreMessage("error", self._errors.rank, str(error)))
 
     def close(self, is_orderly: bool) -> None:
         self._group = None
         if not self._is_part:
-            self._word.close()
+            self._errors.close()
         self._store = None
 
     # -- inside
 
     def _rows(self, array: Array | None) -> list[list[Any]]:
-        """All ranks' parts, as torch takes them; an empty list where this rank has none."""
+        """All ranks' parts in torch's form; an empty list if this rank has none."""
         return [] if array is None else [list(self._bytes(array).reshape(self.world_size, -1))]
 
     def _op(self, call: FlatCall) -> Any:
@@ -204,25 +210,26 @@ class TorchLibrary(ABC):
         self._translate(lambda: start().wait())
 
     def _translate(self, call: Callable[[], Any]) -> Any:
-        """Errors of theirs as errors of ours. All of theirs end the group."""
+        """Call ``call``, and convert errors of torch to GroupErrors."""
         try:
             return call()
         except PotluckError:
             raise
         except RuntimeError as error:
             text = str(error).splitlines()[0].rpartition("] ")[2].replace(" GLHF! 🏖️", "")
-            kind = next((kind for word, kind in _MEANINGS if word in str(error)), GroupError)
+            kind = next((kind for sign, kind in _MEANINGS if sign in str(error)), GroupError)
             if kind is PeerLost:
                 raise self._lost(text) from error
             raise kind(f"{self.name} says: {text}") from error
 
     def _lost(self, text: str) -> PeerLost:
-        """Who it is, if the store can still tell; and then all others hear it too."""
-        rank = self._word.find_lost()
+        """The error for a lost connection. The lost rank is determined through the store, if that
+        is available, and sent to all ranks."""
+        rank = self._errors.find_lost()
         if rank < 0:
             return PeerLost(f"{self.name} says: {text}")
         text = f"lost rank {rank}; {self.name} says: {text}"
-        self._word.tell(StoreMessage("lost", rank, text))
+        self._errors.tell(StoreMessage("lost", rank, text))
         return PeerLost(text, rank=rank, certain=True)
 
 
@@ -241,5 +248,5 @@ _MEANINGS: tuple[tuple[str, type[GroupError]], ...] = (
 
 
 def left(deadline: float) -> timedelta:
-    """What is left until then; zero would mean for ever."""
+    """The time until ``deadline``, at least 1 ms: zero would mean no limit."""
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))

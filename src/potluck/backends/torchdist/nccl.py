@@ -1,4 +1,4 @@
-"""NCCL, NVIDIA's library for CUDA GPUs. Not run by our tests where there is no GPU."""
+"""NCCL, NVIDIA's library for CUDA GPUs. Tests run it only where there is a GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from potluck.backends.library import ANY_SOURCE, FlatCall
 from potluck.backends.torchdist.library import FLOATS, INTEGERS, OPS, TorchLibrary, left
-from potluck.backends.torchdist.store import Word
+from potluck.backends.torchdist.store import ErrorChannel
 from potluck.collectives.plan import Operation
 from potluck.engine.arrays.layout import Array
 from potluck.types import ReduceOp
 
 
 class Nccl(TorchLibrary):
-    """One NCCL group. Arrays are tensors on this rank's GPU."""
+    """An NCCL group as a ``Library``. Arrays are tensors on this rank's GPU."""
 
     name = "nccl"
 
@@ -26,14 +26,14 @@ class Nccl(TorchLibrary):
         prefix: str,
         rank: int,
         world_size: int,
-        word: Word,
+        errors: ErrorChannel,
         timeout_s: float,
         device: str,
     ) -> None:
         self.device = device
-        # A wait that raises, instead of a watchdog that ends the process.
+        # So that a wait raises, instead of the watchdog ending the process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-        super().__init__(store, prefix, rank, world_size, word, timeout_s)
+        super().__init__(store, prefix, rank, world_size, errors, timeout_s)
         self.collectives[Operation.REDUCE_SCATTER] = self._reduce_scatter
 
     def _connect(self, store: Any) -> Any:
@@ -45,7 +45,9 @@ class Nccl(TorchLibrary):
 
     def _again(self, prefix: str, rank: int, world_size: int) -> TorchLibrary:
         assert self.device is not None
-        return Nccl(self._store, prefix, rank, world_size, self._word, self._timeout_s, self.device)
+        return Nccl(
+            self._store, prefix, rank, world_size, self._errors, self._timeout_s, self.device
+        )
 
     def can_reduce(self, op: ReduceOp, dtype: Any) -> bool:
         name = str(dtype).removeprefix("torch.")
@@ -81,7 +83,7 @@ class Nccl(TorchLibrary):
 
     def _run(self, start: Callable[[], Any], deadline: float) -> None:
         def call() -> None:
-            self._torch.cuda.set_device(self.device)  # each thread has its own
+            self._torch.cuda.set_device(self.device)  # a setting of the thread
             start().wait(left(deadline))
             self._torch.cuda.current_stream(self.device).synchronize()
 

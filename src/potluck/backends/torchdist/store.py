@@ -1,4 +1,4 @@
-"""The store in which ranks meet, and through which they tell why a group ends."""
+"""torch's TCPStore as the rendezvous of ranks, and as the channel for errors that end a group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROLL_CALL_S = 0.4
 
 
 def open_store(launched: LaunchedRank, timeout_s: float, *, is_client: bool = False) -> Any:
-    """torch's TCPStore at the world's address; rank 0 hosts it, unless torchrun does.
+    """Open torch's TCPStore at the world's address. Rank 0 serves it, or torchrun.
 
     ConfigurationError if the port is taken, LinkError if no process listens there.
     """
@@ -32,7 +32,7 @@ def open_store(launched: LaunchedRank, timeout_s: float, *, is_client: bool = Fa
 
     is_host = launched.rank == 0 and not launched.uses_agent_store and not is_client
     options: dict[str, Any] = {}
-    if is_host:  # a port that is taken is our error then, and torch has opened nothing
+    if is_host:  # binding the port here gives a clear error if it is taken
         with taking_master_port(launched.port):
             options["master_listen_fd"] = listening_socket("", launched.port).detach()
     address = f"{launched.host}:{launched.port}"
@@ -59,10 +59,10 @@ def open_store(launched: LaunchedRank, timeout_s: float, *, is_client: bool = Fa
 
 
 class StoreMessage(msgspec.Struct):
-    """What one rank tells another through the store.
+    """A message from one rank to another through the store.
 
-    ``kind`` is ``error`` (this rank's own code failed), ``lost`` (``rank`` is gone), ``roll`` (say
-    that you are there) or ``end`` (to oneself: stop listening).
+    ``kind`` is ``error`` (the sender's script failed), ``lost`` (``rank`` is lost), ``roll`` (a
+    request to confirm that the receiver runs) or ``end`` (from a rank to itself: stop listening).
     """
 
     kind: str
@@ -70,37 +70,37 @@ class StoreMessage(msgspec.Struct):
     text: str = ""
 
 
-class Word:
-    """Words between the ranks about the end of their group: each listens on a thread.
+class ErrorChannel:
+    """Messages between the ranks about the end of their group; each rank listens on a thread.
 
-    When the store is gone no words arrive; the links then show which rank is lost.
+    When the store has ended, no messages arrive; the library's links then show the lost rank.
     """
 
     def __init__(self, launched: LaunchedRank, store: Any, job: str, timeout_s: float) -> None:
         self.rank = launched.rank
         self._launched = launched
         self._store = store
-        self._prefix = f"{job}/word"
+        self._prefix = f"{job}/errors"
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def listen(self, on_error: Callable[[PotluckError], None]) -> None:
-        """Begin to listen; ``on_error`` is called with what ends the group."""
-        # Waiting keeps a connection busy, so this one is not the store's that others use.
-        ear = open_store(self._launched, self._timeout_s, is_client=True)
+        """Start listening; ``on_error(error)`` is called with an error that ends the group."""
+        # A wait occupies a connection, so the listener has one of its own.
+        client = open_store(self._launched, self._timeout_s, is_client=True)
         mine = f"{self._prefix}/{self._launched.rank}"
 
         def run() -> None:
             for number in itertools.count(1):
                 try:
-                    ear.wait([f"{mine}/{number}"], timedelta(days=365))
-                    said = msgspec.json.decode(ear.get(f"{mine}/{number}"), type=StoreMessage)
+                    client.wait([f"{mine}/{number}"], timedelta(days=365))
+                    said = msgspec.json.decode(client.get(f"{mine}/{number}"), type=StoreMessage)
                     if said.kind == "roll":
-                        ear.set(f"{mine}/here", "1")
+                        client.set(f"{mine}/here", "1")
                 except RuntimeError:
                     return
-                except msgspec.MsgspecError:  # no word of ours
+                except msgspec.MsgspecError:  # no valid message
                     continue
                 if said.kind == "end":
                     return
@@ -110,19 +110,19 @@ class Word:
                     on_error(RemoteError(said.text, rank=said.rank))
 
         def broken(error: BaseException) -> None:
-            on_error(GroupError(f"the thread that hears of lost ranks broke ({why(error)})"))
+            on_error(GroupError(f"the thread that listens for lost ranks broke ({why(error)})"))
 
-        self._thread = start_thread(run, name="potluck-word", on_broken=broken)
+        self._thread = start_thread(run, name="potluck-errors", on_broken=broken)
 
     def tell(self, said: StoreMessage) -> None:
-        """Tell all other ranks, as far as the store is there."""
+        """Send ``said`` to all other ranks, if the store is available."""
         with contextlib.suppress(RuntimeError):
             for rank in range(self._launched.world_size):
                 if rank != self._launched.rank:
                     self._say(rank, said)
 
     def find_lost(self) -> int:
-        """Ask all ranks whether they are there; the first that does not answer, -1 if all do."""
+        """The first rank that does not confirm that it runs; -1 if all do."""
         others = [rank for rank in range(self._launched.world_size) if rank != self._launched.rank]
         keys = {rank: f"{self._prefix}/{rank}/here" for rank in others}
         deadline = time.monotonic() + _ROLL_CALL_S
@@ -136,7 +136,7 @@ class Word:
                     continue
                 if not self._store.check([key]):
                     return rank
-        except RuntimeError:  # the store is gone, and with it its host
+        except RuntimeError:  # the store has ended, and so has the process that served it
             return -1 if self._launched.uses_agent_store else 0
         return -1
 

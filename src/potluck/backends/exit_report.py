@@ -1,4 +1,4 @@
-"""What a worker tells its agent when its script ends: that it finished, or that its code raised."""
+"""The exit report of a worker: it tells its agent that it finished, or that its script raised."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _SIGNS_OF_A_LOSS = (
     "nccl communicator was aborted",
     "socket timeout",
 )
-"""In the texts of other libraries, which raise RuntimeError for everything."""
+"""Parts of the texts of RuntimeErrors by which other libraries report a lost connection."""
 
 
-class LastWords:
-    """Prints an uncaught exception as ever, then tells the agent; or tells it, at exit, that the
-    worker has finished. ``describe`` says which worker fails; ``follows`` whether an error follows
-    from another worker's loss; ``gives_up`` whether the script could have gone on after
-    that loss and does not; ``on_failure`` is called after the agent was told of an error that does
-    not follow."""
+class ExitReport:
+    """Reports the end of this worker's script to the agent, from an exception hook and at exit.
+
+    ``describe()`` names the worker. ``follows(error)`` says whether an error is the consequence of
+    another worker's loss, and ``gives_up(error)`` whether the script could have gone on after that
+    loss. ``on_failure(error)`` is called after the report of an error that is no such consequence.
+    """
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class LastWords:
         on_failure: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         self.has_failed = False
-        """Set it if something else than an exception has failed: then nothing more is said."""
+        """Whether a failure was reported. May be set by the owner; then no report follows."""
         self._talk = talk
         self._describe = describe
         self._follows = follows
@@ -68,7 +69,8 @@ class LastWords:
             self._on_failure(error)
 
     def end(self, *, is_finished: bool) -> None:
-        """Tell the agent that this worker ``is_finished``, and end the link."""
+        """Report that this worker has finished, if ``is_finished``, and end the link to the
+        agent."""
         if is_finished and not self.has_failed:
             self._talk.finish()
         self._talk.end()
@@ -77,13 +79,13 @@ class LastWords:
 
 
 def is_group_error(error: BaseException) -> bool:
-    """Whether one of potluck's own calls failed because of another rank."""
+    """Whether a call of potluck failed because of another rank."""
     return isinstance(error, GroupError) and not isinstance(error, Desync)
 
 
 def may_follow_from_a_loss(error: BaseException) -> bool:
-    """Whether ``error``, or what it was raised for, is of a connection to another rank: potluck's,
-    torch's, or of a library behind them. A script's own mistake is none of these."""
+    """Whether ``error`` or one of its causes is about a connection to another rank, of potluck, of
+    torch or of a library behind them. Mistakes of the script are not."""
     return any(_is_of_a_connection(each) for each in _chain(error))
 
 
