@@ -124,7 +124,7 @@ DDP = {
     "process_group": f"ctx=, a context: {_INIT}",
     "world": f"ctx=, a context: {_INIT}",
 }
-"""Arguments of other libraries' callables: the constants above are by potluck's callable."""
+"""``INIT``, ``CONTEXT``, ``SAMPLER`` and ``DDP`` have hints for arguments of these callables."""
 
 
 def of_object(thing: object, name: str) -> str:

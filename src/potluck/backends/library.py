@@ -85,7 +85,7 @@ def exchange(library: Library, operation: Operation, call: FlatCall, deadline: f
     """Carry out a reduction that the library lacks: exchange bytes, combine them in rank order.
 
     Cost: each rank sends ``(w - 1) / w`` times the array's bytes for a reduce_scatter, twice that
-    for an all_reduce or a reduce.
+    for an all_reduce; for a reduce the array's bytes.
     """
     source, result = call.source, call.result
     assert source is not None

@@ -218,7 +218,8 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """The sender rejects ``ballot``, for ``reason``. ``promised`` is the newest ballot that it knows."""
+    """The rejection of ``ballot``, for ``reason``. ``promised`` is the newest ballot that the sender
+    knows."""
 
     ballot: Ballot
     promised: Ballot
