@@ -218,8 +218,8 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """The rejection of ``ballot``, for ``reason``. ``promised`` is the newest ballot that the sender
-    knows."""
+    """The rejection of ``ballot``, for ``reason``. ``promised`` is the newest ballot that the
+    sender knows."""
 
     ballot: Ballot
     promised: Ballot
