@@ -23,7 +23,7 @@ from potluck.backends.discovery_situations import First, Next, Situation
 from potluck.backends.rendezvous import Rendezvous
 from potluck.backends.tcp import TcpBase
 from potluck.cluster.discovery.advert import new_instance
-from potluck.cluster.discovery.everywhere import all_finders
+from potluck.cluster.discovery.configured import all_finders
 from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.topology import measure
 from potluck.engine.communicator import Communicator

@@ -13,7 +13,7 @@ from potluck.backends.discovery_peers import FORMED, KnownPeers
 from potluck.background import start_thread, stop
 from potluck.cluster.discovery.advert import INSTANCE_BYTES, Hint, Presence
 from potluck.cluster.discovery.caller import HintCaller
-from potluck.cluster.discovery.finder import Finder, looking_around
+from potluck.cluster.discovery.finder import Finder, running_finders
 from potluck.errors import LinkError, PotluckError, Refused, WrongSecret
 from potluck.transport import aio
 from potluck.transport.blocking import send_all
@@ -131,7 +131,7 @@ class Search:
         caller = self._calling = asyncio.create_task(self._calls.run())
         over = asyncio.create_task(self._over.wait())
         try:
-            async with looking_around(self._finders, self._presence, self._heard):
+            async with running_finders(self._finders, self._presence, self._heard):
                 await asyncio.wait([caller, over], return_when=asyncio.FIRST_COMPLETED)
                 if caller.cancelled():
                     await over

@@ -177,10 +177,10 @@ def _meet(library: _Mpi, deadline: float) -> Group:
     mine = np.zeros(_NAME_BYTES + 4, dtype=np.uint8)
     name = library.state.mpi.Get_processor_name().encode()[:_NAME_BYTES]
     mine[: len(name)] = np.frombuffer(name, dtype=np.uint8)
-    everyone = np.zeros((library.world_size, len(mine)), dtype=np.uint8)
+    gathered = np.zeros((library.world_size, len(mine)), dtype=np.uint8)
     gather = library.collectives[Operation.ALL_GATHER]
-    gather(FlatCall(mine, everyone.reshape(-1)), deadline)
-    nodes = [row[:_NAME_BYTES].tobytes().rstrip(b"\0").decode() for row in everyone]
+    gather(FlatCall(mine, gathered.reshape(-1)), deadline)
+    nodes = [row[:_NAME_BYTES].tobytes().rstrip(b"\0").decode() for row in gathered]
     members = tuple(
         Member(str(rank), node=node, local_rank=nodes[:rank].count(node))
         for rank, node in enumerate(nodes)

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ def compare(
             for operation, nbytes in plan.cases:
                 case = operation, world_size, nbytes
                 measuring = _Row(plan, case, started, left_out, placement or Here())
-                row = measuring.run(partial(_report_part, report, len(rows), total))
+                row = measuring.run(lambda text, part: report(text, (len(rows) + part) / total))
                 rows.append(row)
                 on_row(row)
             for crew in started:
@@ -97,10 +96,6 @@ def compare(
         "left_out": left_out,
         "rows": rows,
     }
-
-
-def _report_part(report: Report, done: int, total: int, text: str, part: float) -> None:
-    report(text, (done + part) / total)
 
 
 @contextlib.contextmanager

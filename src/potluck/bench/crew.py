@@ -97,11 +97,11 @@ class Crew:
             mine: dict[str, Any] = {"answers": do()}
         except BenchError as error:
             mine = {"failed": str(error)}
-        everyone = self._place.exchange(mine)
-        for found in everyone:
+        gathered = self._place.exchange(mine)
+        for found in gathered:
             if "failed" in found:
                 raise BenchError(found["failed"])
-        return [answer for found in everyone for answer in found["answers"]]
+        return [answer for found in gathered for answer in found["answers"]]
 
     def ask_one(self, rank: int, do: str, **details: Any) -> dict[str, Any]:
         """Give one rank of this machine a task that is no collective; its answer."""

@@ -102,7 +102,7 @@ def _check(settings: Settings, replace: bool) -> None:
 
 
 async def _ask(settings: Settings, text: str, address: str, wait_s: float) -> Handover:
-    from potluck.cluster.discovery.everywhere import all_finders
+    from potluck.cluster.discovery.configured import all_finders
     from potluck.cluster.discovery.static import parse_peers
     from potluck.cluster.trust.identity import load_or_create_identity
     from potluck.cluster.trust.pairing import parse_code

@@ -51,7 +51,7 @@ def pair(
 
 
 async def _wait(settings: Settings, code: Code, minutes: float, port: int, json: bool) -> Newcomer:
-    from potluck.cluster.discovery.everywhere import all_finders
+    from potluck.cluster.discovery.configured import all_finders
     from potluck.cluster.discovery.interfaces import usable_interfaces
     from potluck.cluster.trust.credentials import load_credentials
     from potluck.cluster.trust.pairing_link import hand_over

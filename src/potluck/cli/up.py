@@ -67,7 +67,7 @@ def _say(line: str) -> None:
 
 
 async def _run(settings: Settings) -> None:
-    from potluck.cluster.discovery.everywhere import all_finders
+    from potluck.cluster.discovery.configured import all_finders
     from potluck.cluster.node_agent import NodeAgent
 
     agent = NodeAgent(

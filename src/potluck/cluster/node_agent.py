@@ -16,7 +16,7 @@ from typing import Any
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.discovery.advert import Presence, new_instance
-from potluck.cluster.discovery.finder import Finder, looking_around
+from potluck.cluster.discovery.finder import Finder, running_finders
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.home.private_state import PrivateState
 from potluck.cluster.jobs.dispatcher import JobDispatcher
@@ -101,7 +101,7 @@ class NodeAgent:
             closing = self._connect(state)
             state.listening(self.port)
             presence = Presence(lambda: self.credentials.advert_keys, self.port, new_instance())
-            async with looking_around(self._finders, presence, self.links.heard):
+            async with running_finders(self._finders, presence, self.links.heard):
                 self.plane.start()
                 if self._is_private:
                     self.plane.handle(events.FoundHistory())

@@ -1,6 +1,6 @@
-"""How nodes find each other: by mDNS, by a multicast beacon, or by written addresses.
+"""Discovery: nodes find each other by mDNS, by a multicast beacon, or by configured addresses.
 
-Each way is a ``Finder``, and any of them alone is enough. A finder gives hints: a hint is an
-address worth calling, and proves nothing. Which node answers there is known only after the TLS
-handshake.
+Each of the three is a ``Finder``, and each alone is enough. A finder gives hints: a hint is an
+address at which a node may listen, and is not trusted. The TLS handshake proves the identity of the
+node that answers.
 """

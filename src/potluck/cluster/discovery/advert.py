@@ -1,9 +1,10 @@
-"""The advert: what a node tells the network about itself (version, port, a random id, a tag). Pure.
+"""Adverts: the information that a node sends to its network (version, port, a random id, a tag).
+Pure.
 
 The tag is an HMAC under a key that only members of the cluster can derive, so adverts of other
 clusters and forged adverts are dropped without a connection. An advert that is replayed from
-another address makes a hint that leads nowhere. An advert has no name of a host, node or cluster:
-the id is new at each start, and two tags of one cluster have nothing in common.
+another address makes a hint without a node behind it. An advert has no name of a host, node or
+cluster: the id is new at each start, and two tags of one cluster have nothing in common.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Advert:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """An address worth calling. ``instance`` (hex) is empty if the address came from no advert."""
+    """An address at which a node may listen. ``source`` is the name of the finder; ``instance``
+    (hex) is empty if the address is not from an advert."""
 
     host: str
     port: int
@@ -49,10 +51,11 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What this process advertises, and which adverts of others it recognises.
+    """The adverts that this process sends, and the keys by which it recognises others.
 
-    ``keys()`` gives the keys of tags (32 bytes each): the first is for this process's adverts, and
-    adverts under any of them are recognised. With ``port`` 0 the process only looks for others.
+    ``keys()`` returns the keys of tags (32 bytes each): the first is used for this process's
+    adverts, and adverts under any of them are recognised. With ``port`` 0 the process sends no
+    adverts.
     """
 
     keys: Callable[[], Sequence[bytes]]
@@ -64,7 +67,8 @@ class Presence:
         return make_advert(self.keys()[0], self.port, self.instance)
 
     def recognises(self, advert: Advert) -> bool:
-        """Whether another process that holds one of the keys made this advert. About 5 us."""
+        """Whether this advert was made by another process that holds one of the keys. Takes about
+        5 us."""
         if advert.version != ADVERT_VERSION or not advert.port or advert.instance == self.instance:
             return False
         signed = _SIGNED.pack(advert.version, advert.port, advert.instance)
@@ -83,12 +87,12 @@ def make_advert(key: bytes, port: int, instance: bytes) -> Advert:
 
 
 def encode_beacon(advert: Advert) -> bytes:
-    """The 40 bytes of a beacon's datagram."""
+    """The datagram of a beacon, 40 bytes."""
     return _BEACON.pack(_MAGIC, advert.version, advert.port, advert.instance, advert.tag)
 
 
 def decode_beacon(data: bytes) -> Advert | None:
-    """The advert in a datagram, None for anything else. The tag is not checked here."""
+    """The advert in a datagram; None if the datagram is no beacon. Does not check the tag."""
     if len(data) != BEACON_BYTES:
         return None
     magic, version, port, instance, tag = _BEACON.unpack(data)

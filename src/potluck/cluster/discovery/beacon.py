@@ -1,8 +1,9 @@
 """The beacon: an advert of 40 bytes, sent by UDP multicast on every interface, IPv4 and IPv6.
 
-It works where mDNS is filtered, or its port is taken by another program. A node sends a few beacons
-quickly at its start, then one every ``INTERVAL_S``, and one soon after it has heard a new node, so
-that the new node need not wait. Packets have a hop limit of 1: they never leave their network.
+It works if mDNS is filtered, or if another program uses the port of mDNS. A node sends a few
+beacons quickly at its start, then one every ``INTERVAL_S``, and one soon after it has received the
+beacon of a new node, so that the new node need not wait. Packets have a hop limit of 1: they never
+leave their network.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
 from potluck.transport.rate import RateLimitedLog
 
 GROUP4 = "239.255.52.15"
-"""An address of the block for use within a site (RFC 2365)."""
+"""An IPv4 multicast address with site scope (RFC 2365)."""
 GROUP6 = "ff12::706c:636b"
-"""A transient group of the link (RFC 4291, 2.7)."""
+"""A transient IPv6 multicast address with link scope (RFC 4291, 2.7)."""
 INTERVAL_S = 2.0
 
 _FIRST_PAUSES_S = (0.1, 0.3, 0.6, 1.0)
@@ -45,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Beacon:
-    """A Finder on UDP ``port``, the same on all nodes."""
+    """A Finder by beacons on UDP ``port``, which must be equal on all nodes."""
 
     name = "beacon"
 
@@ -77,19 +78,19 @@ class Beacon:
         while True:
             self._soon.clear()
             try:
-                self._look_around()
+                self._join_groups()
                 if self._presence.port:
                     self._send(encode_beacon(self._presence.advert()))
-            except Exception as error:  # whatever fails here, the other finders go on
+            except Exception as error:  # must not end the other finders
                 self._complain.warning(f"the beacon does not work at the moment: {why(error)}")
             pause = next(pauses, INTERVAL_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._soon.wait()
-                    await asyncio.sleep(_ANSWER_S)  # one answer for all nodes heard meanwhile
+                    await asyncio.sleep(_ANSWER_S)  # one beacon answers all nodes of this time
 
-    def _look_around(self) -> None:
-        """Open missing sockets and join the groups on new interfaces: interfaces come and go."""
+    def _join_groups(self) -> None:
+        """Open missing sockets, and join the multicast groups on new interfaces."""
         self._present = self._interfaces()
         for family in (socket.AF_INET, socket.AF_INET6):
             if family not in self._sockets:
@@ -109,7 +110,7 @@ class Beacon:
         sock = socket.socket(family, socket.SOCK_DGRAM)
         try:
             sock.setblocking(False)
-            # Several nodes may live on one machine: each gets every multicast datagram.
+            # Several nodes on one machine share the port: each gets every multicast datagram.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if sys.platform != "linux" and hasattr(socket, "SO_REUSEPORT"):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -139,7 +140,7 @@ class Beacon:
                 member = socket.inet_pton(family, GROUP6) + struct.pack("@I", index)
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, member)
         except OSError as error:
-            # In use: another address of the same interface has joined already.
+            # EADDRINUSE: another address of the same interface has already joined.
             return error.errno == errno.EADDRINUSE
         return True
 
@@ -162,13 +163,13 @@ class Beacon:
                     _log.debug("no beacon on %s: %s", interface.name, error)
 
     def _hear(self, sock: socket.socket) -> None:
-        """Read a bounded number of datagrams: a flood must not keep the loop from other work."""
+        """Read at most ``_BURST`` datagrams, so that a flood does not block the event loop."""
         for _ in range(_BURST):
             try:
                 data, address = sock.recvfrom(BEACON_BYTES + 1)
             except BlockingIOError:
                 return
-            except OSError as error:  # the interface went away
+            except OSError as error:  # the interface is down
                 _log.debug("beacon: %s", error)
                 return
             advert = decode_beacon(data)
@@ -195,7 +196,7 @@ _NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV | socket.NI_DGRAM
 
 
 def _places(interface: Interface) -> list[tuple[socket.AddressFamily, str]]:
-    """Where to send on an interface: once in each of its IPv4 networks, and once by IPv6."""
+    """The source addresses for an interface: one in each of its IPv4 networks, and one of IPv6."""
     places = [(socket.AF_INET, address) for address in interface.ipv4]
     local = [each for each in interface.ipv6 if ipaddress.ip_address(each).is_link_local]
     if local or interface.ipv6:

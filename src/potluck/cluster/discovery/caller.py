@@ -1,4 +1,5 @@
-"""The caller of hints: calls each address when it is due, and at most ``_MAX_CALLS`` at once."""
+"""The caller of hints: connects to each address when it is due, to ``_MAX_CALLS`` at the same
+time."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Call = Coroutine[Any, Any, None]
 
 
 class HintCaller:
-    """Runs ``call(hint)`` for the hints that are due in ``book``. ``call`` tells the book whether
-    the node was reached. Code that changes the book must ``wake`` the caller."""
+    """Runs ``call(hint)`` for the hints that are due in ``book``. ``call`` must report its outcome
+    to the book. Code that changes the book must ``wake`` the caller."""
 
     def __init__(self, call: Callable[[Hint], Call]) -> None:
         self.book = HintBook()
@@ -27,20 +28,20 @@ class HintCaller:
         self._changed = asyncio.Event()
 
     def heard(self, hint: Hint) -> None:
-        """A finder found ``hint``."""
+        """Add a hint of a finder."""
         self.book.heard(hint, asyncio.get_running_loop().time())
         self.wake()
 
     def wake(self) -> None:
-        """Look again which hints are due."""
+        """Check again which hints are due."""
         self._changed.set()
 
     def start(self, call: Call) -> None:
-        """Run ``call`` at once, counted among the calls under way."""
+        """Run ``call`` immediately; it counts as one of the unfinished calls."""
         self._calls.start(call).add_done_callback(lambda _: self.wake())
 
     async def run(self) -> None:
-        """Call until cancelled; then end the calls under way."""
+        """Run calls until cancelled; then cancel the unfinished calls."""
         loop = asyncio.get_running_loop()
         try:
             while True:

@@ -1,4 +1,4 @@
-"""``Finder``: the interface of each way to find peers."""
+"""``Finder``: the interface of the ways to find peers."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from typing import Protocol
 from potluck.cluster.discovery.advert import Hint, Presence
 
 OnHint = Callable[[Hint], None]
-"""Called in the loop, again and again for the same address; must not block."""
+"""``on_hint(hint)`` is called in the event loop, repeatedly for the same address. Must not
+block."""
 
 
 class Finder(Protocol):
-    """One way to find peers and be found, in one asyncio loop, from ``start`` to ``close``."""
+    """A way to find peers and be found, in an asyncio loop, from ``start`` to ``close``."""
 
     @property
     def name(self) -> str:
-        """``mdns``, ``beacon`` or ``static``: the ``source`` of its hints."""
+        """The ``source`` of its hints: ``mdns``, ``beacon`` or ``static``."""
 
     async def start(self, presence: Presence, on_hint: OnHint) -> None:
-        """Advertise ``presence`` and report the hints of other nodes, until close().
+        """Advertise ``presence`` and report hints about other nodes, until ``close``.
 
-        A network that does not work at the moment (no interface is up, a port is taken) is no
-        error: it is tried again.
+        If the network does not work (no interface is up, a port is taken), it tries again, without
+        an error.
         """
 
     async def close(self) -> None:
-        """Withdraw the advert where the protocol can, and release everything. Idempotent."""
+        """Withdraw the advert, if the protocol can, and release all resources. Idempotent."""
 
 
 @contextlib.asynccontextmanager
-async def looking_around(
+async def running_finders(
     finders: Sequence[Finder], presence: Presence, on_hint: OnHint
 ) -> AsyncIterator[None]:
-    """All ``finders`` at work while the body runs."""
+    """Run ``finders`` while the body runs."""
     try:
         for finder in finders:
             await finder.start(presence, on_hint)

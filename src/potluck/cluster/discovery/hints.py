@@ -1,12 +1,11 @@
-"""The hint book: which of the known addresses to call next. Pure; times are seconds of one clock.
+"""The hint book: which of the known addresses to call next. Pure; times are monotonic seconds.
 
-Hints are cheap to forge, so the book is bounded, and an address that has led to a peer is never
-dropped for an address that has not. An address is called at most every ``_FIRST_PAUSE_S``, and less
-and less often while no node answers there; at most every ``_PEER_PAUSE_S`` apart where a peer was
-lately, or is heard again, so that the heal of a cut network is noticed. Of one advertised instance
-at most ``_MAX_PLACES`` addresses are kept. So an attacker that replays a member's advert from many
-addresses crowds out other addresses of that member only, and never the first address that was
-heard.
+Hints are cheap to forge, so the book is bounded, and an address at which a peer was reached is
+never dropped for another address. Calls of an address without an answer have growing pauses, from
+``_FIRST_PAUSE_S`` to ``_MAX_PAUSE_S``, but at most ``_PEER_PAUSE_S`` if a peer was reached there
+lately or advertises the address again, so that the heal of a partition is noticed. At most
+``_MAX_PLACES`` addresses of an advertised instance are kept. So an attacker that replays a member's
+advert from many addresses displaces only other addresses of that member, and never the first one.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ class HintBook:
         return len(self._entries)
 
     def heard(self, hint: Hint, now: float) -> None:
-        """``hint`` was found, maybe not for the first time. Dropped if there is no room for it."""
+        """Add ``hint``, or note that it was found again. It is dropped if the book is full."""
         place = (hint.host, hint.port)
         entry = self._entries.get(place)
         if entry is not None:
             if hint.instance in entry.past:
-                return  # for two minutes mDNS goes on to advertise an agent that was killed
+                return  # mDNS advertises a killed agent for two more minutes
             entry.heard = now
             if hint.instance and entry.hint.instance not in ("", hint.instance):
-                # Another process at a known address: nothing learnt about the old one holds.
+                # Another process has taken over the address, so the old entry is not valid.
                 past = (*entry.past, entry.hint.instance)[-_MAX_PAST:]
                 self._entries[place] = _Entry(hint, now, max(now, entry.due), past=past)
             elif entry.node:
@@ -72,20 +71,20 @@ class HintBook:
             self._entries[place] = _Entry(hint, now, now)
 
     def due(self, now: float) -> list[Hint]:
-        """The addresses to call now; first those that have led to a peer. A called address is not
-        due again before ``reached`` or ``failed``."""
+        """The addresses to call now; first those at which a peer was reached. A called address is
+        not due again before ``reached`` or ``failed``."""
         ready = [entry for entry in self._to_call() if entry.due <= now]
         ready.sort(key=lambda entry: (not entry.node, entry.tried, entry.due))
         return [entry.hint for entry in ready]
 
     def calling(self, hint: Hint) -> None:
-        """``hint`` is being called."""
+        """Note that a call of ``hint`` begins."""
         entry = self._entries.get((hint.host, hint.port))
         if entry is not None:
             entry.calling = entry.tried = True
 
     def reached(self, hint: Hint, node: str, now: float) -> None:
-        """``node`` answered at this address and proved its identity."""
+        """Note that ``node`` answered at this address and proved its identity."""
         entry = self._entries.get((hint.host, hint.port))
         if entry is not None:
             entry.calling = False
@@ -94,7 +93,7 @@ class HintBook:
             entry.due = now + _FIRST_PAUSE_S
 
     def failed(self, hint: Hint, now: float) -> None:
-        """No node of this cluster answered at this address."""
+        """Note that no node of this cluster answered at this address."""
         entry = self._entries.get((hint.host, hint.port))
         if entry is not None:
             entry.calling = False
@@ -104,11 +103,12 @@ class HintBook:
             entry.pause_s = min(2 * entry.pause_s, limit)
 
     def linked(self, node: str) -> None:
-        """There is a link to ``node``: its addresses need no call."""
+        """Note a link to ``node``, whose addresses then need no call."""
         self._linked.add(node)
 
     def unlinked(self, node: str, now: float) -> None:
-        """The link to ``node`` ended: its addresses are due at once, the preferred one first."""
+        """Note the end of the link to ``node``: its addresses are due now, the preferred one
+        first."""
         self._linked.discard(node)
         best = self._preferred.get(node)
         for place, entry in self._entries.items():
@@ -119,7 +119,7 @@ class HintBook:
                     entry.due += _HEAD_START_S
 
     def prefer(self, node: str, hint: Hint) -> None:
-        """When the link to ``node`` is lost, call this address of it first."""
+        """Prefer this address of ``node`` after its link is lost."""
         self._preferred[node] = (hint.host, hint.port)
 
     def places_of(self, node: str) -> list[Hint]:
@@ -127,11 +127,11 @@ class HintBook:
         return [entry.hint for entry in self._entries.values() if entry.node == node]
 
     def next_due(self) -> float | None:
-        """When the next address is due; None if never."""
+        """The time at which the next address is due; None without one."""
         return min((entry.due for entry in self._to_call()), default=None)
 
     def _to_call(self) -> list[_Entry]:
-        """The addresses that are to be called, now or later."""
+        """The entries that are to be called, now or later."""
         return [
             entry
             for entry in self._entries.values()
@@ -145,7 +145,7 @@ class HintBook:
             if hint.instance and entry.hint.instance == hint.instance
         ]
         if len(siblings) >= _MAX_PLACES:
-            # The first address heard is spared: a replay comes after the advert that it repeats.
+            # The first address is kept: a replay comes after the advert that it repeats.
             return self._drop_one(siblings[1:], now)
         if len(self._entries) >= MAX_HINTS:
             return self._drop_one(list(self._entries.values()), now)

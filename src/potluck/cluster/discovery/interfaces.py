@@ -1,4 +1,4 @@
-"""The network interfaces through which peers may be found, read anew at each call."""
+"""The network interfaces of this machine for discovery, read anew at each call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One interface that is up. ``ipv4`` and ``ipv6`` are its addresses, without a scope."""
+    """An interface that is up. ``ipv4`` and ``ipv6`` are its addresses, without a scope."""
 
     name: str
     index: int
@@ -21,7 +21,7 @@ class Interface:
 
 
 def interface_of(host: str) -> str:
-    """The name of the interface that has the address ``host`` (without a scope); empty if none."""
+    """The name of the interface with the address ``host`` (without a scope); empty without one."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == host for each in addresses):
             return str(name)
@@ -31,7 +31,7 @@ def interface_of(host: str) -> str:
 def usable_interfaces(*, loopback: bool = False) -> tuple[Interface, ...]:
     """All interfaces that are up, carry multicast and have an address, by name.
 
-    With the loopback only if ``loopback`` is set. Costs about 0.3 ms.
+    Includes the loopback only if ``loopback`` is set. Takes about 0.3 ms.
     """
     addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     found = []
@@ -41,7 +41,7 @@ def usable_interfaces(*, loopback: bool = False) -> tuple[Interface, ...]:
             continue
         try:
             index = socket.if_nametoindex(name)
-        except OSError:  # the interface went away between the calls
+        except OSError:  # the interface was removed between the calls
             continue
         ipv4 = [each.address for each in addresses[name] if each.family == socket.AF_INET]
         ipv6 = [

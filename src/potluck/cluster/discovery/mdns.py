@@ -1,4 +1,4 @@
-"""Finding nodes by mDNS (RFC 6762, 6763): a service ``_potluck._tcp.local.`` on every usable
+"""The finder by mDNS (RFC 6762, 6763): a service ``_potluck._tcp.local.`` on every usable
 interface.
 
 The service's name is the random instance id, so no host name is published. The records hold the
@@ -36,8 +36,8 @@ _zeroconf_log = logging.getLogger("zeroconf")
 
 
 class Mdns:
-    """A Finder by mDNS. zeroconf is given the interfaces one by one, again whenever they change:
-    its own choice misses some interfaces of a machine with several."""
+    """A Finder by mDNS. zeroconf gets an explicit list of interfaces whenever they change, because
+    its own choice misses some interfaces."""
 
     name = "mdns"
 
@@ -66,21 +66,21 @@ class Mdns:
         if self._browser is not None:
             await self._browser.async_cancel()
         if self._zeroconf is not None:
-            await self._zeroconf.async_close()  # says goodbye
+            await self._zeroconf.async_close()  # withdraws the advert
         self._browser = self._zeroconf = None
 
     async def _run(self) -> None:
         while True:
             try:
-                await self._look_around()
-            except Exception as error:  # whatever fails here, the other finders go on
+                await self._update()
+            except Exception as error:  # must not end the other finders
                 self._complain.warning(f"mDNS does not work at the moment: {error}")
             for hints in list(self._known.values()):
                 for hint in hints:
                     self._on_hint(hint)
             await asyncio.sleep(INTERVAL_S)
 
-    async def _look_around(self) -> None:
+    async def _update(self) -> None:
         interfaces = self._interfaces()
         # zeroconf names IPv4 networks by an address and IPv6 links by the interface's index.
         places: list[Any] = [each for i in interfaces for each in i.ipv4]
@@ -117,7 +117,7 @@ class Mdns:
             other_ttl=_TTL_S,
         )
         if self._info is None:
-            # The name is random, so no other node has it: no need to probe for conflicts first.
+            # The name is random and so unique: no probe for conflicts is needed.
             await zeroconf.async_register_service(info, cooperating_responders=True)
         else:
             await zeroconf.async_update_service(info)

@@ -1,4 +1,4 @@
-"""Finding nodes by written addresses (``POTLUCK_PEERS``), for networks without multicast."""
+"""The finder by configured addresses (``POTLUCK_PEERS``), for networks without multicast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StaticPeers:
     """A Finder whose hints are ``peers``. Names are resolved again every ``INTERVAL_S``, since
     their addresses may change.
 
-    It does not make this node known to others: of two nodes, one must have the other in its list.
+    It does not advertise this node: of two nodes, one must have the other in its list.
     """
 
     name = "static"
@@ -61,9 +61,9 @@ class StaticPeers:
 
 
 def parse_peers(text: str, default_port: int) -> tuple[tuple[str, int], ...]:
-    """``"attic, 192.168.1.20:52415, [fd00::2]:52415"`` as pairs of host and port.
+    """The pairs of host and port in ``"attic, 192.168.1.20:52415, [fd00::2]:52415"``.
 
-    ConfigurationError if a part can't be read or there are more than ``MAX_PEERS``.
+    ConfigurationError for an invalid address, and for more than ``MAX_PEERS``.
     """
     peers = []
     for part in filter(None, (each.strip() for each in text.split(","))):
@@ -87,6 +87,6 @@ def parse_peers(text: str, default_port: int) -> tuple[tuple[str, int], ...]:
 
 def _unreadable(part: str) -> ConfigurationError:
     return ConfigurationError(
-        f"POTLUCK_PEERS: {part!r} is no address; write host, host:port or [ipv6]:port, several "
-        "with ',' between: POTLUCK_PEERS=192.168.1.20,attic.local:52415"
+        f"POTLUCK_PEERS: {part!r} is no address; write host, host:port or [ipv6]:port, separated "
+        "by commas: POTLUCK_PEERS=192.168.1.20,attic.local:52415"
     )

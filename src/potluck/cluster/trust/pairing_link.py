@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from potluck.background import start_task, stop, why
 from potluck.cluster.discovery.advert import Hint, Presence, new_instance
-from potluck.cluster.discovery.finder import Finder, looking_around
+from potluck.cluster.discovery.finder import Finder, running_finders
 from potluck.cluster.trust.pairing import Code, Exchange, Sealing
 from potluck.errors import LinkError, PotluckError, ProtocolError, WrongCode
 from potluck.transport.acceptor import LIMITS, Acceptor, Caller, listening_socket
@@ -50,7 +50,7 @@ async def hand_over(
     host = _Host(code, secret, listening_socket("", port))
     presence = Presence(lambda: [code.advert_key], host.port, new_instance())
     try:
-        async with looking_around(finders, presence, lambda hint: None):
+        async with running_finders(finders, presence, lambda hint: None):
             try:
                 on_waiting(host.port)
                 async with asyncio.timeout(expires_s):
@@ -164,7 +164,7 @@ async def take_over(
     search = _Search(code, me)
     presence = Presence(lambda: [code.advert_key], 0, new_instance())
     try:
-        async with looking_around(finders, presence, search.heard), asyncio.timeout(timeout_s):
+        async with running_finders(finders, presence, search.heard), asyncio.timeout(timeout_s):
             return await search.outcome
     except TimeoutError:
         reached = f" ({search.failure})" if search.failure else ""

@@ -1,4 +1,4 @@
-"""The finders that the settings name."""
+"""The finders of the settings."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ WAYS = ("mdns", "beacon", "static")
 
 
 def all_finders(settings: Settings, default_port: int = 0) -> list[Finder]:
-    """The finders that ``settings.discovery`` names; static peers only if ``settings.peers`` has
-    any.
+    """The finders of ``settings.discovery``; static peers only if ``settings.peers`` is not empty.
 
-    ``default_port`` is the port of peers written without one (0: the settings' discovery port).
-    ConfigurationError for an unknown name, or for peers that can't be read.
+    ``default_port`` is the port of peers without a port (0: the settings' discovery port).
+    ConfigurationError for an unknown name, or for invalid peers.
     """
     wanted = [each.strip() for each in settings.discovery.split(",") if each.strip()]
     unknown = [each for each in wanted if each not in WAYS]
     if unknown:
         raise ConfigurationError(
             f"POTLUCK_DISCOVERY={settings.discovery!r}: there is no way {unknown[0]!r}; write one "
-            f"or more of {', '.join(WAYS)} with ',' between"
+            f"or more of {', '.join(WAYS)}, separated by commas"
         )
     peers = parse_peers(settings.peers, default_port or settings.discovery_port)
     found: list[Finder] = []
