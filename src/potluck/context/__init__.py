@@ -1,4 +1,4 @@
-"""What a script holds: ``DistributedContext``, and ``init`` to get one."""
+"""The context of a worker, ``DistributedContext``, and ``init``, which makes it."""
 
 from potluck.context.context import Commit, DistributedContext
 from potluck.context.functions import all_reduce_mean, all_reduce_sum

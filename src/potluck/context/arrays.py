@@ -1,6 +1,7 @@
-"""Between users' arrays and the engine's: NumPy arrays and torch tensors, without copies if we can.
+"""Conversion of users' arrays (NumPy arrays, torch tensors) to the engine's, without copies if
+possible.
 
-torch is never imported here: whoever hands us a tensor has imported it.
+torch is never imported here: a script that passes a tensor has imported it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Array = NDArray[Any]
 class Adapted:
     """A user's array as a C-contiguous NumPy array of the same shape.
 
-    ``array`` shares the user's memory where it is contiguous host memory; otherwise it is a copy,
-    and ``write_back`` puts results where the user will look for them.
+    ``array`` shares the user's memory if that is contiguous host memory; otherwise it is a copy,
+    and ``write_back`` copies results into the user's array.
     """
 
     __slots__ = ("_store", "array", "user")
@@ -33,17 +34,17 @@ class Adapted:
         self._store = store
 
     def write_back(self, _result: Any = None) -> Any:
-        """Bring the result into the user's array, and return that: a transform of ``Work.then``."""
+        """Copy the result into the user's array, and return that array; for ``Work.then``."""
         if self._store is not None:
             self._store()
         return self.user
 
 
 def adapt(user: Any, *, writable: bool = True, device: str | None = None) -> Adapted:
-    """The communicator's view of an array or tensor: a NumPy array, or a tensor on ``device``.
+    """An array or tensor as the communicator uses it: a NumPy array, or a tensor on ``device``.
 
-    TypeError for anything else and for dtypes that can't travel; ValueError for a result that
-    would have to go into read-only memory.
+    TypeError for other objects and for unsupported dtypes; ValueError if a result would have to be
+    written into read-only memory.
     """
     if device is not None:
         return _adapt_to_device(user, writable, device)
@@ -63,12 +64,12 @@ def is_tensor(user: Any) -> bool:
 
 
 def is_array(user: Any) -> bool:
-    """Whether it is a plain NumPy array or a torch tensor: it has a shape, a dtype and no mask."""
+    """Whether ``user`` is a plain NumPy array (no subclass) or a torch tensor."""
     return type(user) is np.ndarray or is_tensor(user)
 
 
 def empty_like(user: Any, shape: tuple[int, ...]) -> Any:
-    """A new array or tensor of the same kind, dtype and device, with this shape."""
+    """A new array or tensor of ``shape``, with the kind, dtype and device of ``user``."""
     if is_tensor(user):
         return user.new_empty(shape)
     return np.empty(shape, dtype=user.dtype)
@@ -103,16 +104,17 @@ def _adapt_tensor(user: Any) -> Adapted:
 
 
 def memory_of(tensor: Any, dtype: np.dtype[Any]) -> Array:
-    """The memory of a contiguous host tensor as a flat array of ``dtype``, which keeps the tensor.
+    """The memory of a contiguous host tensor as a flat array of ``dtype``, which references the
+    tensor.
 
-    ``tensor.numpy()`` would do the same, but it also marks the storage as not resizable, for good:
-    later ``resize_`` and ``out=`` calls on the user's tensor would fail.
+    ``tensor.numpy()`` would also mark the storage as not resizable: later ``resize_`` and ``out=``
+    calls on the user's tensor would fail.
     """
     return np.asarray(_Memory(tensor)).view(dtype)
 
 
 class _Memory:
-    """Bytes of a tensor, in the form that NumPy asks other libraries' objects for."""
+    """The bytes of a tensor as an object with NumPy's array interface."""
 
     __slots__ = ("__array_interface__", "_tensor")
 
@@ -151,7 +153,7 @@ def _adapt_to_device(user: Any, writable: bool, device: str) -> Adapted:
 
 
 def collide(given: Any, result: Any, rank: int, world_size: int) -> bool:
-    """Whether the two share memory, but not as the whole and part ``rank`` of it."""
+    """Whether two arrays overlap, other than as a whole and its part ``rank``."""
     if not np.may_share_memory(given, result):
         return False
     part, whole = sorted((given, result), key=lambda array: int(array.nbytes))

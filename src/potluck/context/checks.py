@@ -1,4 +1,4 @@
-"""What the ranks, tags and shapes that a caller gives must be."""
+"""Checks of the ranks, tags, timeouts and shapes that a caller passes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import numpy as np
 
 
 def checked_rank(name: str, rank: object, world_size: int) -> int:
-    """The rank given as argument ``name``; TypeError for what is none, as a word or a list."""
+    """The rank in the argument ``name``; TypeError unless it is an integer."""
     if not isinstance(rank, int | np.integer):
         raise TypeError(f"{name} is a rank, an integer from 0 to {world_size - 1}, not {rank!r}")
     return int(rank)
 
 
 def checked_tag(tag: object) -> int:
-    """The tag of a message."""
+    """The tag of a message; ValueError unless it is an integer from 0 to 2**31 - 1."""
     if not isinstance(tag, int | np.integer) or not 0 <= tag < 2**31:
         raise ValueError(f"a tag is an integer from 0 to 2**31 - 1, not {tag!r}")
     return int(tag)
 
 
 def checked_seconds(timeout: object) -> float:
-    """The seconds that a call may take."""
+    """The deadline of a call in seconds; TypeError or ValueError unless it is a positive number."""
     if not isinstance(timeout, int | float | np.number):
         raise TypeError(f"timeout is a number of seconds, not {timeout!r}")
     if not timeout > 0:

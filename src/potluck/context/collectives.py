@@ -1,6 +1,6 @@
 """The operations on a group: arrays in, arrays out, blocking or as a Work.
 
-What holds for all of them (dtypes, shared arguments, errors) stands in docs/reference/potluck.md.
+docs/reference/potluck.md describes what all operations share: dtypes, arguments, errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Collectives:
     """Collective and point-to-point operations on one group."""
 
     communicator: Communicator
-    """The engine's face of the current group."""
+    """The communicator of the present group."""
 
     def __init__(self, timeout_s: float, waits: Waits | None = None) -> None:
         self.timeout_s = timeout_s
@@ -45,12 +45,12 @@ class Collectives:
 
     @property
     def rank(self) -> int:
-        """This worker's number in the group, from 0 to ``world_size - 1``."""
+        """This worker's rank in the group, from 0 to ``world_size - 1``."""
         return self.communicator.rank
 
     @property
     def world_size(self) -> int:
-        """How many workers the group has."""
+        """The number of workers in the group."""
         return self.communicator.world_size
 
     def all_reduce(
@@ -70,7 +70,8 @@ class Collectives:
         which each rank sends ``2 (world - 1) / world`` times the array's bytes.
         """
         if algorithm is None and codec is None and residual is None and not async_op:
-            # `_has_run` written out, here and twice below: its call is a tenth of 4 KiB's time.
+            # `_has_run` inlined, here and twice below: its call takes a tenth of a 4 KiB
+            # all_reduce.
             fast = self.communicator.fast_path
             if fast is not None:
                 patience = self.timeout_s if timeout is None else self._patience(timeout)
@@ -429,7 +430,7 @@ class Collectives:
         return None if self.communicator.fast_path is None else empty_like(array, shape)
 
     def _room_for_all(self, array: Any) -> Any:
-        """The same for one ``array`` of every rank."""
+        """A new array for the ``array`` of every rank; None if there is no fast path."""
         if not is_array(array):
             return None
         return self._room(array, (self.world_size, *array.shape))
@@ -437,7 +438,7 @@ class Collectives:
     def _result(
         self, operation: str, like: Any, given: Adapted, shape: tuple[int, ...], out: Any
     ) -> Adapted:
-        """Where the result goes: ``out``, of any shape, or a new array like ``like``."""
+        """The array for the result: ``out``, of any shape, or a new array like ``like``."""
         if out is None:
             return self._adapt(empty_like(like, shape))
         result, dtype = self._adapt(out), given.array.dtype
@@ -448,8 +449,8 @@ class Collectives:
             )
         if collide(given.array, result.array, self.rank, self.world_size):
             raise ValueError(
-                f"{operation}: out overlaps the array given; pass other memory, or where one is "
-                f"larger, its part {self.rank} as the other"
+                f"{operation}: out overlaps the array given; pass other memory, or as the smaller "
+                f"array part {self.rank} of the larger one"
             )
         return result
 

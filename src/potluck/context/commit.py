@@ -1,8 +1,9 @@
-"""The commit: all ranks agree that a training step happened. Pure: votes in, outcome out.
+"""The commit of a training step: all ranks vote and get the same outcome. Pure: votes in, outcome
+out.
 
-Every member of a group votes on every step; a step counts when all voted ok. A rank that lost the
-outcome (a peer died during the vote) does not guess: it keeps what it would have applied and asks
-the next group, which decides with ``reconcile``.
+Every member of a group votes on every step; a step counts if all voted ok. A rank that does not get
+the outcome, because a peer died during the vote, keeps the update that it would have applied and
+asks the next group, which decides with ``reconcile``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One rank's word on one step.
+    """The vote of one rank on one step.
 
-    ``state_hash`` is 0 when parameters are not compared at this step. ``next_epoch`` is the highest
-    epoch this rank has heard of. ``loss`` is this rank's, ``weight`` its share of the global batch.
+    ``state_hash`` is 0 if parameters are not compared at this step. ``next_epoch`` is the highest
+    epoch that this rank knows. ``loss`` is this rank's, ``weight`` its share of the global batch.
     """
 
     step: int
@@ -30,7 +31,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What all ranks conclude from the same votes."""
+    """The result of a vote, equal on all ranks."""
 
     committed: bool
     next_epoch: int
@@ -40,7 +41,7 @@ class Outcome:
 
 
 def tally(votes: Sequence[Vote]) -> Outcome:
-    """The outcome of one vote per rank, in rank order. Every rank gets the same from the same."""
+    """The outcome of the votes of all ranks, in rank order. Deterministic."""
     next_epoch = max(vote.next_epoch for vote in votes)
     loss = _weighted_loss(votes)
     steps = {vote.step for vote in votes}
@@ -59,12 +60,12 @@ def tally(votes: Sequence[Vote]) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where one member of a new group stands.
+    """The standing of a member of a new group: the steps that it has committed.
 
-    ``committed`` is the number of steps it knows to be committed, -1 for a newcomer without state;
-    ``history`` is the epoch in which the last of them was voted on. ``pending`` is the epoch in
-    which it voted ok on the next step without hearing the outcome, 0 if it holds no such step.
-    It must be set before the vote leaves.
+    ``committed`` is the number of steps that the member knows to be committed, -1 for a newcomer
+    without state; ``history`` is the epoch of the vote on the last of them. ``pending`` is the
+    epoch in which the member voted ok on the next step without an outcome, 0 if there is no such
+    step. It must be set before the vote is sent.
     """
 
     committed: int
@@ -74,11 +75,12 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What the members of a new group do before they train on.
+    """The actions of the members of a new group before they go on training.
 
-    ``committed`` and ``history`` become everyone's. ``apply``: the ranks that apply the step they
-    hold. ``drop``: those whose held step does not count, to be run again. ``receivers`` get the
-    state of ``source``, the most senior rank that is up to date (-1: nobody has a state).
+    ``committed`` and ``history`` are those of all members. ``apply``: the ranks that apply their
+    pending step. ``drop``: the ranks whose pending step does not count and is run again.
+    ``receivers`` get the state of ``source``, the most senior rank that is up to date (-1: no rank
+    has a state).
     """
 
     committed: int
@@ -91,7 +93,7 @@ class Resolution:
 
 
 def reconcile(standings: Sequence[Standing]) -> Resolution:
-    """How members with these standings, in rank order, become equal again.
+    """The resolution for members with these standings, in rank order.
 
     Histories are ordered by (epoch, step); the newest one counts. A pending step of that history
     counts if any member knows that it was committed, or if every member of that history holds it:
@@ -135,7 +137,7 @@ def _weighted_loss(votes: Sequence[Vote]) -> float:
 
 
 def _minority(hashes: Sequence[int]) -> tuple[int, ...]:
-    """The ranks whose hash is not the commonest one (the lowest rank's, on a tie)."""
+    """The ranks whose hash is not the most common one (on a tie, that of the lowest rank)."""
     counts = {value: hashes.count(value) for value in hashes}
     if len(counts) == 1:
         return ()

@@ -1,7 +1,7 @@
-"""``DistributedContext``: joins control and data plane, and re-forms the group after a loss.
+"""``DistributedContext``: a worker's access to its group, which it re-forms after a loss.
 
-A group never changes; after a member was lost or has come, the context replaces its communicator
-by the next group's. Between these two moments every call raises what ended the old group.
+A group never changes. After the loss or arrival of a member the context replaces its communicator
+by the next group's. Until then every call raises the error that ended the old group.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PEER_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What came of a vote; truthy if the step is committed. Equal on all ranks.
+    """The outcome of a vote, equal on all ranks; truthy if the step is committed.
 
-    ``loss`` is the weighted mean over the ranks that gave one. ``reform`` says that a newer view
-    waits: every rank must call ``reform`` before the next operation.
+    ``loss`` is the weighted mean over the ranks that gave a loss. ``reform``: a newer view waits,
+    and every rank must call ``reform`` before the next operation.
     """
 
     committed: bool
@@ -50,18 +50,18 @@ class Commit:
 
 
 class DistributedContext(Collectives):
-    """One worker's place in a group, and every operation on that group.
+    """A worker's access to its group, with all operations on the group.
 
     Use it in a ``with`` block, or call ``close``.
     """
 
     @hints.arguments(hints.CONTEXT, hints.CONTEXT["world_size"])
     def __init__(self, backend: Backend, *, timeout_s: float = PEER_TIMEOUT_S) -> None:
-        """Form the first group: blocks until all its members are there, at most ``timeout_s``
+        """Form the first group. Blocks until all its members have joined, at most ``timeout_s``
         seconds, which is also the default deadline of every operation.
 
-        TypeError if ``backend`` is none. OperationTimeout, LinkError or SecurityError if the group
-        can't be formed.
+        TypeError if ``backend`` is no backend. OperationTimeout, LinkError or SecurityError if the
+        group can't be formed.
         """
         if not hasattr(backend, "form") or isinstance(backend, type):
             raise TypeError(
@@ -76,22 +76,22 @@ class DistributedContext(Collectives):
 
     @property
     def group(self) -> Group:
-        """The current group, immutable."""
+        """The present group, immutable."""
         return self.communicator.group
 
     @property
     def epoch(self) -> int:
-        """The number of the current group; it rises with every reform()."""
+        """The number of the present group, which rises with every ``reform``."""
         return self.group.epoch
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The current group's members in rank order."""
+        """The members of the present group in rank order."""
         return self.group.members
 
     @property
     def local_rank(self) -> int:
-        """This worker's number on its own node."""
+        """This worker's number among the workers of its node."""
         return self.group.me.local_rank
 
     @property
@@ -101,7 +101,7 @@ class DistributedContext(Collectives):
 
     @property
     def elastic(self) -> bool:
-        """Whether a lost member can be survived: ``reform`` gives another group."""
+        """Whether the group can be re-formed after the loss of a member."""
         return self._backend.elastic
 
     def new_group(self, ranks: Sequence[int]) -> SubGroup | None:
@@ -114,11 +114,11 @@ class DistributedContext(Collectives):
         communicator = self.communicator.subgroup(ranks)
         return None if communicator is None else SubGroup(communicator, self.timeout_s, self._waits)
 
-    # -- the elastic face
+    # -- elasticity
 
     def begin_step(self, step: int) -> None:
-        """Say that training step ``step``, counted from 0, begins. Errors and reports name it; a
-        fault ordered for the step by ``potluck run --chaos`` happens here."""
+        """Note the start of training step ``step``, counted from 0. Errors and reports name it; a
+        fault that ``potluck run --chaos`` orders for the step is injected here."""
         self._backend.begin_step(step)
 
     def commit(
@@ -167,10 +167,10 @@ class DistributedContext(Collectives):
         )
 
     def settle(self, *, timeout: float | None = None) -> None:
-        """Return once every rank has called ``settle``, or the group is over; raises no GroupError.
+        """Wait until every rank has called ``settle``, or the group is over. Raises no GroupError.
 
-        Call it before raising an error that every rank finds by itself: a rank that raises sooner
-        would end the group while others still look. Costs a barrier.
+        Call it before raising an error that every rank detects: a rank that raised earlier would
+        end the group before other ranks have detected the error. Cost: a barrier.
         """
         with contextlib.suppress(GroupError):
             self.barrier(timeout=timeout)
@@ -178,10 +178,10 @@ class DistributedContext(Collectives):
     def reform(self, cause: BaseException | None = None) -> None:
         """Leave the current group and enter the next one.
 
-        ``cause`` is the GroupError that ended it, or None when all ranks agreed to leave
+        ``cause`` is the GroupError that ended it, or None if all ranks agreed to leave
         (``Commit.reform``). Rank, world size and epoch change; sub-groups of the old group end.
         ConfigurationError if the backend has no next group (``elastic`` is False),
-        OperationTimeout if none can be formed within the context's ``timeout_s``.
+        OperationTimeout if no group can be formed within the context's ``timeout_s``.
         """
         if not self.elastic:
             raise ConfigurationError(
@@ -196,8 +196,8 @@ class DistributedContext(Collectives):
             self.communicator.metrics.reformed(time.monotonic() - started)
 
     def abort(self, error: BaseException) -> None:
-        """Say that this rank's own code failed with ``error``: every other rank raises
-        RemoteError, which names this rank and ``error``. The group is over."""
+        """End the group because this rank's script failed with ``error``: every other rank raises
+        RemoteError, which names this rank and ``error``."""
         reason = f"{type(error).__name__}: {error}"[: MAX_CONTROL // 4]
         self.communicator.abort(
             RemoteError(
@@ -208,7 +208,7 @@ class DistributedContext(Collectives):
         )
 
     def report(self, **facts: Any) -> None:
-        """Report facts about this job. Never blocks, never fails; other ranks need not call it.
+        """Report facts about this job, from any rank. Never blocks and never raises.
 
         ``step`` (committed steps), ``loss``, ``samples_per_s``, ``device``, and
         ``committed_samples`` of ``total_samples`` are shown while the job runs, ``event`` alone is
@@ -217,15 +217,15 @@ class DistributedContext(Collectives):
         self._backend.report(facts)
 
     def stats(self) -> dict[str, Any]:
-        """Counts, bytes and seconds per operation, algorithm and link so far, ready for JSON."""
+        """Counts, bytes and seconds so far, by operation, algorithm and link, ready for JSON."""
         return self.communicator.metrics.stats()
 
     def metrics_text(self) -> bytes:
-        """The same for Prometheus, in its text format."""
+        """The metrics in Prometheus' text format."""
         return self.communicator.metrics.exposition()
 
     def close(self) -> None:
-        """Leave in order: what was sent arrives. Idempotent; also done at interpreter exit."""
+        """Leave the group; sent data arrives first. Idempotent; also called at interpreter exit."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -252,7 +252,7 @@ class SubGroup(Collectives):
 
 
 def _close_at_exit(context: DistributedContext) -> None:
-    """A script that just ends has left in order too."""
+    """Close the context at interpreter exit, for scripts that do not close it."""
     reference = weakref.ref(context)
 
     def close() -> None:
@@ -262,5 +262,5 @@ def _close_at_exit(context: DistributedContext) -> None:
                 alive.close()
 
     atexit.register(close)
-    # Not at exit: finalizers run before ``close`` then, and this one would cancel it.
+    # Not at exit: finalizers run before atexit functions, so this one would cancel ``close``.
     weakref.finalize(context, atexit.unregister, close).atexit = False

@@ -1,4 +1,4 @@
-"""All-reduce as functions that leave their argument alone and return a new array."""
+"""All-reduce as functions that return a new array and do not change their argument."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def all_reduce_sum(context: Collectives, array: Any) -> Any:
 def all_reduce_mean(context: Collectives, array: Any) -> Any:
     """Return the mean of all ranks' arrays, as a new array of the same kind, dtype and shape.
 
-    As ``all_reduce_sum``, for floats and complex numbers. Whole numbers and lists of them become
+    As ``all_reduce_sum``, for floats and complex numbers. Integers and lists of integers become
     float64; an array of integers is a TypeError.
     """
     _check_order(context, "all_reduce_mean")

@@ -1,4 +1,4 @@
-"""``init``: the context of this process, however it was started."""
+"""``init``: make the context of this process, for any way in which it was started."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def init(
     peers: Sequence[str] | None = None,
     rank: int | None = None,
 ) -> DistributedContext:
-    """The context of this worker; blocks until its first group is there.
+    """Make the context of this worker. Blocks until its first group is formed.
 
-    ``backend`` says where the group comes from, and whose links it uses:
+    ``backend`` chooses the source of the group and the library of its links:
 
     - ``"agent"``: the agent that started this worker (``potluck run``); survives lost workers;
     - ``"env"``: the variables of torchrun, mpirun, Slurm, of a Kubernetes pod that has a number,
       or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (LOCAL_RANK if set);
     - ``"discovery"``: processes that find each other on the network: this one and at least
       POTLUCK_MIN_PEERS others (1 if that is not set); survives lost processes;
-    - ``"local"``: nobody else, a world of one;
+    - ``"local"``: a world of this process alone;
     - ``"ring"``: a fixed list of ``peers``, each ``"host:port"``, of which this is ``rank``;
     - ``"gloo"``, ``"nccl"``: torch's libraries, with the same variables as ``"env"``;
     - ``"mpi"``: MPI, through mpi4py, under mpirun;
     - ``"auto"``: the first of agent and env that applies; else discovery if POTLUCK_MIN_PEERS is
-      set and not 0, else local: a script that is started alone does not look around.
+      set and not 0, else local: a script that is started alone does not search the network.
 
     ``timeout_s`` is the deadline of every operation that does not name its own
     (``POTLUCK_PEER_TIMEOUT_S``, 30 s).
 
     [ConfigurationError][potluck.errors.ConfigurationError] or
-    [MissingDependency][potluck.errors.MissingDependency], with what to do, if the backend can't be
-    used here; [OperationTimeout][potluck.errors.OperationTimeout] or
+    [MissingDependency][potluck.errors.MissingDependency], with the remedy, if the backend can't be
+    used; [OperationTimeout][potluck.errors.OperationTimeout] or
     [LinkError][potluck.errors.LinkError] if the other members can't be reached.
     """
     if backend not in BACKENDS:
@@ -106,5 +106,5 @@ def _detect(settings: Settings) -> str:
     if os.environ.get("POTLUCK_AGENT"):
         return "agent"
     if detect(os.environ) is not None or is_half_described(os.environ):
-        return "env"  # which names what is missing
+        return "env"  # its error names a missing variable
     return "discovery" if settings.min_peers else "local"

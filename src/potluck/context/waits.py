@@ -1,10 +1,10 @@
-"""How long a rank has been blocked in calls."""
+"""The time for which a rank was blocked in calls."""
 
 from __future__ import annotations
 
 
 class Waits:
-    """Adds up how long calls have blocked."""
+    """The sum of the seconds for which calls have blocked."""
 
     __slots__ = ("seconds",)
 

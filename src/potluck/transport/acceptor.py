@@ -60,7 +60,7 @@ class Caller:
     has_spoken: bool = False
     is_handed_over: bool = False
     authenticated: Callable[[], None] = field(init=False)
-    """To be called once the caller has proved who it is: no limit holds for it any more."""
+    """Note that the client is authenticated: the limits do not apply to it any more."""
 
     @property
     def peer(self) -> str:

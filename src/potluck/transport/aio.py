@@ -31,7 +31,7 @@ Received = TypeVar("Received")
 Sent = TypeVar("Sent")
 
 Greeted = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Hello, str], Awaitable[None]]
-"""``greeted(reader, writer, hello, node)``: a caller proved itself; answer it and talk to it."""
+"""``greeted(reader, writer, hello, node)`` answers an authenticated client and serves it."""
 
 
 async def receive(reader: asyncio.StreamReader, messages: MessageFormat[T]) -> T:
@@ -139,7 +139,7 @@ class Server:
     async def close(self) -> None:
         """Stop listening and end every connection; waits until their tasks are gone."""
         await stop(self._accepting)
-        self._sock.close()  # of a task that had not begun
+        self._sock.close()  # for a task that had not begun
 
     async def _greet(self, caller: Caller) -> None:
         reader, writer = await _secure(caller.sock, self._credentials, self._limits.timeout_s)

@@ -1,4 +1,5 @@
-"""The boundary where errors of sockets and of OpenSSL become potluck's, with who and where."""
+"""Conversion of errors of sockets and of OpenSSL to potluck's, which name the peer and its
+address."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def create(size: int) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        # A process that shrank the file would kill all others with SIGBUS: seal it for everyone.
+        # Sealed, because a process that shrank the file would kill all others with SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
         return fd, mmap.mmap(fd, size)
     except OSError:

@@ -1,4 +1,4 @@
-"""Say it once a second, and how often it was not said: a log line can't be used as a weapon."""
+"""A rate limit for log lines, so that an attacker can't flood the log."""
 
 from __future__ import annotations
 
