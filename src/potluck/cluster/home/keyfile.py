@@ -1,4 +1,4 @@
-"""Small secret files: made once even if several processes try, read only if they are private."""
+"""Small secret files: created once even by concurrent processes, read only if they are private."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MAX_BYTES = 1 << 20
 
 
 def load_or_create(path: Path, what: str, make: Callable[[], bytes]) -> bytes:
-    """The content of ``path``, written first as ``make()`` if there is no such file.
+    """The content of ``path``; a missing file is first created with the content ``make()``.
 
-    The file appears whole or not at all, with mode 0600, and processes that race for it all get the
-    content of the one that won. ``what`` names the content in errors. IdentityError if the file is
-    readable by others, belongs to somebody else, or can't be read or written.
+    The file is created atomically with mode 0600; processes that create it at the same time all
+    get the content of the first. ``what`` names the content in errors. IdentityError if other users
+    may read the file, if it belongs to another user, or can't be read or written.
     """
     try:
         return read_private(path, what)
@@ -47,8 +47,8 @@ def replace_private(path: Path, what: str, data: bytes) -> None:
 def read_private(path: Path, what: str) -> bytes:
     """The content of ``path`` (at most 1 MiB).
 
-    FileNotFoundError if there is none; IdentityError if others may read or change it, if it belongs
-    to somebody else, or can't be read.
+    FileNotFoundError if there is no file; IdentityError if other users may read or change it, if it
+    belongs to another user, or can't be read.
     """
     need_posix("a file that only its owner can read")
     try:
@@ -82,7 +82,7 @@ def read_private(path: Path, what: str) -> bytes:
 
 
 def _create(path: Path, what: str, data: bytes) -> bool:
-    """Whether this call made the file (False: somebody else did)."""
+    """Whether this call created the file (False: another process did)."""
     try:
         # Unlike rename, link never replaces: the first process wins, all others read its file.
         _put(path, data, os.link)
@@ -96,7 +96,7 @@ def _create(path: Path, what: str, data: bytes) -> bool:
 
 
 def _put(path: Path, data: bytes, place: Callable[[Path, Path], None]) -> None:
-    """Write ``data`` beside ``path``, whole and on the disk, then let ``place`` bring it there."""
+    """Write ``data`` to a temporary file and sync it, then ``place`` the file at ``path``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:

@@ -1,8 +1,8 @@
 """The files of a node's agent: its incarnation, its record of views, and its port for commands.
 
 ``<home>/node_state`` (mode 0600) is written before a view is used, so that no epoch is used twice.
-``<home>/node_agent.json`` says where the running agent listens. At most one agent runs for each
-home.
+``<home>/node_agent.json`` holds the process id and port of the running agent. At most one agent
+runs for each home.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _NodeRecord(msgspec.Struct, frozen=True):
 
 
 class AgentRecord(msgspec.Struct, frozen=True):
-    """Where the agent of this home listens."""
+    """The process id of the agent of this home, and the TCP port on which it listens."""
 
     pid: int
     port: int
@@ -43,7 +43,7 @@ class NodeState:
     """The state of the agent that runs in this process, from construction to ``close``.
 
     ConfigurationError if another agent runs with this home; IdentityError if the state is damaged
-    or can't be written. ``incarnation`` is higher than in any run before, and on disk.
+    or can't be written. ``incarnation`` is higher than in all earlier runs, and stored on disk.
     """
 
     def __init__(self, home: Path) -> None:
@@ -61,18 +61,18 @@ class NodeState:
             raise
 
     def write(self, record: StableRecord) -> None:
-        """Have ``record`` on disk when this returns. Takes some milliseconds."""
+        """Store ``record`` on disk before returning. Takes some milliseconds."""
         data = msgspec.msgpack.encode(_NodeRecord(self.incarnation, record))
         replace_private(self._home / STATE_FILE, _WHAT, data)
         self.record = record
 
     def listening(self, port: int) -> None:
-        """Tell the commands of this machine where the agent is."""
+        """Record the agent's ``port`` for the commands of this machine."""
         data = msgspec.json.encode(AgentRecord(os.getpid(), port))
         replace_private(self._home / AGENT_FILE, _WHAT, data)
 
     def close(self) -> None:
-        """Another agent may start. Idempotent."""
+        """Release the lock, so that another agent may start. Idempotent."""
         if self._lock >= 0:
             with contextlib.suppress(OSError):
                 (self._home / AGENT_FILE).unlink(missing_ok=True)
@@ -93,8 +93,8 @@ class NodeState:
 
 
 def _take(lock: int, home: Path) -> None:
-    """Have the agent's lock; ConfigurationError if another agent has it. A command that looks
-    whether one runs has it too, for a moment."""
+    """Take the agent's lock; ConfigurationError if another agent holds it. Waits for ``_LOOKING_S``
+    because ``find_agent`` holds the lock for a moment, too."""
     deadline = time.monotonic() + _LOOKING_S
     while True:
         try:
@@ -108,15 +108,15 @@ def _take(lock: int, home: Path) -> None:
 
 
 def find_agent(home: Path) -> AgentRecord | None:
-    """Where the agent of ``home`` listens; None if none runs."""
+    """The process id and port of the agent of ``home``; None if no agent runs."""
     try:
         lock = os.open(home / _LOCK_FILE, os.O_RDWR)
     except OSError:
         return None
     try:
-        # Shared: two commands that look at the same time are not an agent.
+        # A shared lock, so that a concurrent find_agent does not count as an agent.
         system.lock(lock, shared=True)
-        return None  # nobody holds it
+        return None  # no agent holds the lock
     except BlockingIOError:
         pass
     finally:

@@ -1,7 +1,8 @@
-"""The only file of the private agent of one ``potluck run``: its port, for ``potluck status``.
+"""The only file of the private agent of a ``potluck run``: its port, for ``potluck status``.
 
-``<home>/run/<pid>.json`` (mode 0600) exists, and is locked, as long as the agent runs. The system
-drops the lock with the process, so an unlocked file is of a killed agent, and a reader removes it.
+``<home>/run/<pid>.json`` (mode 0600) exists, and is locked, as long as the agent runs. The kernel
+releases the lock when the process ends, so an unlocked file is of a killed agent, and a reader
+removes the file.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ _MAX_BYTES = 64 * 1024
 
 
 class PrivateState:
-    """Stands in for ``NodeState``. Views are kept in memory: a private agent is alone in them, and
-    its one job ends with it. The first view is of epoch 0, so a job's first group is of epoch 1."""
+    """The counterpart of ``NodeState`` for a private agent. Views are kept in memory: the agent is
+    their only member, and its only job ends with it. The first view has epoch 0, so the first group
+    of the job has epoch 1."""
 
     incarnation = 1
 
@@ -32,12 +34,12 @@ class PrivateState:
         self._file = -1
 
     def write(self, record: StableRecord) -> None:
-        """Nothing has to outlive this agent."""
+        """Keep ``record`` in memory: no later agent needs it."""
         self.record = record
 
     def listening(self, port: int) -> None:
-        """Tell the commands of this machine where the agent is; ConfigurationError if the home
-        can't be written to."""
+        """Record the agent's ``port`` for the commands of this machine; ConfigurationError if the
+        home can't be written to."""
         folder = self._path.parent
         temporary = self._path.with_suffix(".tmp")
         try:
@@ -45,14 +47,14 @@ class PrivateState:
             self._file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             system.lock(self._file)
             os.write(self._file, msgspec.json.encode(AgentRecord(os.getpid(), port)))
-            os.replace(temporary, self._path)  # locked before anybody can find it
+            os.replace(temporary, self._path)  # locked before a reader can find it
         except OSError as error:
             raise ConfigurationError(
                 f"can't write to {folder}: {error}; POTLUCK_HOME chooses another directory"
             ) from error
 
     def close(self) -> None:
-        """The agent has ended. Idempotent."""
+        """Remove the file. Idempotent."""
         if self._file >= 0:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
@@ -60,7 +62,8 @@ class PrivateState:
 
 
 def private_agents(home: Path) -> list[AgentRecord]:
-    """Where the private agents of ``home`` listen; the files of killed ones are removed."""
+    """The process ids and ports of the private agents of ``home``. Removes the files of killed
+    agents."""
     records = (_read(path) for path in sorted((home / "run").glob("*.json")))
     return [record for record in records if record is not None]
 
@@ -71,7 +74,7 @@ def _read(path: Path) -> AgentRecord | None:
         try:
             system.lock(file, shared=True)
             path.unlink()
-        except BlockingIOError:  # its agent holds it
+        except BlockingIOError:  # the agent still holds the lock
             return msgspec.json.decode(os.read(file, _MAX_BYTES), type=AgentRecord)
         finally:
             os.close(file)

@@ -1,3 +1,3 @@
-"""Trust: the cluster's secret and its change, this node's identity, bans, and pairing, by which a
-new machine joins.
+"""Trust: the cluster's secret and its rotation, this node's identity, bans, and pairing, which
+gives the secret to a new machine.
 """

@@ -11,10 +11,10 @@ from potluck.transport.credentials import Credentials, make_credentials, node_id
 
 
 def load_credentials(settings: Settings) -> Credentials:
-    """What this node shows and trusts: its own key under the cluster's secret, less banned nodes.
+    """This node's credentials: its key certified with the cluster's secret, and the bans.
 
-    Makes the files in ``settings.home`` where they are missing, and follows their changes from
-    connection to connection. A secret from POTLUCK_PSK or POTLUCK_PASSPHRASE never changes.
+    Creates missing files in ``settings.home``, and reads changed files again at each connection.
+    A secret from POTLUCK_PSK or POTLUCK_PASSPHRASE never changes.
     IdentityError or ConfigurationError as for ``load_or_create_identity`` and ``load_secret``.
     """
     key = load_or_create_identity(settings.home)

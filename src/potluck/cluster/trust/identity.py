@@ -15,10 +15,10 @@ KEY_FILE = "node_keypair"
 
 
 def load_or_create_identity(home: Path) -> Ed25519PrivateKey:
-    """The node's key at ``home/node_keypair`` (PKCS#8 PEM, mode 0600), made if there is none.
+    """The node's key at ``home/node_keypair`` (PKCS#8 PEM, mode 0600), created if missing.
 
-    Processes that start at the same time get the same key. IdentityError if the file can be read by
-    others, is damaged, or can't be made; the text says what to do.
+    Processes that start at the same time get the same key. IdentityError if other users may read
+    the file, or if it is damaged or can't be created; the text says what to do.
     """
     path = home / KEY_FILE
     pem = load_or_create(path, "the node's key", _new_key)
@@ -42,5 +42,5 @@ def _new_key() -> bytes:
 def _damaged(path: Path, why: str) -> IdentityError:
     return IdentityError(
         f"the node's key {path} is damaged: {why}. Restore it from a backup, or remove it: the "
-        "node then gets a new identity, and others that know its old one must be told"
+        "node then gets a new identity, and bans of the old one have no effect on it"
     )

@@ -1,10 +1,10 @@
-"""The cluster's secrets in their files: the current one, and during a change the next or previous
-one.
+"""The files of the cluster's secrets: the current secret, and during a rotation the next or the
+previous secret.
 
-``cluster_secret`` is shown and accepted. ``cluster_secret.next`` is accepted from the moment it is
-there, so that every node knows the new secret before the first one shows it.
-``cluster_secret.previous`` is accepted for ``GRACE_S`` after the change. Processes look at the
-files at each connection (three stats), so a change reaches running workers without a message.
+``cluster_secret`` is shown and accepted. ``cluster_secret.next`` is accepted as soon as the file
+exists, so that all nodes accept the new secret before the first node shows it.
+``cluster_secret.previous`` is accepted for ``GRACE_S`` seconds after the rotation. Processes check
+the files at each connection (three stats), so a rotation needs no message to running workers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """The secrets that a node holds at one moment. Printing this shows no secret."""
+    """The secrets that a node holds. The repr shows the namespace, and no secret."""
 
     current: bytes
     next: bytes | None = None
@@ -44,15 +44,15 @@ class Secrets:
 
     @property
     def accepted(self) -> tuple[bytes, ...]:
-        """All but the current one."""
+        """The secrets that are accepted in addition to the current secret."""
         others = (self.next, self.previous)
         return tuple(s for s in others if s is not None and s != self.current)
 
 
 class Keyring:
-    """The secrets of ``home`` and the credentials they give to the holder of ``key``.
+    """The secrets in ``home``, and the credentials of ``key`` under them.
 
-    Made if there is none. IdentityError as for ``load_or_create_secret``.
+    Creates a missing secret. IdentityError as for ``load_or_create_secret``.
     """
 
     def __init__(self, home: Path, key: Ed25519PrivateKey, *, grace_s: float = GRACE_S) -> None:
@@ -66,7 +66,8 @@ class Keyring:
         self._current = self._load()
 
     def current(self) -> CredentialSet:
-        """What to show and accept now. Unreadable files leave it as it was, with a warning."""
+        """The credentials to show and accept now. If changed files can't be read, the credentials
+        stay, and a warning is logged."""
         with self._lock:
             stamp = self._look()
             if stamp != self._stamp or time.monotonic() >= self._expires:
@@ -90,7 +91,7 @@ class Keyring:
 
 
 def read_secrets(home: Path, *, grace_s: float = GRACE_S) -> Secrets:
-    """What the files hold; the previous secret only within its grace time."""
+    """The secrets in the files of ``home``; the previous secret only for ``grace_s`` seconds."""
     current = load_or_create_secret(home)
     previous = None
     if 0 <= _age(home / PREVIOUS_FILE) < grace_s:
@@ -99,14 +100,14 @@ def read_secrets(home: Path, *, grace_s: float = GRACE_S) -> Secrets:
 
 
 def store_next(home: Path, psk: bytes) -> None:
-    """Accept ``psk`` from now on, as the secret that will be used next."""
+    """Store ``psk`` as the next secret, which is accepted from now on."""
     replace_private(home / NEXT_FILE, "the cluster's next secret", _text(psk))
 
 
 def use_next(home: Path) -> bool:
-    """Show the next secret from now on, and accept the one before for a while; False if none waits.
+    """Make the next secret current and the current secret previous; False without a next secret.
 
-    A crash between the steps leaves files from which calling this again finishes the change.
+    After a crash between the steps, a second call finishes the rotation.
     """
     next_psk = _read(home / NEXT_FILE)
     if next_psk is None:
@@ -120,19 +121,20 @@ def use_next(home: Path) -> bool:
 
 
 def drop_next(home: Path) -> None:
-    """Forget the next secret: the change was given up."""
+    """Remove the next secret, after a rotation that failed."""
     (home / NEXT_FILE).unlink(missing_ok=True)
 
 
 def drop_previous(home: Path) -> None:
-    """Accept the previous secret no longer, whatever grace time is left."""
+    """Remove the previous secret before the end of its grace time."""
     (home / PREVIOUS_FILE).unlink(missing_ok=True)
 
 
 def replace_secret(home: Path, psk: bytes) -> Path | None:
-    """Belong to another cluster from now on; the path under which the old secret is kept, if any.
+    """Make ``psk`` the secret of this node, which so changes to another cluster.
 
-    Nothing of the old cluster is accepted any more.
+    Returns the path of a copy of the old secret, or None if there was none. The next and the
+    previous secret of the old cluster are removed, so its nodes are no longer accepted.
     """
     kept = None
     with contextlib.suppress(FileNotFoundError):
@@ -168,7 +170,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _age(path: Path) -> float:
-    """Seconds since ``path`` was written by the wall clock; below 0 if there is none."""
+    """Seconds (wall clock) since ``path`` was written; below 0 if there is no file."""
     try:
         return max(0.0, time.time() - os.stat(path).st_mtime)
     except OSError:

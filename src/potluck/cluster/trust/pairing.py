@@ -1,11 +1,12 @@
-"""Pairing: one machine shows a short code, the next takes the cluster's secret over with it.
+"""Pairing: a host shows a short code, with which a joining machine receives the cluster's secret.
 
-The code has nine digits. The first three find the host in the network and are no secret; SPAKE2
-(RFC 9382; the package ``spake2``) makes a strong key of all nine on both sides, and a man in the
-middle learns nothing except whether one guess was right. Each side then proves that it has the key,
-and the secret is sent encrypted under it. A wrong proof voids the code: one guess per run.
+The code has nine digits. The first three identify the host's adverts and are public. From all nine,
+SPAKE2 (RFC 9382; the package ``spake2``) derives a strong key on both machines; a man in the
+middle learns only whether one guess of the code is right. Each machine then proves that it has the
+key, and the secret is sent encrypted with the key. A wrong proof voids the code, so an attacker has
+one guess for each code.
 
-Everything here is pure but for the random numbers; ``pairing_link.py`` moves the bytes.
+No I/O here: ``pairing_link.py`` sends and receives the messages.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """``274-831-927``. Printing it shows only the part that is no secret."""
+    """A pairing code like ``274-831-927``. ``str`` and ``repr`` show at most the public digits."""
 
     digits: str = field(repr=False)
 
     @property
     def plate(self) -> str:
-        """The digits by which the host is found."""
+        """The public digits, by which a joining machine finds the host."""
         return self.digits[:PLATE_DIGITS]
 
     @property
     def advert_key(self) -> bytes:
-        """The key of the host's adverts while it waits: a joiner that has the plate recognises
-        them."""
+        """The key of the adverts of a waiting host (32 bytes), derived from ``plate``, so that a
+        joining machine recognises the adverts."""
         return hashlib.sha256(b"potluck pairing plate v1" + self.plate.encode()).digest()
 
     def spoken(self) -> str:
-        """The code as people read it to each other."""
+        """The nine digits with dashes, as people read the code to each other. Secret."""
         return "-".join(self.digits[at : at + 3] for at in range(0, DIGITS, 3))
 
     def __str__(self) -> str:
@@ -59,12 +60,13 @@ class Code:
 
 
 def new_code() -> Code:
-    """A random code: a million possibilities beyond the part that is public."""
+    """A random code; its six secret digits have a million values."""
     return Code(f"{secrets.randbelow(10**DIGITS):0{DIGITS}d}")
 
 
 def parse_code(text: str) -> Code:
-    """A code as typed, with any blanks and dashes; ConfigurationError if it can't be one."""
+    """The code in a typed text with any blanks and dashes; ConfigurationError if ``text`` has not
+    nine digits."""
     digits = "".join(each for each in text if each not in " -\u2013\u2014.\t")
     if len(digits) != DIGITS or not (digits.isascii() and digits.isdigit()):
         raise ConfigurationError(
@@ -74,7 +76,7 @@ def parse_code(text: str) -> Code:
 
 
 class Exchange:
-    """One side of one run of SPAKE2. ``opening`` is to be sent; then call ``agree`` once."""
+    """A run of SPAKE2 on one machine. Send ``opening`` to the peer, then call ``agree`` once."""
 
     def __init__(self, code: Code, *, is_host: bool) -> None:
         make = SPAKE2_B if is_host else SPAKE2_A
@@ -83,9 +85,10 @@ class Exchange:
         self.opening: bytes = self._spake.start()
 
     def agree(self, theirs: bytes) -> Sealing:
-        """What both sides share if they used the same code. ProtocolError for a malformed message.
+        """The key agreed with the sender of the opening ``theirs``, the same on both machines if
+        they used the same code. ProtocolError for a malformed opening.
 
-        Costs about 5 ms: the arithmetic is Python's.
+        Costs about 5 ms: the arithmetic is in Python.
         """
         try:
             key: bytes = self._spake.finish(theirs)
@@ -95,7 +98,7 @@ class Exchange:
 
 
 class Sealing:
-    """Messages under the agreed key, one in each direction, and the proof that each side has it."""
+    """Encryption with the agreed key of one message in each direction, and proofs of the key."""
 
     def __init__(self, key: bytes, *, is_host: bool) -> None:
         mine, other = (_HOST, _JOINER) if is_host else (_JOINER, _HOST)
@@ -106,18 +109,18 @@ class Sealing:
         self._sealed = False
 
     def check(self, proof: bytes) -> None:
-        """WrongCode if the other side does not have the same key."""
+        """WrongCode if the peer that sent ``proof`` does not have the same key."""
         if not hmac.compare_digest(proof, self._expected):
             raise WrongCode("the code is wrong")
 
     def seal(self, message: msgspec.Struct) -> bytes:
-        """The only message that may be sealed under this key (its nonce is fixed)."""
+        """``message`` encrypted. To be called once: the nonce is fixed."""
         assert not self._sealed, "one message per direction: the nonce is used up"
         self._sealed = True
         return self._seal.encrypt(_NONCE, msgspec.msgpack.encode(message), None)
 
     def open(self, data: bytes, type: type[T]) -> T:
-        """What the other side sealed; ProtocolError if it was changed on the way."""
+        """The peer's message decrypted; ProtocolError if it was changed on the way."""
         try:
             return msgspec.msgpack.decode(self._open.decrypt(_NONCE, data, None), type=type)
         except (InvalidTag, msgspec.MsgspecError, UnicodeDecodeError) as error:

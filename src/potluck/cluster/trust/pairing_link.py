@@ -1,9 +1,10 @@
-"""Pairing over the network: the host waits to be found, the joiner looks for it.
+"""Pairing over the network: ``hand_over`` on the host, ``take_over`` on the joining machine.
 
-The port is open only while ``hand_over`` runs. A caller is unauthenticated, within
-``transport.acceptor``'s limits, until it has sent a well-formed opening; junk costs it the
-connection and nothing else. An opening is the one guess at the code: if it is wrong the code is
-void. The caller that has the guess is no longer counted, so no crowd can end a pairing under way.
+The port is open only while ``hand_over`` runs. A client is unauthenticated, within
+``transport.acceptor``'s limits, until it has sent a well-formed opening; a client that sends
+anything else is disconnected without effect on the code. The first opening is the only guess of the
+code: a wrong guess voids the code. The client with the guess counts as authenticated, so that
+further connections can't displace it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from potluck.transport.aio import end
 from potluck.wire import pairing as wire
 
 STEP_S = 5.0
-"""How long each of the two is at work on one run, from the opening to the end."""
+"""Deadline of one run of the protocol, from the opening to the end, on either machine."""
 MAX_GUESSES = 3
-"""How many hosts a joiner tells an opening: each might be an impostor, and gets one guess."""
+"""How many hosts a joining machine sends an opening: each may be an impostor with one guess."""
 
 _MAX_CALLS = 32
 _CONNECT_S = 3.0
@@ -41,11 +42,11 @@ async def hand_over(
     expires_s: float = 300.0,
     on_waiting: Callable[[int], None] = lambda port: None,
 ) -> wire.Newcomer:
-    """Wait for one machine that knows ``code``, and give it ``secret``; who it was.
+    """Wait for a machine that has ``code``, and send it ``secret``; the machine's description.
 
-    ``on_waiting`` is called with the TCP port. WrongCode if a machine came with a wrong code, or
-    none came within ``expires_s``; ConfigurationError if the port can't be had. LinkError if the
-    machine left before it confirmed that it has the secret.
+    ``on_waiting`` is called with the TCP port. WrongCode if a machine used a wrong code, or if no
+    machine used ``code`` within ``expires_s`` seconds; ConfigurationError if the port is in use or
+    forbidden. LinkError if the connection ended before the machine confirmed the secret.
     """
     host = _Host(code, secret, listening_socket("", port))
     presence = Presence(lambda: [code.advert_key], host.port, new_instance())
@@ -55,18 +56,19 @@ async def hand_over(
                 on_waiting(host.port)
                 async with asyncio.timeout(expires_s):
                     return await host.outcome
-            finally:  # the code is void now: to close the finders takes a while
+            finally:  # first, because the code is void and the finders take a while to close
                 await host.close()
     except TimeoutError:
         raise WrongCode(
-            f"the code has expired: nobody used it within {expires_s:g} s; run `potluck pair` again"
+            f"the code has expired: no machine used it within {expires_s:g} s; run `potluck pair` "
+            "again"
         ) from None
     finally:
         await host.close()
 
 
 class _Host:
-    """The side that shows the code; ``outcome`` is the machine that knew it."""
+    """The host of a pairing; ``outcome`` is the machine that has proved the code."""
 
     def __init__(self, code: Code, secret: wire.Handover, sock: socket.socket) -> None:
         self.port: int = sock.getsockname()[1]
@@ -80,9 +82,9 @@ class _Host:
 
     async def close(self) -> None:
         await stop(self._accepting)
-        self._sock.close()  # of a task that had not begun
+        self._sock.close()  # the task closes it, unless it was cancelled before it began
         if self.outcome.done() and not self.outcome.cancelled():
-            self.outcome.exception()  # seen, also if a timeout came first
+            self.outcome.exception()  # so that asyncio does not report an unretrieved exception
 
     async def _answer(self, caller: Caller) -> None:
         reader, writer = await asyncio.open_connection(sock=caller.sock)
@@ -104,7 +106,7 @@ class _Host:
     async def _finish(
         self, sealing: Sealing, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Exchange proofs and secrets with the caller that has the guess."""
+        """Exchange proofs and secrets with the client that has the guess."""
         is_proved = False
         try:
             async with asyncio.timeout(STEP_S):
@@ -114,27 +116,29 @@ class _Host:
                 newcomer = sealing.open(await _receive(reader, wire.SEALED), wire.Newcomer)
                 writer.write(wire.encode(wire.SEALED, sealing.seal(self._secret)))
                 await writer.drain()
-                if await reader.read(1):  # the joiner ends the connection once it has it all
-                    raise ProtocolError("something was said after the end")
+                if await reader.read(1):  # the joining machine confirms by closing the connection
+                    raise ProtocolError("a pairing message after the last one")
             self._settle(newcomer)
         except (PotluckError, OSError):
             if is_proved:
                 self._settle(
                     LinkError(
-                        "a machine had the right code, but went away before it said that it has "
-                        "the secret; run `potluck pair` again if it is not in"
+                        "a machine had the right code, but its connection ended before it "
+                        "confirmed the secret; if it has not joined, run `potluck pair` again"
                     )
                 )
             else:
                 self._settle(
                     WrongCode(
-                        "somebody tried to join with a wrong code, or went away in the middle. "
-                        "The code is void now; run `potluck pair` for another one"
+                        "a machine used a wrong code, or its connection ended before it proved "
+                        "the code. The code is void now; run `potluck pair` for another code"
                     )
                 )
 
     def _broke(self, error: BaseException) -> None:
-        self._settle(LinkError(f"the port for pairing broke ({why(error)}); run it again"))
+        self._settle(
+            LinkError(f"the port for pairing failed ({why(error)}); run `potluck pair` again")
+        )
 
     def _settle(self, outcome: wire.Newcomer | PotluckError) -> None:
         if self.outcome.done():
@@ -153,10 +157,10 @@ async def take_over(
     address: tuple[str, int] | None = None,
     timeout_s: float = 60.0,
 ) -> wire.Handover:
-    """The secret of the machine that shows ``code``, found by ``finders`` or at ``address``.
+    """The secret of the host that shows ``code``, found by ``finders`` or at ``address``.
 
-    WrongCode if no machine that was asked has this code (at most ``MAX_GUESSES`` are asked).
-    LinkError if none was found in time.
+    Tries at most ``MAX_GUESSES`` hosts; WrongCode if none of them has this code. LinkError if no
+    host was found within ``timeout_s`` seconds, or if the connection failed.
     """
     if address is not None:
         async with _connected(*address) as streams:
@@ -178,7 +182,8 @@ async def take_over(
 
 
 class _Search:
-    """Connects to all that is found, and asks one after the other, each host once."""
+    """The search for the host: connects to all hosts found, and tries them one after the other,
+    each host once."""
 
     def __init__(self, code: Code, me: wire.Newcomer) -> None:
         self.failure = ""
@@ -211,7 +216,7 @@ class _Search:
                 if self.outcome.done() or hint.instance in self._wrong:
                     return
                 if asyncio.get_running_loop().time() - since > _PATIENT_S:
-                    # Others were asked meanwhile, and this host has dropped who said nothing.
+                    # The host has dropped the silent connection while other hosts were tried.
                     again = _connected(hint.host, hint.port)
                     streams = await stack.enter_async_context(again)
                 await self._guess(hint, streams)
@@ -246,7 +251,8 @@ async def _connected(host: str, port: int) -> AsyncIterator[Streams]:
 
 
 async def _ask(streams: Streams, code: Code, me: wire.Newcomer) -> wire.Handover:
-    """One run with one host. LinkError if it goes away, WrongCode if it has another code."""
+    """One run of the protocol with one host. LinkError if the connection fails, WrongCode if the
+    host has another code."""
     reader, writer = streams
     peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
     try:
@@ -268,11 +274,11 @@ async def _ask(streams: Streams, code: Code, me: wire.Newcomer) -> wire.Handover
     except WrongCode as error:
         raise WrongCode(
             f"{error}: what was typed here is not what {peer} shows, or another machine answered. "
-            "A wrong code is void at once; run `potluck pair` there for another one"
+            "A wrong code voids the shown one; run `potluck pair` there for another code"
         ) from None
     except (OSError, TimeoutError) as error:
         why = str(error) or "no answer in time"
-        raise LinkError(f"{peer} went away: {why}") from error
+        raise LinkError(f"the connection with {peer} failed: {why}; try again") from error
 
 
 async def _receive(reader: asyncio.StreamReader, *kinds: int) -> bytes:
@@ -281,4 +287,4 @@ async def _receive(reader: asyncio.StreamReader, *kinds: int) -> bytes:
         _, length = wire.decode_prefix(prefix, *kinds)
         return await reader.readexactly(length)
     except asyncio.IncompleteReadError as error:
-        raise LinkError("the other side ended the connection") from error
+        raise LinkError("the peer closed the connection before pairing was complete") from error

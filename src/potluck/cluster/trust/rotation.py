@@ -1,10 +1,11 @@
-"""Changing the cluster's secret while it works. Pure: events in, actions out.
+"""Rotation of the cluster's secret while the cluster runs. No I/O: events in, actions out.
 
-The node on which the operator orders it makes a new secret and sends it to every node it has a link
-to. Each stores it and *accepts* it, but still shows the old one. Once all have said so, all are
-told to *show* it; the old one is accepted for a time of grace after that (``keyring.GRACE_S``). At
-no moment do two nodes that took part refuse each other. A node that misses the order to switch
-switches when it meets a peer that has. One that was away from the beginning must join again.
+The leading node, on which the operator ordered the rotation, makes a new secret and sends it to
+each linked node. Each node stores and *accepts* the new secret, but still shows the old one. After
+all nodes have confirmed, the leading node sends them the order to *show* the new secret; the old
+secret is accepted for another ``keyring.GRACE_S`` seconds. So participating nodes never refuse each
+other. A node that misses the order shows the new secret when it meets a peer that does. A node that
+was not linked at the beginning must join again.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from potluck.wire.peers import (
 )
 
 STORE_S = 10.0
-"""How long nodes have to store the new secret before the change is given up."""
+"""Seconds after which a rotation fails if a node has not confirmed the new secret."""
 PENDING_S = 60.0
-"""How long a node keeps a new secret that it is not told to use, before it takes another."""
+"""Seconds without an order to use a new secret after which a node accepts another rotation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +38,24 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Accept ``psk`` from now on (``keyring.store_next``)."""
+    """Accept ``psk`` from now on: call ``keyring.store_next``."""
 
     psk: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Show it from now on (``keyring.use_next``)."""
+    """Show the next secret from now on: call ``keyring.use_next``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget it (``keyring.drop_next``)."""
+    """Remove the next secret: call ``keyring.drop_next``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Something for people; ``ok`` is None while the change goes on, else how it ended."""
+    """A message for the operator; ``ok`` is None during the rotation, else its success."""
 
     text: str
     ok: bool | None = None
@@ -74,7 +75,8 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Order:
-    """What the node that leads a change waits for."""
+    """The state of a rotation on the leading node. ``deadline`` is in seconds of the clock of
+    ``tick``."""
 
     rotation: str
     waiting: set[str]
@@ -83,8 +85,8 @@ class _Order:
 
 
 class Rotation:
-    """One node's part in changes of the secret, as the one that leads or as one that follows.
-    ``fixed`` says why this node can't change its own, empty if it can."""
+    """A node's state in rotations, as the leading node or another. ``fixed`` is the reason why this
+    node can't change its secret, or empty."""
 
     def __init__(self, fixed: str = "") -> None:
         self._fixed = fixed
@@ -92,11 +94,11 @@ class Rotation:
         self._order: _Order | None = None
 
     def next_wakeup(self) -> float | None:
-        """When ``tick`` has to be called at the latest."""
+        """The latest time for the next call of ``tick``, or None."""
         return None if self._order is None else self._order.deadline
 
     def order(self, rotation: str, psk: bytes, nodes: Iterable[str], now: float) -> list[Action]:
-        """The operator wants ``psk`` to be the secret of this node and ``nodes``."""
+        """The operator orders a rotation to ``psk`` on this node and ``nodes``."""
         if self._fixed:
             return [Say(self._fixed, ok=False)]
         if self._order is not None or self._is_pending(now):
@@ -109,46 +111,46 @@ class Rotation:
         return actions + self._proceed()
 
     def received(self, node: str, message: PeerMessage, now: float) -> list[Action]:
-        """``node`` said something; other messages than those about secrets lead to nothing."""
+        """A message of ``node`` arrived; messages of other kinds have no effect."""
         match message:
             case NewSecret(rotation, psk):
                 return self._new_secret(node, rotation, psk, now)
             case UseSecret(rotation):
-                return self._use(f"node {node[:12]} said so", rotation)
+                return self._use(f"node {node[:12]} ordered it", rotation)
             case DropSecret(rotation) if self._pending and self._pending.rotation == rotation:
                 self._pending = None
-                return [Drop(), Say("the change of the secret was given up")]
+                return [Drop(), Say(f"node {node[:12]} ended the change of the secret")]
             case SecretStored(rotation, error):
                 return self._stored(node, rotation, error)
         return []
 
     def linked(self, node: str, namespace: str) -> list[Action]:
-        """There is a link to ``node``, which shows the secret of ``namespace``."""
+        """A link to ``node`` was established; the node shows the secret of ``namespace``."""
         pending = self._pending
         if self._order is None and pending is not None and pending.namespace == namespace:
-            return self._use(f"node {node[:12]} shows it already", pending.rotation)
+            return self._use(f"node {node[:12]} uses it already", pending.rotation)
         return []
 
     def lost(self, node: str) -> list[Action]:
-        """The link to ``node`` ended: it is not waited for."""
+        """The link to ``node`` ended: the rotation no longer waits for it."""
         if self._order is None or node not in self._order.waiting:
             return []
         self._order.waiting.discard(node)
-        text = f"node {node[:12]} went away before it had the new secret; it must join again"
+        text = f"node {node[:12]} was lost before it had the new secret; it must join again"
         return [Say(text), *self._proceed()]
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
+        """Fail the rotation after its deadline; ``now`` as for ``order``."""
         if self._order is None or now < self._order.deadline:
             return []
         silent = ", ".join(node[:12] for node in sorted(self._order.waiting))
-        return self._give_up(f"node {silent} did not store it within {STORE_S:g} s")
+        return self._fail(f"node {silent} did not store it within {STORE_S:g} s")
 
     def _new_secret(self, node: str, rotation: str, psk: bytes, now: float) -> list[Action]:
         if self._fixed:
             return [Tell(node, SecretStored(rotation, self._fixed))]
         if self._order is not None or self._is_pending(now, other_than=rotation):
-            error = "another change of the secret is under way"
+            error = "another change of the secret is unfinished; try again in a minute"
             return [Tell(node, SecretStored(rotation, error))]
         self._pending = _Pending(rotation, namespace_of(psk), now)
         return [
@@ -162,7 +164,7 @@ class Rotation:
         if order is None or order.rotation != rotation or node not in order.waiting:
             return []
         if error:
-            return self._give_up(f"node {node[:12]} could not take it: {error}")
+            return self._fail(f"node {node[:12]} refused the new secret: {error}")
         order.waiting.discard(node)
         order.stored.add(node)
         return self._proceed()
@@ -185,7 +187,7 @@ class Rotation:
         self._pending = None
         return [Use(), Say(f"the new secret is in use: {why}")]
 
-    def _give_up(self, why: str) -> list[Action]:
+    def _fail(self, why: str) -> list[Action]:
         assert self._order is not None
         nodes = sorted(self._order.waiting | self._order.stored)
         rotation = self._order.rotation

@@ -17,7 +17,7 @@ SECRET_FILE = "cluster_secret"
 MIN_PASSPHRASE = 12
 
 # scrypt (RFC 7914): 128 MiB and about half a second for each guess. The salt is fixed because
-# every node must arrive at the same secret with nothing but the words.
+# every node must derive the same secret from the passphrase alone.
 _SCRYPT_SALT = b"potluck passphrase v1"
 _SCRYPT_N = 1 << 17
 _SCRYPT_R = 8
@@ -25,10 +25,10 @@ _SCRYPT_P = 1
 
 
 def load_or_create_secret(home: Path) -> bytes:
-    """The 32-byte secret at ``home/cluster_secret`` (64 hex digits, mode 0600), made if absent.
+    """The 32-byte secret at ``home/cluster_secret`` (64 hex digits, mode 0600), created if missing.
 
-    Processes that start at the same time get the same secret. IdentityError if the file can be read
-    by others, is damaged, or can't be made.
+    Processes that start at the same time get the same secret. IdentityError if other users may read
+    the file, or if it is damaged or can't be created.
     """
     path = home / SECRET_FILE
     text = load_or_create(
@@ -37,7 +37,7 @@ def load_or_create_secret(home: Path) -> bytes:
     try:
         return parse_psk(text.decode())
     except ValueError:
-        # Not chained: what is in the file may be most of the secret.
+        # Not chained: the ValueError's traceback could show most of the secret.
         raise IdentityError(
             f"the cluster's secret {path} is damaged: it should hold 64 hexadecimal digits. Copy "
             "it again from another node of the cluster; removing it begins a cluster of its own"
@@ -47,7 +47,7 @@ def load_or_create_secret(home: Path) -> bytes:
 def load_secret(settings: Settings) -> bytes:
     """The cluster's secret from POTLUCK_PSK, else POTLUCK_PASSPHRASE, else the file in the home.
 
-    ConfigurationError if a variable is unusable; IdentityError as for ``load_or_create_secret``.
+    ConfigurationError for an invalid variable; IdentityError as for ``load_or_create_secret``.
     """
     if settings.psk is not None:
         try:
@@ -71,10 +71,11 @@ def parse_psk(text: str) -> bytes:
 
 
 def derive_psk(passphrase: str) -> bytes:
-    """The secret that a passphrase stands for: scrypt, about half a second and 128 MiB.
+    """The 32-byte secret derived from a passphrase with scrypt, in about half a second and 128 MiB.
 
-    ConfigurationError if it has fewer than ``MIN_PASSPHRASE`` characters: an attacker that has once
-    connected to a node can try guesses offline, so it must be long. A random secret is better.
+    ConfigurationError for fewer than ``MIN_PASSPHRASE`` characters: an attacker that has once
+    connected to a node can test guesses offline, so the passphrase must be long. A random secret is
+    safer.
     """
     words = unicodedata.normalize("NFKC", passphrase).strip()
     if len(words) < MIN_PASSPHRASE:

@@ -1,10 +1,10 @@
-"""The trust store: which nodes this one has met, and which are banned in spite of their secret.
+"""The trust store: the nodes that this node has met, and the banned nodes.
 
-One file, ``home/trust.json`` (mode 0600), the same for the agent, its workers and the commands.
-Changes are made under a lock and appear whole or not at all; readers notice them at the next
-connection. Everyone who holds the cluster's secret is trusted unless banned, so the list of known
-nodes gives no rights: it lets people name a node by the beginning of its id. A ban is for good: it
-is passed from node to node, and none can know that all have forgotten it.
+The file ``home/trust.json`` (mode 0600) is shared by the agent, its workers and the commands.
+Changes are atomic and made under a lock; readers notice them at the next connection. A node that
+holds the cluster's secret is trusted unless it is banned, so a place on the list of known nodes
+gives no rights: the list lets users name a node by the beginning of its id. A ban is permanent:
+nodes pass bans on to each other, so a revoked ban would return from a node that still has it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WHAT = "the list of trusted nodes"
 
 
 class KnownNode(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one node. ``since`` is Unix time: when it was first met, or banned."""
+    """An entry for one node. ``since`` is the Unix time of the first meeting, or of the ban."""
 
     node: str
     name: str = ""
@@ -61,7 +61,7 @@ class TrustStore:
         self._nodes: dict[str, KnownNode] = {}
 
     def nodes(self) -> tuple[KnownNode, ...]:
-        """All nodes on the list, as the file is now. Costs one stat if it has not changed."""
+        """All nodes in the file now. Costs one stat if the file has not changed."""
         with self._lock:
             self._refresh()
             return tuple(self._nodes.values())
@@ -71,7 +71,7 @@ class TrustStore:
         return frozenset(each.node for each in self.nodes() if each.banned)
 
     def objects_to(self, node: str) -> str | None:
-        """Why ``node`` must not be talked to, or None: what ``Credentials`` asks in a handshake."""
+        """The reason to refuse ``node`` in a handshake of ``Credentials``, or None to accept it."""
         try:
             with self._lock:
                 self._refresh()
@@ -84,9 +84,9 @@ class TrustStore:
         return f"node {node[:12]} is banned from this cluster{because}"
 
     def find(self, text: str) -> str:
-        """The full id that ``text`` stands for: an id, or the beginning of one known node's.
+        """The full node id for ``text``: an id, or the beginning of the id of a known node.
 
-        ConfigurationError if it is too short, unknown or stands for several.
+        ConfigurationError if ``text`` is too short, unknown or fits several nodes.
         """
         wanted = text.strip().lower()
         if not wanted or not set(wanted) <= set(string.hexdigits):
@@ -112,7 +112,7 @@ class TrustStore:
         )
 
     def meet(self, node: str, name: str = "") -> None:
-        """Remember that ``node`` proved itself. A banned node stays banned."""
+        """Record that ``node`` has authenticated itself. A banned node stays banned."""
         with self._lock:
             self._refresh()
             known = self._nodes.get(node)
@@ -135,7 +135,8 @@ class TrustStore:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[dict[str, KnownNode]]:
-        """The nodes, to be changed; written when the block ends well. One process at a time."""
+        """The nodes as a dict to change, written to the file if the block raises no exception. One
+        process at a time."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(self.path.with_name(_LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
@@ -185,7 +186,7 @@ class TrustStore:
 
 
 def _forget_oldest(nodes: dict[str, KnownNode]) -> None:
-    """Keep the file bounded; what is banned is never forgotten."""
+    """Limit the file to ``MAX_NODES`` nodes, and never remove a ban."""
     spare = sorted((n for n in nodes.values() if not n.banned), key=lambda each: each.since)
     for node in spare[: max(0, len(nodes) - MAX_NODES)]:
         del nodes[node.node]

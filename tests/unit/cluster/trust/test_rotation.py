@@ -51,7 +51,7 @@ def test_who_has_its_secret_from_a_variable_says_so_and_nothing_is_changed() -> 
     assert ended(actions) is False
     said = actions[-1]
     assert isinstance(said, Say)
-    assert "could not take it: it comes from POTLUCK_PSK" in said.text
+    assert "refused the new secret: it comes from POTLUCK_PSK" in said.text
     assert ended(follower.order("r", NEW, ["bob"], 0.0)) is False
 
 
@@ -126,7 +126,7 @@ def test_two_changes_at_once_are_refused_and_a_forgotten_one_is_replaced() -> No
     node.received("ada", NewSecret("r", NEW), 0.0)
     [answer] = node.received("bob", NewSecret("s", OLD), 1.0)
     assert isinstance(answer, Tell)
-    assert "under way" in str(answer.message)
+    assert "unfinished" in str(answer.message)
     assert ended(node.order("t", OLD, [], 1.0)) is False
     assert node.received("bob", NewSecret("s", OLD), PENDING_S + 1)[0] == Store(OLD)
 
