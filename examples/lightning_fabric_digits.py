@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
         f"this needs {error.name.partition('.')[0]}: pip install 'potluck[torch,sklearn,ecosystem]'"
     )
 
-# Whoever started this script says how many workers each machine has.
+# The launcher sets the number of workers of each machine.
 DEVICES = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 NODES = int(os.environ.get("WORLD_SIZE", 1)) // DEVICES
 

@@ -135,7 +135,7 @@ class ControlPlane:
         """A ban ordered by ``potluck ban`` arrives by the file."""
         known: frozenset[str] = frozenset()
         while True:
-            with contextlib.suppress(PotluckError):  # a damaged list refuses everybody by itself
+            with contextlib.suppress(PotluckError):  # a damaged list refuses all nodes already
                 banned = self._trust.banned()
                 for node in sorted(banned - known - set(self.protocol.record.banned)):
                     self.handle(events.Ban(node))

@@ -165,7 +165,7 @@ class Work:
     def _call(self, callback: Callable[[Work], None]) -> None:
         try:
             callback(self)
-        except Exception:  # the progress loop must live on for everybody else
+        except Exception:  # a failing callback must not end the progress thread
             _log.exception("a done-callback of %s raised", self.call)
 
 

@@ -185,7 +185,7 @@ class Listener:
             if link is not None:
                 with self._lock:
                     self._answering[threading.current_thread()] = None
-                assert admission.deliver is not None, "a Welcome needs somebody to take the link"
+                assert admission.deliver is not None, "a Welcome needs a function for the link"
                 admission.deliver(link)
         except Exception as error:
             if link is not None:

@@ -41,8 +41,8 @@ class PaxosAcceptor:
         return None
 
     def accept(self, proposal: Proposal) -> bool:
-        """Accept ``proposal``, unless a newer ballot was promised meanwhile. Nobody may hear of it
-        before it is on disk."""
+        """Accept ``proposal``, unless a newer ballot was promised meanwhile. The vote may be sent
+        only after it is on disk."""
         if proposal.ballot < self.promised:
             return False
         self.accepted = proposal

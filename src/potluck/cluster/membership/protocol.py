@@ -1,4 +1,4 @@
-"""What one node of a cluster decides: who is there, which view follows, when it pauses.
+"""The decisions of one node of a cluster: the members, the next view, and when the node pauses.
 
 ``MembershipProtocol.handle(event, now) -> actions`` puts the smaller cores together
 (``failure_detector``, ``reachability``, ``paxos``, ``merge``). It sees no socket, clock or disk;

@@ -65,7 +65,7 @@ def recover(evidence: Evidence, subtracted: Collection[str]) -> Recovered:
         return FREE
     # A proposer accepts its own proposal before it asks others to: it is one of the acceptors.
     acceptors = {n for n in view.nodes if known.get(n) == newest} | {newest.ballot[1]}
-    # The accepted votes of the dead count: a decision stands, whoever died after it.
+    # Votes accepted by nodes that have died count: a decision outlives its voters.
     voters = quorum(view, newest.view, set(subtracted) - acceptors)
     if voters <= acceptors and has_majority(view.members, voters, set(subtracted) - acceptors):
         return Recovered(newest.view, is_decided=True)
@@ -81,7 +81,7 @@ def recover(evidence: Evidence, subtracted: Collection[str]) -> Recovered:
 
 
 def _is_void(proposal: Proposal, evidence: Evidence) -> bool:
-    """Whether ``proposal`` was not decided and never will be, whoever else has accepted it.
+    """Whether ``proposal`` was not decided and never will be, whichever nodes have accepted it.
 
     Two kinds of nodes can find out that all of its quorum accepted it:
 
