@@ -186,19 +186,14 @@ def _newest(folder: Path) -> list[Path]:
 
 
 class PackageServer:
-    """Serves packages of folders on this machine to nodes that ask.
+    """Sends packages of folders on this machine to nodes of the cluster that request them."""
 
-    ``allows(node)`` is asked for each request; links are authenticated already, so it is about who
-    takes part in a job.
-    """
-
-    def __init__(self, send: Send, allows: Callable[[str], bool] = lambda node: True) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self._allows = allows
         self._offered: dict[bytes, tuple[Path, dict[bytes, PackageFile], bytes]] = {}
 
     def offer(self, folder: Path) -> bytes:
-        """Scan ``folder`` and serve it from now on; the package's name. Reads every file."""
+        """Scan ``folder`` and offer it until ``withdraw``; the package's name. Reads every file."""
         manifest = scan(folder)
         data, package = encode_manifest(manifest)
         files = {file.sha256: file for file in manifest.files}
@@ -211,21 +206,21 @@ class PackageServer:
         return None if found is None else found[0]
 
     def withdraw(self, package: bytes) -> None:
-        """Serve it no more."""
+        """End the offer of ``package``."""
         self._offered.pop(package, None)
 
     def answer(self, node: str, wanted: peers.PartWanted) -> None:
-        """``node`` asked for a part."""
+        """Send ``node`` the part that it requests, or the reason why there is none."""
         package, file, offset = wanted.package, wanted.file, wanted.offset
         try:
-            size, data = self._part(node, package, file, offset)
+            size, data = self._part(package, file, offset)
         except (PotluckError, OSError) as error:
             self._send(node, peers.NotHere(package, file, str(error)[:4096]))
             return
         self._send(node, peers.PackagePart(package, file, offset, size, data))
 
-    def _part(self, node: str, package: bytes, sha256: bytes, offset: int) -> tuple[int, bytes]:
-        if not self._allows(node) or package not in self._offered:
+    def _part(self, package: bytes, sha256: bytes, offset: int) -> tuple[int, bytes]:
+        if package not in self._offered:
             raise ProtocolError("this node has no such package")
         folder, files, data = self._offered[package]
         if not sha256:

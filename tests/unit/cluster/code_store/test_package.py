@@ -259,16 +259,16 @@ def test_what_is_not_there_changed_or_gone_is_said(folder: Path, tmp_path: Path)
     asyncio.run(story())
 
 
-def test_a_node_that_takes_no_part_gets_no_code(folder: Path) -> None:
+def test_only_files_of_an_offered_package_are_sent(folder: Path) -> None:
     sent: list[peers.PeerMessage] = []
 
     def send(node: str, message: peers.PeerMessage) -> bool:
         sent.append(message)
         return True
 
-    server = PackageServer(send, allows=lambda node: node == BOB)
+    server = PackageServer(send)
     name = server.offer(folder)
-    server.answer(ADA, peers.PartWanted(name, b"", 0))
+    server.answer(ADA, peers.PartWanted(bytes(32), b"", 0))
     server.answer(BOB, peers.PartWanted(name, bytes(32), 0))
     assert [type(message) for message in sent] == [peers.NotHere, peers.NotHere]
 
