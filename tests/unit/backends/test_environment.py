@@ -162,7 +162,7 @@ def test_while_ranks_wait_one_of_each_machine_says_for_whom(
     lines: list[str] = []
     wanted = (
         f"potluck: rank 0 waits at 127.0.0.1:{port} for rank 3 on carl (of 4 ranks); are all",
-        f"potluck: rank 2 waits for rank 0 at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port} to tell who",
+        f"potluck: rank 2 waits for rank 0 at MASTER_ADDR:MASTER_PORT 127.0.0.1:{port} to send",
     )
     run_all(
         [*(lambda each=each: form_later(*each) for each in [(0, 0), (1, 1), (2, 0)]), come_last]

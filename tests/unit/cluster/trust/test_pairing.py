@@ -94,7 +94,7 @@ def test_a_wrong_code_gets_nothing_and_ends_the_run() -> None:
     async def story() -> None:
         host = Waiting()
         address = await host.address()
-        with pytest.raises(WrongCode, match="void at once"):
+        with pytest.raises(WrongCode, match="voids the shown one"):
             await take_over(WRONG, ME, [], address=address)
         with pytest.raises(WrongCode, match="The code is void now"):
             await host.task
