@@ -186,7 +186,7 @@ def test_waiting_for_others_is_no_work_and_applying_the_step_is() -> None:
         job = elastic.ElasticLoop(ctx, schedule, StateReplica(lambda: {}, lambda state: None))
         gate = threading.Event()
         computed: list[float] = []
-        job._pace.timed = lambda num, seconds: computed.append(seconds)  # type: ignore[method-assign]
+        job._pace.add_time = lambda num, seconds: computed.append(seconds)  # type: ignore[method-assign]
         for _ in job:
             with job.step():
                 if ctx.rank == 1:

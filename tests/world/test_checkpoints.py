@@ -478,9 +478,9 @@ def changed(ctx: DistributedContext, store: CheckpointStore, what: str) -> None:
         ("model", "'2.bias' is of shape .3,. in the state, of shape .5,. in this model"),
         ("optimizers", "has 1 optimizers, this training has 2"),
         ("also", r"holds also=\['scheduler'\], this training has also=\['plan'\]"),
-        ("data", "50 samples shuffled with seed 2; this one is on 40 samples"),
-        ("seed", "shuffled with seed 2; this one is on 50 samples shuffled with seed 3"),
-        ("order", "shuffled with seed 2; this one is on 50 samples in their own order"),
+        ("data", "50 samples shuffled with seed 2; this training is on 40 samples"),
+        ("seed", "shuffled with seed 2; this training is on 50 samples shuffled with seed 3"),
+        ("order", "shuffled with seed 2; this training is on 50 samples in their own order"),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused_and_the_difference_named(
