@@ -45,7 +45,8 @@ def test_a_state_that_arrives_damaged_is_not_used() -> None:
         run_world(2, work)
     assert isinstance(caught.value.errors[1], CheckpointError)
     error = str(caught.value.errors[1])
-    assert "the state from rank 0" in error and "arrived damaged" in error
+    assert "the state from rank 0" in error
+    assert "arrived damaged" in error
 
 
 def test_an_impossible_length_is_refused_before_memory_is_taken() -> None:
