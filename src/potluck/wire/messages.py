@@ -40,8 +40,8 @@ class LinkMemoryOffer(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """The client's first message: its identity in the job, and the kind of the connection.
 
-    ``kind``, to the listener of a worker: ``data`` (a link of two ranks), ``rendezvous`` (to rank 0,
-    which sends the addresses of all ranks; ``port`` is the port of the client's listener,
+    ``kind``, to the listener of a worker: ``data`` (a link of two ranks), ``rendezvous`` (to rank
+    0, which sends the addresses of all ranks; ``port`` is the port of the client's listener,
     ``world_size`` the size that it expects), ``store`` (a process group's store), ``meet`` and
     ``join`` (discovery). To an agent: ``node`` (another agent), ``control`` (a worker), ``client``
     (a command of the same machine). To either: ``measure`` (one measurement of the path). ``wire``
