@@ -34,8 +34,8 @@ from potluck.settings import Settings, load_settings
 from potluck.types import Group
 from potluck.wire import control
 
-FIRST_VIEW_S = 600.0
-"""Seconds until the first view: other workers may be importing modules or be started again."""
+FIRST_GROUP_S = 600.0
+"""Seconds until the first group: other workers may be importing modules or be started again."""
 
 
 class AgentBackend:
@@ -56,7 +56,7 @@ class AgentBackend:
         check_free()
         self._local_rank = int(os.environ.get("LOCAL_RANK") or 0)
         self._changed = threading.Condition()
-        self._view: control.GroupView | None = None
+        self._newest: control.NewGroup | None = None
         self._is_held = False
         self._overs: deque[control.GroupOver] = deque(maxlen=64)
         self._stopped: PotluckError | None = None
@@ -92,40 +92,40 @@ class AgentBackend:
     # -- called by the context
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:
-        """The communicator of the newest view after ``after_epoch``; see ``Backend.form``.
+        """The communicator of the newest group after ``after_epoch``; see ``Backend.form``.
 
-        The first group may take up to ``FIRST_VIEW_S``. AgentLost if the agent is lost, RemoteError
-        if it has stopped the job, OperationTimeout without a view in time.
+        The first group may take up to ``FIRST_GROUP_S``. AgentLost if the agent is lost,
+        RemoteError if it has stopped the job, OperationTimeout without a group in time.
         """
         if after_epoch == 0:
-            timeout_s = max(timeout_s, FIRST_VIEW_S)
+            timeout_s = max(timeout_s, FIRST_GROUP_S)
         self._has_reformed |= after_epoch > 0
         with self._changed:
             self._communicator = None
             self._asking_after = after_epoch
             self._talk.say(self._request(after_epoch, cause))
-            self._await_view(after_epoch, timeout_s)
+            self._await_group(after_epoch, timeout_s)
             self._asking_after = None
             if self._stopped is not None:
                 raise self._stopped from cause
-            view = self._usable(after_epoch)
-            if view is None:
+            told = self._usable(after_epoch)
+            if told is None:
                 raise OperationTimeout(
                     f"the agent announced no group after epoch {after_epoch} within "
                     f"{timeout_s:g} s; `potluck status` shows what it waits for",
                     epoch=after_epoch,
                 ) from cause
-            names = [member.worker for member in view.members]
-            group = Group(view.epoch, names.index(self.worker), view.members, self.job, view.paths)
+            names = [member.worker for member in told.members]
+            group = Group(told.epoch, names.index(self.worker), told.members, self.job, told.paths)
             communicator = self._base.open(group)
             self._communicator = communicator
-            self._chaos_steps = frozenset(view.chaos_steps)
-        self._talk.say(control.Installed(self.worker, view.epoch))
+            self._chaos_steps = frozenset(told.chaos_steps)
+        self._talk.say(control.Entered(self.worker, told.epoch))
         return communicator
 
     def next_epoch(self) -> int:
         with self._changed:
-            return 0 if self._view is None else self._view.epoch
+            return 0 if self._newest is None else self._newest.epoch
 
     def begin_step(self, step: int) -> None:
         """Keep the step for reports. If a fault is ordered for the step, wait until the agent has
@@ -179,8 +179,8 @@ class AgentBackend:
             step=self._step,
         )
 
-    def _await_view(self, after_epoch: int, timeout_s: float) -> None:
-        """Wait for a usable view or the end of the job. The timeout does not run while the cluster
+    def _await_group(self, after_epoch: int, timeout_s: float) -> None:
+        """Wait for a usable group or the end of the job. The timeout does not run while the cluster
         is paused."""
         deadline = time.monotonic() + timeout_s
         while self._stopped is None and self._usable(after_epoch) is None:
@@ -192,12 +192,12 @@ class AgentBackend:
             if was_held:
                 deadline = time.monotonic() + timeout_s
 
-    def _usable(self, after_epoch: int) -> control.GroupView | None:
-        view = self._view
-        if view is None or view.epoch <= after_epoch:
+    def _usable(self, after_epoch: int) -> control.NewGroup | None:
+        told = self._newest
+        if told is None or told.epoch <= after_epoch:
             return None
-        names = tuple(member.worker for member in view.members)
-        return None if any(over.ends(view.epoch, names) for over in self._overs) else view
+        names = tuple(member.worker for member in told.members)
+        return None if any(over.ends(told.epoch, names) for over in self._overs) else told
 
     def _describe(self) -> str:
         communicator = self._communicator
@@ -238,12 +238,12 @@ class AgentBackend:
         with self._changed:
             self._changed.notify_all()
             match message:
-                case control.GroupView(job=job, epoch=epoch, members=members):
+                case control.NewGroup(job=job, epoch=epoch, members=members):
                     if job != self.job or self.worker not in {each.worker for each in members}:
-                        raise ProtocolError(f"a view of epoch {epoch} that does not concern me")
+                        raise ProtocolError(f"a group of epoch {epoch} that this worker is not in")
                     self._is_held = False
-                    if self._view is None or epoch > self._view.epoch:
-                        self._view = message
+                    if self._newest is None or epoch > self._newest.epoch:
+                        self._newest = message
                 case control.Hold():
                     self._is_held = True
                 case control.GroupOver():

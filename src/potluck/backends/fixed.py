@@ -2,7 +2,7 @@
 
 ``init_process_group`` connects to a store at MASTER_ADDR and MASTER_PORT, and would wait there for
 lost ranks. So each worker first tells its agent that its script forms a fixed world, and waits for
-the view of all its ranks; the agent ends the world when a rank is lost
+the group of all its ranks; the agent ends the world when a rank is lost
 (``cluster.jobs.groups.worlds``). The link to the agent stays open until the script ends. If a
 script destroys its process group and makes another, the ranks meet again for a new port: at the
 last group's port a fast rank would find the last group's store, and wait in it.
@@ -49,8 +49,8 @@ def join_world(timeout_s: float) -> tuple[str, int]:
         if is_first:
             held.bind(("", 0))  # holds the port until rank 0 makes its store
         link = _own_link() or _WorldLink()
-        view = link.meet(held.getsockname()[1] if is_first else 0, timeout_s)
-    return view.members[0].host, view.members[0].port
+        group = link.meet(held.getsockname()[1] if is_first else 0, timeout_s)
+    return group.members[0].host, group.members[0].port
 
 
 def hosts_of_world(rank: int, world_size: int) -> tuple[str, ...]:
@@ -61,10 +61,10 @@ def hosts_of_world(rank: int, world_size: int) -> tuple[str, ...]:
     with an interface of the machine that connects.
     """
     link = _own_link()
-    view = None if link is None else link.view
-    if view is None or os.environ.get("POTLUCK_WORLD_RANK") != f"{rank}/{world_size}":
+    group = None if link is None else link.group
+    if group is None or os.environ.get("POTLUCK_WORLD_RANK") != f"{rank}/{world_size}":
         return ()
-    return tuple(member.host for member in view.members)
+    return tuple(member.host for member in group.members)
 
 
 def leave_world() -> None:
@@ -83,14 +83,14 @@ def _own_link() -> _WorldLink | None:
 
 
 class _WorldLink:
-    """The link to the agent, with the newest view that the agent sent."""
+    """The link to the agent, with the newest group that the agent sent."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
         self._worker = os.environ.get("POTLUCK_WORKER", "")
         self._changed = threading.Condition()
         self._after = 0
-        self._view: control.GroupView | None = None
+        self._group: control.NewGroup | None = None
         self._error: PotluckError | None = None
         self._talk = AgentLink(
             load_credentials(load_settings()),
@@ -107,23 +107,23 @@ class _WorldLink:
         atexit.register(self.end)
 
     @property
-    def view(self) -> control.GroupView | None:
-        """The view of all ranks when they met last; None before."""
-        return self._view
+    def group(self) -> control.NewGroup | None:
+        """The group of all ranks when they met last; None before."""
+        return self._group
 
-    def meet(self, port: int, timeout_s: float) -> control.GroupView:
-        """Wait for the next view of all ranks. ``port`` is a free port of this rank for the
+    def meet(self, port: int, timeout_s: float) -> control.NewGroup:
+        """Wait for the next group of all ranks. ``port`` is a free port of this rank for the
         store."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            if self._view is not None:
-                self._after, self._view = self._view.epoch, None
+            if self._group is not None:
+                self._after, self._group = self._group.epoch, None
             local_rank = int(os.environ.get("LOCAL_RANK") or 0)
             ready = control.Ready(
                 self._worker, self._after, port, os.getpid(), local_rank=local_rank, is_fixed=True
             )
             self._talk.say(ready)
-            while self._view is None and self._error is None:
+            while self._group is None and self._error is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise OperationTimeout(
@@ -132,27 +132,27 @@ class _WorldLink:
                         operation="init_process_group",
                     )
                 self._changed.wait(left)
-            if self._view is None:
+            if self._group is None:
                 assert self._error is not None
                 raise self._error
-        self._talk.say(control.Installed(self._worker, self._view.epoch))
-        return self._view
+        self._talk.say(control.Entered(self._worker, self._group.epoch))
+        return self._group
 
     def _ongoing(self) -> tuple[int, list[Hashable]]:
         """The unfinished operations on potluck's links; those of Gloo and NCCL are unknown."""
-        return (0, []) if self._view is None else (self._view.epoch, ongoing_here())
+        return (0, []) if self._group is None else (self._group.epoch, ongoing_here())
 
     def _take(self, message: control.FromAgent) -> control.FromWorker | None:
         with self._changed:
             self._changed.notify_all()
             match message:
-                case control.GroupView(epoch=epoch) if epoch > self._after:
-                    self._view = message
+                case control.NewGroup(epoch=epoch) if epoch > self._after:
+                    self._group = message
                 case control.Stop(reason):
                     self._error = RemoteError(f"the job ends: {reason}")
                     os.kill(os.getpid(), signal.SIGTERM)  # as scripts without a link are stopped
                 case control.Probe(number):
-                    return control.ProbeReply(self._worker, number, self._view is None)
+                    return control.ProbeReply(self._worker, number, self._group is None)
                 case _:
                     pass  # messages about elastic groups
         return None

@@ -36,7 +36,7 @@ Facts = Annotated[dict[Name, Fact], msgspec.Meta(max_length=MAX_FACTS)]
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The worker has no usable group and requests a view with an epoch above ``after_epoch``.
+    """The worker has no usable group and requests one with an epoch above ``after_epoch``.
 
     ``host`` and ``port`` are the address of the worker's listener. The node that leads the job sets
     ``node`` from the link of the message. ``is_fixed``: the script can't change its world while it
@@ -59,7 +59,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
         return Member(self.worker, self.node, self.host, self.port, self.local_rank)
 
 
-class Installed(msgspec.Struct, frozen=True, tag=True):
+class Entered(msgspec.Struct, frozen=True, tag=True):
     """The worker has entered the group of ``epoch``."""
 
     worker: Name
@@ -150,8 +150,8 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
 # From an agent to a worker.
 
 
-class GroupView(msgspec.Struct, frozen=True, tag=True):
-    """The group of ``epoch``: its members in rank order, the leader first.
+class NewGroup(msgspec.Struct, frozen=True, tag=True):
+    """The group of ``epoch``: its members in rank order, the most senior as rank 0.
 
     Before each of ``chaos_steps`` the worker sends ChaosDue. ``paths`` are the measured links
     between the members' nodes, equal for all members.
@@ -211,7 +211,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """The status of one worker. ``rank`` is -1 outside the present view; ``node`` is the name of
+    """The status of one worker. ``rank`` is -1 outside the present group; ``node`` is the name of
     its node, empty if the job has a single node."""
 
     worker: Name
@@ -256,7 +256,7 @@ class StatusReply(msgspec.Struct, frozen=True):
 
 FromWorker = (
     Ready
-    | Installed
+    | Entered
     | Lost
     | WorkerProgress
     | Said
@@ -266,7 +266,7 @@ FromWorker = (
     | ProbeReply
     | Waiting
 )
-FromAgent = GroupView | GroupOver | Probe | ChaosDone | Hold | Stop
+FromAgent = NewGroup | GroupOver | Probe | ChaosDone | Hold | Stop
 
 TO_AGENT: MessageFormat[FromWorker] = MessageFormat(
     FromWorker, limit=MAX_MESSAGE, name="a message to an agent"

@@ -163,21 +163,19 @@ class Call:
         return result
 
 
-def view(
-    epoch: int, *workers: str, port: int = 1, chaos: tuple[int, ...] = ()
-) -> control.GroupView:
+def view(epoch: int, *workers: str, port: int = 1, chaos: tuple[int, ...] = ()) -> control.NewGroup:
     members = tuple(Member(name, host="127.0.0.1", port=port) for name in workers)
-    return control.GroupView("job", epoch, members, chaos)
+    return control.NewGroup("job", epoch, members, chaos)
 
 
 def formed(
-    agent: ScriptedAgent, backend: AgentBackend, first: control.GroupView, after: int = 0
+    agent: ScriptedAgent, backend: AgentBackend, first: control.NewGroup, after: int = 0
 ) -> Communicator:
     call = Call(backend.form, after, None, WAIT_S)
     agent.hear(control.Ready)
     agent.say(first)
     communicator = call.result()
-    assert agent.hear(control.Installed).epoch == first.epoch
+    assert agent.hear(control.Entered).epoch == first.epoch
     return communicator
 
 
@@ -204,7 +202,7 @@ def test_the_first_group_is_the_first_view(agent: ScriptedAgent, backend: AgentB
     assert (communicator.group.epoch, communicator.group.rank) == (7, 1)
     assert communicator.group.job == "job"
     assert [member.worker for member in communicator.group.members] == ["0", "1", "2"]
-    assert agent.hear(control.Installed).epoch == 7
+    assert agent.hear(control.Entered).epoch == 7
     assert backend.next_epoch() == 7
     communicator.close()
 

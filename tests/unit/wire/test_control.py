@@ -13,7 +13,7 @@ from potluck.wire import control, local
 
 FROM_WORKER = [
     control.Ready("0", after_epoch=3, port=5, pid=7, host="h", local_rank=1, cause="c"),
-    control.Installed("0", 4),
+    control.Entered("0", 4),
     control.Lost("0", 4, 2, True, "cause", 60),
     control.WorkerProgress(
         "0", 4, 60, 0.5, 812.0, "cpu", {"accuracy": 0.97, "n": 3, "ok": True, "text": "x"}
@@ -25,7 +25,7 @@ FROM_WORKER = [
     control.ProbeReply("0", 1, True),
 ]
 FROM_AGENT = [
-    control.GroupView("job", 4, (Member("0", "n", "h", 1, 0), Member("1")), (60, 80)),
+    control.NewGroup("job", 4, (Member("0", "n", "h", 1, 0), Member("1")), (60, 80)),
     control.GroupOver(4, "2", True, "killed"),
     control.Probe(9),
     control.ChaosDone(60),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from potluck.backends.agent import FIRST_VIEW_S
+from potluck.backends.agent import FIRST_GROUP_S
 from potluck.backends.base import Communicator, StaticBackend
 from potluck.backends.external import ExternalCommunicator
 from potluck.backends.fixed import is_our_world, join_world
@@ -47,7 +47,7 @@ class _TorchBackend(StaticBackend, ABC):
         launched = self._launched
         if is_our_world(self._environment, launched.rank, launched.world_size):
             # The agent names the missing ranks, and starts all of them again after a loss.
-            host, port = join_world(max(timeout_s, FIRST_VIEW_S))
+            host, port = join_world(max(timeout_s, FIRST_GROUP_S))
             self._launched = launched = replace(launched, host=host, port=port)
         self._store = open_store(launched, timeout_s)
         group = meet(

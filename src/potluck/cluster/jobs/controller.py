@@ -303,8 +303,8 @@ class JobController:
                 self._handle(msgspec.structs.replace(event, node=node))
                 if not self.state.having(Phase.MEMBER):
                     self._roll_call.begin()
-            case control.Installed(name, epoch):
-                if self._journal.installed(name, epoch, now) and self.state.world.is_fixed:
+            case control.Entered(name, epoch):
+                if self._journal.entered(name, epoch, now) and self.state.world.is_fixed:
                     self._output.note(self._journal.world_formed(now))
                 self._handle(event)
             case control.Lost():

@@ -39,7 +39,7 @@ class GroupAgreement:
     def _shows_state(self, event: jobs.Event, joined: int) -> bool:
         if self.group is None:
             return False
-        if isinstance(event, control.Installed):
+        if isinstance(event, control.Entered):
             # All members of the first group begin with the same state, so all of them hold it.
             return event.epoch == self.group.epoch == self.group.origin
         if isinstance(event, control.WorkerProgress):

@@ -138,7 +138,7 @@ class Journal:
         ):
             recovery.epoch = epoch
 
-    def installed(self, worker: str, epoch: int, now: float) -> bool:
+    def entered(self, worker: str, epoch: int, now: float) -> bool:
         """``worker`` is in the group of ``epoch``; whether with it all are, after a loss."""
         if epoch != self.epoch:
             return False

@@ -252,7 +252,7 @@ class LocalRunner:
         members = tuple(replace(each, host=self._address(each.node)) for each in group.members)
         for rank, name in enumerate(names):
             steps = chaos.steps_of(rank)
-            told = control.GroupView(self.spec.job, group.epoch, members, steps, group.paths)
+            told = control.NewGroup(self.spec.job, group.epoch, members, steps, group.paths)
             if self._reports.world_of(name) == group.world:
                 self._tell((name,), told)
 

@@ -22,7 +22,7 @@ class WorkerReports:
         self._worlds: dict[str, int] = {}
         self._ready: dict[str, control.Ready] = {}
         self._asking: dict[str, int] = {}
-        self._installed: dict[str, int] = {}
+        self._entered: dict[str, int] = {}
         self._finished: set[str] = set()
         self._exited: dict[str, jobs.Exited] = {}
         self._read: dict[str, jobs.OutputEnded] = {}
@@ -38,7 +38,7 @@ class WorkerReports:
     def starting(self, worker: str, attempt: int, world: int) -> None:
         """A process of ``worker`` is about to be started; what was reported before is outdated."""
         self._attempts[worker], self._worlds[worker] = attempt, world
-        for known in (self._ready, self._asking, self._installed, self._exited):
+        for known in (self._ready, self._asking, self._entered, self._exited):
             known.pop(worker, None)
         self._finished.discard(worker)
 
@@ -48,14 +48,14 @@ class WorkerReports:
             case control.Ready(worker=worker, after_epoch=after):
                 if worker in self._finished:  # and forms its fixed world once more
                     self._finished.discard(worker)
-                    after = self._installed.get(worker, after)
+                    after = self._entered.get(worker, after)
                     event = msgspec.structs.replace(event, after_epoch=after)
                 self._ready[worker] = event
                 self._asking[worker] = after
             case control.Lost(worker, epoch):
                 self._asking[worker] = epoch
-            case control.Installed(worker, epoch):
-                self._installed[worker] = epoch
+            case control.Entered(worker, epoch):
+                self._entered[worker] = epoch
                 self._asking.pop(worker, None)
             case control.Finished(worker):
                 self._finished.add(worker)
@@ -94,7 +94,7 @@ class WorkerReports:
                 after = self._asking[worker]
                 ready = self._ready[worker]
                 found.append(msgspec.structs.replace(ready, after_epoch=after, cause=""))
-            elif worker in self._installed:
+            elif worker in self._entered:
                 found.append(self._ready[worker])
-                found.append(control.Installed(worker, self._installed[worker]))
+                found.append(control.Entered(worker, self._entered[worker]))
         return found

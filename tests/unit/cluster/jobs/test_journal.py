@@ -11,7 +11,7 @@ def training() -> Journal:
     journal = Journal(["0", "1", "2"], now=0.0)
     journal.announced(1, ("0", "1", "2"), ("0", "1", "2"))
     for name in "012":
-        journal.installed(name, 1, 1.0)
+        journal.entered(name, 1, 1.0)
         journal.progress(step(name, 60, epoch=1), 9.0)
     return journal
 
@@ -29,8 +29,8 @@ def test_a_recovery_is_measured_from_the_loss_to_the_next_committed_step() -> No
     journal.lost("2", "worker 2 lost (killed by SIGKILL (9))", 10.0)
     journal.announced(2, ("0", "1"), ())
     journal.reported(1, 60, 10.01)
-    journal.installed("0", 2, 10.3)
-    journal.installed("1", 2, 10.4)
+    journal.entered("0", 2, 10.3)
+    journal.entered("1", 2, 10.4)
     journal.progress(step("0", 61, epoch=2), 10.9)
     (recovery,) = journal.recoveries
     assert round(recovery.reformed_s or 0, 6) == 0.4
@@ -73,11 +73,11 @@ def test_losses_before_the_next_step_are_one_recovery() -> None:
     journal = training()
     journal.lost("2", "worker 2 lost", 10.0)
     journal.announced(2, ("0", "1"), ())
-    journal.installed("0", 2, 10.1)
-    journal.installed("1", 2, 10.1)
+    journal.entered("0", 2, 10.1)
+    journal.entered("1", 2, 10.1)
     journal.lost("1", "worker 1 lost", 10.2)
     journal.announced(3, ("0",), ())
-    journal.installed("0", 3, 10.5)
+    journal.entered("0", 3, 10.5)
     journal.progress(step("0", 61, epoch=2), 10.6)
     assert journal.open_recovery is not None, "epoch 2 was over by then"
     journal.progress(step("0", 62, epoch=3), 11.0)

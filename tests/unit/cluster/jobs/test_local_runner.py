@@ -90,7 +90,7 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
 
         async with await asyncio.start_server(called, "127.0.0.1", 0) as server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            for said in (control.Installed("0", 4), control.Finished("1")):
+            for said in (control.Entered("0", 4), control.Finished("1")):
                 writer.write(control.TO_AGENT.encode(said))
             async with asyncio.timeout(20):
                 await reader.read()
@@ -100,5 +100,5 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
 
     machine = asyncio.run(story())
     _, _, said, complaint = machine.heard
-    assert said == control.Installed("0", 4)
+    assert said == control.Entered("0", 4)
     assert complaint == control.Said("", "worker 0 was cut off: it spoke for worker '1'")

@@ -8,11 +8,11 @@ import pytest
 
 from potluck.cluster.jobs.groups import membership
 from potluck.cluster.jobs.groups.events import (
+    Entered,
     Event,
     Exited,
     Failed,
     Finished,
-    Installed,
     Interrupted,
     Ready,
 )
@@ -35,7 +35,7 @@ def well(num_workers: int) -> State:
     names = [str(index) for index in range(num_workers)]
     return ended(
         num_workers,
-        *(Installed(name, 1) for name in names),
+        *(Entered(name, 1) for name in names),
         *(Finished(name) for name in names),
         *(Exited(name, 0) for name in names),
     )

@@ -29,7 +29,7 @@ from potluck.cluster.membership.protocol import MembershipProtocol, checksum
 from potluck.cluster.membership.view import following, objection_to
 from potluck.types import Member
 from potluck.wire import nodes as wire
-from potluck.wire.control import Finished, Installed, Ready
+from potluck.wire.control import Entered, Finished, Ready
 from potluck.wire.jobs import Exited, WorldSpec
 from potluck.wire.nodes import JobGroup, StableRecord, View, ViewMember
 
@@ -362,7 +362,7 @@ class Job:
         self.now = 0.0
         for name in "012":
             self.tell(Ready(name, Member(name, f"node{name}", port=1)))
-        self.tell(*(Installed(name, 1) for name in "012"))
+        self.tell(*(Entered(name, 1) for name in "012"))
 
     def tell(self, *told: object) -> list[object]:
         did: list[object] = []
@@ -377,7 +377,7 @@ def test_a_group_is_agreed_on_in_a_higher_epoch() -> None:
     job.tell(Agreed(7, ("0", "1", "2"), announced=1))
     assert job.state.view is not None
     assert job.state.view.epoch == job.state.epoch == 7
-    job.tell(*(Installed(name, 7) for name in "012"))
+    job.tell(*(Entered(name, 7) for name in "012"))
     assert {worker.joined for worker in job.state.workers} == {7}
 
 
@@ -387,7 +387,7 @@ def test_the_nodes_go_on_without_a_worker_and_it_comes_back() -> None:
     assert job.state.worker("1").phase is Phase.AWAY
     assert job.state.view is not None
     assert job.state.view.members == ("0", "2")
-    assert job.tell(Installed("0", 4), Installed("2", 4)) == []
+    assert job.tell(Entered("0", 4), Entered("2", 4)) == []
     (announce,) = job.tell(Ready("1", Member("1", "node1", port=2), 1))
     assert isinstance(announce, Announce)
     assert (announce.epoch, announce.joined) == (5, ("1",))
@@ -412,7 +412,7 @@ def test_the_next_leader_takes_the_job_over_in_the_same_order() -> None:
     state = membership.take_over("012", JobPolicy(), 6, group, world)
     assert [worker.name for worker in state.having(Phase.MEMBER)] == ["2", "0"]
     assert state.worker("1").phase is Phase.AWAY
-    for event in (Installed("2", 6), Installed("0", 6)):
+    for event in (Entered("2", 6), Entered("0", 6)):
         state, _ = membership.handle(state, event, 0.0)
     state, actions = membership.handle(state, Ready("1", Member("1", "node1", port=1)), 0.0)
     (announce,) = actions

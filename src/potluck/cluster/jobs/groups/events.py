@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from potluck.cluster.membership.events import Note as Note
 from potluck.cluster.membership.events import Tick as Tick
 from potluck.types import Member
-from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
+from potluck.wire.control import Entered, Failed, Finished, Lost, ProbeReply, Ready
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled
 
 
@@ -62,7 +62,7 @@ class Placed:
 
 Event = (
     Ready
-    | Installed
+    | Entered
     | Lost
     | ProbeReply
     | Stalled

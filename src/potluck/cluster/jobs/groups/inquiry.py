@@ -112,6 +112,6 @@ def _still_busy(turn: Turn, epoch: int) -> set[str]:
     """The members that rightly have not entered ``epoch``: as long as none of their group has,
     they are in a long step there, and only the newcomers wait."""
     seniors = [worker for worker in turn.state.having(Phase.MEMBER) if worker.joined < epoch]
-    if any(worker.installed >= epoch for worker in seniors):
+    if any(worker.entered >= epoch for worker in seniors):
         return set()
     return {worker.name for worker in seniors}

@@ -56,7 +56,7 @@ from potluck.cluster.jobs.groups.roster import (
 from potluck.cluster.jobs.groups.turn import Turn
 from potluck.cluster.topology.graph import in_ring
 from potluck.types import Member
-from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
+from potluck.wire.control import Entered, Failed, Finished, Lost, ProbeReply, Ready
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled, WorldSpec
 from potluck.wire.nodes import JobGroup
 
@@ -80,7 +80,7 @@ def take_over(
 ) -> State:
     """The state of a job with which a new leader begins: its ``group`` in the nodes' view of
     ``epoch``, and the ``world`` that the workers were started for. The agents report the rest
-    again: which workers are ready, have installed a group, or have ended."""
+    again: which workers are ready, have entered a group, or have ended."""
     members = tuple[Member, ...]()
     if group is not None and group.world == world.number:
         epoch, members = group.epoch, group.members
@@ -126,8 +126,8 @@ class _Turn(Turn):
         match event:
             case Ready():
                 self.ready(event)
-            case Installed(name, epoch):
-                self.update(name, installed=max(epoch, self.state.worker(name).installed))
+            case Entered(name, epoch):
+                self.update(name, entered=max(epoch, self.state.worker(name).entered))
             case Lost():
                 inquiry.lost(self, event)
             case ProbeReply():
@@ -171,7 +171,7 @@ class _Turn(Turn):
         if event.is_fixed:
             worlds.fix(self)
         worker = self.state.worker(event.worker)
-        if worker.phase is Phase.EVICTED and event.after_epoch < worker.installed:
+        if worker.phase is Phase.EVICTED and event.after_epoch < worker.entered:
             return  # its node repeats what it said before; since then it has asked for nothing
         if worker.phase in (Phase.STARTING, Phase.READY, Phase.EVICTED, Phase.AWAY):
             self.update(worker.name, phase=Phase.READY, member=event.member)
@@ -236,7 +236,7 @@ class _Turn(Turn):
         if worker.restarts >= policy.max_restarts:
             self.change(casualty=failure)
             return Phase.GONE, f"; not started again after {worker.restarts} restarts"
-        had_entered = worker.phase is Phase.MEMBER and worker.installed >= worker.joined
+        had_entered = worker.phase is Phase.MEMBER and worker.entered >= worker.joined
         in_vain = 0 if had_entered else worker.in_vain + 1
         delay = policy.restart_delay_s(in_vain)
         self.update(
@@ -329,7 +329,7 @@ class _Turn(Turn):
         if state.num_finished:
             # No finished worker gave the job's state to a member that joined after the last group
             # in which one was (0: not told). Alone, that member would train on from an older step.
-            last = max(worker.installed for worker in state.workers if worker.finished)
+            last = max(worker.entered for worker in state.workers if worker.finished)
             may_go_on = [w for w in state.having(Phase.MEMBER) if last == 0 or w.joined <= last]
             if not may_go_on:
                 self.stop_workers("the members of the job have finished", 0, spared=Phase.FINISHED)
@@ -370,7 +370,7 @@ class _Turn(Turn):
     ) -> None:
         epoch = self.state.epoch + 1
         for worker in joining:
-            self.update(worker.name, phase=Phase.MEMBER, joined=epoch, installed=0)
+            self.update(worker.name, phase=Phase.MEMBER, joined=epoch, entered=0)
         members = [self.state.worker(worker.name) for worker in workers]
         members.sort(key=lambda worker: worker.seniority)
         places = in_ring([w.member for w in members if w.member is not None], self.state.ring)
@@ -384,5 +384,5 @@ class _Turn(Turn):
         """Whether every member of the newest view said that it is in it."""
         view = self.state.view
         return view is not None and all(
-            worker.installed >= view.epoch for worker in self.state.having(Phase.MEMBER)
+            worker.entered >= view.epoch for worker in self.state.having(Phase.MEMBER)
         )

@@ -95,7 +95,7 @@ class WorkerState:
     """One place in the job.
 
     ``joined`` is the epoch of the first view of its present membership (0: none yet),
-    ``installed`` the newest epoch that it said it had entered, ``in_vain`` how often in a row it
+    ``entered`` the newest epoch that it said it had entered, ``in_vain`` how often in a row it
     died before it had entered one, ``attempt`` how often its process was started again, whatever
     for (-1: never started). ``finished``: it left a view because it was done. ``failed``: it said
     that its code raised. ``again``: it waits for the next group of its fixed world.
@@ -105,7 +105,7 @@ class WorkerState:
     phase: Phase = Phase.STARTING
     member: Member | None = None
     joined: int = 0
-    installed: int = 0
+    entered: int = 0
     restarts: int = 0
     in_vain: int = 0
     attempt: int = 0

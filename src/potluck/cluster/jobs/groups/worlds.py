@@ -308,9 +308,7 @@ def _begin_next(turn: Turn) -> None:
     turn.change(world=begun)
     turn.actions.append(BeginWorld(begun.number, begun.members, True, "the world starts again"))
     for name in names:
-        turn.update(
-            name, finished=False, failed=False, joined=0, installed=0, in_vain=0, again=False
-        )
+        turn.update(name, finished=False, failed=False, joined=0, entered=0, in_vain=0, again=False)
         turn.start(name, "the world starts again", alone=False)
 
 
@@ -379,7 +377,7 @@ def _announce(
 ) -> None:
     epoch = turn.state.epoch + 1
     for worker in members:
-        turn.update(worker.name, phase=Phase.MEMBER, joined=epoch, installed=0, again=False)
+        turn.update(worker.name, phase=Phase.MEMBER, joined=epoch, entered=0, again=False)
     places = tuple(worker.member for worker in members if worker.member is not None)
     assert len(places) == len(members), "a worker is ready and did not say where"
     names = tuple(worker.name for worker in members)

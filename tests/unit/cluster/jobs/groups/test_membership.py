@@ -21,7 +21,7 @@ from potluck.cluster.jobs.groups.events import (
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, name_exit
 from potluck.types import Member
 from potluck.wire import jobs, peers
-from potluck.wire.control import Failed, Finished, Installed, Lost, ProbeReply, Ready
+from potluck.wire.control import Entered, Failed, Finished, Lost, ProbeReply, Ready
 from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.jobs import Disconnected, Exited, Stalled, WorldSpec
 from potluck.wire.nodes import JobGroup
@@ -43,7 +43,7 @@ class Story(stories.Story):
         """All of ``names`` (default: all members) install the newest view."""
         group = self.state.view
         assert group is not None
-        self.tell(*(Installed(name, group.epoch) for name in names or group.members))
+        self.tell(*(Entered(name, group.epoch) for name in names or group.members))
 
 
 def ready(name: str, after_epoch: int = 0, port: int = 0) -> Ready:
@@ -168,7 +168,7 @@ def test_a_newcomer_waits_until_all_have_entered_the_present_view() -> None:
     story.enter("0")
     story.tell(ready("2"))
     assert story.view == (2, "0 1")
-    story.tell(Installed("1", 2))
+    story.tell(Entered("1", 2))
     assert story.view == (3, "0 1 2")
 
 
@@ -322,7 +322,7 @@ def test_an_evicted_worker_comes_back_by_what_it_says_not_by_what_its_node_repea
     story = training(3)
     story.tell(Stalled("1", "worker 1 stands still"), at=10.0)
     story.enter()
-    story.tell(ready("1"), Installed("1", 1))
+    story.tell(ready("1"), Entered("1", 1))
     assert story.phase("1") is Phase.EVICTED
     story.tell(ready("1", after_epoch=1))
     assert story.view == (3, "0 2 1")
@@ -429,7 +429,7 @@ def test_members_in_a_long_step_are_not_evicted_because_a_newcomer_is_impatient(
     story = training(3)
     story.tell(Exited("2", -SIGKILL))
     story.enter()
-    story.tell(ready("2"), Installed("2", 3))
+    story.tell(ready("2"), Entered("2", 3))
     story.tell(Lost("2", 3, rank=0), at=40.0)
     story.tell(ProbeReply("0", 1), ProbeReply("1", 1), at=40.1)
     story.tell(Tick(), at=40.5)
@@ -442,7 +442,7 @@ def test_a_member_that_hangs_between_two_groups_is_evicted() -> None:
     story = training(3)
     story.tell(Exited("2", -SIGKILL))
     story.enter()
-    story.tell(ready("2"), Installed("2", 3), Installed("0", 3))
+    story.tell(ready("2"), Entered("2", 3), Entered("0", 3))
     story.tell(Lost("2", 3, rank=1), Lost("0", 3, rank=1), ProbeReply("1", 1), at=40.0)
     story.tell(Tick(), at=40.5)
     assert story.view == (4, "0 2")

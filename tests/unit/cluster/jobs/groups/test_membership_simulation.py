@@ -22,7 +22,7 @@ from potluck.cluster.jobs.groups.events import (
     Tick,
 )
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
-from potluck.wire.control import Finished, Installed, Lost, ProbeReply, Ready
+from potluck.wire.control import Entered, Finished, Lost, ProbeReply, Ready
 from potluck.wire.jobs import Exited
 
 TIMEOUT_S = 3.0
@@ -67,7 +67,7 @@ class Process:
     def enter(self) -> None:
         if self.newest[0] > self.epoch and not self.done:
             self.epoch, self.members = self.newest
-            self.say(Installed(self.name, self.epoch))
+            self.say(Entered(self.name, self.epoch))
 
     def told_over(self, over: EndGroup) -> None:
         if self.done:
@@ -233,7 +233,7 @@ def test_membership_converges_and_never_lies(seed: int) -> None:
         living = {worker.name for worker in state.workers if worker.phase is not Phase.GONE}
         assert living, "a job without workers is over, with a reason"
         assert set(world.last_view) == living, f"seed {seed}: not everyone came back"
-        assert all(worker.installed == state.epoch for worker in state.having(Phase.MEMBER))
+        assert all(worker.entered == state.epoch for worker in state.having(Phase.MEMBER))
         assert state.inquiry is None
         for name in sorted(living):
             process = world.processes[name]

@@ -23,7 +23,7 @@ from potluck.cluster.jobs.groups.events import (
 )
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
 from potluck.types import Member
-from potluck.wire.control import Failed, Finished, Installed, Ready
+from potluck.wire.control import Entered, Failed, Finished, Ready
 from potluck.wire.jobs import Exited, Seen, Stalled, WorldSpec
 from potluck.wire.nodes import JobGroup
 from support import stories
@@ -49,7 +49,7 @@ class Story(stories.Story):
         announced = self.only(Announce)
         names = tuple(member.worker for member in announced.members)
         assert names == self.state.world.members, "RANK is the place in the group"
-        self.tell(*(Installed(name, announced.epoch) for name in names))
+        self.tell(*(Entered(name, announced.epoch) for name in names))
 
 
 def ready(name: str) -> Ready:
@@ -233,7 +233,7 @@ def test_an_elastic_job_begins_with_those_that_are_ready_and_takes_the_others_in
     story.tell(Exited("3", -SIGKILL), at=30.0)
     story.tell(Tick(), at=60.0)
     assert [member.worker for member in story.only(Announce).members] == ["0", "1", "2"]
-    story.tell(*(Installed(name, 1) for name in "012"))
+    story.tell(*(Entered(name, 1) for name in "012"))
     story.tell(elastic[3])
     assert story.only(Announce).joined == ("3",)
 
@@ -243,7 +243,7 @@ def context(num_workers: int, policy: JobPolicy | None = None) -> Story:
     story = Story(num_workers, policy)
     story.tell(*(Ready(name, port=1, node="node") for name in story.names))
     epoch = story.only(Announce).epoch
-    story.tell(*(Installed(name, epoch) for name in story.names))
+    story.tell(*(Entered(name, epoch) for name in story.names))
     return story
 
 
@@ -277,7 +277,7 @@ def test_a_script_that_turns_out_not_to_be_elastic_keeps_the_order_of_its_ranks(
         story.tell(Ready(name, port=1, node=node))
     announced = story.only(Announce)
     assert [member.worker for member in announced.members] == ["0", "2", "1"]
-    story.tell(*(Installed(name, announced.epoch) for name in story.names))
+    story.tell(*(Entered(name, announced.epoch) for name in story.names))
     story.tell(gave_up("0"))
     assert not story.all(EndWorld), "the loss that explains the failure is not told yet"
     story.tell(Exited("2", -SIGKILL))
@@ -456,7 +456,7 @@ def test_a_world_meets_again_after_its_group_was_destroyed() -> None:
     again = story.only(Announce)
     assert again.epoch == first + 1
     assert [member.worker for member in again.members] == ["0", "1"]
-    story.tell(Installed("0", again.epoch), Installed("1", again.epoch))
+    story.tell(Entered("0", again.epoch), Entered("1", again.epoch))
     story.tell(Exited("0", -SIGKILL))
     assert story.only(EndWorld).workers == ("1",)
 
