@@ -127,7 +127,7 @@ class Journal:
             self._suspected = now
 
     def announced(self, epoch: int, members: tuple[str, ...], joined: tuple[str, ...]) -> None:
-        """A new view. Workers that were in an earlier one come back."""
+        """A new group. Workers that were in an earlier one come back."""
         if self.epoch:
             self._rejoining |= dict.fromkeys(joined, epoch)
         self._rejoining = {name: at for name, at in self._rejoining.items() if name in members}

@@ -21,8 +21,8 @@ def status_of(
     now: float,
 ) -> control.StatusReply:
     """The job as the leader on ``node`` sees it. ``called`` names the node of a worker."""
-    view = state.view
-    ranks = {} if view is None else {name: rank for rank, name in enumerate(view.members)}
+    newest = state.newest_group
+    ranks = {} if newest is None else {name: rank for rank, name in enumerate(newest.members)}
     workers = []
     for worker in state.workers:
         facts = journal.facts_of(worker.name)

@@ -375,8 +375,8 @@ class Job:
 def test_a_group_is_agreed_on_in_a_higher_epoch() -> None:
     job = Job()
     job.tell(Agreed(7, ("0", "1", "2"), announced=1))
-    assert job.state.view is not None
-    assert job.state.view.epoch == job.state.epoch == 7
+    assert job.state.newest_group is not None
+    assert job.state.newest_group.epoch == job.state.epoch == 7
     job.tell(*(Entered(name, 7) for name in "012"))
     assert {worker.joined for worker in job.state.workers} == {7}
 
@@ -385,8 +385,8 @@ def test_the_nodes_go_on_without_a_worker_and_it_comes_back() -> None:
     job = Job()
     job.tell(Agreed(4, ("0", "2"), reason="node1 is silent"))
     assert job.state.worker("1").phase is Phase.AWAY
-    assert job.state.view is not None
-    assert job.state.view.members == ("0", "2")
+    assert job.state.newest_group is not None
+    assert job.state.newest_group.members == ("0", "2")
     assert job.tell(Entered("0", 4), Entered("2", 4)) == []
     (announce,) = job.tell(Ready("1", Member("1", "node1", port=2), 1))
     assert isinstance(announce, Announce)
@@ -396,7 +396,7 @@ def test_the_nodes_go_on_without_a_worker_and_it_comes_back() -> None:
 def test_a_group_that_is_not_agreed_on_is_announced_again_after_a_moment() -> None:
     job = Job()
     job.tell(NotAgreed(1, 9, "another node leads"))
-    assert job.state.view is None
+    assert job.state.newest_group is None
     wakeup = job.state.next_wakeup()
     assert wakeup == 0.5
     job.now = wakeup

@@ -178,7 +178,7 @@ class _Turn(Turn):
             if self.state.ready_since is None and not self.state.groups:
                 self.change(ready_since=self.now)
         elif worker.phase is Phase.MEMBER and event.after_epoch >= self.state.epoch:
-            asked = Lost(worker.name, event.after_epoch, certain=True, cause="asked for a view")
+            asked = Lost(worker.name, event.after_epoch, certain=True, cause="asked for a group")
             inquiry.lost(self, asked)
 
     def finished(self, worker: WorkerState) -> None:
@@ -256,7 +256,7 @@ class _Turn(Turn):
         self.stop(f"interrupted by {signal.Signals(number).name}", number)
 
     def agreed(self, event: Agreed) -> None:
-        """The view of nodes has the group, maybe in another epoch, maybe without some workers."""
+        """The nodes' view has the group, maybe in another epoch, maybe without some workers."""
         state = self.state
         if event.announced:
             for worker in state.workers:
@@ -276,7 +276,7 @@ class _Turn(Turn):
 
     def not_agreed(self, event: NotAgreed) -> None:
         """Announce again, after a moment: whatever is in the way may take its time."""
-        newest = self.state.view
+        newest = self.state.newest_group
         groups = tuple(group for group in self.state.groups if group.epoch != event.announced)
         self.change(groups=groups, epoch=max(self.state.epoch, event.floor))
         if newest is not None and newest.epoch == event.announced:
@@ -341,7 +341,7 @@ class _Turn(Turn):
             self.fail(state.casualty)
 
     def renew(self) -> None:
-        """Announce a view if the present one is broken or someone waits to come in."""
+        """Announce a group if the present one is broken or a ready worker waits to come in."""
         if self.now >= self.state.not_before:
             self.change(not_before=0.0)
         state = self.state
@@ -381,8 +381,8 @@ class _Turn(Turn):
         self.actions.append(Announce(epoch, places, tuple(w.name for w in joining), reason))
 
     def all_entered(self) -> bool:
-        """Whether every member of the newest view said that it is in it."""
-        view = self.state.view
-        return view is not None and all(
-            worker.entered >= view.epoch for worker in self.state.having(Phase.MEMBER)
+        """Whether every member of the newest group said that it has entered it."""
+        newest = self.state.newest_group
+        return newest is not None and all(
+            worker.entered >= newest.epoch for worker in self.state.having(Phase.MEMBER)
         )

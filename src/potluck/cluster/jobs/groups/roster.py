@@ -22,13 +22,13 @@ class Phase(StrEnum):
     """What membership knows about a worker."""
 
     STARTING = "starting"
-    """its process runs and has not asked for a view yet"""
+    """its process runs and has not asked for a group yet"""
     READY = "ready"
-    """it asked for a view and is in none"""
+    """it asked for a group and is in none"""
     MEMBER = "member"
-    """it is in the newest view"""
+    """it is in the newest group"""
     EVICTED = "evicted"
-    """it was put out of the view; its process still runs and may ask again"""
+    """it was put out of its group; its process still runs and may ask again"""
     AWAY = "away"
     """its node left the cluster's view; what became of its process will be told when it is back"""
     FINISHED = "finished"
@@ -94,10 +94,10 @@ class JobPolicy:
 class WorkerState:
     """One place in the job.
 
-    ``joined`` is the epoch of the first view of its present membership (0: none yet),
+    ``joined`` is the epoch of the first group of its present membership (0: none yet),
     ``entered`` the newest epoch that it said it had entered, ``in_vain`` how often in a row it
     died before it had entered one, ``attempt`` how often its process was started again, whatever
-    for (-1: never started). ``finished``: it left a view because it was done. ``failed``: it said
+    for (-1: never started). ``finished``: it left a group because it was done. ``failed``: it said
     that its code raised. ``again``: it waits for the next group of its fixed world.
     """
 
@@ -120,13 +120,13 @@ class WorkerState:
 
     @property
     def seniority(self) -> tuple[int, int, str]:
-        """Sorts the most senior first: by the view it joined in, then by name (2 before 10)."""
+        """Sorts the most senior first: by the group it joined in, then by name (2 before 10)."""
         return (self.joined, len(self.name), self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class LiveGroup:
-    """A view that some members may still be working in: names in rank order."""
+    """A group that some members may still be working in: names in rank order."""
 
     epoch: int
     members: tuple[str, ...]
@@ -195,8 +195,8 @@ class WorldState:
 class State:
     """All that membership knows.
 
-    ``groups`` are live, oldest first; the last is the newest view. ``broken`` says why the newest
-    view has to be replaced, ``not_before`` when at the earliest (0: at once). ``casualty`` is the
+    ``groups`` are live, oldest first; the last is the newest. ``broken`` says why the newest
+    group has to be replaced, ``not_before`` when at the earliest (0: at once). ``casualty`` is the
     last worker that was killed and not replaced. ``ring`` are nodes in the order of the ring that
     avoids slow links. ``ready_since``: when the first worker was ready for a group while there was
     none. ``world`` is what the workers were started for.
@@ -245,13 +245,13 @@ class State:
         return None
 
     @property
-    def view(self) -> LiveGroup | None:
-        """The newest view."""
+    def newest_group(self) -> LiveGroup | None:
+        """The newest live group."""
         return self.groups[-1] if self.groups else None
 
     @property
     def num_finished(self) -> int:
-        """How many workers have left a view because they were done."""
+        """How many workers have left a group because they were done."""
         return sum(worker.finished for worker in self.workers)
 
     @property

@@ -41,13 +41,13 @@ class Turn:
 
     def remove(self, names: set[str], phase: Phase, *, certain: bool, reason: str) -> None:
         """Take workers out of every live group and end those groups under the others."""
-        view = self.state.view
+        newest = self.state.newest_group
         for name in sorted(names):
             others = tuple(worker.name for worker in self.state.having(Phase.MEMBER))
             self.update(name, phase=phase)
             to = tuple(other for other in others if other != name or phase is Phase.EVICTED)
             self.actions.append(EndGroup(self.state.epoch, name, certain, to, reason))
-        if view is not None and names & set(view.members):
+        if newest is not None and names & set(newest.members):
             self.change(broken="; ".join(filter(None, (self.state.broken, reason))))
         groups = (group for group in self.state.groups if not names & set(group.members))
         self.change(groups=tuple(groups))
@@ -55,13 +55,13 @@ class Turn:
     def end_groups(self, epochs: set[int], reason: str) -> None:
         """End exactly the groups of ``epochs``, under their members. If the newest group is one of
         them, it is marked as broken, so that a new group of the same members is announced."""
-        view = self.state.view
+        newest = self.state.newest_group
         members = {worker.name for worker in self.state.having(Phase.MEMBER)}
         for group in self.state.groups:
             if group.epoch in epochs:
                 to = tuple(name for name in group.members if name in members)
                 self.actions.append(EndGroup(group.epoch, "", True, to, reason))
-        if view is not None and view.epoch in epochs:
+        if newest is not None and newest.epoch in epochs:
             self.change(broken=reason)
         groups = (group for group in self.state.groups if group.epoch not in epochs)
         self.change(groups=tuple(groups))

@@ -162,11 +162,11 @@ def settle(turn: Turn) -> None:
         _begin_next(turn)
         return
     members = [state.worker(name) for name in state.world.members]
-    entered = state.world.members if state.view is None else state.view.members
+    entered = state.world.members if state.newest_group is None else state.newest_group.members
     missing = tuple(name for name in state.world.members if name not in entered)
     if all(worker.finished for worker in members):
         turn.stop_workers("the members of the job have finished", 0, spared=Phase.FINISHED)
-    elif state.view is None:
+    elif state.newest_group is None:
         _gather(turn, members)
     elif missing:
         end(turn, f"worker {', '.join(missing)} is missing in the cluster's view", missing)
@@ -258,8 +258,8 @@ def _say_that_it_waits(turn: Turn, name: str) -> None:
 
 
 def _shrunk(turn: Turn, epoch: int, members: tuple[str, ...], reason: str) -> None:
-    """The nodes agreed on a view without some members."""
-    group = turn.state.view
+    """The nodes agreed on a group without some members."""
+    group = turn.state.newest_group
     turn.change(epoch=max(turn.state.epoch, epoch))
     gone = () if group is None else tuple(n for n in group.members if n not in members)
     for name in gone:

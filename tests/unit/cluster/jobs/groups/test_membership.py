@@ -34,14 +34,14 @@ class Story(stories.Story):
     """A story of an elastic job."""
 
     @property
-    def view(self) -> tuple[int, str]:
-        """The newest view as (epoch, names in rank order)."""
-        assert self.state.view is not None
-        return self.state.view.epoch, " ".join(self.state.view.members)
+    def group(self) -> tuple[int, str]:
+        """The newest group as (epoch, names in rank order)."""
+        assert self.state.newest_group is not None
+        return self.state.newest_group.epoch, " ".join(self.state.newest_group.members)
 
     def enter(self, *names: str) -> None:
-        """All of ``names`` (default: all members) install the newest view."""
-        group = self.state.view
+        """All of ``names`` (default: all members) install the newest group."""
+        group = self.state.newest_group
         assert group is not None
         self.tell(*(Entered(name, group.epoch) for name in names or group.members))
 
@@ -51,7 +51,7 @@ def ready(name: str, after_epoch: int = 0, port: int = 0) -> Ready:
 
 
 def training(num_workers: int, policy: JobPolicy | None = None) -> Story:
-    """A story that begins with all workers in the first view."""
+    """A story that begins with all workers in the first group."""
     story = Story(num_workers, policy)
     story.tell(*(ready(str(index)) for index in range(num_workers)))
     story.enter()
@@ -70,7 +70,7 @@ def test_a_job_starts_every_worker() -> None:
     ]
 
 
-def test_the_first_view_waits_for_every_worker() -> None:
+def test_the_first_group_waits_for_every_worker() -> None:
     story = Story(3)
     assert story.tell(ready("2"), ready("0")) == ()
     story.tell(ready("1"))
@@ -84,7 +84,7 @@ def test_the_first_view_waits_for_every_worker() -> None:
 
 def test_ranks_follow_numbers_not_letters() -> None:
     story = training(11)
-    assert story.view == (1, "0 1 2 3 4 5 6 7 8 9 10")
+    assert story.group == (1, "0 1 2 3 4 5 6 7 8 9 10")
 
 
 def test_ranks_follow_the_ring_of_nodes_and_the_most_senior_stays_the_first() -> None:
@@ -92,7 +92,7 @@ def test_ranks_follow_the_ring_of_nodes_and_the_most_senior_stays_the_first() ->
     story.state = replace(story.state, ring=("a", "c", "b", "d"))
     for name, node in zip("0123", "bacd", strict=True):
         story.tell(Ready(name, node=node))
-    assert story.view == (1, "0 3 1 2"), "b, d, a, c"
+    assert story.group == (1, "0 3 1 2"), "b, d, a, c"
 
 
 def test_the_epoch_goes_on_from_the_highest_one_ever_used() -> None:
@@ -107,13 +107,13 @@ def test_a_worker_killed_before_the_first_view_is_started_again_and_waited_for()
     assert story.only(Start).worker == "1"
     assert not story.all(Announce)
     story.tell(ready("1"))
-    assert story.view == (1, "0 1")
+    assert story.group == (1, "0 1")
 
 
 def test_a_worker_that_ends_well_without_ever_joining_is_not_waited_for() -> None:
     story = Story(2)
     story.tell(ready("0"), Exited("1", 0))
-    assert story.view == (1, "0")
+    assert story.group == (1, "0")
 
 
 def test_scripts_that_never_join_run_to_their_own_ends() -> None:
@@ -151,10 +151,10 @@ def test_a_killed_worker_is_out_at_once_and_started_again() -> None:
 def test_a_restarted_worker_comes_back_as_the_most_junior() -> None:
     story = training(4)
     story.tell(Exited("0", -SIGKILL))
-    assert story.view == (2, "1 2 3")
+    assert story.group == (2, "1 2 3")
     story.enter()
     story.tell(ready("0", port=6000))
-    assert story.view == (3, "1 2 3 0")
+    assert story.group == (3, "1 2 3 0")
     announced = story.only(Announce)
     assert announced.joined == ("0",)
     assert announced.members[3].port == 6000
@@ -167,9 +167,9 @@ def test_a_newcomer_waits_until_all_have_entered_the_present_view() -> None:
     story.tell(Exited("2", -SIGKILL))
     story.enter("0")
     story.tell(ready("2"))
-    assert story.view == (2, "0 1")
+    assert story.group == (2, "0 1")
     story.tell(Entered("1", 2))
-    assert story.view == (3, "0 1 2")
+    assert story.group == (3, "0 1 2")
 
 
 def test_what_a_node_tells_of_its_workers_is_an_event_as_it_comes_off_the_wire() -> None:
@@ -180,13 +180,13 @@ def test_what_a_node_tells_of_its_workers_is_an_event_as_it_comes_off_the_wire()
         message = peers.MESSAGE.decode(data[PREFIX_BYTES:])
         assert isinstance(message, jobs.Happened)
         story.tell(message.event)
-    assert story.view == (2, "0 2")
+    assert story.group == (2, "0 2")
 
 
 def test_two_deaths_in_a_row_give_two_views() -> None:
     story = training(4)
     story.tell(Exited("1", -SIGKILL), Exited("3", -SIGKILL))
-    assert story.view == (3, "0 2")
+    assert story.group == (3, "0 2")
     first, second = story.all(EndGroup)
     assert (first.epoch, first.worker, first.to) == (1, "1", ("0", "2", "3"))
     assert (second.epoch, second.worker, second.to) == (2, "3", ("0", "2"))
@@ -197,9 +197,9 @@ def test_a_newcomer_that_dies_on_its_way_in_disturbs_no_working_group() -> None:
     story.tell(Exited("1", -SIGKILL))
     story.enter()
     story.tell(ready("1"))
-    assert story.view == (3, "0 1")
+    assert story.group == (3, "0 1")
     story.tell(Exited("1", -SIGKILL))
-    assert story.view == (4, "0")
+    assert story.group == (4, "0")
     assert story.state.group(2) is not None, "worker 0 still trains in epoch 2"
     assert story.only(EndGroup).worker == "1", "which epoch 2 does not have"
 
@@ -230,7 +230,7 @@ def test_restarts_that_lead_nowhere_wait_longer_each_time_and_end() -> None:
     assert not story.all(Start)
     assert story.phase("1") is Phase.GONE
     assert "not started again after 4 restarts" in story.only(Note).reason
-    assert story.view[1] == "0"
+    assert story.group[1] == "0"
     story.tell(Finished("0"), Exited("0", 0))
     assert story.state.over
     assert story.state.exit_code == 0
@@ -243,8 +243,8 @@ def test_when_all_are_killed_all_are_started_and_waited_for_again() -> None:
     story.tell(ready("2"), ready("1"))
     assert not story.all(Announce)
     story.tell(ready("0"))
-    assert story.view[1] == "0 1 2"
-    assert story.view[0] > 1
+    assert story.group[1] == "0 1 2"
+    assert story.group[0] > 1
 
 
 def test_when_nobody_is_left_the_job_fails_with_the_signal() -> None:
@@ -269,14 +269,14 @@ def test_a_member_that_leaves_with_exit_code_0_is_not_waited_for() -> None:
     story = training(2)
     story.tell(Exited("1", 0))
     assert "without saying that it had finished" in story.only(EndGroup).reason
-    assert story.view == (2, "0")
+    assert story.group == (2, "0")
 
 
 def test_a_member_that_hangs_up_is_put_out_and_killed() -> None:
     story = training(2)
     story.tell(Disconnected("1"))
     assert story.only(Kill).workers == ("1",)
-    assert story.view == (2, "0")
+    assert story.group == (2, "0")
     story.tell(Exited("1", -SIGKILL))
     assert story.only(Start).worker == "1"
 
@@ -294,7 +294,7 @@ def test_a_stopped_worker_is_found_by_probing_and_comes_back() -> None:
     assert story.did == ()
     assert story.state.next_wakeup() == 101.0
     story.tell(Tick(), at=101.0)
-    assert story.view == (2, "0 2 3")
+    assert story.group == (2, "0 2 3")
     ended = story.only(EndGroup)
     assert (ended.epoch, ended.worker, ended.certain) == (1, "1", False)
     assert ended.to == ("0", "1", "2", "3"), "the evicted worker is told, for when it wakes up"
@@ -302,19 +302,19 @@ def test_a_stopped_worker_is_found_by_probing_and_comes_back() -> None:
     assert story.phase("1") is Phase.EVICTED
     story.enter()
     story.tell(ready("1", after_epoch=1))
-    assert story.view == (3, "0 2 3 1")
+    assert story.group == (3, "0 2 3 1")
 
 
 def test_a_member_whose_process_stands_still_is_out_at_once_and_comes_back() -> None:
     story = training(3)
     story.tell(Stalled("1", "worker 1 stands still: its process 7 is stopped"), at=10.0)
-    assert story.view == (2, "0 2")
+    assert story.group == (2, "0 2")
     ended = story.only(EndGroup)
     assert (ended.worker, ended.certain, ended.to) == ("1", False, ("0", "1", "2"))
     assert ended.reason == "worker 1 stands still: its process 7 is stopped"
     story.enter()
     story.tell(ready("1", after_epoch=1))
-    assert story.view == (3, "0 2 1")
+    assert story.group == (3, "0 2 1")
 
 
 def test_an_evicted_worker_comes_back_by_what_it_says_not_by_what_its_node_repeats() -> None:
@@ -325,7 +325,7 @@ def test_an_evicted_worker_comes_back_by_what_it_says_not_by_what_its_node_repea
     story.tell(ready("1"), Entered("1", 1))
     assert story.phase("1") is Phase.EVICTED
     story.tell(ready("1", after_epoch=1))
-    assert story.view == (3, "0 2 1")
+    assert story.group == (3, "0 2 1")
 
 
 def test_a_worker_in_no_group_may_stand_still() -> None:
@@ -342,7 +342,7 @@ def test_an_evicted_worker_that_reports_a_loss_is_a_newcomer() -> None:
     story.tell(Tick(), at=1.0)
     story.enter()
     story.tell(Lost("1", 1, rank=0, certain=True), at=20.0)
-    assert story.view == (3, "0 2 1")
+    assert story.group == (3, "0 2 1")
 
 
 def test_in_a_ring_everybody_blames_a_neighbour_and_only_the_culprit_is_evicted() -> None:
@@ -352,7 +352,7 @@ def test_in_a_ring_everybody_blames_a_neighbour_and_only_the_culprit_is_evicted(
     story.tell(Lost("1", 1, rank=0), ProbeReply("2", 1), at=5.1)
     assert story.state.next_wakeup() == pytest.approx(5.4)
     story.tell(Tick(), at=5.4)
-    assert story.view == (2, "0 1 3")
+    assert story.group == (2, "0 1 3")
     assert "worker 2 did not take part" in story.only(EndGroup).reason
 
 
@@ -362,14 +362,14 @@ def test_a_blamed_worker_that_is_blocked_itself_is_innocent() -> None:
     story.tell(Lost("0", 1, rank=1), at=5.0)
     story.tell(ProbeReply("1", 1, blocked=True), ProbeReply("2", 1, blocked=False), at=5.1)
     story.tell(Tick(), at=5.5)
-    assert story.view == (2, "0 1")
+    assert story.group == (2, "0 1")
 
 
 def test_when_nobody_is_to_blame_the_same_members_go_on_in_a_new_epoch() -> None:
     story = training(3)
     story.tell(Lost("0", 1, rank=1), Lost("1", 1, rank=2), Lost("2", 1, rank=0), at=1.0)
     story.tell(Tick(), at=1.3)
-    assert story.view == (2, "0 1 2")
+    assert story.group == (2, "0 1 2")
     assert story.only(Announce).joined == ()
     assert story.only(EndGroup) == EndGroup(
         1, "", True, ("0", "1", "2"), "its links failed and nobody is to blame"
@@ -381,18 +381,18 @@ def test_a_broken_link_between_living_workers_evicts_nobody() -> None:
     story.tell(Lost("0", 1, rank=1, certain=True), at=1.0)
     story.tell(ProbeReply("1", 1), ProbeReply("2", 1), at=1.01)
     story.tell(Tick(), at=1.4)
-    assert story.view == (2, "0 1 2")
+    assert story.group == (2, "0 1 2")
 
 
 def test_a_report_that_arrives_before_the_exit_it_is_about_changes_nothing() -> None:
     story = training(3)
     story.tell(Lost("0", 1, rank=2, certain=True), at=1.0)
     story.tell(Exited("2", -SIGKILL), at=1.001)
-    assert story.view == (2, "0 1")
+    assert story.group == (2, "0 1")
     story.tell(ProbeReply("1", 1), Tick(), at=1.01)
     story.enter()
     story.tell(Tick(), at=60.0)
-    assert story.view == (2, "0 1"), "the inquiry ended with the view that answered it"
+    assert story.group == (2, "0 1"), "the inquiry ended with the view that answered it"
     assert story.state.inquiry is None
 
 
@@ -407,9 +407,9 @@ def test_a_silent_worker_is_still_found_when_another_dies_meanwhile() -> None:
     story = training(4)
     story.tell(Lost("0", 1, rank=1), at=1.0)
     story.tell(Exited("3", -SIGKILL), ProbeReply("2", 1), at=1.5)
-    assert story.view == (2, "0 1 2")
+    assert story.group == (2, "0 1 2")
     story.tell(Tick(), at=2.0)
-    assert story.view == (3, "0 2")
+    assert story.group == (3, "0 2")
 
 
 def test_a_loss_in_the_old_group_while_a_newcomer_waits_sends_all_to_the_newer_view() -> None:
@@ -417,11 +417,11 @@ def test_a_loss_in_the_old_group_while_a_newcomer_waits_sends_all_to_the_newer_v
     story.tell(Exited("2", -SIGKILL))
     story.enter()
     story.tell(ready("2"))
-    assert story.view == (3, "0 1 2")
+    assert story.group == (3, "0 1 2")
     story.tell(Lost("0", 2, rank=1, certain=True), at=1.0)
     story.tell(ProbeReply("1", 1), ProbeReply("2", 1), at=1.1)
     story.tell(Tick(), at=1.5)
-    assert story.view == (3, "0 1 2"), "no other view is needed"
+    assert story.group == (3, "0 1 2"), "no other view is needed"
     assert (story.only(EndGroup).epoch, story.only(EndGroup).to) == (2, ("0", "1"))
 
 
@@ -433,7 +433,7 @@ def test_members_in_a_long_step_are_not_evicted_because_a_newcomer_is_impatient(
     story.tell(Lost("2", 3, rank=0), at=40.0)
     story.tell(ProbeReply("0", 1), ProbeReply("1", 1), at=40.1)
     story.tell(Tick(), at=40.5)
-    assert story.view == (4, "0 1 2")
+    assert story.group == (4, "0 1 2")
     assert story.state.group(2) is not None, "their group is not touched"
     assert story.only(EndGroup).epoch == 3
 
@@ -445,7 +445,7 @@ def test_a_member_that_hangs_between_two_groups_is_evicted() -> None:
     story.tell(ready("2"), Entered("2", 3), Entered("0", 3))
     story.tell(Lost("2", 3, rank=1), Lost("0", 3, rank=1), ProbeReply("1", 1), at=40.0)
     story.tell(Tick(), at=40.5)
-    assert story.view == (4, "0 2")
+    assert story.group == (4, "0 2")
 
 
 def test_when_the_agent_was_late_itself_nobody_is_evicted_for_it() -> None:
@@ -456,14 +456,14 @@ def test_when_the_agent_was_late_itself_nobody_is_evicted_for_it() -> None:
     assert story.state.next_wakeup() == 32.0
     story.tell(ProbeReply("1", 1), at=31.1)
     story.tell(Tick(), at=31.1 + 0.3)
-    assert story.view == (2, "0"), "it answers, but it is blamed and not blocked"
+    assert story.group == (2, "0"), "it answers, but it is blamed and not blocked"
 
 
 def test_blaming_somebody_who_has_finished_ends_the_group_at_once() -> None:
     story = training(3)
     story.tell(Finished("1"))
     story.tell(Lost("0", 1, rank=1, certain=True))
-    assert story.view == (2, "0 2")
+    assert story.group == (2, "0 2")
     assert not story.all(SendProbe)
 
 
@@ -472,7 +472,7 @@ def test_a_member_that_asks_for_a_view_without_a_reason_gets_a_new_epoch() -> No
     story.tell(ready("0", after_epoch=1), at=1.0)
     story.tell(ProbeReply("1", 1, blocked=True), at=1.1)
     story.tell(Tick(), at=1.5)
-    assert story.view == (2, "0 1")
+    assert story.group == (2, "0 1")
 
 
 def test_a_member_that_asks_for_a_view_it_was_sent_already_changes_nothing() -> None:
@@ -580,7 +580,7 @@ def test_a_newcomer_let_in_as_the_others_finish_does_not_train_on_alone() -> Non
     story.tell(Exited("2", -SIGKILL))
     story.enter()
     story.tell(ready("2"))
-    assert story.view[1] == "0 1 2"
+    assert story.group[1] == "0 1 2"
     story.tell(Finished("0"))
     assert not story.all(EndWorkers), "worker 1 may still enter the group, with the state"
     story.tell(Finished("1"))
@@ -642,7 +642,7 @@ def test_a_worker_killed_after_others_finished_is_not_started_again() -> None:
     story.tell(Finished("0"), Exited("1", -SIGKILL))
     assert not story.all(Start)
     assert "others have finished" in story.only(EndGroup).reason
-    assert story.view == (2, "2")
+    assert story.group == (2, "2")
 
 
 def test_a_worker_killed_at_its_very_end_is_a_failure() -> None:

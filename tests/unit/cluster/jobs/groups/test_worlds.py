@@ -412,8 +412,8 @@ def test_random_losses_never_leave_two_worlds_and_always_train_again(seed: int) 
         tell(Tick())
         for name in sorted(alive):
             tell(ready(name))
-    assert story.state.view is not None, f"seed {seed}: no world trains"
-    assert story.state.view.members == story.state.world.members
+    assert story.state.newest_group is not None, f"seed {seed}: no world trains"
+    assert story.state.newest_group.members == story.state.world.members
     assert set(alive) == set(story.state.world.members)
 
 
