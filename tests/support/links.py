@@ -21,7 +21,7 @@ from potluck.transport.link import Link
 from potluck.transport.link_memory import NUM_SLOTS, SLOT_BYTES
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.tcp import TcpLink
-from potluck.wire.messages import PLAIN, SEALED, Hello, Welcome
+from potluck.wire.greeting import PLAIN, SEALED, Hello, Welcome
 
 
 def psk(cluster: str = "ours") -> bytes:

@@ -19,7 +19,7 @@ from potluck.testing.world import WorldError
 from potluck.transport.credentials import namespace_of
 from potluck.types import Group, Member
 from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, Kind
-from potluck.wire.messages import PROTOCOL_VERSION
+from potluck.wire.greeting import PROTOCOL_VERSION
 from support.links import psk
 from support.proxy import Alter, RecordingProxy
 from support.worlds import PLAIN_KINDS, World, tcp_backends

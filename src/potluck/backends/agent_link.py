@@ -24,7 +24,7 @@ from potluck.errors import AgentLost, ConfigurationError, LinkError, PotluckErro
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire import control
-from potluck.wire.messages import Hello
+from potluck.wire.greeting import Hello
 
 _log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from potluck.errors import ConfigurationError, GroupError
 from potluck.settings import Settings, load_settings
 from potluck.types import Group, Member
 from potluck.wire.gathering import INSTANCE, MAX_PARTICIPANTS, Formed, Joining, Participant
-from potluck.wire.messages import Hello, Refusal
+from potluck.wire.greeting import Hello, Refusal
 
 _MEET_S = 10.0
 """Seconds for the members of a group to make their links; after that they agree on a group

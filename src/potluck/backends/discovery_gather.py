@@ -44,7 +44,7 @@ from potluck.wire.gathering import (
     Reading,
     checked,
 )
-from potluck.wire.messages import Hello
+from potluck.wire.greeting import Hello
 
 _JOINING_S = 3.0
 _AGAIN_S = 0.05

@@ -24,7 +24,7 @@ from potluck.transport.tcp import TcpLink
 from potluck.types import MeasuredPath
 from potluck.wire.facts import LinkFacts, NodeFacts
 from potluck.wire.gathering import ASKED, READING, Measure, Participant, Reading
-from potluck.wire.messages import Hello, Welcome
+from potluck.wire.greeting import Hello, Welcome
 
 BUDGET_S = 10.0
 

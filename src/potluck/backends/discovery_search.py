@@ -22,7 +22,7 @@ from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import Member
 from potluck.wire.gathering import INSTANCE, Participant
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.greeting import Hello, Refusal, Welcome
 
 MEET, JOIN = "meet", "join"
 """The kinds of a HELLO between processes: a request for the id, a request to join the group."""

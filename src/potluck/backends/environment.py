@@ -27,7 +27,7 @@ from potluck.transport.handshake import connect
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member
 from potluck.waiting import Reminder, reminding
-from potluck.wire.messages import Hello, Refusal
+from potluck.wire.greeting import Hello, Refusal
 from potluck.wire.roster import ROSTER
 
 _EPOCH = 1

@@ -20,7 +20,7 @@ from potluck.metrics import Metrics
 from potluck.transport.inproc import inproc_pair
 from potluck.transport.link import Link
 from potluck.types import Group, Member
-from potluck.wire.messages import Refusal
+from potluck.wire.greeting import Refusal
 
 
 class Hub:

@@ -18,7 +18,7 @@ from potluck.errors import PotluckError
 from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import Member
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.greeting import Hello, Refusal, Welcome
 
 _OPENS_S = 1.0
 """Seconds that a process waits for the rendezvous to open; after that it must connect again."""

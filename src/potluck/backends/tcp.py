@@ -23,7 +23,7 @@ from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Listener
 from potluck.types import Group
 from potluck.waiting import Reminder, reminding
-from potluck.wire.messages import PLAIN
+from potluck.wire.greeting import PLAIN
 
 _log = logging.getLogger(__name__)
 

@@ -193,7 +193,7 @@ class LiveView(_View):
         from rich.table import Table
         from rich.text import Text
 
-        from potluck.wire.messages import PLAIN
+        from potluck.wire.greeting import PLAIN
 
         job = self._job
         if job is None:

@@ -94,7 +94,7 @@ def _show(jobs: list[StatusReply]) -> None:
     from rich.table import Table
 
     from potluck.cli.job_display import duration, how_far, number
-    from potluck.wire.messages import PLAIN
+    from potluck.wire.greeting import PLAIN
 
     console = Console(markup=False)
     for job in jobs:

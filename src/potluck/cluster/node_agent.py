@@ -40,7 +40,7 @@ from potluck.settings import Settings
 from potluck.transport import aio
 from potluck.transport.acceptor import is_port_taken
 from potluck.wire import local, peers
-from potluck.wire.messages import Hello, Refusal
+from potluck.wire.greeting import Hello, Refusal
 
 _MAX_EVENTS = 20
 _GIVEN = "its secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE: change it there, on all nodes"

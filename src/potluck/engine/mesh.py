@@ -22,7 +22,7 @@ from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission, Admit, Listener
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group
-from potluck.wire.messages import SEALED, Hello, Refusal, Welcome
+from potluck.wire.greeting import SEALED, Hello, Refusal, Welcome
 
 _LATE = {"collision", "not_ready"}
 

@@ -24,7 +24,7 @@ from potluck.transport.credentials import (
 from potluck.transport.failures import translated
 from potluck.transport.handshake import check_node, objection, welcomed
 from potluck.wire.format import PREFIX_BYTES, MessageFormat
-from potluck.wire.messages import GREETING, Greeting, Hello, Welcome
+from potluck.wire.greeting import GREETING, Greeting, Hello, Welcome
 
 T = TypeVar("T")
 Received = TypeVar("Received")

@@ -30,7 +30,7 @@ from potluck.transport.native_tls import TlsSocket
 from potluck.transport.plain import PlainLink, check_nothing_is_left
 from potluck.transport.tcp import TcpLink, secured, tune
 from potluck.wire.format import PREFIX_BYTES
-from potluck.wire.messages import (
+from potluck.wire.greeting import (
     GREETING,
     PLAIN,
     PROTOCOL_VERSION,

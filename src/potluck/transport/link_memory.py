@@ -25,7 +25,7 @@ import struct
 
 from potluck.errors import LinkError, ProtocolError
 from potluck.transport import memory
-from potluck.wire.messages import LinkMemoryOffer
+from potluck.wire.greeting import LinkMemoryOffer
 
 _log = logging.getLogger(__name__)
 

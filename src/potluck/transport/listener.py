@@ -31,7 +31,7 @@ from potluck.transport.native_tls import TlsSocket
 from potluck.transport.plain import PlainLink, check_nothing_is_left
 from potluck.transport.rate import RateLimitedLog
 from potluck.transport.tcp import TcpLink, secured
-from potluck.wire.messages import GREETING, PLAIN, Hello, Refusal, Welcome
+from potluck.wire.greeting import GREETING, PLAIN, Hello, Refusal, Welcome
 
 _log = logging.getLogger(__name__)
 

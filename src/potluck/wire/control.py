@@ -18,7 +18,7 @@ import msgspec
 
 from potluck.types import MeasuredPath, Member
 from potluck.wire.format import MessageFormat
-from potluck.wire.messages import SEALED
+from potluck.wire.greeting import SEALED
 from potluck.wire.names import Name
 
 MAX_MESSAGE = 1 << 20

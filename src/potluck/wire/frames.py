@@ -35,7 +35,7 @@ from typing import NamedTuple
 import msgspec
 
 from potluck.errors import ProtocolError
-from potluck.wire.messages import PROTOCOL_VERSION
+from potluck.wire.greeting import PROTOCOL_VERSION
 
 _FRAME = struct.Struct("<2sBBIIIQIIQHBBi")
 FRAME_BYTES = _FRAME.size

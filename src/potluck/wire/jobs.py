@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from potluck.wire import control
-from potluck.wire.messages import SEALED
+from potluck.wire.greeting import SEALED
 from potluck.wire.names import Digest, Name, Text, Versions
 
 MAX_ARGUMENTS = 1024

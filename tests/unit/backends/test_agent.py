@@ -35,7 +35,7 @@ from potluck.settings import load_settings
 from potluck.transport import aio
 from potluck.types import Member, ReduceOp
 from potluck.wire import control
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.greeting import Hello, Refusal, Welcome
 
 WAIT_S = 20.0
 T = TypeVar("T")

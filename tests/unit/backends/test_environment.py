@@ -21,7 +21,7 @@ from potluck.errors import (
     WrongSecret,
 )
 from potluck.settings import Settings
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.greeting import Hello, Refusal, Welcome
 from support.worlds import run_all
 
 SETTINGS = Settings(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from potluck.backends.rendezvous import Rendezvous
 from potluck.errors import LinkError
 from potluck.transport.listener import Admission
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.greeting import Hello, Refusal, Welcome
 
 
 @dataclass

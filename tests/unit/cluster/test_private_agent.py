@@ -13,7 +13,7 @@ from potluck.cluster.node_agent import NodeAgent
 from potluck.errors import Refused
 from potluck.settings import Settings
 from potluck.transport import aio
-from potluck.wire.messages import Hello
+from potluck.wire.greeting import Hello
 
 
 @contextlib.asynccontextmanager

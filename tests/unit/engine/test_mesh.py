@@ -22,7 +22,7 @@ from potluck.errors import ConfigurationError, Desync, GroupError, PeerLost, Ref
 from potluck.settings import Settings
 from potluck.transport.handshake import connect
 from potluck.types import Group, Member, ReduceOp
-from potluck.wire.messages import Hello
+from potluck.wire.greeting import Hello
 from support.links import new_credentials
 from support.worlds import run_all, tcp_backends
 

@@ -12,7 +12,7 @@ import pytest
 from potluck.errors import ConfigurationError, LinkError, ProtocolError, Refused, WrongSecret
 from potluck.transport import aio
 from potluck.transport.acceptor import Limits
-from potluck.wire.messages import GREETING, Hello, Refusal, Welcome
+from potluck.wire.greeting import GREETING, Hello, Refusal, Welcome
 from support.links import new_credentials
 
 Test = Callable[["Host"], Awaitable[None]]

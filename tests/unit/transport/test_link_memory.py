@@ -20,7 +20,7 @@ from potluck.errors import LinkError, ProtocolError
 from potluck.transport.link_memory import OfferedLinkMemory, map_link_memory, offer_link_memory
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.tcp import TcpLink
-from potluck.wire.messages import Welcome
+from potluck.wire.greeting import Welcome
 from support.links import Blocking, new_credentials, psk, tls_pair
 
 PAGE = mmap.PAGESIZE
@@ -191,7 +191,7 @@ import os, signal, sys, time
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from potluck.transport.credentials import make_credentials
 from potluck.transport.handshake import connect
-from potluck.wire.messages import Hello
+from potluck.wire.greeting import Hello
 
 mine = make_credentials(bytes.fromhex(sys.argv[2]), Ed25519PrivateKey.generate())
 link, _ = connect(

@@ -29,7 +29,7 @@ from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import connect, drive, read_greeting, tls_handshake
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.tcp import TcpLink
-from potluck.wire.messages import GREETING, Hello, Refusal, Welcome
+from potluck.wire.greeting import GREETING, Hello, Refusal, Welcome
 from support.links import Blocking, new_credentials
 from support.proxy import RecordingProxy
 

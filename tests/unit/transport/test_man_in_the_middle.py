@@ -11,7 +11,7 @@ import pytest
 from potluck.errors import PotluckError, WrongSecret
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
-from potluck.wire.messages import Hello, Welcome
+from potluck.wire.greeting import Hello, Welcome
 from support.figures import Figures
 from support.links import new_credentials
 

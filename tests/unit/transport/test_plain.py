@@ -16,7 +16,7 @@ from potluck.transport.listener import Admission, Listener
 from potluck.transport.native_tls import is_available
 from potluck.transport.plain import PlainLink
 from potluck.transport.tcp import TcpLink
-from potluck.wire.messages import GREETING, PLAIN, SEALED, Greeting, Hello, Welcome
+from potluck.wire.greeting import GREETING, PLAIN, SEALED, Greeting, Hello, Welcome
 from support.links import Blocking, new_credentials
 
 ENGINES = [False, *([True] if is_available() else [])]

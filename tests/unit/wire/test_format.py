@@ -14,8 +14,8 @@ from potluck.errors import ProtocolError
 from potluck.wire.control import FROM_AGENT, TO_AGENT, Said, Stop
 from potluck.wire.facts import MEASURING, Load
 from potluck.wire.format import PREFIX_BYTES, MessageFormat
+from potluck.wire.greeting import GREETING, Refusal
 from potluck.wire.local import REPLY, REQUEST, JobNote, JobsRequest, NodesRequest
-from potluck.wire.messages import GREETING, Refusal
 from potluck.wire.peers import MESSAGE, NotHere
 from potluck.wire.roster import ROSTER
 

@@ -34,7 +34,7 @@ from potluck.cluster.jobs.status import missing_workers, status_of
 from potluck.cluster.jobs.summary import encode_summary, summarize
 from potluck.system import SIGCONT, SIGKILL, SIGSTOP
 from potluck.wire import control, jobs
-from potluck.wire.messages import PLAIN
+from potluck.wire.greeting import PLAIN
 from potluck.wire.nodes import JobGroup, View
 
 _log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from potluck.errors import ConfigurationError, PotluckError
 from potluck.system import SIGHUP
 from potluck.transport import aio
 from potluck.wire import control, jobs, local
-from potluck.wire.messages import Hello, Refusal
+from potluck.wire.greeting import Hello, Refusal
 from potluck.wire.nodes import View
 
 _log = logging.getLogger(__name__)

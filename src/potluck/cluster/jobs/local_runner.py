@@ -28,7 +28,7 @@ from potluck.errors import ConfigurationError, LinkError, PotluckError, Protocol
 from potluck.system import SIGKILL
 from potluck.transport import aio
 from potluck.wire import control, jobs
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.greeting import Hello, Refusal, Welcome
 from potluck.wire.nodes import JobGroup, View
 
 _log = logging.getLogger(__name__)

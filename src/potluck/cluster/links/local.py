@@ -14,8 +14,8 @@ from potluck.errors import ConfigurationError, LinkError
 from potluck.settings import Settings
 from potluck.transport import aio
 from potluck.wire import local
+from potluck.wire.greeting import Hello, Welcome
 from potluck.wire.jobs import JobEnded
-from potluck.wire.messages import Hello, Welcome
 
 CLIENT = "client"
 """The ``kind`` in the greeting of this machine's commands."""

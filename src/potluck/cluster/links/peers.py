@@ -29,7 +29,7 @@ from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.transport.rate import RateLimitedLog
 from potluck.wire import peers
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.greeting import Hello, Refusal, Welcome
 
 KIND = "node"
 """The ``kind`` in the greeting of one agent to another."""

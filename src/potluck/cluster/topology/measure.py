@@ -22,7 +22,7 @@ from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire import facts
 from potluck.wire.facts import MAX_LOAD, MAX_TRAIN, Echo, Load, SendTrain, TrainArrived
-from potluck.wire.messages import Hello
+from potluck.wire.greeting import Hello
 
 KIND = "measure"
 """The ``kind`` in the greeting of a measuring connection."""

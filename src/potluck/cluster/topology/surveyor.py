@@ -24,7 +24,7 @@ from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.types import MeasuredPath
 from potluck.wire.facts import MAX_LINKS, Facts, LinkFacts, Measured, NodeFacts
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.greeting import Hello, Refusal, Welcome
 from potluck.wire.peers import Introduction
 
 _TICK_S = 0.25

@@ -24,7 +24,7 @@ from potluck.errors import (
 from potluck.types import Group
 from potluck.wire.dtypes import dtype_of
 from potluck.wire.frames import MAX_CONTROL, Abort
-from potluck.wire.messages import Refusal
+from potluck.wire.greeting import Refusal
 
 _EQUAL = "all ranks must make the same calls: operation, dtype, shape, op, root, algorithm, order"
 

@@ -30,7 +30,7 @@ from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group
 from potluck.wire.format import PREFIX_BYTES, MessageFormat
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.greeting import Hello, Refusal, Welcome
 
 KIND = "store"
 _MAX_MESSAGE = 16 << 20

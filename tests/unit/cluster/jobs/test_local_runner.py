@@ -11,7 +11,7 @@ from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.names import NodeNames
 from potluck.cluster.topology.versions import own_versions
 from potluck.wire import control, jobs
-from potluck.wire.messages import Hello
+from potluck.wire.greeting import Hello
 from potluck.wire.nodes import View, ViewMember
 
 ME = "me"

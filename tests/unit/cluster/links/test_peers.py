@@ -25,7 +25,7 @@ from potluck.errors import ProtocolError, Refused, WrongSecret
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials, make_credentials
 from potluck.wire import nodes, peers
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.greeting import Hello, Refusal, Welcome
 from support.links import new_credentials, psk
 
 WAIT_S = 30.0

@@ -12,7 +12,7 @@ from potluck.cluster.topology.measure import PathReading, Stopped, measure, next
 from potluck.errors import LinkError, Refused
 from potluck.transport import aio
 from potluck.wire.facts import MAX_TRAIN, TrainArrived
-from potluck.wire.messages import Hello, Refusal, Welcome
+from potluck.wire.greeting import Hello, Refusal, Welcome
 from support.links import new_credentials
 
 WAIT_S = 30.0

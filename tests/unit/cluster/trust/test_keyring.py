@@ -20,7 +20,7 @@ from potluck.settings import Settings
 from potluck.transport.credentials import Credentials, namespace_of
 from potluck.transport.handshake import connect
 from potluck.transport.listener import Admission, Listener
-from potluck.wire.messages import Hello, Welcome
+from potluck.wire.greeting import Hello, Welcome
 
 OLD, NEW = b"o" * 32, b"n" * 32
 

@@ -28,7 +28,7 @@ from potluck.settings import Settings
 from potluck.transport import aio
 from potluck.transport.credentials import namespace_of
 from potluck.wire import peers
-from potluck.wire.messages import Hello
+from potluck.wire.greeting import Hello
 from potluck.wire.peers import DropSecret, NewSecret, SecretStored, UseSecret
 
 OLD, NEW = b"o" * 32, b"n" * 32

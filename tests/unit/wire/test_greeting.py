@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from potluck.errors import ProtocolError
 from potluck.wire.format import PREFIX_BYTES
-from potluck.wire.messages import (
+from potluck.wire.greeting import (
     GREETING,
     MAX_GREETING,
     Greeting,
