@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from potluck.cluster.home.node_state import AgentRecord
     from potluck.settings import Settings
-    from potluck.wire.control import StatusReply
+    from potluck.wire.control import JobState
     from potluck.wire.local import NodesReply
 
 _ANSWER_S = 3.0
@@ -34,7 +34,7 @@ async def ask_nodes(settings: Settings) -> NodesReply | None:
     return answer
 
 
-async def ask_jobs(settings: Settings, agent: AgentRecord | None = None) -> tuple[StatusReply, ...]:
+async def ask_jobs(settings: Settings, agent: AgentRecord | None = None) -> tuple[JobState, ...]:
     """The jobs of ``agent``, or of this machine's agent; empty if no agent runs. PotluckError if
     the agent does not answer within 3 s."""
     from potluck.cluster.links.local import ask_agent
@@ -48,7 +48,7 @@ async def ask_jobs(settings: Settings, agent: AgentRecord | None = None) -> tupl
     return answer.jobs
 
 
-def show_jobs(jobs: Sequence[StatusReply]) -> None:
+def show_jobs(jobs: Sequence[JobState]) -> None:
     """Print a table of jobs: epoch, step, number of ranks, and nodes of each."""
     from rich.console import Console
     from rich.table import Table

@@ -17,7 +17,7 @@ from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
     from potluck.settings import Settings
-    from potluck.wire.control import StatusReply
+    from potluck.wire.control import JobState
     from potluck.wire.local import NodesReply
 
 SCHEMA_VERSION = 1
@@ -62,13 +62,13 @@ def status(
 
 async def _ask_all(
     settings: Settings,
-) -> tuple[NodesReply | None, list[StatusReply], list[str]]:
+) -> tuple[NodesReply | None, list[JobState], list[str]]:
     """The cluster, all jobs (of the cluster and of private agents), and for each agent that did not
     answer a sentence."""
     from potluck.cluster.home.private_state import private_agents
 
     cluster: NodesReply | None = None
-    jobs: list[StatusReply] = []
+    jobs: list[JobState] = []
     silent: list[str] = []
     try:
         cluster = await ask_nodes(settings)
@@ -89,7 +89,7 @@ async def _ask_all(
     return cluster, jobs, silent
 
 
-def _show(jobs: list[StatusReply]) -> None:
+def _show(jobs: list[JobState]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -125,5 +125,5 @@ def _show(jobs: list[StatusReply]) -> None:
             console.print(f"  {event}", highlight=False)
 
 
-def _where(job: StatusReply) -> str:
+def _where(job: JobState) -> str:
     return f"process {job.pid}" if job.pid else f"led by node {job.node[:8]}"

@@ -26,7 +26,7 @@ from potluck.errors import ConfigurationError, LinkError, ProtocolError
 from potluck.settings import Settings
 from potluck.system import SIGHUP
 from potluck.wire import jobs, local
-from potluck.wire.control import StatusReply
+from potluck.wire.control import JobState
 from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.local import RunRequest
 
@@ -90,7 +90,7 @@ class JobClient:
         """``workers`` are those that are known before the agent tells of any."""
         self.workers = workers
         self.summary: asyncio.Future[Summary] = asyncio.get_running_loop().create_future()
-        self._status = StatusReply("", "", 0, script, time.time(), 0, -1, None, (), ())
+        self._status = JobState("", "", 0, script, time.time(), 0, -1, None, (), ())
         self._watcher = watcher
         self._order: Callable[[int], None] | None = None
         self._early: list[int] = []
@@ -99,7 +99,7 @@ class JobClient:
     def is_behind(self) -> bool:
         return self._watcher.is_behind
 
-    def status(self) -> StatusReply:
+    def status(self) -> JobState:
         """The job as the agent told of it last."""
         return self._status
 

@@ -234,7 +234,7 @@ class Samples(msgspec.Struct, frozen=True):
     per_s: float | None = None
 
 
-class StatusReply(msgspec.Struct, frozen=True):
+class JobState(msgspec.Struct, frozen=True):
     """The status of one job. ``started`` is Unix time in seconds; ``samples`` is None if the script
     does not report them; ``world_restarts`` counts restarts of all workers of a script that is not
     elastic."""

@@ -167,7 +167,7 @@ class JobList(msgspec.Struct, frozen=True, tag=True):
 class JobStatus(msgspec.Struct, frozen=True, tag=True):
     """The status of a job."""
 
-    status: control.StatusReply
+    status: control.JobState
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.wire.control import StatusReply
+from potluck.wire.control import JobState
 from potluck.wire.facts import MAX_LINKS, LinkFacts
 from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import MAX_JOBS, JobEnded, JobNote, JobOptions, JobStatus, Shown
@@ -55,7 +55,7 @@ class JobsRequest(msgspec.Struct, frozen=True, tag=True):
 class JobsReply(msgspec.Struct, frozen=True, tag=True):
     """The newest status of the cluster's jobs that this node's agent has."""
 
-    jobs: Annotated[tuple[StatusReply, ...], msgspec.Meta(max_length=MAX_JOBS)]
+    jobs: Annotated[tuple[JobState, ...], msgspec.Meta(max_length=MAX_JOBS)]
 
 
 class NodeInfo(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from potluck.cli.job_display import (
     watcher_for,
 )
 from potluck.cluster.jobs.summary import RecoverySummary, Summary, WorkerSummary
-from potluck.wire.control import Samples, StatusReply, WorkerStatus
+from potluck.wire.control import JobState, Samples, WorkerStatus
 
 
 class Job:
@@ -32,11 +32,11 @@ class Job:
 
     def __init__(self) -> None:
         started = [WorkerStatus(name, -1, "starting", 7, 0, "", -1, None) for name in self.workers]
-        self.state = StatusReply(
+        self.state = JobState(
             *("train-1", "", 0, "dir/train.py", time.time(), 0, -1, None, tuple(started), ())
         )
 
-    def status(self) -> StatusReply:
+    def status(self) -> JobState:
         return self.state
 
     def interrupt(self, number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from potluck.cli import nodes
-from potluck.wire.control import StatusReply, WorkerStatus
+from potluck.wire.control import JobState, WorkerStatus
 from potluck.wire.facts import LinkFacts
 from potluck.wire.local import NodeInfo, NodesReply
 
@@ -58,7 +58,7 @@ def test_a_name_with_brackets_is_shown_as_it_is(
     monkeypatch.setenv("COLUMNS", "160")
     nodes.show_nodes(reply(info(FIRST, "lab [attic]"), info(SECOND, "[/x]")))
     worker = WorkerStatus("0", 0, "member", 1, 0, "cpu", 7, None, "[/x]")
-    nodes.show_jobs([StatusReply("job", FIRST, 1, "[/y].py", 0.0, 7, 7, None, (worker,), ())])
+    nodes.show_jobs([JobState("job", FIRST, 1, "[/y].py", 0.0, 7, 7, None, (worker,), ())])
     shown = capsys.readouterr().out
     assert "lab [attic]" in shown
     assert shown.count("[/x]") == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from potluck.cli.status import _show
-from potluck.wire.control import Samples, StatusReply
+from potluck.wire.control import JobState, Samples
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from potluck.wire.control import Samples, StatusReply
 def test_a_job_that_tells_of_samples_is_shown_with_how_far_it_is(
     samples: Samples | None, shown: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _show([StatusReply("j", "", 7, "train.py", 0.0, 3, 120, 0.41, (), (), samples=samples)])
+    _show([JobState("j", "", 7, "train.py", 0.0, 3, 120, 0.41, (), (), samples=samples)])
     text = " ".join(capsys.readouterr().out.split())
     assert "step 120 · loss 0.4100" in text
     assert ("12,800 of 64,000 samples (20%) 800/s about 1 min 04 s left" in text) is shown

@@ -43,7 +43,7 @@ def test_what_a_worker_says_arrives(message: control.FromWorker) -> None:
 
 
 def test_how_a_job_is_doing_arrives() -> None:
-    status = control.StatusReply(
+    status = control.JobState(
         *("job", "node", 1, "s.py", 1.0, 4, 60, None),
         (control.WorkerStatus("0", 0, "member", 1, 0, "cpu", 60, 3.0),),
         ("event",),

@@ -450,7 +450,7 @@ class JobController:
         self._journal.note(text, time.monotonic())
         self._output.note(text)
 
-    def status(self) -> control.StatusReply:
+    def status(self) -> control.JobState:
         """The job as it is now."""
         return status_of(
             self.spec,

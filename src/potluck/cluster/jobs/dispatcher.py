@@ -180,7 +180,7 @@ class JobDispatcher:
                 watched.number, watched.times = number, watched.times + 1
                 self._host.to_leader(jobs.InterruptJob(job, number, watched.times))
 
-    def status(self) -> tuple[control.StatusReply, ...]:
+    def status(self) -> tuple[control.JobState, ...]:
         """The status of all jobs: of those led here as it is now, else as the leader told it
         last."""
         led = {job: each.status() for job, each in self._controllers.items() if each.has_begun}

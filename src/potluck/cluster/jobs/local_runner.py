@@ -56,7 +56,7 @@ class LocalRunner:
         self.places = order.places
         self.world = order.world
         self.group: JobGroup | None = None
-        self.status: control.StatusReply | None = None
+        self.status: control.JobState | None = None
         self._host = host
         self._code_store = code_store
         self._must_wait = must_wait

@@ -19,7 +19,7 @@ def status_of(
     node: str,
     called: Callable[[str], str],
     now: float,
-) -> control.StatusReply:
+) -> control.JobState:
     """The job as the leader on ``node`` sees it. ``called`` names the node of a worker."""
     newest = state.newest_group
     ranks = {} if newest is None else {name: rank for rank, name in enumerate(newest.members)}
@@ -39,7 +39,7 @@ def status_of(
                 node=called(worker.name),
             )
         )
-    return control.StatusReply(
+    return control.JobState(
         job=spec.job,
         node=node,
         pid=0,

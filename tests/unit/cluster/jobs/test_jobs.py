@@ -414,7 +414,7 @@ def test_a_job_that_another_leader_took_over_is_not_submitted_again(tmp_path: Pa
         request = local.RunRequest(folder=folder, script="train.py", directory=folder)
         job = await all_jobs.submit(request, terminal)
         install(machine, all_jobs, view(EVE, ME, epoch=4))
-        status = control.StatusReply(job, EVE, 0, "train.py", 0.0, 4, 7, None, (), ())
+        status = control.JobState(job, EVE, 0, "train.py", 0.0, 4, 7, None, (), ())
         all_jobs.received(EVE, jobs.JobStatus(status))
         machine.sent.clear()
         install(machine, all_jobs, view(EVE, ME, epoch=5))
