@@ -277,7 +277,7 @@ class AgentBackend:
         return epoch, [(epoch, name) for name in communicator.ongoing()]
 
     def _lost_agent(self, error: AgentLost) -> None:
-        """The control link ended without a close, or its thread in this process broke."""
+        """The link to the agent ended without a close, or its thread in this process broke."""
         with self._changed:
             if self._stopped is None:
                 self._stop(error)

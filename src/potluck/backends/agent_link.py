@@ -1,5 +1,5 @@
 """``AgentLink``: the thread of a worker that exchanges messages with its agent, by one asyncio loop
-over one control link.
+over one link.
 
 The thread answers the agent while the script computes or blocks. It sends the facts that the script
 reports at intervals, only the newest of each name, and the last facts before the worker ends.

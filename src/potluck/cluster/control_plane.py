@@ -14,7 +14,7 @@ from collections.abc import Callable
 from potluck.background import Alarm, OnBroken, start_task, stop
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.home.private_state import PrivateState
-from potluck.cluster.links.peers import ControlLinks
+from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.membership import events
 from potluck.cluster.membership.failure_detector import Status
 from potluck.cluster.membership.protocol import MembershipProtocol
@@ -34,7 +34,7 @@ class ControlPlane:
     def __init__(
         self,
         protocol: MembershipProtocol,
-        links: ControlLinks,
+        links: PeerLinks,
         state: NodeState | PrivateState,
         trust: TrustStore,
         *,

@@ -24,7 +24,7 @@ from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.log import JobLog
 from potluck.cluster.jobs.process import launcher_of
 from potluck.cluster.links.local import CLIENT, Client, Commands
-from potluck.cluster.links.peers import KIND, ControlLinks
+from potluck.cluster.links.peers import KIND, PeerLinks
 from potluck.cluster.membership import events
 from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import NodeNames
@@ -123,7 +123,7 @@ class NodeAgent:
         def introduction() -> peers.Introduction:
             return peers.Introduction(state.incarnation, self._name, self.port, own_versions())
 
-        self.links = links = ControlLinks(credentials, introduction, on_broken=self._fail)
+        self.links = links = PeerLinks(credentials, introduction, on_broken=self._fail)
         links.on_linked.append(self._met)
         now = asyncio.get_running_loop().time()
         protocol = MembershipProtocol(me, state.incarnation, state.record, now)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.links.local import Client, Commands
-from potluck.cluster.links.peers import ControlLinks
+from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.names import NodeNames
 from potluck.cluster.topology.stragglers import stragglers
 from potluck.cluster.topology.surveyor import Surveyor
@@ -25,7 +25,7 @@ class Report:
         self,
         credentials: Credentials,
         names: NodeNames,
-        links: ControlLinks,
+        links: PeerLinks,
         plane: ControlPlane,
         surveyor: Surveyor,
         trust: TrustStore,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from potluck.background import Alarm, OnBroken
 from potluck.cluster.links.local import Client, Commands
-from potluck.cluster.links.peers import ControlLinks
+from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.trust import keyring
 from potluck.cluster.trust.rotation import Action, Drop, Rotation, Say, Store, Tell, Use
 from potluck.wire import local, peers
@@ -23,7 +23,7 @@ class SecretChange:
     def __init__(
         self,
         home: Path,
-        links: ControlLinks,
+        links: PeerLinks,
         commands: Commands,
         *,
         fixed: str,

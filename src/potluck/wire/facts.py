@@ -1,6 +1,6 @@
 """Messages about nodes and links: the facts that nodes exchange, and the measurement of a path.
 
-``Facts`` are sent between agents over control links. A measurement has a connection of its own:
+``Facts`` are sent over the links of agents. A measurement has a connection of its own:
 echoes measure the latency, then trains of bytes in each direction the bandwidth.
 """
 

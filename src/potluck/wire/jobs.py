@@ -4,7 +4,7 @@ The node that leads the cluster leads its jobs. It sends an ``Order`` of a job t
 fetches the script's folder and answers. Then it sends instructions for workers, and receives what
 happens to each of them as an ``Event`` for ``cluster.jobs.groups.membership``. The node on which
 ``potluck run`` was called (the job's ``starter``) receives the output. All messages are bounded,
-and are sent over control links (``peers.py``).
+and are sent over the links of agents (``peers.py``).
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 class Disconnected(msgspec.Struct, frozen=True, tag=True):
-    """The control link of ``worker`` ended while its process runs."""
+    """The link of ``worker`` to its agent ended while its process runs."""
 
     worker: Name
 

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class ScriptedAgent:
-    """Takes one worker's control link, keeps what it says, says what it is told to."""
+    """Takes one worker's link to its agent, keeps what it says, says what it is told to."""
 
     def __init__(self, answer: Welcome | Refusal) -> None:
         self.heard: queue.Queue[control.FromWorker | None] = queue.Queue()

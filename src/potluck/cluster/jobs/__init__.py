@@ -1,7 +1,7 @@
 """Running a script's workers.
 
 Each job has one ``JobController``, on the node that leads the cluster (``controller.py``), and one
-``LocalRunner`` on each node, which has the processes and control links of its workers there
-(``local_runner.py``). ``dispatcher.py`` takes what other nodes, the cluster's view and this
+``LocalRunner`` on each node, which has the processes of its workers there and their links to the
+agent (``local_runner.py``). ``dispatcher.py`` takes what other nodes, the cluster's view and this
 machine's commands say about jobs. A machine alone is a cluster of one node.
 """

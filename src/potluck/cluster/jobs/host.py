@@ -9,7 +9,7 @@ from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.jobs.log import JobLog
 from potluck.cluster.jobs.process import Launch
 from potluck.cluster.links.local import Commands
-from potluck.cluster.links.peers import ControlLinks
+from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.names import NodeNames
 from potluck.cluster.topology.surveyor import Surveyor
 from potluck.wire import jobs
@@ -27,7 +27,7 @@ class JobHost:
     bind: str
     names: NodeNames
     launcher: Callable[..., Launch]
-    links: ControlLinks
+    links: PeerLinks
     plane: ControlPlane
     surveyor: Surveyor
     commands: Commands

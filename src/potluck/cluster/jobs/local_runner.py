@@ -1,9 +1,9 @@
 """``LocalRunner``: runs the workers of one job that are placed on one node.
 
-It fetches the job's folder, starts and stops the processes of the workers here, holds their control
-links, gives them the groups that the cluster's view has, and reports to the leader. It decides
-nothing: what becomes of the workers is reported in the order in which it happens, and the job's
-controller orders what is done.
+It fetches the job's folder, starts and stops the processes of the workers here, holds their links
+to this agent, gives them the groups that the cluster's view has, and reports to the leader. It
+decides nothing: what becomes of the workers is reported in the order in which it happens, and the
+job's controller orders what is done.
 """
 
 from __future__ import annotations

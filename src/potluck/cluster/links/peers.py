@@ -72,7 +72,7 @@ class _Link(aio.MessageLink[peers.PeerMessage, peers.PeerMessage]):
         self.introduction: peers.Introduction | None = None
 
 
-class ControlLinks:
+class PeerLinks:
     """The links of one agent. ``me()`` is its introduction to peers; hints come in by ``heard``,
     connections that peers make by ``greeted``."""
 

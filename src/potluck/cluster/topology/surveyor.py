@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from potluck.background import stop
-from potluck.cluster.links.peers import ControlLinks
+from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.membership.failure_detector import FailureDetector, Status
 from potluck.cluster.topology.graph import Topology
 from potluck.cluster.topology.hardware import own_facts
@@ -43,7 +43,7 @@ class Surveyor:
     def __init__(
         self,
         credentials: Credentials,
-        links: ControlLinks,
+        links: PeerLinks,
         detector: FailureDetector,
         busy: Callable[[], Collection[str]],
         rate: Callable[[], float],

@@ -18,7 +18,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.cluster.discovery.advert import Hint
-from potluck.cluster.links.peers import KIND, ControlLinks, _host_of
+from potluck.cluster.links.peers import KIND, PeerLinks, _host_of
 from potluck.cluster.topology.versions import own_versions
 from potluck.cluster.trust.store import TrustStore
 from potluck.errors import ProtocolError, Refused, WrongSecret
@@ -39,7 +39,7 @@ class Agent:
         self.credentials = credentials or new_credentials()
         self.events: list[tuple[Any, ...]] = []
         self._changed = asyncio.Event()
-        self.links: ControlLinks
+        self.links: PeerLinks
         self.server: aio.Server
 
     @property
@@ -47,7 +47,7 @@ class Agent:
         return self.credentials.node_id
 
     async def open(self, port: int = 0) -> Agent:
-        self.links = ControlLinks(
+        self.links = PeerLinks(
             self.credentials,
             self._introduction,
             on_broken=lambda error: self._note("broke", error),

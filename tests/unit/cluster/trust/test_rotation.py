@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from potluck.cluster.discovery.advert import Hint
-from potluck.cluster.links.peers import KIND, ControlLinks
+from potluck.cluster.links.peers import KIND, PeerLinks
 from potluck.cluster.topology.versions import own_versions
 from potluck.cluster.trust import keyring
 from potluck.cluster.trust.credentials import load_credentials
@@ -152,7 +152,7 @@ class Node:
 
     async def open(self) -> None:
         me = peers.Introduction(1, self.home.name, 1, own_versions())
-        self.links = ControlLinks(self.credentials, lambda: me, on_broken=_fail)
+        self.links = PeerLinks(self.credentials, lambda: me, on_broken=_fail)
         self.links.on(peers.PeerMessage, self.received)
         self.links.on_linked.append(self.linked)
         self.links.on_ended.append(self.ended)

@@ -187,7 +187,7 @@ class _Turn(Turn):
 
     def disconnected(self, worker: WorkerState) -> None:
         if worker.phase in (Phase.READY, Phase.MEMBER, Phase.EVICTED):
-            reason = f"worker {worker.name} closed its control link without finishing"
+            reason = f"worker {worker.name} closed its link to the agent without finishing"
             self.remove({worker.name}, Phase.EVICTED, certain=False, reason=reason)
             self.actions.append(Kill((worker.name,), reason))
 

@@ -74,7 +74,7 @@ def take(turn: Turn, event: Event) -> bool:
                 return True
             return bool(state.world.broken)
         case Disconnected(name) if state.worker(name).phase is Phase.MEMBER:
-            reason = f"worker {name} closed its control link without finishing"
+            reason = f"worker {name} closed its link to the agent without finishing"
             turn.actions.append(Kill((name,), reason))
             end(turn, reason, (name,), JobFailure(name, reason))
             return True

@@ -54,7 +54,7 @@ class Process:
         self.world.at(self.world.now + self.world.random.uniform(0, most_s), run)
 
     def say(self, event: Event) -> None:
-        """Events of one worker keep their order, as on its control link."""
+        """Events of one worker keep their order, as on its link to the agent."""
         self.world.deliver(self, event)
 
     def told_view(self, epoch: int, members: tuple[str, ...]) -> None:
