@@ -19,8 +19,8 @@ from potluck.cluster.discovery.advert import Presence, new_instance
 from potluck.cluster.discovery.finder import Finder, running_finders
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.home.private_state import PrivateState
+from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.dispatcher import JobDispatcher
-from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.log import JobLog
 from potluck.cluster.jobs.process import launcher_of
 from potluck.cluster.links.local import CLIENT, Client, Commands
@@ -159,7 +159,7 @@ class NodeAgent:
         code_store = CodeStore(settings.home / "code_store", links.send)
         links.on(peers.PackageMessage, code_store.received)
         links.on_ended.append(lambda node, incarnation, reason: code_store.lost(node))
-        host = JobHost(
+        parts = AgentParts(
             me=me,
             port=self.port,
             bind=self._bind,
@@ -172,7 +172,7 @@ class NodeAgent:
             log=JobLog(settings.home),
             note=self._note,
         )
-        self.jobs = dispatcher = JobDispatcher(host, code_store)
+        self.jobs = dispatcher = JobDispatcher(parts, code_store)
         self._callers = {
             CLIENT: commands.greeted,
             "control": dispatcher.greeted,

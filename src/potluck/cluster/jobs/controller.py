@@ -19,12 +19,12 @@ from dataclasses import replace
 import msgspec
 
 from potluck.background import Alarm
+from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.chaos import parse_chaos
 from potluck.cluster.jobs.endings import Endings
 from potluck.cluster.jobs.group_agreement import GroupAgreement
 from potluck.cluster.jobs.groups import events, membership
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, State
-from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.journal import Journal
 from potluck.cluster.jobs.output_relay import OutputRelay
 from potluck.cluster.jobs.placement import Placement
@@ -50,7 +50,7 @@ class JobController:
 
     def __init__(
         self,
-        host: JobHost,
+        agent: AgentParts,
         spec: jobs.JobSpec,
         places: jobs.Places,
         view: View,
@@ -63,13 +63,13 @@ class JobController:
         ``before`` in the view before this one, and whose workers were started for ``world``."""
         names = tuple(each.worker for each in places)
         self.spec = spec
-        self.placement = Placement(spec, places, host.names, host.links.introduction)
+        self.placement = Placement(spec, places, agent.names, agent.links.introduction)
         self.world = world or jobs.WorldSpec(members=names, master_port=spec.master_port)
         self.has_begun = not is_new
         self.num_interrupts = 0
         self.over = asyncio.Event()
         self.crash: Exception | None = None
-        self._host = host
+        self._agent = agent
         self._nodes = set(view.nodes)
         self._reported: set[str] = set()
         self._held: deque[tuple[str, jobs.FromNode]] | None = None
@@ -77,7 +77,7 @@ class JobController:
         self._chaos = parse_chaos(spec.chaos)
         self._groups = GroupAgreement(spec.job, view.group(spec.job))
         self._journal = Journal(names, time.monotonic())
-        self._output = OutputRelay(host, spec, lambda: spec.starter in self._nodes)
+        self._output = OutputRelay(agent, spec, lambda: spec.starter in self._nodes)
         self._endings = Endings(
             tell=self._tell,
             signal=self._signal,
@@ -99,7 +99,8 @@ class JobController:
             self._tell_of_take_over(view, before)
 
     def _tell_of_take_over(self, view: View, before: JobGroup | None) -> None:
-        reason, me = self._host.names.readable(view.reason), self._host.names.called(self._host.me)
+        names = self._agent.names
+        reason, me = names.readable(view.reason), names.called(self._agent.me)
         self.note(f"{reason}; {me} leads the job from now on")
         journal, now = self._journal, time.monotonic()
         for member in () if before is None else before.members:
@@ -107,8 +108,8 @@ class JobController:
                 journal.lost(member.worker, f"worker {member.worker} lost ({reason})", now)
         group = self._groups.group
         if group is not None:
-            names = tuple(member.worker for member in group.members)
-            journal.announced(group.epoch, names, ())
+            members = tuple(member.worker for member in group.members)
+            journal.announced(group.epoch, members, ())
         places = self.placement.places
         gone = tuple(each.worker for each in places if each.node not in view.nodes)
         if self.world.is_fixed and gone:
@@ -145,12 +146,12 @@ class JobController:
 
     def refuse(self, reason: str) -> None:
         """The job can't be begun."""
-        self._host.links.send(self.spec.starter, jobs.Submitted(self.spec.job, reason[:4000]))
+        self._agent.links.send(self.spec.starter, jobs.Submitted(self.spec.job, reason[:4000]))
         self.over.set()
 
     def order(self, node: str) -> None:
         """Send ``node`` the job and its places, maybe not for the first time."""
-        self._host.links.send(node, jobs.Order(self.spec, self.placement.places, self.world))
+        self._agent.links.send(node, jobs.Order(self.spec, self.placement.places, self.world))
 
     def hold(self) -> None:
         """No majority can be reached: keep the nodes' messages until ``installed``."""
@@ -164,10 +165,10 @@ class JobController:
             self.received(node, message)
         group = view.group(self.spec.job)
         if group is not None:
-            self._group_installed(group, self._host.names.readable(view.reason))
+            self._group_installed(group, self._agent.names.readable(view.reason))
         for node in sorted(self._nodes - set(view.nodes)):
             self._reported.discard(node)
-            reason = f"node {self._host.names.called(node)} left the cluster's view"
+            reason = f"node {self._agent.names.called(node)} left the cluster's view"
             gone = self.placement.at(node)
             self._groups.away(gone)
             if self.has_begun:
@@ -190,14 +191,14 @@ class JobController:
 
     def group_refused(self, floor: int, reason: str) -> None:
         """The nodes don't agree on what was announced last."""
-        event = self._groups.refused(floor, self._host.names.readable(reason))
+        event = self._groups.refused(floor, self._agent.names.readable(reason))
         if event is not None:
             self._handle(event)
 
     def _settle(self) -> None:
         want = None if self._held is not None else self._groups.settled()
         if want is not None:
-            self._host.plane.handle(want)
+            self._agent.plane.handle(want)
 
     # Messages of the nodes.
 
@@ -223,7 +224,7 @@ class JobController:
 
     def _sayer(self, worker: str, node: str) -> str:
         if not self.spec.is_local:
-            return f"{self._host.names.label(node)}: "
+            return f"{self._agent.names.label(node)}: "
         return f"worker {worker}: " if worker else ""
 
     def _knows(self, worker: str) -> bool:
@@ -232,7 +233,7 @@ class JobController:
     def _report(self, node: str, told: jobs.Reported) -> None:
         if told.error:
             tell = self.note if self.has_begun else self.refuse
-            tell(f"{self._host.names.called(node)} can't run the job: {told.error}")
+            tell(f"{self._agent.names.called(node)} can't run the job: {told.error}")
             return
         self._reported.add(node)
         if not self.has_begun:
@@ -248,9 +249,9 @@ class JobController:
 
     def _begin(self) -> None:
         self.has_begun = True
-        self._host.links.send(self.spec.starter, jobs.Submitted(self.spec.job))
+        self._agent.links.send(self.spec.starter, jobs.Submitted(self.spec.job))
         if not self.spec.is_local:
-            where = ", ".join(map(self._host.names.label, self.placement.nodes))
+            where = ", ".join(map(self._agent.names.label, self.placement.nodes))
             count = len(self.placement.places)
             self.note(f"starting {count} worker{'s' if count > 1 else ''} on {where}")
         if self.spec.wire == PLAIN:
@@ -331,8 +332,8 @@ class JobController:
 
     def _follow_ring(self) -> None:
         """From the next group on, ranks follow the ring of nodes that avoids slow links."""
-        view = self._host.plane.view
-        ring = self._host.surveyor.ring(() if view is None else view.nodes)
+        view = self._agent.plane.view
+        ring = self._agent.surveyor.ring(() if view is None else view.nodes)
         self.state = replace(self.state, ring=ring)
 
     def _look_at_members(self, epoch: int) -> None:
@@ -402,10 +403,10 @@ class JobController:
 
     def _announce(self, action: events.Announce) -> None:
         """Have the nodes agree on the group; it counts once a view that has it is installed."""
-        plane, before = self._host.plane, self._groups.group
+        plane, before = self._agent.plane, self._groups.group
         members = () if before is None else before.members
         dead = {member.node for member in members if plane.is_dead(member.node)}
-        paths = self._host.surveyor.paths({member.node for member in action.members})
+        paths = self._agent.surveyor.paths({member.node for member in action.members})
         plane.handle(self._groups.announced(action, dead, paths))
 
     def _begin_world(self, action: events.BeginWorld) -> None:
@@ -433,15 +434,15 @@ class JobController:
 
     def _start(self, worker: str, attempt: int) -> None:
         for node in self.placement.by_node((worker,)):
-            self._host.links.send(node, jobs.StartWorker(self.spec.job, worker, attempt))
+            self._agent.links.send(node, jobs.StartWorker(self.spec.job, worker, attempt))
 
     def _tell(self, workers: Sequence[str], message: control.FromAgent) -> None:
         for node, names in self.placement.by_node(workers).items():
-            self._host.links.send(node, jobs.TellWorkers(self.spec.job, names, message))
+            self._agent.links.send(node, jobs.TellWorkers(self.spec.job, names, message))
 
     def _signal(self, workers: Sequence[str], number: int) -> None:
         for node, names in self.placement.by_node(workers).items():
-            self._host.links.send(node, jobs.SignalWorkers(self.spec.job, names, number))
+            self._agent.links.send(node, jobs.SignalWorkers(self.spec.job, names, number))
 
     # For people.
 
@@ -456,7 +457,7 @@ class JobController:
             self.spec,
             self.state,
             self._journal,
-            node=self._host.me,
+            node=self._agent.me,
             called=self.placement.label,
             now=time.monotonic(),
         )

@@ -18,9 +18,9 @@ from pathlib import Path, PurePosixPath
 
 from potluck.background import Tasks
 from potluck.cluster.code_store.store import CodeStore
+from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.controller import JobController
 from potluck.cluster.jobs.early import EarlyOrders
-from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.jobs.placement import place
 from potluck.cluster.jobs.process import free_port
@@ -57,9 +57,9 @@ class JobDispatcher:
     """The jobs of one agent, from construction to ``close``. It registers for its messages
     itself."""
 
-    def __init__(self, host: JobHost, code_store: CodeStore) -> None:
+    def __init__(self, agent: AgentParts, code_store: CodeStore) -> None:
         self.runners: dict[str, LocalRunner] = {}
-        self._host = host
+        self._agent = agent
         self._code_store = code_store
         self._controllers: dict[str, JobController] = {}
         self._watched: dict[str, _Watched] = {}
@@ -70,20 +70,20 @@ class JobDispatcher:
         self._ending = Tasks()
         self._submitting: dict[Client, asyncio.Task[None]] = {}
         self._tasks.start(self._tell_status())
-        host.links.on(jobs.JobMessage, self.received)
-        host.links.on_linked.append(lambda node, introduction, namespace: self.linked(node))
-        host.plane.listeners.append(self.act)
-        host.commands.on(local.RunRequest, self._run_asked)
-        host.commands.on(local.InterruptRequest, self._interrupt_asked)
-        host.commands.on(local.JobsRequest, self._status_asked)
-        host.commands.on_gone.append(self.abandon)
+        agent.links.on(jobs.JobMessage, self.received)
+        agent.links.on_linked.append(lambda node, introduction, namespace: self.linked(node))
+        agent.plane.listeners.append(self.act)
+        agent.commands.on(local.RunRequest, self._run_asked)
+        agent.commands.on(local.InterruptRequest, self._interrupt_asked)
+        agent.commands.on(local.JobsRequest, self._status_asked)
+        agent.commands.on_gone.append(self.abandon)
 
     # Requests of this machine's commands.
 
     async def submit(self, request: local.RunRequest, client: Client) -> str:
         """Submit a job for ``client`` to the leader; returns the job's name. ConfigurationError if
         this node can't submit one."""
-        host = self._host
+        agent = self._agent
         try:
             async with asyncio.timeout(_VIEW_S):
                 await self._has_view.wait()
@@ -91,9 +91,9 @@ class JobDispatcher:
             raise ConfigurationError(
                 "this node is in no cluster yet; `potluck status` shows what it knows"
             ) from None
-        if host.plane.stands_still:
+        if agent.plane.stands_still:
             raise ConfigurationError(
-                f"this node is {host.plane.stands_still}; `potluck continue --alone` overrides"
+                f"this node is {agent.plane.stands_still}; `potluck continue --alone` overrides"
             )
         job = f"{PurePosixPath(request.script).stem[:64]}-{secrets.token_hex(4)}"
         await self._await_nodes(job, request, client)
@@ -107,26 +107,26 @@ class JobDispatcher:
             **chosen,
             job=job,
             package=package,
-            starter=host.me,
+            starter=agent.me,
             versions=own_versions(),
             below=below,
             master_port=free_port(),
             started=time.time(),
         )
         self._watched[job] = _Watched(spec, client)
-        host.to_leader(jobs.Submit(spec))
+        agent.to_leader(jobs.Submit(spec))
         return job
 
     async def _await_nodes(self, job: str, request: local.RunRequest, client: Client) -> None:
         """Return when the view has as many nodes as ``request`` asks for."""
 
         def here() -> str:
-            nodes = () if self._host.plane.view is None else self._host.plane.view.nodes
-            names = ", ".join(self._host.names.label(node) for node in nodes)
+            nodes = () if self._agent.plane.view is None else self._agent.plane.view.nodes
+            names = ", ".join(self._agent.names.label(node) for node in nodes)
             return f"{len(nodes)} of at least {request.min_nodes} machines ({names})"
 
         def are_enough() -> bool:
-            view = self._host.plane.view
+            view = self._agent.plane.view
             return view is not None and len(view.nodes) >= request.min_nodes
 
         if are_enough():
@@ -178,7 +178,7 @@ class JobDispatcher:
         for job, watched in self._watched.items():
             if watched.client is client:
                 watched.number, watched.times = number, watched.times + 1
-                self._host.to_leader(jobs.InterruptJob(job, number, watched.times))
+                self._agent.to_leader(jobs.InterruptJob(job, number, watched.times))
 
     def status(self) -> tuple[control.JobState, ...]:
         """The status of all jobs: of those led here as it is now, else as the leader told it
@@ -189,7 +189,7 @@ class JobDispatcher:
 
     def rate(self) -> float:
         """Samples per second of the workers on this node."""
-        name = self._host.names.label(self._host.me)
+        name = self._agent.names.label(self._agent.me)
         workers = [each for job in self.status() for each in job.workers if each.node == name]
         return sum(each.samples_per_s or 0.0 for each in workers if each.rank >= 0)
 
@@ -211,11 +211,11 @@ class JobDispatcher:
     def received(self, node: str, message: jobs.JobMessage) -> None:
         """``node`` sent ``message``; it may be this node. ProtocolError if ``node`` is to be cut
         off."""
-        view = self._host.plane.view
+        view = self._agent.plane.view
         if isinstance(message, jobs.FromLeader):
             # Orders count from the leader of this node's own view only.
             if view is None or node != view.leader:
-                if node != self._host.me:
+                if node != self._agent.me:
                     self._early.keep(node, message)
                 return
             self._ordered(message)
@@ -243,7 +243,7 @@ class JobDispatcher:
                     runner.order_again(message)
                 else:
                     self.runners[spec.job] = LocalRunner(
-                        self._host, self._code_store, message, self._must_wait
+                        self._agent, self._code_store, message, self._must_wait
                     )
             case jobs.JobList(listed):
                 self._drop(self.runners.keys() - set(listed))
@@ -287,18 +287,18 @@ class JobDispatcher:
         if spec.job in self._controllers:
             return
         try:
-            if view.leader != self._host.me or node != spec.starter:
+            if view.leader != self._agent.me or node != spec.starter:
                 raise ConfigurationError("this node does not lead the cluster, or not for you")
             if len(self._controllers) >= jobs.MAX_JOBS:
                 raise ConfigurationError(f"the cluster runs {jobs.MAX_JOBS} jobs already")
             controller = JobController(
-                self._host, spec, place(spec, view.nodes, ()), view, is_new=True
+                self._agent, spec, place(spec, view.nodes, ()), view, is_new=True
             )
             objection = controller.placement.objection(view)
             if objection:
                 raise ConfigurationError(objection)
         except PotluckError as error:
-            self._host.links.send(node, jobs.Submitted(spec.job, str(error)[:4000]))
+            self._agent.links.send(node, jobs.Submitted(spec.job, str(error)[:4000]))
             return
         self._lead(controller, view)
 
@@ -321,25 +321,25 @@ class JobDispatcher:
                 )
             elif controller.has_begun:
                 ended = controller.summary()
-                view = self._host.plane.view
+                view = self._agent.plane.view
                 is_in = view is not None and starter in view.nodes
-                if not is_in or not self._host.links.send(starter, ended):
-                    self._host.log.write(job, ended.summary.decode())
-                    self._host.note(f"job {job} is over: exit code {ended.exit_code}")
+                if not is_in or not self._agent.links.send(starter, ended):
+                    self._agent.log.write(job, ended.summary.decode())
+                    self._agent.note(f"job {job} is over: exit code {ended.exit_code}")
         finally:
             controller.close()
             self._controllers.pop(job, None)
-            self._host.plane.handle(events.JobOver(job))
+            self._agent.plane.handle(events.JobOver(job))
             self._tell_all(self._list())
 
     def _list(self) -> jobs.JobList:
         return jobs.JobList(tuple(sorted(self._controllers)))
 
     def _tell_all(self, message: jobs.FromLeader) -> None:
-        view = self._host.plane.view
-        if view is not None and view.leader == self._host.me:
+        view = self._agent.plane.view
+        if view is not None and view.leader == self._agent.me:
             for node in view.nodes:
-                self._host.links.send(node, message)
+                self._agent.links.send(node, message)
 
     async def _tell_status(self) -> None:
         while True:
@@ -364,9 +364,9 @@ class JobDispatcher:
                 for controller in self._controllers.values():
                     controller.hold()
             case events.Resume():
-                assert self._host.plane.view is not None
+                assert self._agent.plane.view is not None
                 for controller in self._controllers.values():
-                    controller.installed(self._host.plane.view)
+                    controller.installed(self._agent.plane.view)
                 for runner in self.runners.values():
                     runner.say_again()
             case events.Leave(reason, resync):
@@ -374,7 +374,7 @@ class JobDispatcher:
                 self._stop_leading()
                 for runner in self.runners.values():
                     runner.hold(reason)
-                if self._host.plane.is_banned:
+                if self._agent.plane.is_banned:
                     self._drop(list(self.runners))
                 elif resync:
                     for runner in self.runners.values():
@@ -388,7 +388,7 @@ class JobDispatcher:
         self._has_view.set()
         self._view_changed.set()
         self._view_changed = asyncio.Event()
-        me = self._host.me
+        me = self._agent.me
         if view.leader == me:
             for controller in list(self._controllers.values()):
                 controller.installed(view)
@@ -397,7 +397,7 @@ class JobDispatcher:
             for job, here in self.runners.items():
                 if job not in self._controllers:
                     controller = JobController(
-                        self._host,
+                        self._agent,
                         here.spec,
                         here.places,
                         view,
@@ -416,25 +416,25 @@ class JobDispatcher:
                 self._ordered(message)
             elif isinstance(message, jobs.Order):
                 text = "does not lead the cluster, and ordered a job: nothing is run for it"
-                self._host.note(f"{self._host.names.called(node)} {text}")
+                self._agent.note(f"{self._agent.names.called(node)} {text}")
         for runner in self.runners.values():
             runner.say_again()
         # The leader may be another one: what was sent to the one before may be lost.
         for job, watched in self._watched.items():
             if not watched.is_taken:
-                self._host.to_leader(jobs.Submit(watched.spec))
+                self._agent.to_leader(jobs.Submit(watched.spec))
             if watched.times:
-                self._host.to_leader(jobs.InterruptJob(job, watched.number, watched.times))
+                self._agent.to_leader(jobs.InterruptJob(job, watched.number, watched.times))
 
     def linked(self, node: str) -> None:
         """There is a new link to ``node``: messages over the link before it may be lost."""
-        view = self._host.plane.view
+        view = self._agent.plane.view
         if view is None or view.member(node) is None:
             return
         for controller in self._controllers.values():
             controller.order(node)
-        if view.leader == self._host.me:
-            self._host.links.send(node, self._list())  # a job may have ended meanwhile
+        if view.leader == self._agent.me:
+            self._agent.links.send(node, self._list())  # a job may have ended meanwhile
         if node == view.leader:
             for runner in self.runners.values():
                 runner.say_again()

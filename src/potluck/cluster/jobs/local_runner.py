@@ -19,8 +19,8 @@ from pathlib import Path
 
 from potluck.background import Tasks, stop, why
 from potluck.cluster.code_store.store import CodeStore
+from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.chaos import parse_chaos
-from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.process import Launch, WorkerProcess
 from potluck.cluster.jobs.pulse import Pulse
 from potluck.cluster.jobs.worker_reports import WorkerReports
@@ -48,7 +48,11 @@ class LocalRunner:
     told last."""
 
     def __init__(
-        self, host: JobHost, code_store: CodeStore, order: jobs.Order, must_wait: Callable[[], bool]
+        self,
+        agent: AgentParts,
+        code_store: CodeStore,
+        order: jobs.Order,
+        must_wait: Callable[[], bool],
     ) -> None:
         """While ``must_wait()``, a command of this machine does not keep up with the output, and
         the output of the workers here is not read."""
@@ -57,7 +61,7 @@ class LocalRunner:
         self.world = order.world
         self.group: JobGroup | None = None
         self.status: control.JobState | None = None
-        self._host = host
+        self._agent = agent
         self._code_store = code_store
         self._must_wait = must_wait
         self._launch: Launch | None = None
@@ -105,7 +109,7 @@ class LocalRunner:
                 if not self._code_store.has(spec.package):
                     await self._bring(spec.package)
                 folder = await asyncio.to_thread(self._code_store.open, spec.package, spec.job)
-            elif spec.starter != self._host.me:
+            elif spec.starter != self._agent.me:
                 raise ConfigurationError("it is local to the node it was started on")
         except (PotluckError, OSError) as error:
             self._error = str(error)[:4000]
@@ -113,10 +117,10 @@ class LocalRunner:
             _log.exception("preparing job %s broke", spec.job)
             self._error = f"this is potluck's fault, please report it: {why(error)}"[:4000]
         else:
-            self._launch = self._host.launcher(
+            self._launch = self._agent.launcher(
                 spec,
                 folder,
-                is_starter=spec.starter == self._host.me,
+                is_starter=spec.starter == self._agent.me,
                 sink=self._line,
                 is_behind=self._is_behind,
             )
@@ -128,8 +132,8 @@ class LocalRunner:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _BRING_S
         while True:
-            view, starter = self._host.plane.view, self.spec.starter
-            nodes = set() if view is None else {starter, view.leader} - {self._host.me}
+            view, starter = self._agent.plane.view, self.spec.starter
+            nodes = set() if view is None else {starter, view.leader} - {self._agent.me}
             for node in sorted(nodes, key=lambda node: node != starter):
                 try:
                     await self._code_store.fetch(node, package)
@@ -194,10 +198,10 @@ class LocalRunner:
             members = tuple(place.worker for place in self.places)
         rank, size = members.index(worker), len(members)
         beside = [each for each in members if node_of[each] == node_of[worker]]
-        nodes = {"POTLUCK_NODES": ",".join(self._host.names.label(node_of[m]) for m in members)}
+        nodes = {"POTLUCK_NODES": ",".join(self._agent.names.label(node_of[m]) for m in members)}
         return {
-            "POTLUCK_AGENT": f"127.0.0.1:{self._host.port}",
-            "POTLUCK_BIND": self._host.bind,
+            "POTLUCK_AGENT": f"127.0.0.1:{self._agent.port}",
+            "POTLUCK_BIND": self._agent.bind,
             "POTLUCK_WIRE": self.spec.wire,
             "POTLUCK_JOB": self.spec.job,
             "POTLUCK_WORKER": worker,
@@ -245,7 +249,7 @@ class LocalRunner:
         if before is not None and not self.world.is_fixed:  # that ends as a whole
             for member in before.members:
                 if member.worker not in names and member.node not in view.nodes:
-                    cause = f"node {self._host.names.called(member.node)} left the cluster's view"
+                    cause = f"node {self._agent.names.called(member.node)} left the cluster's view"
                     over = control.GroupOver(before.epoch, member.worker, False, cause)
                     self._tell(self.alive, over)
         chaos = parse_chaos(self.spec.chaos)
@@ -274,13 +278,13 @@ class LocalRunner:
             self._report()
 
     def _address(self, node: str) -> str:
-        return "127.0.0.1" if node == self._host.me else self._host.links.last_address(node)
+        return "127.0.0.1" if node == self._agent.me else self._agent.links.last_address(node)
 
     # Reports to the leader.
 
     def _report(self) -> None:
         """Report everything about the workers here that the leader may not know."""
-        name, say, alive = self.spec.job, self._host.to_leader, self.alive
+        name, say, alive = self.spec.job, self._agent.to_leader, self.alive
         for event in self._reports.ended():
             say(jobs.Happened(name, event))
         say(jobs.Reported(name, self._reports.seen(alive), self._error))
@@ -292,8 +296,8 @@ class LocalRunner:
             self._unsent.popleft()
 
     def _happened(self, event: jobs.Event) -> None:
-        self._host.to_leader(jobs.Happened(self.spec.job, self._reports.take(event)))
-        stands_still = self._host.plane.stands_still
+        self._agent.to_leader(jobs.Happened(self.spec.job, self._reports.take(event)))
+        stands_still = self._agent.plane.stands_still
         if stands_still and isinstance(event, control.Ready | control.Lost):
             self._tell((event.worker,), control.Hold(control.clip(stands_still)))
 
@@ -303,12 +307,12 @@ class LocalRunner:
 
     def _line(self, worker: str, stream: str, text: str) -> None:
         line = jobs.Output(self.spec.job, worker, stream, text)
-        if self._unsent or not self._host.to_leader(line):
+        if self._unsent or not self._agent.to_leader(line):
             self._unsent.append(line)
 
     def _is_behind(self) -> bool:
-        view = self._host.plane.view
-        is_far_behind = view is not None and self._host.links.unsent(view.leader) > _MAX_UNSENT
+        view = self._agent.plane.view
+        is_far_behind = view is not None and self._agent.links.unsent(view.leader) > _MAX_UNSENT
         return is_far_behind or self._must_wait()
 
     # Connections and ends of workers.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from potluck.cluster.jobs.host import JobHost
+from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.wire import control, jobs
 
 _MAX_UNSENT = 4 << 20
@@ -19,9 +19,9 @@ class OutputRelay:
     to a log."""
 
     def __init__(
-        self, host: JobHost, spec: jobs.JobSpec, is_starter_here: Callable[[], bool]
+        self, agent: AgentParts, spec: jobs.JobSpec, is_starter_here: Callable[[], bool]
     ) -> None:
-        self._host = host
+        self._agent = agent
         self._spec = spec
         self._is_starter_here = is_starter_here
         self._num_dropped = 0
@@ -42,9 +42,9 @@ class OutputRelay:
         """A worker on the node called ``node`` (empty: not to be named) wrote ``line``."""
         label = f"{line.worker} {node}".strip()[:256]
         if not self._is_starter_here():
-            self._host.log.write(self._spec.job, f"[{label}] {line.text}")
+            self._agent.log.write(self._spec.job, f"[{label}] {line.text}")
             return
-        if self._host.links.unsent(self._spec.starter) > _MAX_UNSENT:
+        if self._agent.links.unsent(self._spec.starter) > _MAX_UNSENT:
             self._num_dropped += 1
             return
         if self._num_dropped:
@@ -52,17 +52,17 @@ class OutputRelay:
             self._num_dropped = 0
             self.note(text)
         shown = jobs.Shown(line.job, label, line.stream, line.text)
-        self._host.links.send(self._spec.starter, shown)
+        self._agent.links.send(self._spec.starter, shown)
 
     def note(self, text: str) -> None:
         """Show a line to people."""
         job, starter = self._spec.job, self._spec.starter
         if self._is_starter_here():
-            self._host.links.send(starter, jobs.JobNote(job, control.clip(text)))
+            self._agent.links.send(starter, jobs.JobNote(job, control.clip(text)))
         else:
-            self._host.log.write(job, f"potluck: {text}")
-        if starter != self._host.me:
-            self._host.note(f"job {job}: {text}"[:4096])
+            self._agent.log.write(job, f"potluck: {text}")
+        if starter != self._agent.me:
+            self._agent.note(f"job {job}: {text}"[:4096])
 
     async def all_read(self, is_here: Callable[[str], bool]) -> None:
         """Return when all output of ended workers was passed on, except that of nodes that have

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from potluck.cluster.code_store.store import KEPT_JOBS, CodeStore
+from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.dispatcher import JobDispatcher
-from potluck.cluster.jobs.host import JobHost
 from potluck.cluster.jobs.summary import Summary
 from potluck.cluster.membership import events
 from potluck.cluster.membership.events import WantGroup
@@ -29,7 +29,7 @@ ME, LEADER, EVE = "me", "leader", "eve"
 
 
 class Machine:
-    """The parts of an agent that its jobs use (``JobHost``): what they would do is written."""
+    """The parts of an agent that its jobs use (``AgentParts``): what they would do is written."""
 
     stands_still, is_banned = "", False
 
@@ -47,9 +47,9 @@ class Machine:
         for node in (LEADER, EVE):
             self.names.met(node, node)
 
-    def host(self) -> JobHost:
+    def parts(self) -> AgentParts:
         me: Any = self
-        return JobHost(
+        return AgentParts(
             me=ME,
             port=1,
             bind="127.0.0.1",
@@ -118,7 +118,7 @@ def play(tmp_path: Path, story: Callable[[Machine, JobDispatcher, CodeStore], ob
     async def run() -> Machine:
         machine = Machine()
         code_store = CodeStore(tmp_path / "code_store", machine.send)
-        all_jobs = JobDispatcher(machine.host(), code_store)
+        all_jobs = JobDispatcher(machine.parts(), code_store)
         try:
             await story(machine, all_jobs, code_store)  # type: ignore[misc]
         finally:

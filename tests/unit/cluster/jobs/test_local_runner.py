@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from potluck.cluster.jobs.host import JobHost
+from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.names import NodeNames
 from potluck.cluster.topology.versions import own_versions
@@ -40,9 +40,9 @@ class Machine:
     def heard(self) -> list[jobs.Event]:
         return [message.event for message in self.sent if isinstance(message, jobs.Happened)]
 
-    def host(self) -> JobHost:
+    def parts(self) -> AgentParts:
         me: Any = self
-        return JobHost(
+        return AgentParts(
             me=ME,
             port=1,
             bind="127.0.0.1",
@@ -78,7 +78,7 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
     async def story() -> Machine:
         machine = Machine()
         no_store: Any = None
-        runner = LocalRunner(machine.host(), no_store, ORDER, lambda: False)
+        runner = LocalRunner(machine.parts(), no_store, ORDER, lambda: False)
         async with asyncio.timeout(20):
             await machine.is_prepared.wait()
         for worker in "01":

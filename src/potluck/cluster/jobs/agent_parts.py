@@ -1,4 +1,4 @@
-"""``JobHost``: the parts of an agent that jobs use."""
+"""``AgentParts``: the parts of an agent that jobs use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from potluck.wire import jobs
 
 
 @dataclass(frozen=True, slots=True)
-class JobHost:
+class AgentParts:
     """The parts of the agent of node ``me``. ``port`` is the agent's, ``bind`` the address on which
     its workers listen (empty: all interfaces). ``launcher`` makes the launcher of a job's workers
     (``process.launcher_of``). ``note`` shows a line to people at this machine; ``log`` keeps lines
