@@ -7,7 +7,7 @@ of a worker that names another worker.
 Each message is a tagged msgpack struct with a little-endian u32 length in front, of at most
 ``MAX_MESSAGE`` bytes, which is checked before memory is allocated. Texts and collections are
 bounded, so that a peer can't exhaust the other's memory. The first messages of a connection (Hello,
-Welcome, Refusal) are in ``messages.py``.
+Welcome, Refusal) are in ``greeting.py``.
 """
 
 from __future__ import annotations
