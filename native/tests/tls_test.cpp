@@ -261,7 +261,7 @@ void check_refusal(const Identity& identity, const std::vector<uint8_t>& bytes, 
 // The peer asks for a new key once; how often it has to be repeated until the socket takes it.
 void ask_for_key(Pair& pair) {
     if (SSL_get_key_update_type(pair.peer) == SSL_KEY_UPDATE_NONE) {
-        CHECK(SSL_key_update(pair.peer, SSL_KEY_UPDATE_REQUESTED) == 1);
+        SSL_key_update(pair.peer, SSL_KEY_UPDATE_REQUESTED);  // not while a record is half out
     }
     SSL_do_handshake(pair.peer);
     ERR_clear_error();
@@ -293,7 +293,7 @@ void check_unread_answers(const Identity& identity) {
         ask_for_key(pair);
         SSL_write(pair.peer, data.data(), 1);
         ERR_clear_error();
-        CHECK(pair.stream->unsent() <= (size_t{1} << 20) + record_bytes);
+        CHECK(pair.stream->unsent() <= 256 * 1024 + record_bytes);
         try {
             pair.stream->recv(room.data(), room.size());
         } catch (const LinkError& error) {
@@ -301,6 +301,45 @@ void check_unread_answers(const Identity& identity) {
         }
     }
     CHECK(end.find("TOO_MANY_UNREAD_RECORDS") != std::string::npos);
+}
+
+// Nor does a peer that asks for keys and reads the answers so slowly that some always wait.
+void check_slow_answers(const Identity& identity) {
+    Pair pair(identity, "TLS_AES_128_GCM_SHA256", true, SELDOM);
+    uint8_t byte = 1;
+    for (int round = 0; round < 40'000; ++round) {
+        ask_for_key(pair);
+        SSL_write(pair.peer, &byte, 1);
+        while (pair.stream->recv(&byte, 1) > 0) {
+        }
+        if (pair.stream->unsent() > 64 * 1024) {
+            SSL_read(pair.peer, &byte, 1);  // no data: all answers that fit into one read
+        }
+        ERR_clear_error();
+    }
+    CHECK(pair.stream->buffer_bytes() < 1u << 20);
+}
+
+// What a peer has said before it closed its socket can be read although a send to it has failed.
+void check_last_words(const Identity& identity) {
+    Pair pair(identity, "TLS_AES_128_GCM_SHA256", true, SELDOM);
+    CHECK(SSL_write(pair.peer, "bye", 3) == 3);
+    SSL_set_quiet_shutdown(pair.peer, 1);
+    close(pair.fds[1]);
+    bool has_failed = false;
+    const std::vector<uint8_t> data(record_bytes, 1);
+    for (int turn = 0; turn < 100 && !has_failed; ++turn) {
+        try {
+            pair.stream->send(data.data(), data.size());
+            pair.stream->flush();
+        } catch (const LinkError&) {
+            has_failed = true;
+        }
+    }
+    CHECK(has_failed);
+    uint8_t bytes[8];
+    CHECK(pair.stream->recv(bytes, sizeof bytes) == 3 && bytes[0] == 'b');
+    CHECK(!end_of(*pair.stream).empty());
 }
 
 void check_end(const Identity& identity, bool says_so) {
@@ -358,6 +397,8 @@ int main() {
     check_refusal(identity, record, "", SSL_AD_UNEXPECTED_MESSAGE);
     check_only_handshakes(identity);
     check_unread_answers(identity);
+    check_slow_answers(identity);
+    check_last_words(identity);
     check_end(identity, true);
     check_end(identity, false);
     std::puts("tls: all checks passed");

@@ -175,6 +175,20 @@ def test_sending_to_a_peer_that_closed_raises_instead_of_waiting(ends: Ends) -> 
     assert near.peer in str(caught.value)
 
 
+def test_last_words_can_be_read_after_a_send_has_failed(ends: Ends) -> None:
+    """A peer that aborts says why and closes; bytes that are on the way to it are refused."""
+    near, far = ends
+    Blocking(far).send_all(b"last words")
+    far.close()
+    with pytest.raises(LinkError):
+        Blocking(near).send_all(bytes(1 << 28))
+    with pytest.raises(LinkError):
+        near.send(memoryview(b"more"))
+    assert Blocking(near).receive(10) == b"last words"
+    with pytest.raises(LinkError):
+        Blocking(near).receive(1)
+
+
 def test_a_closing_peer_wakes_whoever_waits_to_read(ends: Ends) -> None:
     near, far = ends
     caught: list[BaseException] = []

@@ -139,8 +139,7 @@ void Connections::write(Connection& connection, const Connection::Source& source
         const std::string text = error.what();
         // A write to a peer that has sent ABORT and closed fails while the ABORT lies unread. The
         // ABORT may name another rank, whose loss is the cause, so it is read before the peer is
-        // blamed. (Links inside a process still give it; a socket's stream that has failed throws
-        // again.)
+        // blamed.
         read(connection, route);
         if (find(rank) == &connection) on_end(connection, text);
         return;

@@ -25,11 +25,11 @@ bool is_later(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
 
 }  // namespace
 
-void PlainStream::end(int error, const char* doing) {
-    end_ = error == 0 ? peer_ + " closed the connection while " + doing
+void PlainStream::end(std::string& why, int error, const char* doing) {
+    why = error == 0 ? peer_ + " closed the connection while " + doing
                       : "connection to " + peer_ + " failed while " + doing + ": " +
                             std::strerror(error);
-    throw LinkError(end_);
+    throw LinkError(why);
 }
 
 size_t PlainStream::send(const uint8_t* data, size_t count) {
@@ -38,6 +38,7 @@ size_t PlainStream::send(const uint8_t* data, size_t count) {
 }
 
 size_t PlainStream::send(const Piece* pieces, size_t num) {
+    if (!send_end_.empty()) throw LinkError(send_end_);
     if (!end_.empty()) throw LinkError(end_);
     std::array<iovec, max_pieces> parts{};
     msghdr message{};
@@ -53,7 +54,7 @@ size_t PlainStream::send(const Piece* pieces, size_t num) {
         const ssize_t taken = ::sendmsg(fd_, &message, send_flags);
         if (taken >= 0) return static_cast<size_t>(taken);
         if (is_later(errno)) break;
-        if (errno != EINTR) end(errno, "sending");
+        if (errno != EINTR) end(send_end_, errno, "sending");
     }
     return 0;
 }
@@ -64,7 +65,7 @@ size_t PlainStream::recv(uint8_t* buffer, size_t count) {
         const ssize_t came = ::recv(fd_, buffer, count, 0);
         if (came > 0) return static_cast<size_t>(came);
         if (came < 0 && is_later(errno)) break;
-        if (came == 0 || errno != EINTR) end(came == 0 ? 0 : errno, "receiving");
+        if (came == 0 || errno != EINTR) end(end_, came == 0 ? 0 : errno, "receiving");
     }
     return 0;
 }

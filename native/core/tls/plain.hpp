@@ -28,11 +28,12 @@ public:
     bool needs_checksums() const override { return true; }
 
 private:
-    [[noreturn]] void end(int error, const char* doing);
+    [[noreturn]] void end(std::string& why, int error, const char* doing);
 
     int fd_;
     std::string peer_;
-    std::string end_;
+    std::string end_;       // why no more will be received,
+    std::string send_end_;  // and why no more can be sent
 };
 
 }  // namespace potluck

@@ -23,12 +23,14 @@ namespace {
 constexpr char ciphers[] =
     "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256";
 
-// Handshake messages that may follow each other without data between them. A handshake has fewer
-// than ten, a link needs one now and then (a KeyUpdate). OpenSSL reads on until data comes, so a peer
-// that sends nothing else would keep the loop busy and all other links waiting.
+// Handshake messages, and bytes received, that may follow each other without data between them. A
+// handshake has fewer than ten messages, a link needs one now and then (a KeyUpdate). OpenSSL reads
+// on until data comes, so a peer that sends nothing else (messages in records of one byte, say) would
+// keep the loop busy and all other links waiting.
 constexpr int max_handshakes = 32;
+constexpr size_t max_quiet_bytes = 256 * 1024;
 // More than any caller hands over at once.
-constexpr size_t max_unsent = 1 << 20;
+constexpr size_t max_unsent = 256 * 1024;
 
 std::string reason_of(unsigned long code) {
     const char* text = ERR_reason_error_string(code);
@@ -76,7 +78,7 @@ struct SocketBio {
         auto& stream = *static_cast<TlsStream*>(BIO_get_data(bio));
         BIO_clear_retry_flags(bio);
         if (count <= 0) return 0;
-        if (stream.num_handshakes_ > max_handshakes) {
+        if (stream.num_handshakes_ > max_handshakes || stream.num_quiet_ > max_quiet_bytes) {
             stream.reason_ = "TOO_MANY_HANDSHAKE_MESSAGES";
             return -1;
         }
@@ -90,6 +92,7 @@ struct SocketBio {
         while (true) {
             const ssize_t came = ::recv(stream.fd_, buffer, room, 0);
             if (came > 0) {
+                stream.num_quiet_ += static_cast<size_t>(came);
                 stream.is_drained_ = static_cast<size_t>(came) < room;
                 return static_cast<int>(came);
             }
@@ -115,6 +118,13 @@ struct SocketBio {
         if (stream.unsent() > max_unsent) {
             stream.reason_ = "TOO_MANY_UNREAD_RECORDS";
             return -1;
+        }
+        // `push` clears this memory when all has left; if the peer reads a little at a time, that
+        // moment may never come.
+        if (stream.out_at_ > max_unsent) {
+            stream.out_.erase(stream.out_.begin(),
+                              stream.out_.begin() + static_cast<std::ptrdiff_t>(stream.out_at_));
+            stream.out_at_ = 0;
         }
         stream.out_.insert(stream.out_.end(), data, data + count);
         return count;
@@ -173,7 +183,7 @@ TlsContext::TlsContext(const std::string& ca, const std::string& chain, bool is_
         SSL_CTX_set_session_cache_mode(context_, SSL_SESS_CACHE_OFF);
         SSL_CTX_set_mode(context_, SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER | SSL_MODE_AUTO_RETRY);
         SSL_CTX_set_verify(context_, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
-        SSL_CTX_set_default_read_buffer_len(context_, batch_bytes);
+        SSL_CTX_set_default_read_buffer_len(context_, read_batch_bytes);
         SSL_CTX_set_msg_callback(context_, SocketBio::on_message);
         is_made = trust(SSL_CTX_get_cert_store(context_), ca);
     }
@@ -231,6 +241,10 @@ TlsStatus TlsStream::read_some(uint8_t* buffer, size_t count, size_t& taken) {
     taken = 0;
     ERR_clear_error();
     const TlsStatus status = judge(SSL_read_ex(ssl_, buffer, count, &taken));
+    if (status == TlsStatus::done) {
+        num_handshakes_ = 0;
+        num_quiet_ = 0;
+    }
     push();
     return status;
 }

@@ -27,7 +27,12 @@ constexpr size_t record_overhead = 5 + 1 + 16;
 // Records that collect before a system call, and that one recv() may bring. Two records stay in the
 // caches next to the plaintext; eight cost 20 to 40% more CPU per GB over the loopback, one costs a
 // system call for each 16 KiB (docs/performance.md).
-constexpr size_t batch_bytes = 2 * (record_bytes + record_overhead);
+//
+// Read into a buffer that holds exactly two: OpenSSL begins it 3 bytes in, so that payloads are
+// aligned, and asks for the rest of a record alone if the buffer's end cuts that record.
+constexpr size_t read_batch_bytes = 2 * (record_bytes + record_overhead) + 3;
+// Written with room for a frame's header, which is a record of its own, beside them.
+constexpr size_t write_batch_bytes = 2 * (record_bytes + record_overhead) + 128;
 
 // What one end shows and trusts. Shared from itself: see Ticket.
 class TlsContext : public std::enable_shared_from_this<TlsContext> {
@@ -83,6 +88,9 @@ public:
     // Keys that the link has sent with.
     uint64_t num_keys() const { return num_keys_.load(std::memory_order_relaxed); }
 
+    // Memory for records on their way to the kernel.
+    size_t buffer_bytes() const { return out_.capacity(); }
+
     int error() const { return error_; }
     const std::string& reason() const { return reason_; }
 
@@ -107,7 +115,8 @@ private:
 
     TlsStatus judge(int result);
     TlsStatus push();
-    [[noreturn]] void end(TlsStatus status, const char* doing);
+    std::string ending(TlsStatus status, const char* doing) const;
+    void check_sending() const;
 
     std::shared_ptr<TlsContext> context_;
     int fd_;
@@ -119,10 +128,12 @@ private:
     bool is_at_end_ = false;      // the peer has closed its side
     bool is_drained_ = false;     // the last recv() emptied the kernel's buffer
     bool is_starved_ = false;     // OpenSSL needs more bytes for its next record
-    int num_handshakes_ = 0;      // handshake messages since the last data
+    int num_handshakes_ = 0;      // handshake messages since the last data,
+    size_t num_quiet_ = 0;        // and bytes received
     int error_ = 0;
     std::string reason_;
-    std::string end_;
+    std::string end_;             // why no more will be received,
+    std::string send_end_;        // and why no more can be sent
     std::vector<uint8_t> out_;    // records on their way to the kernel,
     size_t out_at_ = 0;           // from here on
 };

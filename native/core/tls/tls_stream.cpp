@@ -30,8 +30,9 @@ constexpr int send_flags = 0;
 void TlsStream::take_over(std::string peer) {
     peer_ = std::move(peer);
     num_handshakes_ = 0;
+    num_quiet_ = 0;
     SSL_set_read_ahead(ssl_, 1);
-    out_.reserve(std::max(out_.size(), batch_bytes + 2 * record_overhead));  // and a KeyUpdate
+    out_.reserve(std::max(out_.size(), write_batch_bytes));
 }
 
 // Hand the records that wait to the kernel.
@@ -52,26 +53,28 @@ TlsStatus TlsStream::push() {
     return TlsStatus::done;
 }
 
-void TlsStream::end(TlsStatus status, const char* doing) {
-    if (status == TlsStatus::ended) {
-        end_ = peer_ + " closed the connection while " + doing;
-    } else if (status == TlsStatus::failed) {
-        end_ = "connection to " + peer_ + " failed while " + doing + ": " + std::strerror(error_);
-    } else {
-        end_ = "link to " + peer_ + " broke while " + doing + ": " + reason_;
+// Why the link is over, in words.
+std::string TlsStream::ending(TlsStatus status, const char* doing) const {
+    if (status == TlsStatus::ended) return peer_ + " closed the connection while " + doing;
+    if (status == TlsStatus::failed) {
+        return "connection to " + peer_ + " failed while " + doing + ": " + std::strerror(error_);
     }
-    throw LinkError(end_);
+    return "link to " + peer_ + " broke while " + doing + ": " + reason_;
+}
+
+void TlsStream::check_sending() const {
+    if (!send_end_.empty()) throw LinkError(send_end_);
+    if (!end_.empty()) throw LinkError(end_);
 }
 
 size_t TlsStream::send(const uint8_t* data, size_t count) {
-    if (!end_.empty()) throw LinkError(end_);
+    check_sending();
     size_t total = 0;
     while (total < count) {
         const size_t size = std::min(count - total, record_bytes);
         // A record is encrypted only when there is room for it: a write that OpenSSL has begun and
-        // not ended would have to be repeated with the same bytes. The buffer starts anew when it is
-        // empty, so that no byte in it is ever moved.
-        if (out_.size() + size + record_overhead > batch_bytes) {
+        // not ended would have to be repeated with the same bytes.
+        if (out_.size() + size + record_overhead > write_batch_bytes) {
             flush();
             if (unsent() > 0) break;  // the kernel is full
         }
@@ -81,22 +84,32 @@ size_t TlsStream::send(const uint8_t* data, size_t count) {
         size_t taken = 0;
         ERR_clear_error();
         const TlsStatus status = judge(SSL_write_ex(ssl_, data + total, size, &taken));
-        if (status != TlsStatus::done) end(status, "sending");
+        if (status == TlsStatus::wants_read) reason_ = "HALF_A_HANDSHAKE_MESSAGE";
+        if (status != TlsStatus::done) {
+            end_ = ending(status, "sending");  // OpenSSL is not to be called again
+            throw LinkError(end_);
+        }
         ++num_records_;
         total += taken;
     }
     return total;
 }
 
+// A peer that has sent its last words and closed its socket refuses these bytes; its words can still
+// be received.
 void TlsStream::flush() {
-    if (!end_.empty()) throw LinkError(end_);
-    if (push() == TlsStatus::failed) end(TlsStatus::failed, "sending");
+    check_sending();
+    if (push() != TlsStatus::failed) return;
+    send_end_ = ending(TlsStatus::failed, "sending");
+    error_ = 0;
+    is_drained_ = false;  // so that the next `recv` does ask the kernel
+    throw LinkError(send_end_);
 }
 
 size_t TlsStream::recv(uint8_t* buffer, size_t count) {
     if (!end_.empty()) throw LinkError(end_);
     size_t total = 0;
-    const size_t num_waiting = out_.size();
+    const size_t num_waiting = unsent();
     is_starved_ = false;
     while (total < count) {
         size_t taken = 0;
@@ -105,21 +118,18 @@ size_t TlsStream::recv(uint8_t* buffer, size_t count) {
         total += taken;
         if (status == TlsStatus::done) {
             num_handshakes_ = 0;
+            num_quiet_ = 0;
             continue;
         }
         is_starved_ = status == TlsStatus::wants_read;
         if (is_starved_) break;
-        try {
-            end(status, "receiving");
-        } catch (const LinkError&) {
-            // `end_` says why. The bytes that came before the end are returned first, the error by
-            // the next call.
-            break;
-        }
+        // The bytes that came before the end are returned first, the error by the next call.
+        end_ = ending(status, "receiving");
+        break;
     }
     // OpenSSL may have something to say: an answer to a KeyUpdate, or the alert that tells the peer
     // what was wrong.
-    if (out_.size() > num_waiting) push();
+    if (unsent() > num_waiting && push() == TlsStatus::failed) error_ = 0;
     if (total == 0 && !end_.empty()) throw LinkError(end_);
     return total;
 }

@@ -42,8 +42,7 @@ class PlainLink(TcpLink):
         return f"<PlainLink to {self._peer}>"
 
     def send(self, data: memoryview) -> int:
-        if self._end is not None:
-            raise self._end
+        self._check_sending()
         try:
             return socket.socket.send(self._sock, data[:TURN_BYTES]) if data else 0
         except BlockingIOError:

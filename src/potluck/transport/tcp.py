@@ -42,6 +42,9 @@ class TcpLink:
         self.memory = memory
         self._owed = 0  # bytes OpenSSL has begun to write and must be shown again
         self._end: PotluckError | None = None
+        """Why no more will be received."""
+        self._send_end: PotluckError | None = None
+        """Why no more can be sent."""
 
     @property
     def peer(self) -> str:
@@ -71,8 +74,7 @@ class TcpLink:
         """Not needed: the descriptor tells."""
 
     def send(self, data: memoryview) -> int:
-        if self._end is not None:
-            raise self._end
+        self._check_sending()
         total = 0
         limit = min(len(data), TURN_BYTES)
         try:
@@ -111,13 +113,25 @@ class TcpLink:
                     raise
         return total
 
+    def _check_sending(self) -> None:
+        end = self._send_end or self._end
+        if end is not None:
+            raise end
+
     def _fail(self, error: OSError, doing: str) -> NoReturn:
-        """Remember and raise the end of the link; every later call raises it again."""
+        """Remember and raise the end of the link; later calls raise it again.
+
+        A peer that has sent its last words and closed its socket refuses more bytes; its words can
+        still be received.
+        """
         failure = translated(error, self._peer, doing)
         if not isinstance(failure, LinkError):
             # After WELCOME even bytes that fail their check only mean that this link is over.
             failure = LinkError(f"link to {self._peer} broke while {doing}: {error}")
-        self._end = failure
+        if doing == "sending":
+            self._send_end = failure
+        else:
+            self._end = failure
         raise failure from error
 
     @property
