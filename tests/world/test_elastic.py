@@ -298,7 +298,7 @@ def test_a_step_that_one_rank_votes_down_is_run_again_everywhere() -> None:
 def test_the_body_must_use_the_step_and_the_step_belongs_to_the_body() -> None:
     def work(ctx: DistributedContext) -> None:
         job = ElasticLoop(ctx, Schedule(4, 2), StateReplica(lambda: {}, lambda state: None))
-        with pytest.raises(RuntimeError, match="belongs into the body of a loop"), job.step():
+        with pytest.raises(RuntimeError, match="in the loop over the job"), job.step():
             pass
         with pytest.raises(RuntimeError, match="inside the block"):
             job.commit()

@@ -21,8 +21,7 @@ _Node = Annotated[
 def ban(
     node: _Node,
     reason: Annotated[
-        str,
-        typer.Option(help="The reason, shown to the node and in logs.", show_default=False),
+        str, typer.Option(help="Reason, shown to the node and in logs.", show_default=False)
     ] = "",
 ) -> None:
     """Refuse a node from now on, although it holds the cluster's secret.
@@ -41,8 +40,6 @@ def ban(
     store = TrustStore(settings.home)
     found = store.find(node)
     if found == load_credentials(settings).node_id:
-        raise ConfigurationError(
-            f"node {found[:12]} is this machine, which can't ban itself; run the command on another"
-        )
+        raise ConfigurationError(f"node {found[:12]} is this machine; run the command on another")
     is_new = store.ban(found, reason)
     typer.echo(f"Node {found[:12]} is banned{'' if is_new else ' already'} on this machine.")

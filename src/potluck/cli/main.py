@@ -134,9 +134,8 @@ def main(
 ) -> None:
     """Train on the machines you already own."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # workers may write characters that it can't encode
+        # Workers may write characters that the terminal can't encode.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if context.invoked_subcommand != "doctor":
         need_posix(f"potluck {context.invoked_subcommand}")

@@ -186,9 +186,7 @@ def _with_length(dataset: Any) -> Any:
         tensors = [torch.as_tensor(each) for each in dataset]
         sizes = [len(each) if each.dim() else 0 for each in tensors]
         if len(set(sizes)) != 1:
-            raise ValueError(
-                f"the tensors of the data set have {sizes} samples; they must be equal"
-            )
+            raise ValueError(f"the data set's tensors have {sizes} samples; they must be equal")
         return TensorDataset(*tensors)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(

@@ -149,10 +149,7 @@ class ElasticLoop(Record):
             self._began, self._waited_s = time.monotonic(), self.ctx.waited_s
             yield share
             if self._share is not None:
-                raise RuntimeError(
-                    "the body of the loop over the job did not use job.step(): compute the step "
-                    "inside `with job.step():`"
-                )
+                raise RuntimeError("a step was not computed: do that inside `with job.step():`")
         self._finish()
 
     @contextlib.contextmanager
@@ -163,9 +160,7 @@ class ElasticLoop(Record):
         An exception of the script ends the training: the other ranks raise RemoteError.
         """
         if self._share is None:
-            raise RuntimeError(
-                "job.step() belongs into the body of a loop over the job, once per iteration"
-            )
+            raise RuntimeError("call job.step() in the loop over the job, once per iteration")
         self._open = True
         try:
             self._replica.remember()

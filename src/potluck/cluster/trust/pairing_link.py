@@ -60,8 +60,8 @@ async def hand_over(
                 await host.close()
     except TimeoutError:
         raise WrongCode(
-            f"the code has expired: no machine used it within {expires_s:g} s; run `potluck pair` "
-            "again"
+            f"the code has expired: no machine used it within {expires_s:g} s; "
+            "run `potluck pair` again"
         ) from None
     finally:
         await host.close()
@@ -136,9 +136,7 @@ class _Host:
                 )
 
     def _broke(self, error: BaseException) -> None:
-        self._settle(
-            LinkError(f"the port for pairing failed ({why(error)}); run `potluck pair` again")
-        )
+        self._settle(LinkError(f"the pairing port failed ({why(error)}); run `potluck pair` again"))
 
     def _settle(self, outcome: wire.Newcomer | PotluckError) -> None:
         if self.outcome.done():
