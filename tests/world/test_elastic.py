@@ -302,7 +302,7 @@ def test_the_body_must_use_the_step_and_the_step_belongs_to_the_body() -> None:
             pass
         with pytest.raises(RuntimeError, match="inside the block"):
             job.commit()
-        with pytest.raises(RuntimeError, match=r"inside job.step\(\)"):
+        with pytest.raises(RuntimeError, match=r"inside `with job.step\(\)"):
             for _ in job:
                 pass
 
