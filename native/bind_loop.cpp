@@ -151,7 +151,7 @@ void adopt(ProgressLoop& loop, uint64_t id, int rank, std::shared_ptr<Stream> st
            std::string peer, uint32_t slot_bytes, const std::vector<uintptr_t>& outgoing,
            const std::vector<uintptr_t>& incoming) {
     if (outgoing.size() != incoming.size()) throw nb::value_error("link memory has pairs of slots");
-    Link link;
+    AdoptedLink link;
     link.id = id;
     link.rank = rank;
     stream->take_over(std::move(peer));
@@ -167,7 +167,6 @@ const char* name_of(Event::Kind kind) {
         case Event::Kind::operation_ended: return "operation ended";
         case Event::Kind::link_wanted: return "link wanted";
         case Event::Kind::link_released: return "link released";
-        case Event::Kind::link_refused: return "link refused";
         case Event::Kind::group_failed: return "group failed";
         case Event::Kind::loop_ended: return "loop ended";
     }

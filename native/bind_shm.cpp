@@ -19,7 +19,7 @@
 #include "bind_reduction.hpp"
 #include "bind_unlocked.hpp"
 #include "core/shm/costs.hpp"
-#include "core/shm/engine.hpp"
+#include "core/shm/progress_thread.hpp"
 #include "core/shm/queue.hpp"
 
 #if defined(__linux__)
@@ -33,14 +33,14 @@ namespace potluck::bind {
 namespace {
 
 using shm::Call;
-using shm::Engine;
+using shm::ProgressThread;
 using shm::Kind;
 using shm::Notifier;
 using shm::now_ns;
 using shm::Outcome;
 using shm::Queue;
 using shm::Shape;
-using shm::Ticket;
+using shm::PendingCall;
 
 // The bits of a fingerprint that are a hash; as many count elements.
 constexpr std::uint64_t HASH = (1 << 24) - 1;
@@ -112,17 +112,17 @@ private:
 // begun the call too, and after DESYNC the fingerprint of that rank's call.
 using Failure = std::tuple<const char*, int, bool, std::uint64_t>;
 
-std::optional<Failure> failure_of(const Ticket& ticket) {
+std::optional<Failure> failure_of(const PendingCall& pending) {
     static constexpr const char* names[] = {"done",    "pending", "stopped",
                                             "timeout", "desync",  "left"};
-    if (ticket.outcome == Outcome::DONE) return std::nullopt;
-    return Failure{names[static_cast<int>(ticket.outcome)], ticket.faulty_rank, ticket.has_begun,
-                   ticket.peer_fingerprint};
+    if (pending.outcome == Outcome::DONE) return std::nullopt;
+    return Failure{names[static_cast<int>(pending.outcome)], pending.faulty_rank, pending.has_begun,
+                   pending.peer_fingerprint};
 }
 
 // `operations` and `reductions` are Python's, in the order in which fingerprints count them.
 struct PyEngine {
-    std::shared_ptr<Engine> engine = std::make_shared<Engine>();
+    std::shared_ptr<ProgressThread> progress_thread = std::make_shared<ProgressThread>();
     std::shared_ptr<Notifier> notifier = std::make_shared<Notifier>();
     std::vector<nb::object> operations;
 
@@ -150,7 +150,7 @@ struct PyEngine {
 
     void close() {
         const Unlocked unlocked;
-        engine->close();
+        progress_thread->close();
         notifier->close();
     }
     std::uint64_t next_ended() {
@@ -164,21 +164,21 @@ struct PyEngine {
 class PyCall {
 public:
     PyCall(std::shared_ptr<Mapping> memory, std::shared_ptr<Queue> queue,
-           std::shared_ptr<Ticket> ticket)
-        : memory_(std::move(memory)), queue_(std::move(queue)), ticket_(std::move(ticket)) {}
+           std::shared_ptr<PendingCall> pending)
+        : memory_(std::move(memory)), queue_(std::move(queue)), pending_(std::move(pending)) {}
 
-    bool done() const { return ticket_->is_done(); }
-    std::optional<Failure> failure() const { return failure_of(*ticket_); }
-    bool watch() { return ticket_->watch(); }
+    bool done() const { return pending_->is_done(); }
+    std::optional<Failure> failure() const { return failure_of(*pending_); }
+    bool watch() { return pending_->watch(); }
 
     bool wait(double seconds) {
         const std::int64_t until = now_ns() + in_ns(seconds);
-        while (!ticket_->is_done()) {
+        while (!pending_->is_done()) {
             const std::int64_t now = now_ns();
             if (now >= until) return false;
             {
                 const Unlocked unlocked;
-                queue_->wait(ticket_, std::min(until, now + SIGNALS_NS));
+                queue_->wait(pending_, std::min(until, now + SIGNALS_NS));
             }
             if (PyErr_CheckSignals() != 0) throw nb::python_error();
         }
@@ -188,7 +188,7 @@ public:
 private:
     std::shared_ptr<Mapping> memory_;
     std::shared_ptr<Queue> queue_;
-    std::shared_ptr<Ticket> ticket_;
+    std::shared_ptr<PendingCall> pending_;
 };
 
 class PyChannel {
@@ -197,8 +197,8 @@ public:
              std::size_t small_bytes, double spin_s, std::uint64_t salt, std::uint64_t number,
              const PyEngine& engine, nb::object error_of)
         : operations_(engine.operations), error_of_(std::move(error_of)),
-          memory_(std::make_shared<Mapping>(memory)), engine_(engine.engine), salt_(salt),
-          number_(number) {
+          memory_(std::make_shared<Mapping>(memory)), progress_thread_(engine.progress_thread),
+          salt_(salt), number_(number) {
         const Shape shape{world, num_slots, slot_bytes, std::min(small_bytes, slot_bytes)};
         if (world < 2 || world > shm::MAX_WORLD || rank < 0 || rank >= world ||
             num_slots < 4 || slot_bytes < 4096 || slot_bytes % shm::LINE != 0 ||
@@ -206,15 +206,15 @@ public:
             throw nb::value_error("this memory is too small for so many ranks");
         }
         const auto spin_ns = static_cast<std::int64_t>(spin_s * 1e9);
-        queue_ = std::make_shared<Queue>(memory_->data(), shape, rank, spin_ns, engine.engine,
-                                         engine.notifier);
-        engine_->serve(queue_);
+        queue_ = std::make_shared<Queue>(memory_->data(), shape, rank, spin_ns,
+                                         engine.progress_thread, engine.notifier);
+        progress_thread_->serve(queue_);
     }
     ~PyChannel() {
         const Unlocked unlocked;
-        // Before the memory is unmapped, which the engine thread reads. The engine belongs to the
+        // Before the memory is unmapped, which the progress thread reads. The engine belongs to the
         // group, and so does its end: Python drops the channels of a group together.
-        engine_->close();
+        progress_thread_->close();
     }
 
     std::uint64_t take_number() { return number_++; }
@@ -255,9 +255,9 @@ public:
         stamp(call, number);
         const int parts = kind == Kind::ALL_TO_ALL ? queue_->channel.shape.world : 1;
         const std::size_t nbytes = call.count * call.itemsize * static_cast<std::size_t>(parts);
-        auto ticket = std::make_shared<Ticket>(call, in_ns(timeout_s), nbytes, id);
-        queue_->submit(ticket);
-        return {memory_, queue_, std::move(ticket)};
+        auto pending = std::make_shared<PendingCall>(call, in_ns(timeout_s), nbytes, id);
+        queue_->submit(pending);
+        return {memory_, queue_, std::move(pending)};
     }
 
     bool can_combine(int dtype, nb::handle op) const {
@@ -271,10 +271,10 @@ public:
     // none.
     std::optional<std::tuple<nb::object, Failure>> abandoned_failure() {
         for (auto each = abandoned_.begin(); each != abandoned_.end(); ++each) {
-            const Ticket& ticket = *std::get<0>(*each);
-            if (!ticket.is_done() || needs_no_report(ticket)) continue;
-            const auto kind = static_cast<std::size_t>(ticket.running.call().kind);
-            const std::tuple<nb::object, Failure> found{operations_[kind], *failure_of(ticket)};
+            const PendingCall& pending = *std::get<0>(*each);
+            if (!pending.is_done() || needs_no_report(pending)) continue;
+            const auto kind = static_cast<std::size_t>(pending.running.call().kind);
+            const std::tuple<nb::object, Failure> found{operations_[kind], *failure_of(pending)};
             abandoned_.erase(each);
             return found;
         }
@@ -289,7 +289,7 @@ public:
         const Unlocked unlocked;
         queue_->leave();
     }
-    // End the calls that still wait once the engine thread has ended (the channel is stopped).
+    // End the calls that still wait once the progress thread has ended (the channel is stopped).
     void drain() {
         const Unlocked unlocked;
         std::int64_t until = 0;
@@ -407,8 +407,8 @@ private:
 
     // Whether an abandoned call needs no report: it succeeded, or ended with the group, whose
     // failure is reported anyway.
-    static bool needs_no_report(const Ticket& ticket) {
-        return ticket.outcome == Outcome::DONE || ticket.outcome == Outcome::STOPPED;
+    static bool needs_no_report(const PendingCall& pending) {
+        return pending.outcome == Outcome::DONE || pending.outcome == Outcome::STOPPED;
     }
 
     Call call_of(Kind kind, int dtype, int op, int root, const std::int64_t* dims,
@@ -460,25 +460,25 @@ private:
              nb::handle source, nb::handle result, std::optional<Failure>& failure) {
         if (!queue_->reserve()) return false;
         stamp(call, number_++);
-        Ticket ticket(call, in_ns(timeout_s), nbytes, ABANDONED_ID);
-        Outcome outcome = moved < WORTH_UNLOCKING ? queue_->try_run(ticket) : Outcome::PENDING;
-        for (std::int64_t until = ticket.began_ns + SIGNALS_NS; outcome == Outcome::PENDING;
+        PendingCall pending(call, in_ns(timeout_s), nbytes, ABANDONED_ID);
+        Outcome outcome = moved < WORTH_UNLOCKING ? queue_->try_run(pending) : Outcome::PENDING;
+        for (std::int64_t until = pending.began_ns + SIGNALS_NS; outcome == Outcome::PENDING;
              until += SIGNALS_NS) {
             {
                 const Unlocked unlocked;
-                outcome = queue_->run(ticket, until);
+                outcome = queue_->run(pending, until);
             }
             if (outcome == Outcome::PENDING && PyErr_CheckSignals() != 0) {
                 // The other ranks need this rank's part, so the call goes on without its caller, on
-                // the engine thread. The arrays are kept until it has ended: the caller may drop
+                // the progress thread. The arrays are kept until it has ended: the caller may drop
                 // its references when the exception reaches it.
-                auto abandoned = std::make_shared<Ticket>(ticket);
+                auto abandoned = std::make_shared<PendingCall>(pending);
                 abandoned_.emplace_back(abandoned, nb::borrow(source), nb::borrow(result));
                 queue_->hand_over(std::move(abandoned));
                 throw nb::python_error();
             }
         }
-        if (outcome != Outcome::DONE) failure = failure_of(ticket);
+        if (outcome != Outcome::DONE) failure = failure_of(pending);
         if (!abandoned_.empty()) {
             std::erase_if(abandoned_, [](const auto& each) {
                 return std::get<0>(each)->is_done() && needs_no_report(*std::get<0>(each));
@@ -491,12 +491,12 @@ private:
     std::vector<nb::object> operations_;
     nb::object error_of_;
     std::shared_ptr<Mapping> memory_;
-    std::shared_ptr<Engine> engine_;
+    std::shared_ptr<ProgressThread> progress_thread_;
     std::shared_ptr<Queue> queue_;
     std::uint64_t salt_;
     std::uint64_t number_;
     // Calls whose callers were interrupted, and their arrays.
-    std::vector<std::tuple<std::shared_ptr<Ticket>, nb::object, nb::object>> abandoned_;
+    std::vector<std::tuple<std::shared_ptr<PendingCall>, nb::object, nb::object>> abandoned_;
 };
 
 std::size_t shm_bytes(int world, int num_slots, std::size_t slot_bytes) {

@@ -32,7 +32,7 @@ public:
         : connections_(state_, {epoch, 0, world_size}, max_early_bytes, counters_of(world_size),
                        {[] { return nullptr; }, [] {}, [this](int rank) { held.push_back(rank); },
                         [this](int rank) { wanted.push_back(rank); },
-                        [](const Link& link) {
+                        [](const AdoptedLink& link) {
                             static_cast<PythonStream&>(*link.stream).close();
                         }}) {}
 

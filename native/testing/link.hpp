@@ -49,8 +49,8 @@ private:
 };
 
 // `slots` keeps the link memory alive, to which the returned link only points.
-inline Link to_link(int rank, const nb::object& object, std::vector<Held>& slots) {
-    Link link;
+inline AdoptedLink to_link(int rank, const nb::object& object, std::vector<Held>& slots) {
+    AdoptedLink link;
     link.rank = rank;
     link.stream = std::make_shared<PythonStream>(object);
     const nb::object memory = object.attr("memory");

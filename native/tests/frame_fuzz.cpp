@@ -103,7 +103,7 @@ std::string read_stream(const Input& input, unsigned how) {
     const size_t rhythm = how >> 2 & 7;
     const size_t place = how >> 5 & 3;
     static std::vector<uint8_t> slots(4 * slot_bytes, 0x5a);
-    Link link;
+    AdoptedLink link;
     link.rank = 1;
     auto stream = std::make_shared<Pieces>(input.data(), input.size(), rhythm, has_checksums);
     link.stream = stream;

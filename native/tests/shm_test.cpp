@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/shm/engine.hpp"
+#include "core/shm/progress_thread.hpp"
 #include "core/shm/queue.hpp"
 
 using namespace potluck::shm;
@@ -47,17 +47,18 @@ struct Memory {
     void* at;
 };
 
-// One rank of a world, with its engine.
+// One rank of a world, with its progress thread.
 struct Rank {
     Rank(const Memory& memory, int rank, std::int64_t spin_ns)
-        : engine(std::make_shared<Engine>()),
+        : progress_thread(std::make_shared<ProgressThread>()),
           notifier(std::make_shared<Notifier>()),
-          queue(std::make_shared<Queue>(memory.at, memory.shape, rank, spin_ns, engine, notifier)),
+          queue(std::make_shared<Queue>(memory.at, memory.shape, rank, spin_ns,
+                                        progress_thread, notifier)),
           world(memory.shape.world),
           rank(rank) {
-        engine->serve(queue);
+        progress_thread->serve(queue);
     }
-    ~Rank() { engine->close(); }
+    ~Rank() { progress_thread->close(); }
 
     Call call(Kind kind, const float* source, float* result, std::size_t count, int root = 0) {
         Call made;
@@ -73,16 +74,16 @@ struct Rank {
         return made;
     }
     Outcome run(const Call& made, std::int64_t patience = 20 * SECOND) {
-        last = std::make_unique<Ticket>(made, patience, made.count * 4);
+        last = std::make_unique<PendingCall>(made, patience, made.count * 4);
         if (!queue->reserve()) return Outcome::PENDING;
         const Outcome outcome = number % 2 != 0 ? queue->try_run(*last) : Outcome::PENDING;
         return outcome != Outcome::PENDING ? outcome : queue->run(*last, last->deadline_ns);
     }
 
-    std::shared_ptr<Engine> engine;
+    std::shared_ptr<ProgressThread> progress_thread;
     std::shared_ptr<Notifier> notifier;
     std::shared_ptr<Queue> queue;
-    std::unique_ptr<Ticket> last;
+    std::unique_ptr<PendingCall> last;
     int world, rank;
     std::uint64_t number = 0;
 };
@@ -142,10 +143,10 @@ void check_call(Rank& me, Kind kind, std::size_t count, int root, bool is_async)
     float* target = in_place ? source.data() + 1 : result.data();
     const Call call = me.call(kind, source.data() + 1, target, count, root);
     if (is_async || me.run(call) == Outcome::PENDING) {
-        auto ticket = std::make_shared<Ticket>(call, 20 * SECOND, count * 4, 1);
-        me.queue->submit(ticket);
-        CHECK(me.queue->wait(ticket, now_ns() + 30 * SECOND));
-        CHECK(ticket->outcome == Outcome::DONE);
+        auto pending = std::make_shared<PendingCall>(call, 20 * SECOND, count * 4, 1);
+        me.queue->submit(pending);
+        CHECK(me.queue->wait(pending, now_ns() + 30 * SECOND));
+        CHECK(pending->outcome == Outcome::DONE);
     } else {
         CHECK(me.last->outcome == Outcome::DONE);
     }
@@ -297,23 +298,23 @@ void check_kill(int world, unsigned seed) {
     munmap(pid, 4096);
 }
 
-// Two channels, used in opposite order by the two ranks: without the engine threads, which serve
+// Two channels, used in opposite order by the two ranks: without the progress threads, which serve
 // both channels, the ranks would wait for each other (deadlock).
 void check_two_channels() {
     const Memory first(shape_of(2)), second(shape_of(2));
     in_processes(2, [&](int rank) {
         Rank one(first, rank, 1000);
-        auto other = std::make_shared<Queue>(second.at, second.shape, rank, 1000, one.engine,
+        auto other = std::make_shared<Queue>(second.at, second.shape, rank, 1000, one.progress_thread,
                                              one.notifier);
-        one.engine->serve(other);
+        one.progress_thread->serve(other);
         for (int round = 0; round < 200; ++round) {
             std::vector<float> a(3000, 1.0f), b(3000, 2.0f);
-            const auto ticket = [&](std::vector<float>& data) {
+            const auto pending = [&](std::vector<float>& data) {
                 Call call = one.call(Kind::ALL_REDUCE, data.data(), data.data(), data.size());
                 call.number = call.fingerprint = static_cast<std::uint64_t>(round);
-                return std::make_shared<Ticket>(call, 20 * SECOND, 1, 1);
+                return std::make_shared<PendingCall>(call, 20 * SECOND, 1, 1);
             };
-            auto x = ticket(a), y = ticket(b);
+            auto x = pending(a), y = pending(b);
             if (rank == 0) {
                 one.queue->submit(x);
                 CHECK(one.queue->wait(x, now_ns() + 30 * SECOND) || true);

@@ -38,7 +38,7 @@ void add(std::atomic<uint64_t>& counter, uint64_t count) {
 
 }  // namespace
 
-Connection::Connection(Link link, std::shared_ptr<Counters> counters)
+Connection::Connection(AdoptedLink link, std::shared_ptr<Counters> counters)
     : link_(std::move(link)),
       counters_(std::move(counters)),
       has_checksums_(link_.stream->needs_checksums()),

@@ -61,10 +61,10 @@ public:
     using Source = std::function<bool(Connection&, Outgoing&)>;
     using Route = std::function<Sink(Connection&, const Frame&)>;
 
-    Connection(Link link, std::shared_ptr<Counters> counters);
+    Connection(AdoptedLink link, std::shared_ptr<Counters> counters);
 
     int rank() const { return link_.rank; }
-    const Link& link() const { return link_; }
+    const AdoptedLink& link() const { return link_; }
 
     std::deque<Outgoing> control;  // frames to be sent before any that `source` gives
     bool has_closed = false;       // CLOSE was received: the peer will send nothing more
@@ -105,7 +105,7 @@ private:
     void finish();
     void free_slot(int32_t slot);
 
-    Link link_;
+    AdoptedLink link_;
     std::shared_ptr<Counters> counters_;
     // Where TLS does not guard the bytes, a CRC-32C follows each header and each payload.
     const bool has_checksums_;

@@ -16,7 +16,7 @@ Connections::Connections(GroupState& state, Group group, uint64_t max_early_byte
 
 // -- links
 
-void Connections::adopt(Link link) {
+void Connections::adopt(AdoptedLink link) {
     const int rank = link.rank;
     if (find(rank) != nullptr || departed.count(rank)) {
         hooks_.released(link);

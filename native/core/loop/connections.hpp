@@ -31,7 +31,7 @@ public:
         std::function<void()> check_departed;       // a rank left: fail operations that need it
         std::function<void(int)> on_hold;           // a frame of that rank had to be kept
         std::function<void(int)> request;           // a link to that rank is wanted
-        std::function<void(const Link&)> released;  // the loop no longer uses that link
+        std::function<void(const AdoptedLink&)> released;  // the loop no longer uses that link
     };
 
     Connections(GroupState& state, Group group, uint64_t max_early_bytes,
@@ -50,7 +50,7 @@ public:
     // -- links
 
     // Use a new link. A second link to a rank is released at once.
-    void adopt(Link link);
+    void adopt(AdoptedLink link);
     // Request links to these ranks, where there are none.
     void need(const std::vector<int>& ranks);
     // Stop using a link at once. The connection is destroyed.

@@ -64,7 +64,9 @@ ProgressLoop::ProgressLoop(const ProgressSpec& spec)
            [this](int rank) {
                events_->push({Event::Kind::link_wanted, static_cast<uint64_t>(rank)});
            },
-           [this](const Link& link) { events_->push({Event::Kind::link_released, link.id}); }}),
+           [this](const AdoptedLink& link) {
+               events_->push({Event::Kind::link_released, link.id});
+           }}),
       plans_(state_, connections_, spec.group),
       messages_(state_, connections_, spec.segment_bytes),
       route_(
@@ -121,19 +123,15 @@ void ProgressLoop::receive(ReceivingPtr receiving) {
     if (!is_posted) receiving->ticket->finish(Ticket::State::refused, 0);
 }
 
-void ProgressLoop::adopt(Link link) {
-    const uint64_t id = link.id;
-    const bool is_posted = post([this, link = std::move(link)] {
-        if (state_.is_over()) {
-            events_->push({Event::Kind::link_refused, link.id});
-            return;
-        }
+void ProgressLoop::adopt(AdoptedLink link) {
+    // If the group is over, its owner closes the link when the loop has ended.
+    post([this, link = std::move(link)] {
+        if (state_.is_over()) return;
         const int rank = link.rank;
         connections_.adopt(link);
         // A link that was made while this rank was leaving: its peer needs the CLOSE too.
         if (closing_ > 0) connections_.send_kind(rank, Kind::close);
     });
-    if (!is_posted) events_->push({Event::Kind::link_refused, id});
 }
 
 void ProgressLoop::no_link(int rank) {

@@ -33,7 +33,6 @@ struct Event {
         operation_ended,  // operation `id` has ended, and no thread was waiting for its ticket
         link_wanted,      // a link to rank `id` is needed
         link_released,    // link `id` is no longer used: it may be closed
-        link_refused,     // link `id` came when the group was over
         group_failed,     // see ProgressLoop::failure; the loop waits for `set_abort`
         loop_ended,       // the last event
     };
@@ -82,7 +81,7 @@ public:
     void receive(ReceivingPtr receiving);
 
     // Use a link; the answer to the event `link_wanted`, or a link that the peer has made.
-    void adopt(Link link);
+    void adopt(AdoptedLink link);
     // The other answer: no link to `rank` could be made.
     void no_link(int rank);
     // End the group at once, for a reason that the caller knows.

@@ -21,7 +21,7 @@ Channel::Channel(void* memory, const Shape& shape_, int rank_, std::int64_t spin
       shape(shape_),
       header_(static_cast<Header*>(memory)),
       states_(reinterpret_cast<RankState*>(static_cast<char*>(memory) + Shape::PAGE)),
-      blocks_(static_cast<char*>(memory) + shape_.blocks_at()),
+      slots_(static_cast<char*>(memory) + shape_.slots_at()),
       known_(static_cast<std::size_t>(shape_.world), 0),
       spin_ns_(spin_ns) {}
 

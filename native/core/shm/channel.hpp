@@ -46,7 +46,7 @@ public:
     char* slot(int of_rank, std::uint32_t round) const {
         const auto index = static_cast<std::size_t>(of_rank) * shape.num_slots +
                            round % static_cast<std::uint32_t>(shape.num_slots);
-        return blocks_ + index * shape.slot_bytes +
+        return slots_ + index * shape.slot_bytes +
                static_cast<std::size_t>(of_rank) * Shape::STAGGER;
     }
 
@@ -106,7 +106,7 @@ private:
 
     Header* header_;
     RankState* states_;
-    char* blocks_;
+    char* slots_;
     std::uint32_t tick_ = 0;
     std::uint32_t num_calls_ = 0;
     std::uint32_t known_all_ = 0;

@@ -108,12 +108,12 @@ struct Shape {
     // would all compete for the same few sets.
     static constexpr std::size_t STAGGER = 1088;
 
-    std::size_t blocks_at() const {
+    std::size_t slots_at() const {
         const std::size_t head = PAGE + static_cast<std::size_t>(world) * sizeof(RankState);
         return (head + PAGE - 1) / PAGE * PAGE;
     }
     std::size_t total_bytes() const {
-        return blocks_at() + static_cast<std::size_t>(world) * (num_slots * slot_bytes + STAGGER);
+        return slots_at() + static_cast<std::size_t>(world) * (num_slots * slot_bytes + STAGGER);
     }
 };
 

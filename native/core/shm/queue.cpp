@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/shm/engine.hpp"
+#include "core/shm/progress_thread.hpp"
 
 namespace potluck::shm {
 
@@ -40,12 +40,12 @@ void Notifier::close() {
     changed_.notify_all();
 }
 
-bool Ticket::watch() {
+bool PendingCall::watch() {
     std::uint32_t before = OPEN;
     return watched_.compare_exchange_strong(before, AWAITED) || before == AWAITED;
 }
 
-void Ticket::end(Outcome how, Channel& channel) {
+void PendingCall::end(Outcome how, Channel& channel) {
     outcome = how;
     if (how == Outcome::TIMEOUT || how == Outcome::LEFT || how == Outcome::DESYNC) {
         faulty_rank = how == Outcome::TIMEOUT ? channel.straggler(running.condition())
@@ -62,13 +62,13 @@ void Ticket::end(Outcome how, Channel& channel) {
 //
 // The exchange is a release: the outcome, and the result that the call wrote, precede it. After it
 // the waiting thread may free the arrays.
-void Ticket::publish(Notifier& notifier) {
+void PendingCall::publish(Notifier& notifier) {
     const bool has_failed = outcome != Outcome::DONE && outcome != Outcome::STOPPED;
     if (done_.exchange(ENDED, std::memory_order_seq_cst) == AWAITED) wake_all(done_);
     if (watched_.exchange(ENDED) == AWAITED || has_failed) notifier.push(id);
 }
 
-void Ticket::sleep(std::int64_t until_ns) {
+void PendingCall::sleep(std::int64_t until_ns) {
     std::uint32_t before = OPEN;
     if (done_.compare_exchange_strong(before, AWAITED) || before == AWAITED) {
         sleep_on({&done_, AWAITED}, std::min(until_ns - now_ns(), MAX_SLEEP_NS));
@@ -78,9 +78,9 @@ void Ticket::sleep(std::int64_t until_ns) {
 // -- the queue
 
 Queue::Queue(void* memory, const Shape& shape, int rank, std::int64_t spin_ns,
-             std::shared_ptr<Engine> engine, std::shared_ptr<Notifier> notifier)
+             std::shared_ptr<ProgressThread> progress_thread, std::shared_ptr<Notifier> notifier)
     : channel(memory, shape, rank, spin_ns),
-      engine_(std::move(engine)),
+      progress_thread_(std::move(progress_thread)),
       notifier_(std::move(notifier)) {}
 
 bool Queue::has_work() {
@@ -102,7 +102,7 @@ std::int64_t Queue::ongoing() {
 }
 
 // A thread that has ended the last call releases the channel a moment later. It is worth to wait for
-// that: a submitted call costs a ticket on the heap and a wake-up of the engine thread.
+// that: a submitted call costs a pending on the heap and a wake-up of the progress thread.
 bool Queue::reserve() {
     for (int attempt = 0; attempt < MAX_ATTEMPTS; ++attempt) {
         {
@@ -119,75 +119,75 @@ bool Queue::reserve() {
 }
 
 template <class Wait>
-Outcome Queue::drive(Ticket& ticket, Wait&& wait) {
+Outcome Queue::drive(PendingCall& pending, Wait&& wait) {
     // Only a call that has not begun is refused. One that has begun may have all that it needs, and
     // then ends well, as it does on the other ranks, though the group has ended since.
-    if (!ticket.running.has_begun() && channel.is_stopped()) return Outcome::STOPPED;
+    if (!pending.running.has_begun() && channel.is_stopped()) return Outcome::STOPPED;
     while (true) {
-        Outcome outcome = ticket.running.step(channel);
+        Outcome outcome = pending.running.step(channel);
         if (outcome != Outcome::PENDING) return outcome;
-        outcome = wait(ticket.running.condition());
+        outcome = wait(pending.running.condition());
         if (outcome != Outcome::DONE) return outcome;
     }
 }
 
-Outcome Queue::run(Ticket& ticket, std::int64_t until_ns) {
-    Outcome outcome = drive(ticket, [&](const Condition& condition) {
-        return channel.wait(condition, std::min(until_ns, ticket.deadline_ns));
+Outcome Queue::run(PendingCall& pending, std::int64_t until_ns) {
+    Outcome outcome = drive(pending, [&](const Condition& condition) {
+        return channel.wait(condition, std::min(until_ns, pending.deadline_ns));
     });
     if (outcome == Outcome::PENDING) {
-        if (now_ns() < ticket.deadline_ns) return outcome;
+        if (now_ns() < pending.deadline_ns) return outcome;
         outcome = Outcome::TIMEOUT;
     }
-    end(ticket, outcome);
+    end(pending, outcome);
     return outcome;
 }
 
-Outcome Queue::try_run(Ticket& ticket) {
+Outcome Queue::try_run(PendingCall& pending) {
     const Outcome outcome = drive(
-        ticket, [&](const Condition& condition) { return channel.wait_briefly(condition); });
-    if (outcome != Outcome::PENDING) end(ticket, outcome);
+        pending, [&](const Condition& condition) { return channel.wait_briefly(condition); });
+    if (outcome != Outcome::PENDING) end(pending, outcome);
     return outcome;
 }
 
-void Queue::end(Ticket& ticket, Outcome outcome) {
+void Queue::end(PendingCall& pending, Outcome outcome) {
     const std::int64_t now = now_ns();
-    conclude(ticket, outcome, now);
-    blocked_.add(static_cast<std::uint64_t>(now - ticket.began_ns));
+    conclude(pending, outcome, now);
+    blocked_.add(static_cast<std::uint64_t>(now - pending.began_ns));
     release();
 }
 
 // In front of the queue: calls that were submitted while this one ran come after it.
-void Queue::hand_over(TicketPtr ticket) {
+void Queue::hand_over(PendingCallPtr pending) {
     {
         const std::lock_guard hold(lock_);
-        calls_.push_front(std::move(ticket));
+        calls_.push_front(std::move(pending));
         is_driven_ = false;
     }
-    engine_->wake();
+    progress_thread_->wake();
 }
 
-void Queue::submit(TicketPtr ticket) {
+void Queue::submit(PendingCallPtr pending) {
     {
         const std::lock_guard hold(lock_);
-        calls_.push_back(std::move(ticket));
+        calls_.push_back(std::move(pending));
     }
-    engine_->wake();
+    progress_thread_->wake();
 }
 
-bool Queue::wait(const TicketPtr& ticket, std::int64_t until_ns) {
+bool Queue::wait(const PendingCallPtr& pending, std::int64_t until_ns) {
     const std::int64_t began = now_ns();
-    while (!ticket->is_done()) {
+    while (!pending->is_done()) {
         if (now_ns() >= until_ns) break;
         // Another thread drives the channel, and may release it before it comes to this call (its
-        // own call has ended, or its time is over). Then the engine thread goes on, or this thread:
-        // therefore the sleep has a bound.
+        // own call has ended, or its time is over). Then the progress thread goes on, or this
+        // thread: therefore the sleep has a bound.
         if (!try_acquire()) {
-            ticket->sleep(until_ns);
+            pending->sleep(until_ns);
             continue;
         }
-        while (!ticket->is_done()) {
-            const TicketPtr first = front();
+        while (!pending->is_done()) {
+            const PendingCallPtr first = front();
             Outcome outcome = drive(*first, [&](const Condition& condition) {
                 return channel.wait(condition, std::min(until_ns, first->deadline_ns));
             });
@@ -200,14 +200,14 @@ bool Queue::wait(const TicketPtr& ticket, std::int64_t until_ns) {
         release();
     }
     blocked_.add(static_cast<std::uint64_t>(now_ns() - began));
-    return ticket->is_done();
+    return pending->is_done();
 }
 
 Queue::Poll Queue::poll(Watch* watch, std::int64_t* until_ns) {
     if (!try_acquire()) return Poll::IDLE;
     bool has_moved = false;
     Poll found = Poll::IDLE;
-    while (const TicketPtr first = front()) {
+    while (const PendingCallPtr first = front()) {
         const std::uint32_t before = channel.tick();
         const bool is_late = !first->running.has_begun() && channel.is_stopped();
         Outcome outcome = is_late ? Outcome::STOPPED : first->running.step(channel);
@@ -239,7 +239,7 @@ Queue::Poll Queue::poll(Watch* watch, std::int64_t* until_ns) {
 
 void Queue::stop(bool for_all) {
     channel.stop(for_all);
-    if (has_work()) engine_->wake();
+    if (has_work()) progress_thread_->wake();
 }
 
 bool Queue::try_acquire() {
@@ -248,8 +248,8 @@ bool Queue::try_acquire() {
         if (is_driven_ || calls_.empty()) return false;
         is_driven_ = true;
     }
-    // The engine thread may have announced a sleep on this channel. From here on this thread polls
-    // the ticks itself, and wake-ups of the engine thread would be system calls in vain.
+    // The progress thread may have announced a sleep on this channel. From here on this thread
+    // polls the ticks itself, and wake-ups of the progress thread would be system calls in vain.
     channel.end_sleep();
     return true;
 }
@@ -261,19 +261,19 @@ void Queue::release() {
         is_driven_ = false;
         has_more = !calls_.empty();
     }
-    if (has_more) engine_->wake();
+    if (has_more) progress_thread_->wake();
 }
 
-TicketPtr Queue::front() {
+PendingCallPtr Queue::front() {
     const std::lock_guard hold(lock_);
     return calls_.empty() ? nullptr : calls_.front();
 }
 
-void Queue::conclude(Ticket& ticket, Outcome outcome, std::int64_t now) {
-    ticket.end(outcome, channel);
+void Queue::conclude(PendingCall& pending, Outcome outcome, std::int64_t now) {
+    pending.end(outcome, channel);
     if (outcome == Outcome::DONE) {
-        stats_[static_cast<std::size_t>(ticket.running.call().kind)].add(now - ticket.began_ns,
-                                                                          ticket.nbytes);
+        stats_[static_cast<std::size_t>(pending.running.call().kind)].add(now - pending.began_ns,
+                                                                          pending.nbytes);
     } else {
         // There is no recovery within a group: the slots hold half a call, and ranks differ in how
         // far they are, so no later call could be right.
@@ -283,13 +283,13 @@ void Queue::conclude(Ticket& ticket, Outcome outcome, std::int64_t now) {
 
 // Removed before it is published: its caller may make the next call at once, which must find the
 // queue empty.
-void Queue::finish_front(const TicketPtr& ticket, Outcome outcome) {
-    conclude(*ticket, outcome, now_ns());
+void Queue::finish_front(const PendingCallPtr& pending, Outcome outcome) {
+    conclude(*pending, outcome, now_ns());
     {
         const std::lock_guard hold(lock_);
         calls_.pop_front();
     }
-    ticket->publish(*notifier_);
+    pending->publish(*notifier_);
 }
 
 }  // namespace potluck::shm

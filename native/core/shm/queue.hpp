@@ -1,10 +1,10 @@
 // The queue of one channel's calls, and the rule for which thread drives the channel.
 //
 // Calls of a channel run in the order in which they were made, one at a time, driven by one thread
-// at a time: the caller of a blocking call, a thread that waits for an earlier call, or the engine
+// at a time: the caller of a blocking call, a thread that waits for an earlier call, or the progress
 // thread. (Waiting threads make the progress, as in MPI.) A waiting thread that finds the channel
-// driven by another one sleeps on its own ticket: the other thread moves the calls in order, and
-// comes to it. The engine thread goes on to other channels.
+// driven by another one sleeps on its own `PendingCall`: the other thread moves the calls in order,
+// and comes to it. The progress thread goes on to other channels.
 //
 // `lock_` guards the queue and the flag `is_driven_`. It is never held while a call moves, nor
 // while another lock is taken.
@@ -24,7 +24,7 @@
 
 namespace potluck::shm {
 
-class Engine;
+class ProgressThread;
 
 // A completion queue: the ids of ended calls that Python must be told of, taken by one thread.
 class Notifier {
@@ -42,23 +42,24 @@ private:
 };
 
 // A call under way and its completion. The arrays that it names must stay until it has ended.
-class Ticket {
+class PendingCall {
 public:
-    Ticket(const Call& call, std::int64_t timeout_ns, std::uint64_t nbytes, std::uint64_t id = 0)
+    PendingCall(const Call& call, std::int64_t timeout_ns, std::uint64_t nbytes,
+                std::uint64_t id = 0)
         : running(call),
           nbytes(nbytes),
           id(id),
           began_ns(now_ns()),
           deadline_ns(began_ns + timeout_ns) {}
     // The same call, as far as `other` has come: a call that began on its caller's stack is handed
-    // over to the engine thread. No thread may wait for `other`.
-    Ticket(const Ticket& other)
+    // over to the progress thread. No thread may wait for `other`.
+    PendingCall(const PendingCall& other)
         : running(other.running),
           nbytes(other.nbytes),
           id(other.id),
           began_ns(other.began_ns),
           deadline_ns(other.deadline_ns) {}
-    Ticket& operator=(const Ticket&) = delete;
+    PendingCall& operator=(const PendingCall&) = delete;
 
     bool is_done() const { return done_.load(std::memory_order_acquire) == ENDED; }
     // Push the id to the notifier when the call ends; false if it has ended.
@@ -87,32 +88,32 @@ private:
     std::atomic<std::uint32_t> watched_{OPEN};
 };
 
-using TicketPtr = std::shared_ptr<Ticket>;
+using PendingCallPtr = std::shared_ptr<PendingCall>;
 
 class Queue {
 public:
-    // `engine` drives the calls that no thread waits for. `notifier` gets the submitted calls that
-    // fail or are watched.
+    // `progress_thread` drives the calls that no thread waits for. `notifier` gets the submitted
+    // calls that fail or are watched.
     Queue(void* memory, const Shape& shape, int rank, std::int64_t spin_ns,
-          std::shared_ptr<Engine> engine, std::shared_ptr<Notifier> notifier);
+          std::shared_ptr<ProgressThread> progress_thread, std::shared_ptr<Notifier> notifier);
 
     Channel channel;
 
     // A blocking call, without a queue entry. `reserve` the channel; false if another call comes
     // first (`submit` this one then). `run` the call in this thread until it has ended, which
-    // releases the channel, or until `until_ns` (PENDING: `run` again, or `hand_over` to the engine
-    // thread). `try_run` is a `run` that waits for other ranks a microsecond or two at most, for
-    // callers that hold the interpreter lock.
+    // releases the channel, or until `until_ns` (PENDING: `run` again, or `hand_over` to the
+    // progress thread). `try_run` is a `run` that waits for other ranks a microsecond or two at
+    // most, for callers that hold the interpreter lock.
     bool reserve();
-    Outcome try_run(Ticket& ticket);
-    Outcome run(Ticket& ticket, std::int64_t until_ns);
-    void hand_over(TicketPtr ticket);
+    Outcome try_run(PendingCall& pending);
+    Outcome run(PendingCall& pending, std::int64_t until_ns);
+    void hand_over(PendingCallPtr pending);
 
-    void submit(TicketPtr ticket);
+    void submit(PendingCallPtr pending);
     // Block until the call has ended, driving the channel meanwhile; false at `until_ns`.
-    bool wait(const TicketPtr& ticket, std::int64_t until_ns);
+    bool wait(const PendingCallPtr& pending, std::int64_t until_ns);
 
-    // For the engine thread: go on with the first calls as far as possible, without blocking.
+    // For the progress thread: go on with the first calls as far as possible, without blocking.
     // BLOCKED: the first call waits for other ranks; `watch` is the word to sleep on, and
     // `until_ns` is lowered to the call's deadline. Never BLOCKED with `watch` null.
     enum class Poll { IDLE, MOVED, BLOCKED };
@@ -134,20 +135,20 @@ public:
 private:
     bool try_acquire();
     void release();
-    TicketPtr front();
+    PendingCallPtr front();
     // Alternate steps of the call and `wait(condition)`, until the call ends or `wait` is not DONE.
     template <class Wait>
-    Outcome drive(Ticket& ticket, Wait&& wait);
+    Outcome drive(PendingCall& pending, Wait&& wait);
     // A call that was `run` has ended: release the channel.
-    void end(Ticket& ticket, Outcome outcome);
-    void conclude(Ticket& ticket, Outcome outcome, std::int64_t now);
-    void finish_front(const TicketPtr& ticket, Outcome outcome);
+    void end(PendingCall& pending, Outcome outcome);
+    void conclude(PendingCall& pending, Outcome outcome, std::int64_t now);
+    void finish_front(const PendingCallPtr& pending, Outcome outcome);
 
-    std::shared_ptr<Engine> engine_;
+    std::shared_ptr<ProgressThread> progress_thread_;
     std::shared_ptr<Notifier> notifier_;
     std::mutex lock_;
     bool is_driven_ = false;
-    std::deque<TicketPtr> calls_;
+    std::deque<PendingCallPtr> calls_;
     std::array<Stats, NUM_KINDS> stats_;
     Counter blocked_;
 };

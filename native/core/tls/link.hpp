@@ -1,4 +1,4 @@
-// What the loop is handed when a link to a rank is there.
+// The link that Python hands to the loop (NativeLoop._deliver, ProgressLoop::adopt).
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,9 @@ struct LinkMemory {
     uint32_t num_slots() const { return static_cast<uint32_t>(outgoing.size()); }
 };
 
-struct Link {
-    uint64_t id = 0;  // by which its owner knows it when the loop lets it go
+// A link to `rank`. Its bytes go through `stream`, which does what `Link` does in Python.
+struct AdoptedLink {
+    uint64_t id = 0;  // names the link when the loop releases it
     int rank = -1;
     std::shared_ptr<Stream> stream;
     LinkMemory memory;  // without slots where there is none

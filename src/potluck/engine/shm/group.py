@@ -1,7 +1,7 @@
 """``GroupMemory``: all shared memory of one rank in one group, and the native engine that uses it.
 
 A call through shared memory runs in the thread that waits for it. A call that no thread waits for
-runs on the native engine's thread, which never takes the interpreter's lock. Python hears of an
+runs on the native progress thread, which never takes the interpreter's lock. Python hears of an
 ended call only if it failed or has callbacks: from one thread here (``potluck-shm``). The bytes are
 moved in ``native/core/shm/*``; how the memory of a channel is set up is in ``channel.py``.
 

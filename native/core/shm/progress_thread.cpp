@@ -1,4 +1,4 @@
-#include "core/shm/engine.hpp"
+#include "core/shm/progress_thread.hpp"
 
 #include <algorithm>
 
@@ -7,24 +7,24 @@ namespace potluck::shm {
 namespace {
 
 constexpr std::int64_t MAX_SLEEP_NS = 50'000'000;
-// The engine thread hardly spins: callers compute meanwhile, and need the core.
+// The progress thread hardly spins: callers compute meanwhile, and need the core.
 constexpr std::int64_t SPIN_NS = 2'000;
 
 }  // namespace
 
-void Engine::serve(std::shared_ptr<Queue> queue) {
+void ProgressThread::serve(std::shared_ptr<Queue> queue) {
     const std::lock_guard hold(lock_);
     if (is_closed_) return;
     queues_.push_back(std::move(queue));
     if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
 }
 
-void Engine::wake() {
+void ProgressThread::wake() {
     doorbell_.fetch_add(1, std::memory_order_seq_cst);
     if (is_asleep_.load(std::memory_order_seq_cst)) wake_all(doorbell_);
 }
 
-void Engine::close() {
+void ProgressThread::close() {
     {
         const std::lock_guard hold(lock_);
         is_closed_ = true;
@@ -33,7 +33,7 @@ void Engine::close() {
     if (thread_.joinable()) thread_.join();
 }
 
-void Engine::run() {
+void ProgressThread::run() {
     std::vector<std::shared_ptr<Queue>> queues;
     std::vector<Watch> watches;
     std::int64_t idle_since = 0;

@@ -1,4 +1,4 @@
-// The engine thread: makes progress on the calls that no caller waits for, over all channels of a
+// The progress thread: makes progress on the calls that no caller waits for, over all channels of a
 // group. (Calls that a thread waits for are moved by that thread; see queue.hpp.)
 #pragma once
 
@@ -13,12 +13,12 @@
 
 namespace potluck::shm {
 
-class Engine {
+class ProgressThread {
 public:
-    Engine() = default;
-    ~Engine() { close(); }
-    Engine(const Engine&) = delete;
-    Engine& operator=(const Engine&) = delete;
+    ProgressThread() = default;
+    ~ProgressThread() { close(); }
+    ProgressThread(const ProgressThread&) = delete;
+    ProgressThread& operator=(const ProgressThread&) = delete;
 
     // Serve `queue` from now on. The thread starts with the first queue.
     void serve(std::shared_ptr<Queue> queue);
