@@ -194,11 +194,11 @@ private:
 class PyChannel {
 public:
     PyChannel(nb::handle memory, int rank, int world, int num_slots, std::size_t slot_bytes,
-             std::size_t small_bytes, double spin_s, std::uint64_t salt, std::uint64_t number,
+             std::size_t small_bytes, double spin_s, std::uint64_t salt, std::uint64_t sequence,
              const PyEngine& engine, nb::object error_of)
         : operations_(engine.operations), error_of_(std::move(error_of)),
           memory_(std::make_shared<Mapping>(memory)), progress_thread_(engine.progress_thread),
-          salt_(salt), number_(number) {
+          salt_(salt), sequence_(sequence) {
         const Shape shape{world, num_slots, slot_bytes, std::min(small_bytes, slot_bytes)};
         if (world < 2 || world > shm::MAX_WORLD || rank < 0 || rank >= world ||
             num_slots < 4 || slot_bytes < 4096 || slot_bytes % shm::LINE != 0 ||
@@ -217,7 +217,7 @@ public:
         progress_thread_->close();
     }
 
-    std::uint64_t take_number() { return number_++; }
+    std::uint64_t take_sequence() { return sequence_++; }
 
     // Run a blocking call in this thread. Returns False if the fast path can't take the call;
     // nothing was done then, and the caller goes the usual way, which also explains what is wrong
@@ -238,11 +238,11 @@ public:
         return true;
     }
 
-    // Begin a call whose number was taken. The arrays are given by address: Python keeps them until
-    // the call has ended (SharedMemoryWork.keep).
+    // Begin a call whose sequence number was taken. The arrays are given by address: Python keeps
+    // them until the call has ended (SharedMemoryWork.keep).
     PyCall start(nb::handle operation, int dtype, nb::handle op_name, int root,
                  const std::vector<std::int64_t>& dims, std::uintptr_t source,
-                 std::uintptr_t result, std::uint64_t number, double timeout_s,
+                 std::uintptr_t result, std::uint64_t sequence, double timeout_s,
                  std::uint64_t id) {
         const int place = place_of(operation);
         if (place == shm::NUM_KINDS) throw nb::value_error("no such operation");
@@ -252,7 +252,7 @@ public:
         Call call = call_of(kind, dtype, op, root, dims.data(), static_cast<int>(dims.size()));
         call.source = reinterpret_cast<const char*>(source);
         call.result = reinterpret_cast<char*>(result);
-        stamp(call, number);
+        stamp(call, sequence);
         const int parts = kind == Kind::ALL_TO_ALL ? queue_->channel.shape.world : 1;
         const std::size_t nbytes = call.count * call.itemsize * static_cast<std::size_t>(parts);
         auto pending = std::make_shared<PendingCall>(call, in_ns(timeout_s), nbytes, id);
@@ -264,8 +264,8 @@ public:
         const int number = reduction_of(op);
         return number >= 0 && has_combination(combination_of(dtype, number));
     }
-    void note_link_call(std::uint64_t number, std::uint64_t fingerprint) {
-        queue_->channel.note_link_call(number, fingerprint);
+    void note_link_call(std::uint64_t sequence, std::uint64_t fingerprint) {
+        queue_->channel.note_link_call(sequence, fingerprint);
     }
     // A failed call whose caller was interrupted before it ended, returned once; None if there is
     // none.
@@ -448,9 +448,9 @@ private:
                static_cast<std::int64_t>(root) << 32;
     }
 
-    static void stamp(Call& call, std::uint64_t number) {
-        call.number = number;
-        const std::uint64_t hash = mixed(call.fingerprint, number) & HASH;
+    static void stamp(Call& call, std::uint64_t sequence) {
+        call.sequence = sequence;
+        const std::uint64_t hash = mixed(call.fingerprint, sequence) & HASH;
         call.fingerprint = (call.fingerprint & ~HASH) | hash;
     }
 
@@ -459,7 +459,7 @@ private:
     bool run(Call& call, std::size_t nbytes, std::size_t moved, double timeout_s,
              nb::handle source, nb::handle result, std::optional<Failure>& failure) {
         if (!queue_->reserve()) return false;
-        stamp(call, number_++);
+        stamp(call, sequence_++);
         PendingCall pending(call, in_ns(timeout_s), nbytes, ABANDONED_ID);
         Outcome outcome = moved < WORTH_UNLOCKING ? queue_->try_run(pending) : Outcome::PENDING;
         for (std::int64_t until = pending.began_ns + SIGNALS_NS; outcome == Outcome::PENDING;
@@ -494,7 +494,7 @@ private:
     std::shared_ptr<ProgressThread> progress_thread_;
     std::shared_ptr<Queue> queue_;
     std::uint64_t salt_;
-    std::uint64_t number_;
+    std::uint64_t sequence_;
     // Calls whose callers were interrupted, and their arrays.
     std::vector<std::tuple<std::shared_ptr<PendingCall>, nb::object, nb::object>> abandoned_;
 };
@@ -520,14 +520,14 @@ void shared_memory(nb::module_& m) {
         .def(nb::init<nb::handle, int, int, int, std::size_t, std::size_t, double, std::uint64_t,
                       std::uint64_t, const PyEngine&, nb::object>(),
              "memory"_a, "rank"_a, "world"_a, "num_slots"_a, "slot_bytes"_a, "small_bytes"_a,
-             "spin_s"_a, "salt"_a, "number"_a, "engine"_a, "error_of"_a)
-        .def("take_number", &PyChannel::take_number)
+             "spin_s"_a, "salt"_a, "sequence"_a, "engine"_a, "error_of"_a)
+        .def("take_sequence", &PyChannel::take_sequence)
         .def("fast_path", &PyChannel::fast_path, nb::arg(), nb::arg().none(), nb::arg().none(),
              nb::arg().none(), nb::arg(), nb::arg(), nb::arg())
         .def("start", &PyChannel::start, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
              nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("can_combine", &PyChannel::can_combine, "dtype"_a, "op"_a)
-        .def("note_link_call", &PyChannel::note_link_call, "number"_a, "fingerprint"_a)
+        .def("note_link_call", &PyChannel::note_link_call, "sequence"_a, "fingerprint"_a)
         .def("abandoned_failure", &PyChannel::abandoned_failure)
         .def("ongoing", &PyChannel::ongoing)
         .def("stop", &PyChannel::stop, "for_all"_a)

@@ -24,7 +24,7 @@ inline Frame to_frame(nb::handle object) {
     frame.epoch = nb::cast<uint32_t>(fields[1]);
     frame.channel = nb::cast<uint32_t>(fields[2]);
     frame.chunk = nb::cast<uint32_t>(fields[3]);
-    frame.operation = nb::cast<uint64_t>(fields[4]);
+    frame.sequence = nb::cast<uint64_t>(fields[4]);
     frame.segment = nb::cast<uint32_t>(fields[5]);
     frame.length = nb::cast<uint32_t>(fields[6]);
     frame.fingerprint = nb::cast<uint64_t>(fields[7]);
@@ -38,7 +38,7 @@ inline Frame to_frame(nb::handle object) {
 inline nb::object from_frame(const Frame& frame) {
     const nb::object kind = python("potluck.wire.frames", "Kind")(static_cast<int>(frame.kind));
     return python("potluck.wire.frames", "Frame")(
-        kind, frame.epoch, frame.channel, frame.chunk, frame.operation, frame.segment, frame.length,
+        kind, frame.epoch, frame.channel, frame.chunk, frame.sequence, frame.segment, frame.length,
         frame.fingerprint, frame.source, frame.dtype, frame.flags, frame.tag);
 }
 

@@ -129,7 +129,7 @@ void mailbox(nb::module_& m) {
         .def_prop_rw("frame", [](const Arrived& arrived) { return from_frame(arrived.frame); },
                      [](Arrived& arrived, nb::handle frame) { arrived.frame = to_frame(frame); })
         .def("__eq__", [](const Arrived& one, const Arrived& other) {
-            return one.payload == other.payload && one.frame.operation == other.frame.operation;
+            return one.payload == other.payload && one.frame.sequence == other.frame.sequence;
         });
     m.def("fits", &fits);
     nb::class_<Mailbox>(m, "Mailbox")

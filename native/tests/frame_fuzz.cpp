@@ -184,7 +184,7 @@ public:
             frame.kind = static_cast<Kind>(1 + below(13));
             frame.epoch = static_cast<uint32_t>(below(3));
             frame.channel = static_cast<uint32_t>(below(2));
-            frame.operation = below(5);
+            frame.sequence = below(5);
             frame.chunk = static_cast<uint32_t>(below(4));
             frame.segment = static_cast<uint32_t>(below(4));
             frame.fingerprint = random_();

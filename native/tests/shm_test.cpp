@@ -69,7 +69,7 @@ struct Rank {
         made.result = reinterpret_cast<char*>(result);
         made.count = count;
         made.itemsize = sizeof(float);
-        made.number = number;
+        made.sequence = number;
         made.fingerprint = 1000 * number++ + static_cast<std::uint64_t>(kind) + count + 1;
         return made;
     }
@@ -311,7 +311,7 @@ void check_two_channels() {
             std::vector<float> a(3000, 1.0f), b(3000, 2.0f);
             const auto pending = [&](std::vector<float>& data) {
                 Call call = one.call(Kind::ALL_REDUCE, data.data(), data.data(), data.size());
-                call.number = call.fingerprint = static_cast<std::uint64_t>(round);
+                call.sequence = call.fingerprint = static_cast<std::uint64_t>(round);
                 return std::make_shared<PendingCall>(call, 20 * SECOND, 1, 1);
             };
             auto x = pending(a), y = pending(b);

@@ -154,8 +154,8 @@ ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
     ),
     "a free slot that is not in use": lambda enemy, _: enemy.say(Kind.SLOT_FREE, tag=0),
     "a negative slot": lambda enemy, _: enemy.say(Kind.SLOT_FREE, tag=-1),
-    "a CTS for nothing": lambda enemy, _: enemy.say(Kind.CTS, operation=5),
-    "a piece of nothing": lambda enemy, _: enemy.say(Kind.PIECE, b"abc", operation=5),
+    "a CTS for nothing": lambda enemy, _: enemy.say(Kind.CTS, sequence=5),
+    "a piece of nothing": lambda enemy, _: enemy.say(Kind.PIECE, b"abc", sequence=5),
     "a malformed RTS": lambda enemy, _: enemy.say(Kind.RTS, b"\xc1"),
     "an RTS that is no UTF-8": lambda enemy, _: enemy.say(Kind.RTS, b"\x81\xa1\xff\x01"),
     "a malformed abort": lambda enemy, _: enemy.say(Kind.ABORT, b"\x93abc"),
@@ -198,7 +198,7 @@ def test_a_message_that_is_announced_twice_leaves_no_receive_without_an_end(
     def announce(enemy: Enemy) -> None:
         request = frames.encode_rts(frames.Rts(100_000))
         for _ in range(2):
-            enemy.say(Kind.RTS, request, operation=7, dtype=code_of(np.dtype(np.uint8)))
+            enemy.say(Kind.RTS, request, sequence=7, dtype=code_of(np.dtype(np.uint8)))
 
     with at_war(kind) as enemy:
         if is_late:
@@ -268,7 +268,7 @@ def test_random_frames_never_break_the_loop(
                         choose.choice([EPOCH] * 9 + [0]),
                         channel=choose.choice([0, 1, 1, 1, 9]),
                         chunk=choose.choice([0, 1, 2, 2**32 - 1]),
-                        operation=choose.choice([0, 0, 1, 2**64 - 1]),
+                        sequence=choose.choice([0, 0, 1, 2**64 - 1]),
                         segment=choose.choice([0, 0, 1, 2**32 - 1]),
                         length=len(payload),
                         fingerprint=choose.choice([mine.fingerprint] * 3 + [0]),
@@ -290,17 +290,17 @@ def test_random_frames_never_break_the_loop(
 
 FLOODS: dict[str, Callable[[Enemy, int], None]] = {
     "frames of operations to come": lambda enemy, n: enemy.say(
-        Kind.DATA, bytes(1000), channel=0, operation=n
+        Kind.DATA, bytes(1000), channel=0, sequence=n
     ),
-    "empty frames of operations to come": lambda enemy, n: enemy.say(Kind.DATA, operation=n),
+    "empty frames of operations to come": lambda enemy, n: enemy.say(Kind.DATA, sequence=n),
     "frames on channels that never come": lambda enemy, n: enemy.say(Kind.DATA, channel=n + 2),
     "messages nobody receives": lambda enemy, n: enemy.say(Kind.EAGER, bytes(2000), tag=n),
     "requests nobody grants": lambda enemy, n: enemy.say(
-        Kind.RTS, frames.encode_rts(frames.Rts(10**12)), operation=n, tag=n
+        Kind.RTS, frames.encode_rts(frames.Rts(10**12)), sequence=n, tag=n
     ),
-    "questions about operations to come": lambda enemy, n: enemy.say(Kind.HANG_QUERY, operation=n),
-    "hang queries to pass on": lambda enemy, n: enemy.say(Kind.HANG_QUERY, operation=n, segment=1),
-    "answers nobody asked for": lambda enemy, n: enemy.say(Kind.HANG_REPORT, operation=n, chunk=1),
+    "questions about operations to come": lambda enemy, n: enemy.say(Kind.HANG_QUERY, sequence=n),
+    "hang queries to pass on": lambda enemy, n: enemy.say(Kind.HANG_QUERY, sequence=n, segment=1),
+    "answers nobody asked for": lambda enemy, n: enemy.say(Kind.HANG_REPORT, sequence=n, chunk=1),
 }
 
 

@@ -104,13 +104,13 @@ void Connections::send_kind(int peer, Kind kind) {
     send_control(peer, std::move(outgoing));
 }
 
-Frame Connections::frame(Kind kind, uint32_t channel, uint64_t operation) const {
+Frame Connections::frame(Kind kind, uint32_t channel, uint64_t sequence) const {
     Frame made;
     made.kind = kind;
     made.epoch = group_.epoch;
     made.source = static_cast<uint16_t>(group_.rank);
     made.channel = channel;
-    made.operation = operation;
+    made.sequence = sequence;
     return made;
 }
 

@@ -67,7 +67,7 @@ public:
     // Send a control frame that has no fields but its kind.
     void send_kind(int peer, Kind kind);
     // A frame from this rank in this epoch.
-    Frame frame(Kind kind, uint32_t channel = 0, uint64_t operation = 0) const;
+    Frame frame(Kind kind, uint32_t channel = 0, uint64_t sequence = 0) const;
     // Have the poller wait for what this link can do next.
     void watch(Connection& connection);
 

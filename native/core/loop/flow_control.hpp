@@ -20,11 +20,11 @@ public:
 
     // -- sending
 
-    // The peer has begun this operation, hence all before it on its channel too.
-    void has_begun(uint32_t channel, uint64_t operation) {
+    // The peer has begun this call, hence all before it on its channel too.
+    void has_begun(uint32_t channel, uint64_t sequence) {
         uint64_t& next = begun_[channel];
-        if (operation < next) return;
-        next = operation + 1;
+        if (sequence < next) return;
+        next = sequence + 1;
         if (begun_.size() > max_channels) {
             throw ProtocolError("it uses more than " + std::to_string(max_channels) + " channels");
         }
@@ -32,9 +32,9 @@ public:
 
     // Whether a frame of a collective may be sent now: the peer has begun the operation, so that
     // the payload goes to the caller's array and takes no buffer, or there is credit for it.
-    bool may_send(uint32_t channel, uint64_t operation, uint64_t nbytes) const {
+    bool may_send(uint32_t channel, uint64_t sequence, uint64_t nbytes) const {
         const auto found = begun_.find(channel);
-        return (found != begun_.end() && operation < found->second) || has_credit(nbytes);
+        return (found != begun_.end() && sequence < found->second) || has_credit(nbytes);
     }
 
     // Whether a payload of `nbytes` may be sent to a peer that may have to keep it. With nothing in

@@ -89,7 +89,7 @@ void encode(const Frame& frame, uint8_t* at) {
     at = put(at, frame.epoch);
     at = put(at, frame.channel);
     at = put(at, frame.chunk);
-    at = put(at, frame.operation);
+    at = put(at, frame.sequence);
     at = put(at, frame.segment);
     at = put(at, frame.length);
     at = put(at, frame.fingerprint);
@@ -118,7 +118,7 @@ Frame decode(const uint8_t* header) {
     at = get(at, frame.epoch);
     at = get(at, frame.channel);
     at = get(at, frame.chunk);
-    at = get(at, frame.operation);
+    at = get(at, frame.sequence);
     at = get(at, frame.segment);
     at = get(at, frame.length);
     at = get(at, frame.fingerprint);

@@ -44,7 +44,7 @@ struct Frame {
     uint32_t epoch = 0;
     uint32_t channel = 0;
     uint32_t chunk = 0;
-    uint64_t operation = 0;
+    uint64_t sequence = 0;
     uint32_t segment = 0;
     uint32_t length = 0;
     uint64_t fingerprint = 0;

@@ -56,10 +56,10 @@ void Messages::send(SendingPtr sending) {
 }
 
 void Messages::on_cts(Connection& connection, const Frame& frame) {
-    const auto found = mailbox_.sending.find(frame.operation);
+    const auto found = mailbox_.sending.find(frame.sequence);
     if (found == mailbox_.sending.end() || found->second->peer != connection.rank() ||
         found->second->is_clear) {
-        throw ProtocolError("a CTS for message #" + std::to_string(frame.operation) +
+        throw ProtocolError("a CTS for message #" + std::to_string(frame.sequence) +
                             ", which was not announced");
     }
     found->second->is_clear = true;
@@ -140,7 +140,7 @@ void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
                         arrived.frame.dtype);
         return;
     }
-    const std::pair<int, uint64_t> key(arrived.source, arrived.frame.operation);
+    const std::pair<int, uint64_t> key(arrived.source, arrived.frame.sequence);
     if (!arrived.payload && mailbox_.receiving.count(key)) {
         mailbox_.posted.push_back(receiving);
         connections_.violated(
@@ -160,7 +160,7 @@ void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
     }
     mailbox_.receiving[key] = receiving;
     Outgoing outgoing;
-    outgoing.frame = connections_.frame(Kind::cts, receiving->channel, arrived.frame.operation);
+    outgoing.frame = connections_.frame(Kind::cts, receiving->channel, arrived.frame.sequence);
     connections_.send_control(arrived.source, std::move(outgoing));
 }
 
@@ -168,11 +168,11 @@ void Messages::match(const ReceivingPtr& receiving, const Arrived& arrived) {
 // refused. The sum can't overflow: `offset` is at most `nbytes`, the size of an array in memory,
 // and a frame has at most 16 MiB.
 Sink Messages::route_piece(Connection& connection, const Frame& frame) {
-    const std::pair<int, uint64_t> key(connection.rank(), frame.operation);
+    const std::pair<int, uint64_t> key(connection.rank(), frame.sequence);
     const auto found = mailbox_.receiving.find(key);
     if (found == mailbox_.receiving.end() || frame.segment != found->second->num_pieces ||
         found->second->offset + frame.length > found->second->nbytes) {
-        throw ProtocolError("a piece of message #" + std::to_string(frame.operation) +
+        throw ProtocolError("a piece of message #" + std::to_string(frame.sequence) +
                             " that is not due");
     }
     const ReceivingPtr receiving = found->second;

@@ -195,11 +195,11 @@ void Plans::advance(const RunningPtr& running) {
 Sink Plans::route(Connection& connection, const Frame& frame) {
     const int peer = connection.rank();
     // A peer that sends frames of a call has begun it, so frames of that call need no credit.
-    connections_.flow(peer).has_begun(frame.channel, frame.operation);
-    const RunningPtr running = find({frame.channel, frame.operation});
+    connections_.flow(peer).has_begun(frame.channel, frame.sequence);
+    const RunningPtr running = find({frame.channel, frame.sequence});
     if (running == nullptr) {
         const auto posted = posted_.find(frame.channel);
-        if (posted != posted_.end() && frame.operation < posted->second) on_late(peer, frame);
+        if (posted != posted_.end() && frame.sequence < posted->second) on_late(peer, frame);
         connections_.hold(peer, frame.length);
         return keep(frame, &Plans::on_early, peer);
     }
@@ -250,7 +250,7 @@ Sink Plans::keep(const Frame& frame, void (Plans::*then)(int, EarlyFramePtr), in
 
 // A frame has been read whose operation had not begun when its header came.
 void Plans::on_early(int peer, EarlyFramePtr kept) {
-    const Key key(kept->frame.channel, kept->frame.operation);
+    const Key key(kept->frame.channel, kept->frame.sequence);
     if (!by_key_.count(key)) {
         early_[key][peer].push_back(std::move(kept));
         return;
@@ -261,7 +261,7 @@ void Plans::on_early(int peer, EarlyFramePtr kept) {
 
 // A frame has been read that cannot be applied yet: a step before its own is not done.
 void Plans::on_waiting(int peer, EarlyFramePtr kept) {
-    const RunningPtr running = find({kept->frame.channel, kept->frame.operation});
+    const RunningPtr running = find({kept->frame.channel, kept->frame.sequence});
     if (running == nullptr) {
         on_late(peer, kept->frame);
         return;
@@ -321,7 +321,7 @@ void Plans::announce(int peer) {
 }
 
 void Plans::on_begun(Connection& connection, const Frame& frame) {
-    connections_.flow(connection.rank()).has_begun(frame.channel, frame.operation);
+    connections_.flow(connection.rank()).has_begun(frame.channel, frame.sequence);
     connections_.dirty.insert(connection.rank());  // frames of that call may go now
 }
 
@@ -330,14 +330,14 @@ void Plans::on_begun(Connection& connection, const Frame& frame) {
 // A frame of an operation that has ended here: the peer must have made another call.
 void Plans::on_late(int peer, const Frame& frame) {
     if (disagrees(peer, frame)) return;
-    throw ProtocolError("a frame of operation #" + std::to_string(frame.operation) +
+    throw ProtocolError("a frame of operation #" + std::to_string(frame.sequence) +
                         ", which has ended");
 }
 
 // Whether `frame` belongs to another call than the one that this rank made under that number. If
 // so, the group has failed.
 bool Plans::disagrees(int peer, const Frame& frame) {
-    if (const RunningPtr running = find({frame.channel, frame.operation})) {
+    if (const RunningPtr running = find({frame.channel, frame.sequence})) {
         if (running->spec.fingerprint == frame.fingerprint) return false;
         fail_desync(peer, *running, frame.fingerprint);
         return true;
@@ -345,7 +345,7 @@ bool Plans::disagrees(int peer, const Frame& frame) {
     const auto ended = ended_.find(frame.channel);
     if (ended == ended_.end()) return false;
     for (const Ended& each : ended->second) {
-        if (each.sequence != frame.operation || each.fingerprint == frame.fingerprint) continue;
+        if (each.sequence != frame.sequence || each.fingerprint == frame.fingerprint) continue;
         struct Past : Operation {  // only its name is needed, for the error
             explicit Past(std::string name) : Operation(nullptr), text(std::move(name)) {}
             std::string text;
@@ -408,10 +408,10 @@ void Plans::diagnose(RunningPlan& running, double now) {
 void Plans::on_hang_query(Connection& connection, const Frame& frame) {
     const int peer = connection.rank();
     if (disagrees(peer, frame)) return;
-    const Key key(frame.channel, frame.operation);
+    const Key key(frame.channel, frame.sequence);
     const RunningPtr running = find(key);
     const auto posted = posted_.find(frame.channel);
-    const bool has_called = posted != posted_.end() && frame.operation < posted->second;
+    const bool has_called = posted != posted_.end() && frame.sequence < posted->second;
     // The peer's call only stalls. `disagrees` has compared it with this rank's call; if this rank
     // has not made it yet, the fingerprint is kept for `begin`. No answer is sent.
     if (frame.segment == 0) {
@@ -441,7 +441,7 @@ void Plans::on_hang_query(Connection& connection, const Frame& frame) {
 }
 
 void Plans::on_hang_report(Connection& connection, const Frame& frame) {
-    const Key key(frame.channel, frame.operation);
+    const Key key(frame.channel, frame.sequence);
     HangCheck* check = hangs_.get(key);
     if (check == nullptr || frame.chunk >= static_cast<uint32_t>(group_.world_size)) return;
     const int rank = static_cast<int>(frame.chunk);

@@ -265,7 +265,7 @@ void ProgressLoop::handle(Connection& connection, const Frame& frame, const uint
         case Kind::hang_report: plans_.on_hang_report(connection, frame); break;
         case Kind::begun: plans_.on_begun(connection, frame); break;
         case Kind::credit:
-            connections_.flow(connection.rank()).add_credit(frame.operation);
+            connections_.flow(connection.rank()).add_credit(frame.sequence);
             connections_.dirty.insert(connection.rank());
             break;
         case Kind::abort:

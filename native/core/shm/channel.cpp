@@ -122,8 +122,8 @@ Outcome Channel::reason_to_stop(const Condition& condition) {
         if (reached(their.tick.load(std::memory_order_acquire), condition.tick)) continue;
         // A rank that makes this very call over links will never tick for it here. (Its fingerprint
         // may already be that of a call 64 later; only the text of the error depends on it.)
-        const LinkCall& entry = their.link_calls[number % NUM_LINK_CALLS];
-        if (entry.number.load(std::memory_order_acquire) == number + 1) {
+        const LinkCall& entry = their.link_calls[sequence % NUM_LINK_CALLS];
+        if (entry.sequence.load(std::memory_order_acquire) == sequence + 1) {
             faulty_rank = other;
             peer_fingerprint = entry.fingerprint.load(std::memory_order_relaxed);
             return Outcome::DESYNC;
@@ -248,10 +248,10 @@ void Channel::leave() {
     for (int other = 0; other < shape.world; ++other) wake(other);
 }
 
-void Channel::note_link_call(std::uint64_t number_, std::uint64_t fingerprint) {
-    LinkCall& entry = mine().link_calls[number_ % NUM_LINK_CALLS];
+void Channel::note_link_call(std::uint64_t call_sequence, std::uint64_t fingerprint) {
+    LinkCall& entry = mine().link_calls[call_sequence % NUM_LINK_CALLS];
     entry.fingerprint.store(fingerprint, std::memory_order_relaxed);
-    entry.number.store(number_ + 1, std::memory_order_release);
+    entry.sequence.store(call_sequence + 1, std::memory_order_release);
 }
 
 }  // namespace potluck::shm

@@ -90,10 +90,10 @@ public:
     // This rank makes no more calls.
     void leave();
 
-    // This rank makes call `number` over links: a peer that waits for it here raises DESYNC.
-    void note_link_call(std::uint64_t number, std::uint64_t fingerprint);
-    // The number of the call under way, to compare with the peers' link calls.
-    std::uint64_t number = 0;
+    // This rank makes call `sequence` over links: a peer that waits for it here raises DESYNC.
+    void note_link_call(std::uint64_t sequence, std::uint64_t fingerprint);
+    // The sequence number of the call under way, to compare with the peers' link calls.
+    std::uint64_t sequence = 0;
 
 private:
     RankState& state_of(int of_rank) const { return states_[of_rank]; }

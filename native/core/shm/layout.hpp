@@ -46,10 +46,10 @@ struct Header {
     alignas(64) Word aborted;
 };
 
-// A call that a rank has made over links instead of shared memory. `number` is the call's number
+// A call that a rank has made over links instead of shared memory. `sequence` is the call's number
 // plus 1 (fresh memory is zero, and calls count from 0), and is stored after `fingerprint`.
 struct LinkCall {
-    std::atomic<std::uint64_t> number;
+    std::atomic<std::uint64_t> sequence;
     std::atomic<std::uint64_t> fingerprint;
 };
 

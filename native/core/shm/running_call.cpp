@@ -65,7 +65,7 @@ Outcome RunningCall::step(Channel& channel) {
 
 void RunningCall::begin(Channel& channel) {
     base_ = channel.tick();
-    channel.number = call_.number;
+    channel.sequence = call_.sequence;
     const Shape& shape = channel.shape;
     const auto world = static_cast<std::size_t>(shape.world);
     const std::size_t bytes = call_.count * call_.itemsize;

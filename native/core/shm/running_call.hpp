@@ -59,7 +59,7 @@ struct Call {
     char* result = nullptr;
     std::size_t count = 0;
     std::size_t itemsize = 1;
-    std::uint64_t number = 0;
+    std::uint64_t sequence = 0;
     std::uint64_t fingerprint = 0;
 };
 

@@ -219,10 +219,10 @@ class Communicator:
         request: Request,
         *,
         parent_call: str = "",
-        number: int = -1,
+        sequence: int = -1,
         work: Work | None = None,
     ) -> Work:
-        """``number``: the call's, if it has one already; ``work``: likewise."""
+        """``sequence``: the call's, if it has one already; ``work``: likewise."""
         compiled = self._compiler.compile(request, parent_call)
         buffers = compiled.layout.buffers(request.source, request.result)
         if work is None:
@@ -232,18 +232,18 @@ class Communicator:
             return work
         deadline = deadline_after(request.timeout_s)
         residual = request.encoding.residual if request.encoding is not None else None
-        with self._resources.lock:  # to the loop in the order of the numbers
-            if number < 0:
-                number = self._take_number(compiled.call)
-            self._resources.loop.start(compiled, buffers, work, number, deadline, residual)
+        with self._resources.lock:  # to the loop in the order of their sequence numbers
+            if sequence < 0:
+                sequence = self._take_sequence(compiled.call)
+            self._resources.loop.start(compiled, buffers, work, sequence, deadline, residual)
         return work
 
-    def _take_number(self, call: Call) -> int:
-        """The number of the next call of this channel, one that goes over links."""
+    def _take_sequence(self, call: Call) -> int:
+        """The sequence number of the next call of this channel, one that goes over links."""
         if self._shm is not None:
-            number = self._shm.take_number()
-            self._shm.note_link_call(number, call.fingerprint)
-            return number
+            sequence = self._shm.take_sequence()
+            self._shm.note_link_call(sequence, call.fingerprint)
+            return sequence
         self._sequence += 1
         return self._sequence - 1
 
@@ -251,10 +251,10 @@ class Communicator:
 
     def _over_links_instead(self, request: Request, work: SharedMemoryWork) -> None:
         """A call that waited for shared memory goes over links."""
-        self._run_over_links(request, number=request.number, work=work)
+        self._run_over_links(request, sequence=request.sequence, work=work)
 
     def _exchange(
-        self, output: Array, mine: Array, call: str, number: int, timeout_s: float
+        self, output: Array, mine: Array, call: str, sequence: int, timeout_s: float
     ) -> Work:
         """An all_gather over links, for setting up shared memory before ``call``."""
         return self._run_over_links(
@@ -266,7 +266,7 @@ class Communicator:
                 timeout_s=timeout_s,
             ),
             parent_call=call,
-            number=number,
+            sequence=sequence,
         )
 
     def _set_fast_path(self, channel: Any) -> None:

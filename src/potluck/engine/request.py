@@ -67,11 +67,11 @@ class Request:
     __slots__ = (
         "algorithm",
         "encoding",
-        "number",
         "op",
         "operation",
         "result",
         "root",
+        "sequence",
         "source",
         "timeout_s",
     )
@@ -98,7 +98,7 @@ class Request:
         self.algorithm = None if algorithm is None else Algorithm(algorithm)
         self.encoding = encoding
         self.timeout_s = timeout_s
-        self.number = 0
+        self.sequence = 0
 
     @property
     def described(self) -> Array:

@@ -9,7 +9,7 @@ kind           u8    see ``Kind``
 epoch          u32   the group this frame belongs to; any other epoch is refused
 channel        u32   0 for the group itself, else a sub-group of it
 chunk          u32   DATA: the plan's chunk; HANG_REPORT: the rank it is about
-operation      u64   collectives: number of the call on this channel; point-to-point: of the
+sequence       u64   collectives: the number of the call on this channel; point-to-point: of the
                      message; CREDIT: the bytes of credit
 segment        u32   DATA, PIECE: which; HANG_QUERY: 1 to report and pass on; HANG_REPORT: 1 if
                      the rank has called
@@ -101,7 +101,7 @@ class Frame(NamedTuple):
     epoch: int
     channel: int = 0
     chunk: int = 0
-    operation: int = 0
+    sequence: int = 0
     segment: int = 0
     length: int = 0
     fingerprint: int = 0
@@ -136,9 +136,9 @@ _rts = msgspec.msgpack.Decoder(Rts)
 
 
 def encode(frame: Frame) -> bytes:
-    kind, epoch, channel, chunk, operation, segment, length, fingerprint, source, *rest = frame
+    kind, epoch, channel, chunk, sequence, segment, length, fingerprint, source, *rest = frame
     return _FRAME.pack(
-        _MAGIC, PROTOCOL_VERSION, kind, epoch, channel, chunk, operation, segment, length,
+        _MAGIC, PROTOCOL_VERSION, kind, epoch, channel, chunk, sequence, segment, length,
         fingerprint, source, *rest,
     )  # fmt: skip
 

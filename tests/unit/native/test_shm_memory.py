@@ -34,7 +34,7 @@ def test_a_call_may_be_waited_for_when_the_shared_memory_was_given_back() -> Non
         small_bytes=SLOT_BYTES,
         spin_s=0.0,
         salt=0,
-        number=0,
+        sequence=0,
         engine=engine,
         error_of=RuntimeError,
     )
@@ -47,7 +47,7 @@ def test_a_call_may_be_waited_for_when_the_shared_memory_was_given_back() -> Non
         [10],
         array.ctypes.data,
         array.ctypes.data,
-        channel.take_number(),
+        channel.take_sequence(),
         60.0,
         1,
     )

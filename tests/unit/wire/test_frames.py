@@ -48,7 +48,7 @@ def good_frames(draw: st.DrawFn) -> Frame:
         epoch=draw(U32),
         channel=draw(U32),
         chunk=draw(U32),
-        operation=draw(U64),
+        sequence=draw(U64),
         segment=draw(U32),
         length=draw(st.integers(0, BOUNDS.get(kind, 0))),
         fingerprint=draw(U64),

@@ -2,8 +2,8 @@
 
 Training makes the same calls over and over. What was asked is compiled once: the plan, the text and
 fingerprint by which ranks compare it, where its chunks lie in the caller's arrays, how they are cut
-into segments, and the order of the steps. A call adds its arrays, its number and its deadline
-(``running.py`` and ``native/core/loop/plan.hpp``, which both read this).
+into segments, and the order of the steps. A call adds its arrays, its sequence number and its
+deadline (``running.py`` and ``native/core/loop/plan.hpp``, which both read this).
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Connections:
         """A frame of ``rank`` has been used: return its credit, if enough has gathered."""
         credit = self.flow(rank).consume(nbytes)
         if credit and rank in self.by_rank:
-            frame = Frame(Kind.CREDIT, self._group.epoch, operation=credit, source=self._group.rank)
+            frame = Frame(Kind.CREDIT, self._group.epoch, sequence=credit, source=self._group.rank)
             self.send_control(rank, Outgoing(frame, NOTHING))
 
     def hold(self, rank: int, nbytes: int) -> None:
@@ -221,7 +221,7 @@ class Connections:
 
     def on_credit(self, connection: Connection, frame: Frame, _: memoryview) -> None:
         """The peer returns credit (CREDIT): frames that waited for credit may go."""
-        self.flow(connection.rank).add_credit(frame.operation)
+        self.flow(connection.rank).add_credit(frame.sequence)
         self.dirty.add(connection.rank)
 
     # -- failures

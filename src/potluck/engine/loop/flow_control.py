@@ -39,16 +39,16 @@ class FlowControl:
 
     # -- sending
 
-    def has_begun(self, channel: int, operation: int) -> None:
-        """The peer has begun this operation, hence all before it on its channel too."""
-        if operation >= self._begun.get(channel, 0):
-            self._begun[channel] = operation + 1
+    def has_begun(self, channel: int, sequence: int) -> None:
+        """The peer has begun this call, hence all before it on its channel too."""
+        if sequence >= self._begun.get(channel, 0):
+            self._begun[channel] = sequence + 1
             if len(self._begun) > _MAX_CHANNELS:
                 raise ProtocolError(f"it uses more than {_MAX_CHANNELS} channels")
 
-    def may_send(self, channel: int, operation: int, nbytes: int) -> bool:
+    def may_send(self, channel: int, sequence: int, nbytes: int) -> bool:
         """Whether a frame of a collective may be sent now."""
-        return operation < self._begun.get(channel, 0) or self.has_credit(nbytes)
+        return sequence < self._begun.get(channel, 0) or self.has_credit(nbytes)
 
     def has_credit(self, nbytes: int) -> bool:
         """Whether a payload of ``nbytes`` may be sent to a peer that may have to keep it."""

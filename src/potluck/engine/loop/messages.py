@@ -48,7 +48,7 @@ class Messages:
             Kind.EAGER,
             self._group.epoch,
             sending.channel,
-            operation=self._message,
+            sequence=self._message,
             length=len(sending.data),
             source=self._group.rank,
             dtype=sending.dtype,
@@ -75,9 +75,9 @@ class Messages:
 
     def on_cts(self, connection: Connection, frame: Frame, _: memoryview) -> None:
         """The receive that matches a large message was called (CTS)."""
-        sending = self._mailbox.sending.get(frame.operation)
+        sending = self._mailbox.sending.get(frame.sequence)
         if sending is None or sending.peer != connection.rank or sending.is_clear:
-            raise ProtocolError(f"a CTS for message #{frame.operation}, which was not announced")
+            raise ProtocolError(f"a CTS for message #{frame.sequence}, which was not announced")
         sending.is_clear = True
         self._mailbox.cleared.setdefault(connection.rank, deque()).append(sending)
         self._connections.dirty.add(connection.rank)
@@ -100,7 +100,7 @@ class Messages:
             Kind.PIECE,
             self._group.epoch,
             sending.channel,
-            operation=sending.number,
+            sequence=sending.number,
             segment=start // self._segment_bytes,
             length=len(data),
             source=self._group.rank,
@@ -151,7 +151,7 @@ class Messages:
             sent = (arrived.nbytes, arrived.frame.dtype)
             self._state.fail(message_mismatch(self._group, arrived.source, receiving, *sent))
             return
-        key = (arrived.source, arrived.frame.operation)
+        key = (arrived.source, arrived.frame.sequence)
         if arrived.payload is None and key in self._mailbox.receiving:
             self._mailbox.posted.append(receiving)
             again = ProtocolError(f"it announced message #{key[1]} again before it had sent it")
@@ -171,7 +171,7 @@ class Messages:
                     Kind.CTS,
                     self._group.epoch,
                     receiving.channel,
-                    operation=arrived.frame.operation,
+                    sequence=arrived.frame.sequence,
                     source=self._group.rank,
                 ),
                 NOTHING,
@@ -180,14 +180,14 @@ class Messages:
 
     def route_piece(self, connection: Connection, frame: Frame) -> Sink:
         """Where a piece of a large message goes (PIECE)."""
-        key = (connection.rank, frame.operation)
+        key = (connection.rank, frame.sequence)
         receiving = self._mailbox.receiving.get(key)
         if (
             receiving is None
             or frame.segment != receiving.num_pieces
             or receiving.offset + frame.length > len(receiving.data)
         ):
-            raise ProtocolError(f"a piece of message #{frame.operation} that is not due")
+            raise ProtocolError(f"a piece of message #{frame.sequence} that is not due")
 
         def complete(_: memoryview) -> None:
             receiving.offset += frame.length

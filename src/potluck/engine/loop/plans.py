@@ -201,10 +201,10 @@ class Plans:
     def route(self, connection: Connection, frame: Frame) -> Sink:
         """Where the payload of a DATA frame goes."""
         # A peer that sends frames of a call has begun it, so frames of that call need no credit.
-        self._connections.flow(connection.rank).has_begun(frame.channel, frame.operation)
-        running = self._running.get((frame.channel, frame.operation))
+        self._connections.flow(connection.rank).has_begun(frame.channel, frame.sequence)
+        running = self._running.get((frame.channel, frame.sequence))
         if running is None:
-            if frame.operation < self._posted.get(frame.channel, 0):
+            if frame.sequence < self._posted.get(frame.channel, 0):
                 self._on_late(connection, frame)
             self._connections.hold(connection.rank, frame.length)
             return self._connections.keep(connection, frame, self._on_early)
@@ -233,7 +233,7 @@ class Plans:
 
     def _on_early(self, connection: Connection, frame: Frame, payload: bytearray) -> None:
         """A frame has been read whose operation had not begun when its header came."""
-        key = (frame.channel, frame.operation)
+        key = (frame.channel, frame.sequence)
         if key not in self._running:
             self._early.setdefault(key, {}).setdefault(connection.rank, deque()).append(
                 (frame, payload)
@@ -244,7 +244,7 @@ class Plans:
 
     def _on_waiting(self, connection: Connection, frame: Frame, payload: bytearray) -> None:
         """A frame has been read that cannot be applied yet: a step before its own is not done."""
-        running = self._running.get((frame.channel, frame.operation))
+        running = self._running.get((frame.channel, frame.sequence))
         if running is None:
             self._on_late(connection, frame)
             return
@@ -295,14 +295,14 @@ class Plans:
                     Kind.BEGUN,
                     self._group.epoch,
                     running.channel,
-                    operation=running.sequence,
+                    sequence=running.sequence,
                     source=self._group.rank,
                 )
                 self._connections.send_control(peer, Outgoing(frame, NOTHING))
 
     def on_begun(self, connection: Connection, frame: Frame, _: memoryview) -> None:
         """A peer has begun a call (BEGUN): that call's frames need no credit any more."""
-        self._connections.flow(connection.rank).has_begun(frame.channel, frame.operation)
+        self._connections.flow(connection.rank).has_begun(frame.channel, frame.sequence)
         self._connections.dirty.add(connection.rank)
 
     # -- disagreements
@@ -310,14 +310,14 @@ class Plans:
     def _on_late(self, connection: Connection, frame: Frame) -> None:
         """A frame of an operation that has ended here: the peer must have made another call."""
         if not self._disagrees(connection.rank, frame):
-            raise ProtocolError(f"a frame of operation #{frame.operation}, which has ended")
+            raise ProtocolError(f"a frame of operation #{frame.sequence}, which has ended")
 
     def _disagrees(self, peer: int, frame: Frame) -> bool:
         """Whether ``frame`` is of another call than this rank's (then the group has failed)."""
-        running = self._running.get((frame.channel, frame.operation))
-        calls = [(frame.operation, running.call)] if running else self._ended.get(frame.channel, ())
+        running = self._running.get((frame.channel, frame.sequence))
+        calls = [(frame.sequence, running.call)] if running else self._ended.get(frame.channel, ())
         for number, call in calls:
-            if number == frame.operation and call.fingerprint != frame.fingerprint:
+            if number == frame.sequence and call.fingerprint != frame.fingerprint:
                 mine = f"{call} #{number}"
                 self._state.fail(desync(self._group, peer, mine, frame.fingerprint))
                 return True
@@ -330,7 +330,7 @@ class Plans:
             Kind.HANG_QUERY,
             self._group.epoch,
             running.channel,
-            operation=running.sequence,
+            sequence=running.sequence,
             segment=int(pass_on),
             fingerprint=running.call.fingerprint,
             source=self._group.rank,
@@ -363,9 +363,9 @@ class Plans:
         (HANG_QUERY)."""
         if self._disagrees(connection.rank, frame):
             return
-        key = (frame.channel, frame.operation)
+        key = (frame.channel, frame.sequence)
         running = self._running.get(key)
-        has_called = frame.operation < self._posted.get(frame.channel, 0)
+        has_called = frame.sequence < self._posted.get(frame.channel, 0)
         # The peer's call only stalls. _disagrees has compared it with this rank's call; if this
         # rank has not made it yet, the fingerprint is kept for begin(). No answer is sent.
         if not frame.segment:
@@ -389,7 +389,7 @@ class Plans:
 
     def on_hang_report(self, connection: Connection, frame: Frame, _: memoryview) -> None:
         """A peer reports whether some rank has made a call (HANG_REPORT)."""
-        key = (frame.channel, frame.operation)
+        key = (frame.channel, frame.sequence)
         check = self._hangs.get(key)
         rank, has_called = frame.chunk, bool(frame.segment)
         if check is None or rank in check.reports or rank >= self._group.world_size:
@@ -410,7 +410,7 @@ class Plans:
             Kind.HANG_REPORT,
             self._group.epoch,
             key[0],
-            operation=key[1],
+            sequence=key[1],
             chunk=rank,
             segment=int(has_called),
             source=self._group.rank,

@@ -54,7 +54,7 @@ _SLOT_BYTES = (252 * 1024, 60 * 1024)
 State = Enum("State", ["NEW", "ASKING", "OPEN", "NONE"])
 
 Exchange = Callable[[Array, Array, str, int, float], Work]
-"""``exchange(output, mine, call, number, timeout_s)``: an all_gather over links."""
+"""``exchange(output, mine, call, sequence, timeout_s)``: an all_gather over links."""
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -95,7 +95,7 @@ class ChannelMemory:
         """``changed(channel)`` is called with the native channel, and with None when it is
         closed."""
         self.state = State.NEW
-        self.number = 0
+        self.sequence = 0
         """How many calls this channel has begun. The native channel counts once there is one."""
         self._group = group
         self._rank = rank
@@ -129,19 +129,19 @@ class ChannelMemory:
 
     # -- called with the lock held
 
-    def take_number(self) -> int:
-        """The number of the next call of this channel, through shared memory or not."""
+    def take_sequence(self) -> int:
+        """The sequence number of the next call of this channel, through shared memory or not."""
         if self._native is not None:
-            taken: int = self._native.take_number()
+            taken: int = self._native.take_sequence()
             return taken
-        self.number += 1
-        return self.number - 1
+        self.sequence += 1
+        return self.sequence - 1
 
-    def note_link_call(self, number: int, fingerprint: int) -> None:
-        """Call ``number`` goes over links. A rank that waits for it in shared memory sees that and
-        raises Desync at once."""
+    def note_link_call(self, sequence: int, fingerprint: int) -> None:
+        """Call ``sequence`` goes over links. A rank that waits for it in shared memory then raises
+        Desync at once."""
         if self._native is not None:
-            self._native.note_link_call(number, fingerprint)
+            self._native.note_link_call(sequence, fingerprint)
 
     def takes(self, request: Request) -> bool:
         """Whether a call is for shared memory: False once it is known that there is none."""
@@ -161,14 +161,14 @@ class ChannelMemory:
             is_waiting=self._native is None,
         )
         is_first = self.state is State.NEW
-        numbers = (self.take_number(), self.take_number()) if is_first else (-1, -1)
-        request.number = self.take_number()
+        sequences = (self.take_sequence(), self.take_sequence()) if is_first else (-1, -1)
+        request.sequence = self.take_sequence()
         if self._native is None:
             self._waiting.append((request, work))
         else:
             self._start(request, work)
         if is_first:  # last, because the setup may end at once: the call must be among the waiting
-            self._ask(call, request.timeout_s, *numbers)
+            self._ask(call, request.timeout_s, *sequences)
         return work
 
     def _error_of(
@@ -276,7 +276,7 @@ class ChannelMemory:
                 small_bytes=small_bytes(world, cores, costs),
                 spin_s=spin_s(world, cores, costs),
                 salt=int.from_bytes(salt, "little"),
-                number=self.number,
+                sequence=self.sequence,
                 error_of=self._error_of,
             )
             self._drop_memory()
@@ -317,7 +317,7 @@ class ChannelMemory:
     def _on_close(self) -> None:
         with self._lock:
             if self._native is not None:
-                self.number = self._native.take_number()
+                self.sequence = self._native.take_sequence()
             self.state, self._native = State.NONE, None
             self._changed(None)
 
@@ -337,7 +337,7 @@ class ChannelMemory:
         result = source if request.result is request.source else _address(request.result)
         self._group.start(
             work,
-            lambda number: self._native.start(
+            lambda ident: self._native.start(
                 request.operation,
                 code_of(described.dtype),
                 request.op,
@@ -345,9 +345,9 @@ class ChannelMemory:
                 list(described.shape),
                 source,
                 result,
-                request.number,
+                request.sequence,
                 request.timeout_s,
-                number,
+                ident,
             ),
         )
         work.keep(request)

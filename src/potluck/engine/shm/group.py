@@ -157,12 +157,12 @@ class GroupMemory:
         """Start the native call of ``work`` by ``begin(id)``, and keep both while the call runs."""
         with self._lock:
             self._ids += 1
-            number = self._ids
+            ident = self._ids
             if len(self._inflight) >= self._sweep_at:
                 alive = {n: each for n, each in self._inflight.items() if not each.is_told}
                 self._inflight, self._sweep_at = alive, 2 * len(alive) + _SWEEP
-            self._inflight[number] = work
-        work.began(begin(number))
+            self._inflight[ident] = work
+        work.began(begin(ident))
 
     def failure(self, failure: Failure, call: str) -> BaseException:
         """The error of a call that ended so, and the end of the group."""
@@ -245,9 +245,9 @@ class GroupMemory:
         self._loop.abort(broke(self._group, "the thread of shared memory", why(cause)))
 
     def _tell(self, engine: Any) -> None:
-        while number := engine.next_ended():
+        while ident := engine.next_ended():
             with self._lock:
-                work = self._inflight.pop(number, None)
+                work = self._inflight.pop(ident, None)
             if work is not None:
                 work.done()
             else:

@@ -108,13 +108,13 @@ def test_a_frame_for_a_rank_without_a_link_asks_for_one_and_waits(
     twin: SimpleNamespace, links: list[FakeLink]
 ) -> None:
     group = Group(twin)
-    group.all.send_control(2, told(Kind.CTS, operation=5))
-    group.all.send_control(2, told(Kind.CTS, operation=6))
+    group.all.send_control(2, told(Kind.CTS, sequence=5))
+    group.all.send_control(2, told(Kind.CTS, sequence=6))
     assert set(group.all.wanted) == {2}
     group.all.adopt(2, links[2])
     group.queues[2] = [told(Kind.BEGUN)]
     group.move()
-    assert [(sent.kind, sent.operation) for sent in links[2].sent()] == [
+    assert [(sent.kind, sent.sequence) for sent in links[2].sent()] == [
         (Kind.CTS, 5),
         (Kind.CTS, 6),
         (Kind.BEGUN, 0),
@@ -167,7 +167,7 @@ def test_credit_returns_once_a_quarter_of_the_limit_was_used(
     group.all.release(1, 20_000)
     group.move()
     credit = 30_000 + 2 * OVERHEAD
-    assert links[1].sent() == [frame_of(Kind.CREDIT, operation=credit)]
+    assert links[1].sent() == [frame_of(Kind.CREDIT, sequence=credit)]
 
 
 def test_a_peer_that_closed_has_departed_and_is_not_lost(
@@ -216,10 +216,10 @@ def test_the_last_words_of_a_peer_that_can_not_be_written_to_are_read(
     group = Group(twin)
     group.all.adopt(1, links[1])
     group.move()
-    links[1].incoming += frames.encode(Frame(Kind.BEGUN, EPOCH, operation=7, source=1))
+    links[1].incoming += frames.encode(Frame(Kind.BEGUN, EPOCH, sequence=7, source=1))
     links[1].is_broken = True
     group.all.send_control(1, told(Kind.CTS))
     group.move()
-    assert [(rank, frame.operation) for rank, frame in group.came] == [(1, 7)]
+    assert [(rank, frame.sequence) for rank, frame in group.came] == [(1, 7)]
     assert group.all.failure == (1, "broken pipe")
     assert not group.all.has_link(1)

@@ -25,7 +25,7 @@ def arrived(
     nbytes: int = 32,
     number: int = 1,
 ) -> Any:
-    frame = Frame(Kind.EAGER, 1, channel=channel, operation=number, dtype=4, tag=tag)
+    frame = Frame(Kind.EAGER, 1, channel=channel, sequence=number, dtype=4, tag=tag)
     return twin.Arrived(source, frame, nbytes, bytearray(nbytes))
 
 

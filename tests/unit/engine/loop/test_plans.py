@@ -21,11 +21,11 @@ SEGMENT = 64 << 10
 OVERHEAD = 256
 
 
-def segment(peer: Any, call: Any, data: bytes, number: int = 0, operation: int = 0) -> None:
+def segment(peer: Any, call: Any, data: bytes, number: int = 0, sequence: int = 0) -> None:
     peer.say(
         Kind.DATA,
         data,
-        operation=operation,
+        sequence=sequence,
         segment=number,
         fingerprint=call.fingerprint,
         dtype=UINT8,
@@ -38,7 +38,7 @@ def test_segments_are_combined_and_passed_on(loop_of: LoopOf) -> None:
     segment(rank0.ranks[1], call, b"\2" * SEGMENT)
     frame, payload = rank0.ranks[2].hear(Kind.DATA)
     assert payload == b"\3" * SEGMENT
-    assert (frame.operation, frame.chunk, frame.segment) == (0, 0, 0)
+    assert (frame.sequence, frame.chunk, frame.segment) == (0, 0, 0)
     assert (frame.fingerprint, frame.dtype) == (call.fingerprint, UINT8)
     assert not call.work.done()
     segment(rank0.ranks[1], call, b"\2" * 3, 1)
@@ -55,7 +55,7 @@ def test_segments_of_a_call_to_come_are_kept_and_pay_credit(loop_of: LoopOf) -> 
     call = rank0.start(plan)
     call.work.wait(PATIENCE_S)
     assert call.data.tobytes() == b"\7" * SEGMENT
-    assert peer.hear(Kind.CREDIT)[0].operation == SEGMENT + OVERHEAD
+    assert peer.hear(Kind.CREDIT)[0].sequence == SEGMENT + OVERHEAD
 
 
 def test_a_receiver_that_holds_much_says_which_call_it_has_begun(loop_of: LoopOf) -> None:
@@ -63,9 +63,9 @@ def test_a_receiver_that_holds_much_says_which_call_it_has_begun(loop_of: LoopOf
     rank0 = loop_of(max_early_bytes=1)
     peer = rank0.ranks[1]
     plans = [rank0.plan((COPY, 1), data=bytes(SEGMENT), sequence=n) for n in range(2)]
-    segment(peer, plans[1], b"\1" * SEGMENT, operation=1)
+    segment(peer, plans[1], b"\1" * SEGMENT, sequence=1)
     call = rank0.start(plans[0])
-    assert peer.hear(Kind.BEGUN)[0].operation == 0
+    assert peer.hear(Kind.BEGUN)[0].sequence == 0
     segment(peer, plans[0], b"\0" * SEGMENT)
     call.work.wait(PATIENCE_S)
 
@@ -76,11 +76,11 @@ def test_a_sender_without_credit_waits_until_the_call_has_begun(loop_of: LoopOf)
     for number in range(4):
         rank0.call((SEND, 1), data=bytes(SEGMENT), sequence=number)
     for number in range(3):
-        assert peer.hear(Kind.DATA)[0].operation == number
+        assert peer.hear(Kind.DATA)[0].sequence == number
     peer.say(Kind.CLOSE)  # is answered after all that may be sent
     peer.hear(Kind.CLOSE_ACK)
-    peer.say(Kind.BEGUN, operation=3)
-    assert peer.hear(Kind.DATA)[0].operation == 3
+    peer.say(Kind.BEGUN, sequence=3)
+    assert peer.hear(Kind.DATA)[0].sequence == 3
 
 
 def test_a_segment_that_is_not_due_ends_the_group(loop_of: LoopOf) -> None:
@@ -126,8 +126,8 @@ def test_a_stalled_call_tells_whom_it_waits_for_which_call_it_is_in(loop_of: Loo
     rank0 = loop_of(num_peers=2)
     call = rank0.call((COPY, 1), data=bytes(3))
     query, _ = rank0.ranks[1].hear(Kind.HANG_QUERY)
-    assert (query.operation, query.segment, query.fingerprint) == (0, 0, call.fingerprint)
-    rank0.ranks[1].say(Kind.HANG_QUERY, operation=0, fingerprint=call.fingerprint ^ 1)
+    assert (query.sequence, query.segment, query.fingerprint) == (0, 0, call.fingerprint)
+    rank0.ranks[1].say(Kind.HANG_QUERY, sequence=0, fingerprint=call.fingerprint ^ 1)
     with pytest.raises(Desync) as caught:
         call.work.wait(PATIENCE_S)
     assert caught.value.rank == 1
@@ -136,7 +136,7 @@ def test_a_stalled_call_tells_whom_it_waits_for_which_call_it_is_in(loop_of: Loo
 def test_a_query_about_a_call_to_come_is_compared_when_it_begins(loop_of: LoopOf) -> None:
     rank0 = loop_of()
     plan = rank0.plan((COPY, 1), data=bytes(3))
-    rank0.ranks[1].say(Kind.HANG_QUERY, operation=0, fingerprint=plan.fingerprint ^ 1)
+    rank0.ranks[1].say(Kind.HANG_QUERY, sequence=0, fingerprint=plan.fingerprint ^ 1)
     rank0.ranks[1].say(Kind.CLOSE)
     rank0.ranks[1].hear(Kind.CLOSE_ACK)
     with pytest.raises(Desync):
@@ -150,8 +150,8 @@ def test_an_overdue_call_names_the_rank_that_has_not_made_it(loop_of: LoopOf) ->
     for peer in rank0.ranks.values():
         query, _ = peer.hear(Kind.HANG_QUERY)
         assert query.segment == 1, "to be answered, and passed on"
-    rank0.ranks[1].say(Kind.HANG_REPORT, operation=0, chunk=1, segment=1)
-    rank0.ranks[1].say(Kind.HANG_REPORT, operation=0, chunk=3, segment=0)
+    rank0.ranks[1].say(Kind.HANG_REPORT, sequence=0, chunk=1, segment=1)
+    rank0.ranks[1].say(Kind.HANG_REPORT, sequence=0, chunk=3, segment=0)
     with pytest.raises(OperationTimeout, match=r"rank 3 .* has not made this call") as caught:
         call.work.wait(PATIENCE_S)
     assert caught.value.rank == 3
@@ -169,18 +169,18 @@ def test_a_query_is_answered_and_passed_on_and_so_are_the_reports(loop_of: LoopO
     rank0 = loop_of(num_peers=2)
     call = rank0.call((COPY, 2), data=bytes(3))
     rank0.ranks[2].hear(Kind.HANG_QUERY)  # it stalls, and asks nothing more
-    rank0.ranks[1].say(Kind.HANG_QUERY, operation=0, segment=1, fingerprint=call.fingerprint)
+    rank0.ranks[1].say(Kind.HANG_QUERY, sequence=0, segment=1, fingerprint=call.fingerprint)
     mine, _ = rank0.ranks[1].hear(Kind.HANG_REPORT)
     assert (mine.chunk, mine.segment) == (0, 1)
     passed_on, _ = rank0.ranks[2].hear(Kind.HANG_QUERY)
     assert (passed_on.segment, passed_on.fingerprint) == (1, call.fingerprint)
-    rank0.ranks[2].say(Kind.HANG_REPORT, operation=0, chunk=2, segment=0)
+    rank0.ranks[2].say(Kind.HANG_REPORT, sequence=0, chunk=2, segment=0)
     theirs, _ = rank0.ranks[1].hear(Kind.HANG_REPORT)
     assert (theirs.chunk, theirs.segment) == (2, 0)
 
 
 def test_a_query_about_a_call_that_was_not_made_says_so(loop_of: LoopOf) -> None:
     rank0 = loop_of()
-    rank0.ranks[1].say(Kind.HANG_QUERY, operation=4, segment=1, fingerprint=5)
+    rank0.ranks[1].say(Kind.HANG_QUERY, sequence=4, segment=1, fingerprint=5)
     report, _ = rank0.ranks[1].hear(Kind.HANG_REPORT)
-    assert (report.operation, report.chunk, report.segment) == (4, 0, 0)
+    assert (report.sequence, report.chunk, report.segment) == (4, 0, 0)
