@@ -1,4 +1,4 @@
-"""``AgentBackend``: the groups of a worker, as the agent that started the worker announces them.
+"""``AgentBackend``: the groups of a worker, as the agent that started the worker gives them.
 
 A thread (``agent_link.py``) exchanges messages with the agent, also while the script computes or
 blocks: it answers probes and receives news of lost workers. ``form`` requests a group and opens its

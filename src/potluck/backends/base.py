@@ -96,8 +96,8 @@ class Backend(Protocol):
         """
 
     def next_epoch(self) -> int:
-        """The highest epoch announced so far; if it is above the present epoch, a new group
-        waits."""
+        """The highest epoch of a group that this worker was told of so far; if it is above the
+        present epoch, a new group waits."""
 
     def begin_step(self, step: int) -> None:
         """Note the start of a training step, where a launcher may inject a fault."""

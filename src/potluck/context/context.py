@@ -36,7 +36,7 @@ PEER_TIMEOUT_S = 30.0
 class Commit:
     """The outcome of a vote, equal on all ranks; truthy if the step is committed.
 
-    ``loss`` is the weighted mean over the ranks that gave a loss. ``reform``: a newer view waits,
+    ``loss`` is the weighted mean over the ranks that gave a loss. ``reform``: a newer group waits,
     and every rank must call ``reform`` before the next operation.
     """
 

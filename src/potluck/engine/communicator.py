@@ -1,4 +1,4 @@
-"""The communicator: the collectives of one group, over links.
+"""The communicator: the operations of one group, through shared memory or over links.
 
 Arrays here are NumPy and C-contiguous; the context turns whatever users pass into that. Every call
 returns a Work at once. A communicator and its sub-groups share one progress loop and one link per

@@ -90,7 +90,8 @@ def open_resources(
     max_early_bytes: int,
     use_shared_memory: bool,
 ) -> GroupResources:
-    """Begin a group's loop. ``nodes`` counts the nodes in the order of the ranks."""
+    """Begin a group's loop. The result's ``nodes`` has each rank's node index, counted in the order
+    of the ranks."""
 
     def on_operation(plan: CompiledPlan, seconds: float, error: BaseException | None) -> None:
         resources.on_end(plan.call, plan.nbytes, seconds, error)

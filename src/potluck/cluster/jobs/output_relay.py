@@ -11,7 +11,7 @@ from potluck.wire import control, jobs
 
 _MAX_UNSENT = 4 << 20
 _OUTPUT_S = 5.0
-"""How long the end of a job waits for the last output of workers on other nodes."""
+"""How long the end of a cluster's job waits for the last output of its workers."""
 
 
 class OutputRelay:

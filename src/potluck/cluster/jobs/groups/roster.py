@@ -261,7 +261,8 @@ class State:
 
     @property
     def exit_code(self) -> int:
-        """What the job's command should exit with: the first failing worker's code, or 0."""
+        """What the job's command should exit with if its summary has no other problem: 128 + the
+        signal of an interrupt, the first failing worker's code, or 0."""
         if self.interrupted:
             return 128 + self.interrupted
         if self.failure is not None:
