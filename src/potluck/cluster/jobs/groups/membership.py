@@ -5,7 +5,8 @@ is any monotonic clock in seconds. Rules:
 
 - The epoch only rises. The first group waits for all expected workers.
 - A group's members are in order of seniority (the epoch they joined in, then their name), so
-  rank 0 is the most senior; where links were measured the others follow the ring that avoids slow ones.
+  rank 0 is the most senior; where links were measured the others follow the ring that avoids slow
+  ones.
 - An exit is certain death: the other members get a new group at once. Silence is not: a report of
   it starts an inquiry. A member that does not answer a probe is evicted. If all answer, the members
   that are blamed and not blocked themselves are evicted (in a ring, each rank blames its
