@@ -156,6 +156,12 @@ class _Stream:
     def set_write_buffer_limits(self, high: int) -> None:
         """Do nothing: written data is sent at the next drain or read."""
 
+    def get_write_buffer_size(self) -> int:
+        return len(self._unsent)
+
+    def is_closing(self) -> bool:
+        return False
+
     def get_extra_info(self, name: str) -> None:
         return None
 
