@@ -8,15 +8,11 @@
 #include <cerrno>
 #include <cstring>
 
+#include "core/tls/send_flags.hpp"
+
 namespace potluck {
 
 namespace {
-
-#ifdef MSG_NOSIGNAL
-constexpr int send_flags = MSG_NOSIGNAL;
-#else
-constexpr int send_flags = 0;
-#endif
 
 // As many as a frame has: header, payload, checksum.
 constexpr size_t max_pieces = 3;

@@ -10,19 +10,10 @@
 #include <cstring>
 #include <utility>
 
+#include "core/tls/send_flags.hpp"
 #include "core/tls/tls.hpp"
 
 namespace potluck {
-
-namespace {
-
-#ifdef MSG_NOSIGNAL
-constexpr int send_flags = MSG_NOSIGNAL;
-#else
-constexpr int send_flags = 0;
-#endif
-
-}  // namespace
 
 // While the greeting was read, OpenSSL asked the kernel for one record at a time, because bytes
 // behind the greeting may have to go on in clear text. From here on every byte is a record's, and

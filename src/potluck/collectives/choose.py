@@ -187,7 +187,9 @@ def _fastest(
         found.append((seconds, plan, links))
         lowest = min(lowest, seconds)
     equal = [each for each in found if each[0] <= lowest * _EQUALLY_FAST]
-    seconds, plan, _ = min(equal, key=lambda each: (bytes_moved(each[1], each[2], nbytes), each[0]))
+    if len(equal) > 1:
+        equal.sort(key=lambda each: (_bytes_moved(each[1], each[2], nbytes, is_coded), each[0]))
+    seconds, plan, _ = equal[0]
     return plan.algorithm, seconds
 
 
@@ -208,19 +210,19 @@ def least_seconds(plan: Plan, nbytes: int, links: LinkModel) -> float:
     return max(sent, received)
 
 
-def bytes_moved(plan: Plan, links: LinkModel, nbytes: int) -> int:
+def _bytes_moved(plan: Plan, links: LinkModel, nbytes: int, is_coded: bool) -> int:
     """What all ranks send together, before any codec."""
     sizes, period = chunk_sizes(plan, nbytes), _period(plan, links)
     sent = (
         sizes[chunk]
-        for one in _first_plans(plan, period, links)
+        for one in _first_plans(plan, period, links, is_coded)
         for action, _, chunk in one.steps
         if action is Action.SEND
     )
     return sum(sent) * plan.world_size // period
 
 
-def _first_plans(plan: Plan, count: int, links: LinkModel, *, is_coded: bool = False) -> list[Plan]:
+def _first_plans(plan: Plan, count: int, links: LinkModel, is_coded: bool) -> list[Plan]:
     """The plans of ranks 0 to ``count - 1`` in the world of ``plan``."""
     return [
         build_plan(plan.operation, plan.algorithm, plan.world_size, rank, 0, links.nodes, is_coded)
@@ -236,7 +238,7 @@ def estimate(plan: Plan, nbytes: int, links: LinkModel, *, is_coded: bool = Fals
     to the bytes, so two smaller simulations give the line on which it lies.
     """
     period = _period(plan, links)
-    plans = _first_plans(plan, period, links, is_coded=is_coded)
+    plans = _first_plans(plan, period, links, is_coded)
 
     def seconds(size: int) -> float:
         if period < plan.world_size:
