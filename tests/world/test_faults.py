@@ -126,7 +126,7 @@ def test_sub_groups_with_the_same_members_in_another_order_are_a_disagreement() 
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "direct", "centralized", "doubling"])
 @pytest.mark.parametrize("silent", [0, 2, 4])
 def test_a_rank_that_does_not_call_is_named_on_all(algorithm: str, silent: int) -> None:
-    over = threading.Barrier(5)
+    called, over = threading.Barrier(4), threading.Barrier(5)
 
     def act(ctx: DistributedContext) -> None:
         ctx.barrier(algorithm=RING)
@@ -135,8 +135,13 @@ def test_a_rank_that_does_not_call_is_named_on_all(algorithm: str, silent: int) 
             with pytest.raises(OperationTimeout) as caught:
                 ctx.barrier()
         else:
+            # Long enough for all callers to get so far: a rank that is only late would be named,
+            # and rightly.
+            timeout = 1.0 + 0.05 * ctx.rank
+            work = ctx.all_reduce(x(), algorithm=algorithm, timeout=timeout, async_op=True)
+            called.wait(20)
             with pytest.raises(OperationTimeout, match="exceeded its timeout on") as caught:
-                ctx.all_reduce(x(), algorithm=algorithm, timeout=0.2 + 0.05 * ctx.rank)
+                work.wait()
             over.wait(20)
         assert caught.value.rank == silent
 

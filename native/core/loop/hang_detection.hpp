@@ -12,7 +12,7 @@
 namespace potluck {
 
 constexpr double stall_s = 0.25;   // an operation that has run for so long queries its peers
-constexpr double answer_s = 0.25;  // how long reports are waited for after the deadline
+constexpr double answer_s = 1.0;   // how long reports are waited for after the deadline
 
 // Channel and number of an operation.
 using Key = std::pair<uint32_t, uint64_t>;

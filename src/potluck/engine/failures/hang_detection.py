@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 STALL_S = 0.25
-ANSWER_S = 0.25
+ANSWER_S = 1.0
 _MAX_CHECKS = 64
 
 Key = tuple[int, int]
