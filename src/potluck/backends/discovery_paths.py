@@ -12,17 +12,16 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from potluck.cluster.topology import measure
 from potluck.cluster.topology.graph import Topology, in_ring
 from potluck.errors import LinkError, PotluckError
-from potluck.transport.blocking import receive, recv_exactly, send_all
+from potluck.transport.blocking import receive, send_all
 from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Admission
 from potluck.transport.tcp import TcpLink
 from potluck.types import MeasuredPath
-from potluck.wire.facts import LinkFacts, NodeFacts
+from potluck.wire.facts import MEASURING, LinkFacts, Measuring, NodeFacts
 from potluck.wire.gathering import ASKED, READING, Measure, Participant, Reading
 from potluck.wire.greeting import Hello, Welcome
 
@@ -133,48 +132,29 @@ def answer(hello: Hello, node: str) -> Admission:
     """Serve the measurement of another process."""
 
     def deliver(link: TcpLink) -> None:
-        stream: Any = _Stream(link, time.monotonic() + measure.MEASURE_S)
         with contextlib.closing(link):
-            asyncio.run(measure.serve(stream, stream, lambda: True))
+            connection = _BlockingConnection(link, time.monotonic() + measure.MEASURE_S)
+            asyncio.run(measure.serve(connection, may_go_on=lambda: True))
 
     return Admission(Welcome(), deliver)
 
 
-class _Stream:
-    """A blocking link with the part of asyncio's streams that ``measure.serve`` needs. It may block
-    the loop, which has no other task."""
+class _BlockingConnection:
+    """A measuring connection over a blocking link. It blocks the event loop, which has no other
+    task."""
 
     def __init__(self, link: TcpLink, deadline: float) -> None:
         self._link = link
         self._deadline = deadline
-        self._unsent = bytearray()
 
-    @property
-    def transport(self) -> _Stream:
-        return self
-
-    def set_write_buffer_limits(self, high: int) -> None:
-        """Do nothing: written data is sent at the next drain or read."""
-
-    def get_write_buffer_size(self) -> int:
-        return len(self._unsent)
-
-    def is_closing(self) -> bool:
-        return False
-
-    def get_extra_info(self, name: str) -> None:
-        return None
-
-    def write(self, data: bytes) -> None:
-        self._unsent += data
+    def send(self, message: Measuring) -> None:
+        send_all(self._link, MEASURING.encode(message), self._deadline)
 
     async def drain(self) -> None:
-        unsent, self._unsent = self._unsent, bytearray()
-        send_all(self._link, bytes(unsent), self._deadline)
+        """Return at once: ``send`` has waited until the system took the bytes."""
 
-    async def readexactly(self, count: int) -> bytes:
-        await self.drain()
-        return recv_exactly(self._link, count, self._deadline)
+    async def receive(self) -> Measuring:
+        return receive(self._link, MEASURING, self._deadline)
 
 
 def named(

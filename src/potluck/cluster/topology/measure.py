@@ -16,6 +16,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from potluck.errors import LinkError, ProtocolError
 from potluck.transport import aio
@@ -58,6 +59,37 @@ class PathReading:
         return self.latency_s + (MAX_TRAIN / slower if slower else float("inf"))
 
 
+class Connection(Protocol):
+    """What a measurement needs of a greeted connection."""
+
+    def send(self, message: facts.Measuring) -> object: ...
+
+    async def drain(self) -> None:
+        """Return when the connection takes more bytes."""
+
+    async def receive(self) -> facts.Measuring:
+        """The next message. LinkError when the connection has ended, ProtocolError for bytes that
+        are no message."""
+        ...
+
+
+class StreamConnection(aio.MessageLink[facts.Measuring, facts.Measuring]):
+    """A connection over asyncio's streams, with at most 64 KiB that wait to be sent: bytes in a
+    long queue would be timed too early."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__(reader, writer, received=facts.MEASURING, sent=facts.MEASURING)
+        writer.transport.set_write_buffer_limits(high=_BUFFER)
+        sock: socket.socket | None = writer.get_extra_info("socket")
+        if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _BUFFER)
+
+    async def drain(self) -> None:
+        """Return when the connection takes more bytes."""
+        await self.writer.drain()
+
+
 async def measure(
     host: str,
     port: int,
@@ -82,33 +114,31 @@ async def measure(
         raise LinkError(f"{host}:{port} is another node") from error
     try:
         async with asyncio.timeout(MEASURE_S):
-            talk = _Talk(reader, writer, may_go_on)
+            trains = _Trains(StreamConnection(reader, writer), may_go_on)
             local = writer.get_extra_info("sockname")[0].removeprefix("::ffff:")
-            latency_s = await _latency(talk)
+            latency_s = await _latency(trains.connection)
             if not wants_bandwidth(local):
                 return PathReading(host, local, latency_s)
-            outward = await _bandwidth(talk.push)
-            inward = await _bandwidth(talk.pull)
+            outward = await _bandwidth(trains.push)
+            inward = await _bandwidth(trains.pull)
             return PathReading(host, local, latency_s, outward, inward)
     finally:
         await aio.end(writer)
 
 
-async def serve(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, may_go_on: Callable[[], bool]
-) -> None:
+async def serve(connection: Connection, may_go_on: Callable[[], bool]) -> None:
     """Answer one measurement to its end; at most ``MEASURE_S``."""
     with contextlib.suppress(LinkError, Stopped, TimeoutError, OSError):
         async with asyncio.timeout(MEASURE_S):
-            talk = _Talk(reader, writer, may_go_on)
+            trains = _Trains(connection, may_go_on)
             while True:
-                message = await talk.receive()
+                message = await connection.receive()
                 if isinstance(message, Echo):
-                    talk.send(message)
+                    connection.send(message)
                 elif isinstance(message, SendTrain):
-                    await talk.load(message.nbytes)
+                    await trains.load(message.nbytes)
                 elif isinstance(message, Load):
-                    talk.send(await talk.arrives(message))
+                    connection.send(await trains.arrives(message))
                 else:
                     raise ProtocolError(f"{type(message).__name__} answers nothing")
 
@@ -120,13 +150,13 @@ def next_train(nbytes: int, arrived: TrainArrived) -> int:
     return min(4 * nbytes, MAX_TRAIN)
 
 
-async def _latency(talk: _Talk) -> float:
+async def _latency(connection: Connection) -> float:
     loop = asyncio.get_running_loop()
     least = float("inf")
     for number in range(_NUM_ECHOES):
         began = loop.time()
-        talk.send(Echo(number))
-        if await talk.receive() != Echo(number):
+        connection.send(Echo(number))
+        if await connection.receive() != Echo(number):
             raise ProtocolError("it sent something else back")
         least = min(least, (loop.time() - began) / 2)
     return least
@@ -144,35 +174,25 @@ async def _bandwidth(train: Callable[[int], Awaitable[TrainArrived]]) -> float:
     return min(each.half_bytes / max(each.seconds, 1e-6) for each in (arrived, again))
 
 
-class _Talk(aio.MessageLink[facts.Measuring, facts.Measuring]):
-    """The connection of a measurement, over which trains travel."""
+class _Trains:
+    """Trains of bytes over a connection, in both directions."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        may_go_on: Callable[[], bool],
-    ) -> None:
-        super().__init__(reader, writer, received=facts.MEASURING, sent=facts.MEASURING)
+    def __init__(self, connection: Connection, may_go_on: Callable[[], bool]) -> None:
+        self.connection = connection
         self._may_go_on = may_go_on
-        writer.transport.set_write_buffer_limits(high=_BUFFER)
-        sock: socket.socket | None = writer.get_extra_info("socket")
-        if sock is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _BUFFER)
 
     async def push(self, nbytes: int) -> TrainArrived:
         """Send a train; returns what the other side timed."""
         await self.load(nbytes)
-        answer = await self.receive()
+        answer = await self.connection.receive()
         if not isinstance(answer, TrainArrived):
             raise ProtocolError(f"a train was answered with {type(answer).__name__}")
         return answer
 
     async def pull(self, nbytes: int) -> TrainArrived:
         """Have the other side send a train; returns what was timed here."""
-        self.send(SendTrain(nbytes))
-        first = await self.receive()
+        self.connection.send(SendTrain(nbytes))
+        first = await self.connection.receive()
         if not isinstance(first, Load):
             raise ProtocolError(f"a train was asked for and {type(first).__name__} came")
         return await self.arrives(first)
@@ -186,8 +206,8 @@ class _Talk(aio.MessageLink[facts.Measuring, facts.Measuring]):
             if not self._may_go_on():
                 raise Stopped
             is_last = left < len(piece) or loop.time() > until
-            self.send(Load(piece, is_last))
-            await self.writer.drain()
+            self.connection.send(Load(piece, is_last))
+            await self.connection.drain()
             if is_last:
                 return
 
@@ -198,7 +218,7 @@ class _Talk(aio.MessageLink[facts.Measuring, facts.Measuring]):
         times = [(loop.time(), total)]
         message: facts.Measuring = first
         while isinstance(message, Load) and not message.last:
-            message = await self.receive()
+            message = await self.connection.receive()
             if not isinstance(message, Load):
                 raise ProtocolError(f"{type(message).__name__} in the middle of a train")
             total += len(message.data)

@@ -17,7 +17,13 @@ from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.membership.failure_detector import FailureDetector, Status
 from potluck.cluster.topology.graph import Topology
 from potluck.cluster.topology.hardware import own_facts
-from potluck.cluster.topology.measure import PathReading, Stopped, measure, serve
+from potluck.cluster.topology.measure import (
+    PathReading,
+    Stopped,
+    StreamConnection,
+    measure,
+    serve,
+)
 from potluck.cluster.topology.survey import Survey, is_news, shares_interfaces
 from potluck.errors import PotluckError
 from potluck.transport import aio
@@ -96,7 +102,7 @@ class Surveyor:
         self._is_measuring = True
         try:
             await aio.write_greeting(writer, Welcome())
-            await serve(reader, writer, lambda: self._may_go_on(node))
+            await serve(StreamConnection(reader, writer), lambda: self._may_go_on(node))
         finally:
             self._is_measuring = False
 

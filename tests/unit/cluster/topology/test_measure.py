@@ -8,7 +8,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from potluck.cluster.topology.measure import PathReading, Stopped, measure, next_train, serve
+from potluck.cluster.topology.measure import (
+    PathReading,
+    Stopped,
+    StreamConnection,
+    measure,
+    next_train,
+    serve,
+)
 from potluck.errors import LinkError, Refused
 from potluck.transport import aio
 from potluck.wire.facts import MAX_TRAIN, TrainArrived
@@ -30,7 +37,7 @@ async def answering(
     ) -> None:
         await aio.write_greeting(writer, refusal or Welcome())
         if refusal is None:
-            await serve(reader, writer, may_go_on)
+            await serve(StreamConnection(reader, writer), may_go_on)
 
     server = aio.Server("127.0.0.1", 0, credentials, greeted)
     try:
