@@ -1,4 +1,4 @@
-"""The types that all floors share: members, groups, reductions."""
+"""The types that all floors share: engines, members, groups, reductions."""
 
 from __future__ import annotations
 
@@ -55,13 +55,24 @@ def reduce_op(value: str) -> ReduceOp:
         return ReduceOp(value)
 
 
+class Engine(StrEnum):
+    """The progress loop that moves a worker's bytes: the native core's, or its twin in Python.
+
+    Both speak the same protocol, so a group may have workers of either.
+    """
+
+    NATIVE = "native"
+    PYTHON = "python"
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """A worker as a member of a group.
 
     ``worker`` is stable for the whole job (``"2"`` stays ``"2"`` after a restart) while the rank
     may change from group to group. ``node`` is the hex id of its node. ``host`` and ``port`` are
-    the address of its listener; they are empty for in-process workers.
+    the address of its listener; they are empty for in-process workers. ``engine`` is what it said
+    of itself, NATIVE where members say nothing (a list of addresses).
     """
 
     worker: str
@@ -69,6 +80,7 @@ class Member:
     host: str = ""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     local_rank: int = 0
+    engine: Engine = Engine.NATIVE
 
     def __str__(self) -> str:
         where = f" at {self.host}:{self.port}" if self.port else ""
@@ -113,6 +125,12 @@ class Group:
     def world_size(self) -> int:
         """The number of members."""
         return len(self.members)
+
+    @property
+    def engine(self) -> Engine:
+        """The slowest engine among the members."""
+        is_native = all(member.engine is Engine.NATIVE for member in self.members)
+        return Engine.NATIVE if is_native else Engine.PYTHON
 
     @property
     def me(self) -> Member:

@@ -183,11 +183,14 @@ class Host:
             )
         self.run(["nft", "-f", "-"], input=rules)
 
-    def shape(self, rate: str | None, *, burst: str | None = None) -> None:
+    def shape(self, rate: str | None, *, burst: int | None = None) -> None:
         """Hold both directions of this host's cable to ``rate`` (tc's words: ``1gbit``), or not.
 
         By a token bucket: ``burst`` bytes may pass at once (by default half a millisecond's,
         at least 256 KiB), and a queue of 50 ms holds the rest, beyond which packets are lost.
+        A small ``burst`` makes small messages as slow as a real cable does; it also bounds the
+        kernel's packets (up to 64 KiB before a network card cuts them), since the bucket would cut
+        a larger packet at a great cost.
         """
         ends = ((self.namespace, INTERFACE), (self.network.bridge, self.port))
         for namespace, interface in ends:
@@ -215,7 +218,7 @@ class Network(Sequence[Host]):
     if it can't be made, and then nothing is left of it. Takes about 50 ms per host.
     """
 
-    def __init__(self, num_hosts: int, *, rate: str | None = None, burst: str | None = None):
+    def __init__(self, num_hosts: int, *, rate: str | None = None, burst: int | None = None):
         if not 1 <= num_hosts <= 250:
             raise ValueError(f"a network has 1 to 250 hosts, not {num_hosts}")
         with _lock:
@@ -282,7 +285,7 @@ class Network(Sequence[Host]):
             if namespace in remaining:
                 _remove(namespace)
 
-    def _make(self, rate: str | None, burst: str | None) -> None:
+    def _make(self, rate: str | None, burst: int | None) -> None:
         _run(["ip", "netns", "add", self.bridge])
         self.ip("link", "set", "lo", "up")
         # Without snooping multicast goes to all ports at once, as through a plain home switch.
@@ -368,12 +371,15 @@ def _started(pid: int) -> str:
     return "" if state in "ZX" else fields[18]
 
 
-def _shape(namespace: str, interface: str, rate: str, burst: str | None = None) -> None:
-    bucket = burst or f"{max(256 << 10, round(_bits_per_s(rate) / 8 * 0.0005))}"
+def _shape(namespace: str, interface: str, rate: str, burst: int | None = None) -> None:
+    if burst is not None:
+        largest = str(min(1 << 16, burst * 4 // 5))
+        _run(["ip", "-n", namespace, "link", "set", "dev", interface, "gso_max_size", largest])
+    bucket = burst or max(256 << 10, round(_bits_per_s(rate) / 8 * 0.0005))
     _run(
         [
             *("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root"),
-            *("tbf", "rate", rate, "burst", bucket, "latency", "50ms"),
+            *("tbf", "rate", rate, "burst", str(bucket), "latency", "50ms"),
         ]
     )
 

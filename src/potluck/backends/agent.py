@@ -167,6 +167,7 @@ class AgentBackend:
                 port=self._base.port,
                 pid=os.getpid(),
                 local_rank=self._local_rank,
+                engine=self._base.engine,
                 cause=control.clip(str(cause or "")),
                 is_fixed=not self.elastic,
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from potluck.backends import discovery_paths
@@ -76,7 +77,10 @@ class AutoDiscoveryBackend(StaticBackend):
         self.switchboard = self._base.switchboard
         credentials = self._base.credentials
         instance = new_instance()
-        self._me = Participant(instance.hex(), Member("", credentials.node_id, "", self._base.port))
+        self._me = Participant(
+            instance.hex(),
+            Member("", credentials.node_id, "", self._base.port, engine=self._base.engine),
+        )
         self._changed = threading.Condition()
         self._peers = KnownPeers(self._changed)
         self._formed: Formed | None = None
@@ -243,7 +247,7 @@ def _members(formed: Formed) -> tuple[Member, ...]:
     for participant in formed.participants:
         member = participant.member
         local_rank = seen[member.node] = seen.get(member.node, -1) + 1
-        members.append(Member(member.worker, member.node, member.host, member.port, local_rank))
+        members.append(replace(member, local_rank=local_rank))
     return tuple(members)
 
 

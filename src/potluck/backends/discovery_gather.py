@@ -296,6 +296,7 @@ class Gathering:
             worker=self._me.instance,
             port=self._me.member.port,
             world_size=self._world_size,
+            engine=self._me.member.engine,
         )
         link, _ = connect(
             member.host, member.port, hello, self._credentials, deadline=deadline, max_retries=0

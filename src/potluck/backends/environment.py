@@ -126,6 +126,7 @@ class EnvironmentBackend(StaticBackend):
             host=self._launched.host,
             port=self._base.port,
             local_rank=self._launched.local_rank,
+            engine=self._base.engine,
         )
         return [each.link for each in others], (me, *(each.member for each in others))
 
@@ -141,6 +142,7 @@ class EnvironmentBackend(StaticBackend):
             port=self._base.port,
             world_size=self._world_size,
             local_rank=self._launched.local_rank,
+            engine=self._base.engine,
         )
         where = f"rank 0 at MASTER_ADDR:MASTER_PORT {self._launched.host}:{self._launched.port}"
         try:

@@ -19,7 +19,7 @@ from potluck.errors import Evicted, GroupError, LinkError, OperationTimeout, Ref
 from potluck.metrics import Metrics
 from potluck.transport.inproc import inproc_pair
 from potluck.transport.link import Link
-from potluck.types import Group, Member
+from potluck.types import Engine, Group, Member
 from potluck.wire.greeting import Refusal
 
 
@@ -102,7 +102,9 @@ class Hub:
                 raise OperationTimeout(f"no group after epoch {after_epoch} within {timeout_s} s")
             if worker not in self._alive:
                 raise Evicted(f"worker {worker} was killed")
-            members = tuple(Member(name, node="in-process") for name in self._members)
+            members = tuple(
+                Member(name, node="in-process", engine=Engine.PYTHON) for name in self._members
+            )
             return Group(self._epoch, self._members.index(worker), members, job="in-process")
 
     # -- links

@@ -128,7 +128,9 @@ class Rendezvous(Generic[T]):
             self._forget(hello.worker)
             link.close()
             return
-        member = Member(hello.worker, node, link.peer_host, hello.port, hello.local_rank)
+        member = Member(
+            hello.worker, node, link.peer_host, hello.port, hello.local_rank, hello.engine
+        )
         with self._changed:
             self._coming.discard(hello.worker)
             if not self._is_open or len(self._arrivals) >= self._capacity:

@@ -29,7 +29,7 @@ from potluck.errors import (
     PotluckError,
     WrongSecret,
 )
-from potluck.types import Group, Member
+from potluck.types import Engine, Group, Member
 from potluck.waiting import Reminder
 
 EPOCH = 1
@@ -49,6 +49,7 @@ class RankEntry(msgspec.Struct, frozen=True):
     world_size: int
     local_rank: int
     job: str
+    engine: Engine
 
 
 @contextlib.contextmanager
@@ -97,6 +98,7 @@ def meet(
         world_size=world_size,
         local_rank=local_rank,
         job=secrets.token_hex(8) if rank == 0 else "",
+        engine=base.engine if base else Engine.NATIVE,
     )
     store.set(f"{prefix}/{rank}", msgspec.json.encode(entry).decode())
     keys = [f"{prefix}/{other}" for other in range(world_size)]
@@ -118,6 +120,7 @@ def meet(
             host=hosts[other] if hosts else _host(each, entry, has_server),
             port=each.port,
             local_rank=each.local_rank,
+            engine=each.engine,
         )
         for other, each in enumerate(entries)
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
+from potluck.engine.loop.native import is_available
 from potluck.engine.mesh import Mesh, Switchboard
 from potluck.engine.request import Request
 from potluck.errors import ConfigurationError, GroupError
@@ -21,7 +22,7 @@ from potluck.settings import Settings
 from potluck.transport.acceptor import Limits, is_port_taken
 from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Listener
-from potluck.types import Group
+from potluck.types import Engine, Group
 from potluck.waiting import Reminder, reminding
 from potluck.wire.greeting import PLAIN
 
@@ -76,6 +77,12 @@ class TcpBase:
     @property
     def port(self) -> int:
         return self.listener.port
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of this process."""
+        is_native = self.credentials.is_native and is_available()
+        return Engine.NATIVE if is_native else Engine.PYTHON
 
     def open(self, group: Group, *, are_listening: bool = True) -> Communicator:
         """Open the communicator of ``group``; connections for earlier groups are refused then.

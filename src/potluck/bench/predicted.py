@@ -9,11 +9,11 @@ from potluck import native
 from potluck.bench.peers import NO_SHARED_MEMORY, Competitor
 from potluck.bench.placement import Here
 from potluck.collectives.choose import estimate, fastest
-from potluck.collectives.links import DEFAULT_LINKS
+from potluck.collectives.links import LINKS
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import build_plan
 from potluck.engine.loop.native import is_available
-from potluck.types import ReduceOp
+from potluck.types import Engine, ReduceOp
 
 
 def predicted_s(
@@ -30,11 +30,12 @@ def predicted_s(
     if not NO_SHARED_MEMORY.items() <= peer.environment.items():
         firsts = (placement.local_rank(rank) == 0 for rank in range(world_size))
         nodes = tuple(accumulate(map(int, firsts)))
+    links = LINKS[Engine.NATIVE if is_native else Engine.PYTHON]
     kind = Operation(operation.replace("-", "_"))
     algorithm = peer.arguments.get("algorithm") if kind is Operation.ALL_REDUCE else None
     if algorithm is not None:
         plan = build_plan(kind, Algorithm(algorithm), world_size, 0, nodes=nodes)
-        return estimate(plan, nbytes, replace(DEFAULT_LINKS, nodes=nodes))
+        return estimate(plan, nbytes, replace(links, nodes=nodes))
     if is_native and nodes is not None and len(set(nodes)) == 1:
         return None
-    return fastest(kind, nbytes, world_size, ReduceOp.SUM, nodes=nodes)[1]
+    return fastest(kind, nbytes, world_size, ReduceOp.SUM, nodes=nodes, links=links)[1]

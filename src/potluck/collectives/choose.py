@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 
 from potluck.collectives import doubling
 from potluck.collectives.links import (
-    DEFAULT_LINKS,
+    LINKS,
     SEGMENT_BYTES,
     LinkModel,
     measured_links,
@@ -20,7 +21,7 @@ from potluck.collectives.links import (
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.collectives.registry import algorithms_for, build_plan
 from potluck.collectives.simulate import chunk_sizes, simulate, simulate_rotated
-from potluck.types import Group, ReduceOp
+from potluck.types import Engine, Group, ReduceOp
 
 ROTATED = frozenset(
     {
@@ -60,8 +61,8 @@ def choose(
     ``nbytes`` is the whole data, as in :func:`~potluck.collectives.simulate.chunk_sizes`, and is
     rounded up to a power of two. ``op`` is what combines, where something does: not all algorithms
     are for all of them (``doubling.py``). ``nodes`` is as in ``make_plan``; without it hierarchical
-    is not a candidate. ``links`` is the wires' model (its own ``nodes`` are ignored), else the
-    defaults.
+    is not a candidate. ``links`` is the model of the links (its own ``nodes`` are ignored), else
+    that of the native engine.
     Cost: about a microsecond when asked before; the first time some tens of milliseconds for 64
     ranks, and more beyond. Raises ``ValueError`` for negative ``nbytes`` and bad worlds.
     """
@@ -109,7 +110,8 @@ class Chooser:
     """
 
     def __init__(self, group: Group, ranks: Sequence[int], nodes: tuple[int, ...]) -> None:
-        links = measured_links([group.members[rank].node for rank in ranks], group.paths)
+        on = [group.members[rank].node for rank in ranks]
+        links = measured_links(LINKS[group.engine], on, group.paths)
         self.choose = partial(choose, nodes=nodes, links=links)
         self.choose_coded = partial(choose_coded, nodes=nodes, links=links)
 
@@ -135,7 +137,7 @@ def _choose_coded(
     links: LinkModel | None,
 ) -> Algorithm:
     nbytes = 1 << bucket - 1 if bucket else 0
-    links = replace(links or DEFAULT_LINKS, nodes=nodes)
+    links = replace(links or LINKS[Engine.NATIVE], nodes=nodes)
     options = [
         (
             build_plan(Operation.ALL_REDUCE, algorithm, world_size, 0, nodes=nodes, is_coded=True),
@@ -156,7 +158,7 @@ def _choose(
     links: LinkModel | None,
 ) -> tuple[Algorithm, float]:
     nbytes = 1 << bucket - 1 if bucket else 0
-    links = replace(links or DEFAULT_LINKS, nodes=nodes)
+    links = replace(links or LINKS[Engine.NATIVE], nodes=nodes)
     flat = _is_flat(nodes, world_size)
     options = [
         (build_plan(operation, algorithm, world_size, 0, nodes=nodes), links)
@@ -172,9 +174,10 @@ def _fastest(
 ) -> tuple[Algorithm, float]:
     """The algorithm of the fastest plan, each by a model of its own, and its seconds.
 
-    Of plans that are equally fast, the plan with the fewest bytes on all wires: the model gives
-    every rank a processor that has nothing else to do, and relayed bytes cost a real one time. A
-    plan whose ``least_seconds`` are more than another's time is not simulated.
+    Of plans that are equally fast, the plan with the fewest bytes on all wires, and of these the
+    plan with the fewest links: the model gives every rank a processor that has nothing else to do,
+    and relayed bytes and further links cost a real one time. A plan is not simulated if its
+    ``least_seconds`` are more than another's time.
     """
     candidates = [(least_seconds(plan, nbytes, links), plan, links) for plan, links in options]
     candidates.sort(key=lambda candidate: candidate[0])
@@ -188,38 +191,41 @@ def _fastest(
         lowest = min(lowest, seconds)
     equal = [each for each in found if each[0] <= lowest * _EQUALLY_FAST]
     if len(equal) > 1:
-        equal.sort(key=lambda each: (_bytes_moved(each[1], each[2], nbytes, is_coded), each[0]))
+        equal.sort(key=lambda each: (_moved(each[1], each[2], nbytes, is_coded), each[0]))
     seconds, plan, _ = equal[0]
     return plan.algorithm, seconds
 
 
 def least_seconds(plan: Plan, nbytes: int, links: LinkModel) -> float:
-    """A time that ``plan``'s rank needs in any case: its own frames, one after the other."""
-    wire_of = links.wires()
-    sizes = chunk_sizes(plan, nbytes)
-    sent = received = 0.0
+    """A time that ``plan``'s rank needs in any case, for its own work or its bytes on the wires."""
+    wire_of, sizes = links.wires(), chunk_sizes(plan, nbytes)
+    working, on_wires = 0.0, dict.fromkeys(product((True, False), repeat=2), 0.0)
     for action, peer, chunk in plan.steps:
-        # Both directions of a wire may differ: the faster one, to be on the safe side.
-        beta = min(wire_of(plan.rank, peer)[1], wire_of(peer, plan.rank)[1])
-        segments = max(1, -(-sizes[chunk] // SEGMENT_BYTES))
-        busy = segments * links.frame_s + sizes[chunk] * beta
-        if action is Action.SEND:
-            sent += busy
-        else:
-            received += busy
-    return max(sent, received)
+        is_send, size = action is Action.SEND, sizes[chunk]
+        wire = wire_of(plan.rank, peer) if is_send else wire_of(peer, plan.rank)
+        working += max(1, -(-size // SEGMENT_BYTES)) * links.frame_s + size * wire.work_s_per_byte
+        if action is Action.REDUCE:
+            working += size * links.gamma_s_per_byte
+        is_local = links.nodes is not None and links.nodes[peer] == links.nodes[plan.rank]
+        on_wires[is_send, is_local] += size * wire.beta_s_per_byte
+    return max(working, *on_wires.values())
 
 
-def _bytes_moved(plan: Plan, links: LinkModel, nbytes: int, is_coded: bool) -> int:
-    """What all ranks send together, before any codec."""
+def _moved(plan: Plan, links: LinkModel, nbytes: int, is_coded: bool) -> tuple[int, int]:
+    """The bytes that all ranks send together, before any codec; and the links that they need, where
+    chunks are whole segments: few links then carry more bytes for each system call."""
     sizes, period = chunk_sizes(plan, nbytes), _period(plan, links)
-    sent = (
-        sizes[chunk]
-        for one in _first_plans(plan, period, links, is_coded)
-        for action, _, chunk in one.steps
+    plans = _first_plans(plan, period, links, is_coded)
+    sends = [
+        (one.rank, peer, sizes[chunk])
+        for one in plans
+        for action, peer, chunk in one.steps
         if action is Action.SEND
-    )
-    return sum(sent) * plan.world_size // period
+    ]
+    sent = sum(size for _, _, size in sends)
+    is_bulk = max(sizes, default=0) >= SEGMENT_BYTES
+    links_used = len({(rank, peer) for rank, peer, _ in sends}) if is_bulk else 0
+    return sent * plan.world_size // period, links_used * plan.world_size // period
 
 
 def _first_plans(plan: Plan, count: int, links: LinkModel, is_coded: bool) -> list[Plan]:
@@ -259,7 +265,7 @@ def estimate(plan: Plan, nbytes: int, links: LinkModel, *, is_coded: bool = Fals
 def _period(plan: Plan, links: LinkModel) -> int:
     """After how many ranks the world looks the same again: 1 on uniform wires, else a node."""
     w, nodes = plan.world_size, links.nodes
-    if (plan.algorithm, plan.operation) not in ROTATED or links.pairs:
+    if (plan.algorithm, plan.operation) not in ROTATED or links.pairs or links.processors:
         return w
     if links.is_uniform:
         # The wire of a single node is no bottleneck, and that of a single rank is its own.

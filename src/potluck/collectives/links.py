@@ -1,7 +1,7 @@
-"""What the simulation believes about links: latency, bandwidth, cost per frame, cost of combining.
+"""The cost model of links: latency and bandwidth of the wires, work of the ranks at their ends.
 
-The constants are the only place with such figures. Each says where it comes from; a cluster that
-has measured its own links passes a :class:`LinkModel` of its own.
+``LINKS`` has one model for each engine, the only place with such figures; ``measured_links`` puts
+the measured paths of a cluster in.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from potluck.types import MeasuredPath
+from potluck.types import Engine, MeasuredPath
 
 
 class Wire(NamedTuple):
@@ -19,16 +19,20 @@ class Wire(NamedTuple):
     alpha_s: float
     """Seconds a byte is on its way (latency), in which neither rank is busy."""
     beta_s_per_byte: float
-    """Seconds per byte (one over the bandwidth); sender and receiver are busy that long."""
+    """Seconds per byte (one over the bandwidth); the wire is busy that long at both ends."""
+    work_s_per_byte: float = 0.0
+    """Seconds of work that a byte costs its sender and its receiver: system calls, TLS, copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """Every rank sends one frame and receives one frame at a time, both at once.
+    """A rank has one thread, which works for one frame at a time, sent or received; meanwhile its
+    wires carry earlier frames, one in each direction.
 
     ``nodes[r]`` is the node index of rank ``r``; without it every rank is a node of its own.
     ``pairs`` names the wires that differ: ``((src, dst, wire), ...)``. With ``shared_wire`` the
-    ranks of one node take turns at their node's wire, in each direction.
+    ranks of one node take turns at their node's wire, in each direction. At most ``processors``
+    ranks work at a time (0: all of them), as on a machine with several ranks for each core.
     """
 
     remote: Wire
@@ -36,12 +40,13 @@ class LinkModel:
     local: Wire
     """Between ranks of one node."""
     frame_s: float
-    """Seconds that every frame costs its sender and its receiver, whatever its length."""
+    """Seconds of work that every frame costs its sender and its receiver, whatever its length."""
     gamma_s_per_byte: float
-    """Seconds to combine one received byte with one's own; one frame at a time per rank."""
+    """Seconds of work to combine one received byte with one's own."""
     nodes: tuple[int, ...] | None = None
     shared_wire: bool = True
     pairs: tuple[tuple[int, int, Wire], ...] = ()
+    processors: int = 0
 
     @property
     def is_uniform(self) -> bool:
@@ -55,7 +60,7 @@ class LinkModel:
         ``within_nodes`` if they are encoded there, too."""
 
         def faster(wire: Wire) -> Wire:
-            return Wire(wire.alpha_s, wire.beta_s_per_byte * share)
+            return Wire(wire.alpha_s, wire.beta_s_per_byte * share, wire.work_s_per_byte * share)
 
         return replace(
             self,
@@ -80,28 +85,41 @@ class LinkModel:
 SEGMENT_BYTES = 1 << 19
 """What the simulation takes for the engine's segment unless told otherwise."""
 
-DEFAULT_LINKS = LinkModel(
-    # Latency: assumed, half of the 0.2 ms round trip of a quiet wired LAN.
-    # Bandwidth: TLS 1.3 through Python's ssl, one core, measured at 1 GB/s.
-    remote=Wire(alpha_s=100e-6, beta_s_per_byte=1e-9),
-    # Latency: assumed, one wake-up of a waiting thread. Bandwidth: one copy, measured at 8 GB/s.
-    local=Wire(alpha_s=10e-6, beta_s_per_byte=1 / 8e9),
-    # The Python engine's work per frame, measured at 60 microseconds.
-    frame_s=60e-6,
-    # Combining reads two streams and writes one at memory speed, measured at 8 GB/s.
-    gamma_s_per_byte=1 / 8e9,
-)
-"""For clusters that have not measured their links. Measured on a 2-core Linux machine."""
+_BETA = 2.5e-9
+"""Assumed: 3.2 Gbit/s, halfway between 1 and 10 on a scale of ratios. Nodes with agents, and
+processes that find each other, measure their paths."""
+
+_LOCAL = Wire(alpha_s=10e-6, beta_s_per_byte=0.0, work_s_per_byte=1 / 8e9)
+"""Latency: assumed, one wake-up of a waiting thread. Work: one copy, measured at 8 GB/s."""
+
+LINKS = {
+    Engine.NATIVE: LinkModel(
+        remote=Wire(alpha_s=130e-6, beta_s_per_byte=_BETA, work_s_per_byte=0.58e-9),
+        local=_LOCAL,
+        frame_s=17.5e-6,
+        gamma_s_per_byte=0.18e-9,
+    ),
+    Engine.PYTHON: LinkModel(
+        remote=Wire(alpha_s=190e-6, beta_s_per_byte=_BETA, work_s_per_byte=0.5e-9),
+        local=_LOCAL,
+        frame_s=76e-6,
+        gamma_s_per_byte=0.6e-9,
+    ),
+}
+"""By engine: fitted to 240 measured calls each, on a 2-core Linux machine (Xeon, AVX-512), by
+``benchmarks/cost_model.py --fit``; docs/performance.md says how well."""
 
 
-def measured_links(nodes: Sequence[str], paths: Iterable[MeasuredPath]) -> LinkModel | None:
-    """The model of a group whose rank ``r`` is on ``nodes[r]``, from measured ``paths`` between
-    nodes; None if none of them is between two of these."""
+def measured_links(
+    model: LinkModel, nodes: Sequence[str], paths: Iterable[MeasuredPath]
+) -> LinkModel:
+    """``model`` with the measured ``paths`` between the nodes of a group whose rank ``r`` is on
+    ``nodes[r]``."""
     found = {(path.source, path.target): path for path in paths if path.bandwidth > 0}
     pairs = tuple(
-        (i, j, Wire(found[source, target].latency_s, 1 / found[source, target].bandwidth))
+        (i, j, model.remote._replace(alpha_s=path.latency_s, beta_s_per_byte=1 / path.bandwidth))
         for i, source in enumerate(nodes)
         for j, target in enumerate(nodes)
-        if (source, target) in found
+        if (path := found.get((source, target))) is not None
     )
-    return replace(DEFAULT_LINKS, pairs=pairs) if pairs else None
+    return replace(model, pairs=pairs)

@@ -96,8 +96,8 @@ def _simulate(
     return run.result()
 
 
-# Kinds of events; the two low bits of an event's code.
-_SENT, _ARRIVED, _LANDED, _COMBINED = range(4)
+# Kinds of events; the three low bits of an event's code.
+_READY, _SENT, _ARRIVED, _LANDED, _DONE = range(5)
 
 
 class _Run:
@@ -158,9 +158,14 @@ class _Run:
         shared = links.shared_wire and links.nodes is not None
         node_out, node_in = dict.fromkeys(nodes, 0.0), dict.fromkeys(nodes, 0.0)
 
-        sending = [False] * num_places
-        queues: list[deque[int]] = [deque() for _ in range(num_places)]
-        receiver_free, combiner_free = [0.0] * num_places, [0.0] * num_places
+        # The work of each rank, of which the first piece is under way or waits for a processor.
+        queues: list[deque[tuple[float, int]]] = [deque() for _ in range(num_places)]
+        waiting: deque[int] = deque()
+        num_idle = links.processors or num_places
+        # When the ends of the wires are free again: of each place that to its own node, and that to
+        # the others.
+        out_free, in_free = [[0.0, 0.0] for _ in self.plans], [[0.0, 0.0] for _ in self.plans]
+        left: dict[tuple[int, int], float] = {}  # when a link's latest segment has left the wire
         finished, bytes_sent, wire_bytes_sent = (
             [0.0] * num_places,
             [0] * num_places,
@@ -173,42 +178,45 @@ class _Run:
             base, rest = divmod(sizes[chunk], num_segments[chunk])
             return base + (segment < rest)
 
-        def start(item: int) -> None:
-            """The sender's turn: put one segment on its wire."""
-            number, segment = divmod(item, stride)
-            _, peer, chunk = steps[number]
-            place = rank_of[number]
-            src = self.plans[place].rank
-            size = size_of(chunk, segment)
-            busy = size * wire_of(src, peer).beta_s_per_byte
-            end = now + frame_s + busy
-            bytes_sent[place] += size
-            if nodes[src] != nodes[peer]:
-                wire_bytes_sent[place] += size
-                if shared:
-                    end = node_out[nodes[src]] = max(end, node_out[nodes[src]] + busy)
-            sending[place] = True
-            heappush(events, (end, item << 2 | _SENT))
+        def work(place: int, seconds: float, code: int) -> None:
+            """Have the rank at ``place`` work for so long, after its earlier work."""
+            queues[place].append((seconds, code))
+            if len(queues[place]) == 1:
+                waiting.append(place)
+                dispatch()
+
+        def worked(place: int) -> None:
+            """The rank at ``place`` has ended a piece of work."""
+            nonlocal num_idle
+            num_idle += 1
+            queues[place].popleft()
+            if queues[place]:
+                waiting.append(place)
+            dispatch()
+
+        def dispatch() -> None:
+            nonlocal num_idle
+            while waiting and num_idle:
+                num_idle -= 1
+                seconds, code = queues[waiting.popleft()][0]
+                heappush(events, (now + seconds, code))
 
         def settle(item: int) -> None:
             """One of the two things that ``item`` waited for has happened."""
             waits[item] -= 1
             if waits[item]:
                 return
-            number = item // stride
-            action, _, chunk = steps[number]
+            number, segment = divmod(item, stride)
+            action, peer, chunk = steps[number]
             place = rank_of[number]
+            size, rank = size_of(chunk, segment), self.plans[place].rank
             if action is Action.SEND:
-                if sending[place]:
-                    queues[place].append(item)
-                else:
-                    start(item)
-            elif action is Action.REDUCE and gamma:
-                end = max(now, combiner_free[place]) + size_of(chunk, item % stride) * gamma
-                combiner_free[place] = end
-                heappush(events, (end, item << 2 | _COMBINED))
+                busy = frame_s + size * wire_of(rank, peer).work_s_per_byte
+                work(place, busy, item << 3 | _SENT)
             else:
-                done(item, number)
+                busy = frame_s + size * wire_of(peer, rank).work_s_per_byte
+                busy += size * gamma if action is Action.REDUCE else 0.0
+                work(place, busy, item << 3 | _DONE)
 
         def done(item: int, number: int) -> None:
             finished[rank_of[number]] = now
@@ -220,36 +228,49 @@ class _Run:
             settle(item)
         while events:
             now, code = heappop(events)
-            item, kind = code >> 2, code & 3
+            item, kind = code >> 3, code & 7
             number, segment = divmod(item, stride)
             _, peer, chunk = steps[number]
+            place = rank_of[number]
             if kind == _SENT:
-                place = rank_of[number]
-                sending[place] = False
-                if queues[place]:
-                    start(queues[place].popleft())
+                worked(place)
+                src = self.plans[place].rank
+                size, wire = size_of(chunk, segment), wire_of(src, peer)
+                busy = size * wire.beta_s_per_byte
+                is_remote = nodes[src] != nodes[peer]
+                end = out_free[place][is_remote] = max(now, out_free[place][is_remote]) + busy
+                bytes_sent[place] += size
+                if is_remote:
+                    wire_bytes_sent[place] += size
+                    if shared:
+                        end = node_out[nodes[src]] = max(end, node_out[nodes[src]] + busy)
                 done(item, number)
-                if segment + 1 < num_segments[chunk]:
-                    settle(item + 1)
-                elif next_on_link[number] >= 0:
-                    settle(next_on_link[number] * stride)
-                alpha = wire_of(self.plans[place].rank, peer).alpha_s
-                heappush(events, (now + alpha, (match[number] * stride + segment) << 2 | _ARRIVED))
+                # One segment may wait for its wire while the rank works for the next.
+                ready, left[place, peer] = left.get((place, peer), 0.0), end
+                later = next_on_link[number] * stride
+                following = item + 1 if segment + 1 < num_segments[chunk] else later
+                if following >= 0 and ready > now:
+                    heappush(events, (ready, following << 3 | _READY))
+                elif following >= 0:
+                    settle(following)
+                arrived = (match[number] * stride + segment) << 3 | _ARRIVED
+                heappush(events, (end + wire.alpha_s, arrived))
             elif kind == _ARRIVED:
-                place = rank_of[number]
                 dst = self.plans[place].rank
                 busy = size_of(chunk, segment) * wire_of(peer, dst).beta_s_per_byte
-                end = max(now, receiver_free[place] + frame_s + busy)
-                if shared and nodes[dst] != nodes[peer]:
+                is_remote = nodes[dst] != nodes[peer]
+                end = max(now, in_free[place][is_remote] + busy)
+                if shared and is_remote:
                     end = node_in[nodes[dst]] = max(end, node_in[nodes[dst]] + busy)
-                receiver_free[place] = end
+                in_free[place][is_remote] = end
                 if end > now:
-                    heappush(events, (end, item << 2 | _LANDED))
+                    heappush(events, (end, item << 3 | _LANDED))
                 else:
                     settle(item)
-            elif kind == _LANDED:
+            elif kind in (_LANDED, _READY):
                 settle(item)
             else:
+                worked(place)
                 done(item, number)
         assert not any(waits[item] for item in self._items()), "these plans never finish"
         return SimulatedTime(

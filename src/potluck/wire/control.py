@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.types import MeasuredPath, Member
+from potluck.types import Engine, MeasuredPath, Member
 from potluck.wire.format import MessageFormat
 from potluck.wire.greeting import SEALED
 from potluck.wire.names import Name
@@ -52,11 +52,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     local_rank: int = 0
     cause: Text = ""
     is_fixed: bool = False
+    engine: Engine = Engine.NATIVE
 
     @property
     def member(self) -> Member:
         """The worker as a member of a group."""
-        return Member(self.worker, self.node, self.host, self.port, self.local_rank)
+        return Member(self.worker, self.node, self.host, self.port, self.local_rank, self.engine)
 
 
 class Entered(msgspec.Struct, frozen=True, tag=True):

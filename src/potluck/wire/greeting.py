@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from potluck.types import Engine
 from potluck.wire.format import MessageFormat
 
 PROTOCOL_VERSION = 1
@@ -45,7 +46,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ``world_size`` the size that it expects), ``store`` (a process group's store), ``meet`` and
     ``join`` (discovery). To an agent: ``node`` (another agent), ``control`` (a worker), ``client``
     (a command of the same machine). To either: ``measure`` (one measurement of the path). ``wire``
-    is the form of a data link after WELCOME: ``sealed`` (TLS) or ``plain``.
+    is the form of a data link after WELCOME: ``sealed`` (TLS) or ``plain``. ``engine`` is that of a
+    worker that comes to form a group.
     """
 
     kind: str
@@ -61,6 +63,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     world_size: int = 0
     local_rank: int = 0
     wire: str = SEALED
+    engine: Engine = Engine.NATIVE
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ import pytest
 from potluck import waiting
 from potluck.backends import store_rendezvous
 from potluck.backends.fixed import hosts_of_world
+from potluck.backends.tcp import TcpBase
+from potluck.engine.loop.native import is_available
 from potluck.errors import OperationTimeout
-from potluck.types import Group
+from potluck.settings import Settings
+from potluck.types import Engine, Group
+from support.worlds import run_all
 
 pytest.importorskip("torch")
 
 from torch.distributed import FileStore, HashStore
 
+SETTINGS = Settings(psk="ab" * 32)
 WAIT_S = 20.0
 SHORT_S = 0.2
 
@@ -92,6 +98,26 @@ def test_ranks_that_an_agent_started_call_each_other_where_it_reaches_them(
     for thread in threads:
         thread.join()
     assert [member.host for member in groups[0].members] == list(hosts)
+
+
+def test_each_rank_is_told_of_all_engines(stores: Callable[[], Any]) -> None:
+    groups: dict[int, Group] = {}
+
+    def come(rank: int) -> None:
+        base = TcpBase("127.0.0.1", 0, SETTINGS)
+        try:
+            base.credentials.is_native &= rank == 0
+            groups[rank] = store_rendezvous.meet(
+                stores(), rank, 2, base=base, local_rank=rank, timeout_s=WAIT_S
+            )
+        finally:
+            base.close()
+
+    run_all([partial(come, rank) for rank in range(2)])
+    first = Engine.NATIVE if is_available() else Engine.PYTHON
+    for rank in range(2):
+        assert [member.engine for member in groups[rank].members] == [first, Engine.PYTHON]
+        assert groups[rank].engine is Engine.PYTHON
 
 
 def test_a_process_that_no_agent_started_knows_no_hosts() -> None:

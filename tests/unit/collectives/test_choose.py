@@ -8,14 +8,22 @@ from dataclasses import replace
 import pytest
 
 from potluck.collectives import choose
-from potluck.collectives.choose import ROTATED, _choose, choose_coded, estimate, least_seconds
+from potluck.collectives.choose import (
+    ROTATED,
+    Chooser,
+    _choose,
+    choose_coded,
+    estimate,
+    least_seconds,
+)
 from potluck.collectives.doubling import MAX_BYTES
-from potluck.collectives.links import DEFAULT_LINKS, LinkModel, Wire
+from potluck.collectives.links import LINKS, LinkModel, Wire
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.collectives.registry import algorithms_for, make_plan
 from potluck.collectives.simulate import simulate
-from potluck.types import ReduceOp
+from potluck.types import Engine, Group, Member, ReduceOp
 
+DEFAULT = LINKS[Engine.NATIVE]
 PAIRS = [(operation, a) for operation in Operation for a in algorithms_for(operation)]
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
 
@@ -29,7 +37,7 @@ def world_of(operation: Operation, algorithm: Algorithm, nodes: tuple[int, ...])
 def test_nothing_is_faster_in_the_model_than_what_was_chosen(
     operation: Operation, nodes: tuple[int, ...]
 ) -> None:
-    links = replace(DEFAULT_LINKS, nodes=nodes)
+    links = replace(DEFAULT, nodes=nodes)
     for nbytes in (0, 1 << 12, 1 << 22):
         seconds = {
             algorithm: simulate(world_of(operation, algorithm, nodes), nbytes, links).seconds
@@ -54,8 +62,9 @@ def test_of_plans_that_are_equally_fast_the_one_that_relays_nothing_is_chosen() 
 
 
 def test_only_small_sums_are_exchanged_whole() -> None:
-    for world_size in (2, 3, 4, 8):
+    for world_size in (2, 4, 8):
         assert choose(Operation.ALL_REDUCE, 4096, world_size, op=ReduceOp.MEAN) == "doubling"
+    for world_size in (2, 3, 4, 8):
         for op, nbytes in ((ReduceOp.MAX, 4096), (ReduceOp.SUM, MAX_BYTES + 1), (None, 4)):
             assert choose(Operation.ALL_REDUCE, nbytes, world_size, op=op) != "doubling"
 
@@ -76,7 +85,7 @@ def test_a_codec_is_for_direct_plans_or_between_nodes_what_is_faster_in_the_mode
         seconds = {}
         for algorithm in (Algorithm.DIRECT, Algorithm.HIERARCHICAL):
             is_direct = algorithm is Algorithm.DIRECT
-            links = replace(DEFAULT_LINKS, nodes=NODES).encoded(0.25, within_nodes=is_direct)
+            links = replace(DEFAULT, nodes=NODES).encoded(0.25, within_nodes=is_direct)
             plans = [
                 make_plan(Operation.ALL_REDUCE, algorithm, 8, rank, nodes=NODES, is_coded=True)
                 for rank in range(8)
@@ -85,7 +94,7 @@ def test_a_codec_is_for_direct_plans_or_between_nodes_what_is_faster_in_the_mode
         assert seconds[chosen(nbytes)] <= min(seconds.values()) * 1.01
     assert chosen(100 << 20) is Algorithm.HIERARCHICAL
     # Where the wires between nodes are as fast as memory, encoding everywhere saves more.
-    fast = replace(DEFAULT_LINKS, remote=Wire(DEFAULT_LINKS.remote.alpha_s, 1 / 8e10))
+    fast = replace(DEFAULT, remote=Wire(DEFAULT.remote.alpha_s, 1 / 8e10))
     assert chosen(100 << 20, links=fast) is Algorithm.DIRECT
     for flat in (None, (3,) * 8, tuple(range(8))):
         assert chosen(100 << 20, flat) is Algorithm.DIRECT
@@ -101,11 +110,35 @@ def test_measured_links_change_the_answer() -> None:
     assert choose(Operation.ALL_REDUCE, 100 << 20, 8, links=links) is Algorithm.DIRECT
 
 
+def test_a_group_with_a_rank_on_the_python_engine_chooses_by_its_model() -> None:
+    def of(*engines: Engine) -> Chooser:
+        members = tuple(
+            Member(str(rank), f"node{rank}", engine=engine) for rank, engine in enumerate(engines)
+        )
+        choosers = [Chooser(Group(1, rank, members), range(4), (0, 1, 2, 3)) for rank in range(4)]
+        for operation, nbytes in questions:
+            assert len({each.choose(operation, nbytes, 4) for each in choosers}) == 1
+        return choosers[0]
+
+    questions = [(operation, 1 << power) for operation in Operation for power in range(4, 26)]
+    native = of(*[Engine.NATIVE] * 4)
+    mixed = of(Engine.NATIVE, Engine.NATIVE, Engine.PYTHON, Engine.NATIVE)
+    differs = 0
+    for operation, nbytes in questions:
+        by_engine = [
+            choose(operation, nbytes, 4, nodes=(0, 1, 2, 3), links=LINKS[engine])
+            for engine in (Engine.NATIVE, Engine.PYTHON)
+        ]
+        assert by_engine == [each.choose(operation, nbytes, 4) for each in (native, mixed)]
+        differs += by_engine[0] is not by_engine[1]
+    assert differs, "then one model would do"
+
+
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)
 def test_the_bound_that_saves_simulations_is_a_bound(
     operation: Operation, algorithm: Algorithm
 ) -> None:
-    links = replace(DEFAULT_LINKS, nodes=NODES)
+    links = replace(DEFAULT, nodes=NODES)
     for nbytes in (0, 1000, 10 << 20):
         plan = make_plan(operation, algorithm, 8, 0, nodes=NODES)
         least = least_seconds(plan, nbytes, links)
@@ -116,7 +149,7 @@ def test_the_bound_that_saves_simulations_is_a_bound(
 def test_the_shortened_simulation_of_large_data_is_near_the_whole_one(
     operation: Operation, algorithm: Algorithm
 ) -> None:
-    links = replace(DEFAULT_LINKS, nodes=NODES)
+    links = replace(DEFAULT, nodes=NODES)
     nbytes = 250 << 20
     whole = simulate(world_of(operation, algorithm, NODES), nbytes, links).seconds
     plan = make_plan(operation, algorithm, 8, 0, nodes=NODES)

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.collectives.links import DEFAULT_LINKS
+from potluck.collectives.links import LINKS
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
 from potluck.collectives.registry import build_plan, make_plan
 from potluck.collectives.simulate import chunk_sizes, simulate
 from potluck.engine.arrays.coding import coded_steps, takers_of
+from potluck.types import Engine
 from support.plan_verifier import verify
 
 LAYOUTS = st.lists(st.integers(-2, 4), min_size=2, max_size=16).map(tuple)
@@ -117,7 +118,7 @@ def test_leaders_share_the_work_of_their_node() -> None:
     """With 2 nodes of 4, every worker sends as many bytes to the other node as its mates."""
     nodes = (0, 0, 0, 0, 1, 1, 1, 1)
     plans = plans_of(Operation.ALL_REDUCE, nodes)
-    sent = simulate(plans, 8000, replace(DEFAULT_LINKS, nodes=nodes)).wire_bytes_sent
+    sent = simulate(plans, 8000, replace(LINKS[Engine.NATIVE], nodes=nodes)).wire_bytes_sent
     assert sum(sent) == 2 * 8000
     assert set(sent) == {2000}
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from potluck.collectives.links import DEFAULT_LINKS, LinkModel, Wire
+from potluck.collectives.links import LINKS, LinkModel, Wire
 from potluck.collectives.plan import Algorithm, Operation, Plan
 from potluck.collectives.registry import algorithms_for, build_plan, make_plan
 from potluck.collectives.simulate import chunk_sizes, simulate, simulate_rotated
+from potluck.types import Engine
 
+DEFAULT = LINKS[Engine.NATIVE]
 ALPHA, BETA, GAMMA = 1e-3, 1e-8, 3e-9
 NBYTES = 5040 * 1000
 WHOLE = 1 << 40
@@ -41,7 +43,9 @@ CLOSED_FORMS: dict[tuple[Operation, Algorithm], Formula] = {
     (Operation.ALL_REDUCE, Algorithm.DOUBLING): lambda p, n: (
         (p.bit_length() - 1) * (ALPHA + n * (BETA + GAMMA))
         + (2 * (ALPHA + n * BETA) + n * GAMMA) * (p.bit_count() > 1)
-        - ALPHA * (p == 3)  # rank 1, which has no partner beyond, sends meanwhile
+        # Rank 1, which has no partner beyond, sends meanwhile; rank 0 combines while its wire
+        # sends.
+        - (ALPHA + n * GAMMA) * (p == 3)
     ),
     (Operation.BROADCAST, Algorithm.RING): lambda p, n: (p - 1) * (ALPHA + n * BETA),
     (Operation.REDUCE, Algorithm.RING): lambda p, n: (p - 1) * (ALPHA + n * (BETA + GAMMA)),
@@ -105,8 +109,45 @@ def test_a_segmented_double_tree_broadcast_nears_full_bandwidth() -> None:
 def test_every_frame_costs_its_fixed_price() -> None:
     links = LinkModel(Wire(0.0, 0.0), Wire(0.0, 0.0), frame_s=1.0, gamma_s_per_byte=0.0)
     plans = world_of(Operation.BROADCAST, Algorithm.RING, 2)
-    assert simulate(plans, 1000, links, 100).seconds == 10.0
-    assert simulate(plans, 0, links, 100).seconds == 1.0  # an empty chunk is one empty segment
+    # The receiver works for a frame while the sender works for the next.
+    assert simulate(plans, 1000, links, 100).seconds == 11.0
+    assert simulate(plans, 0, links, 100).seconds == 2.0  # an empty chunk is one empty segment
+
+
+def test_a_rank_works_for_one_frame_at_a_time_sent_or_received() -> None:
+    links = LinkModel(Wire(0.0, 0.0), Wire(0.0, 0.0), frame_s=1.0, gamma_s_per_byte=0.0)
+    star = world_of(Operation.BROADCAST, Algorithm.CENTRALIZED, 4)
+    assert simulate(star, 10, links).rank_seconds == (3.0, 2.0, 3.0, 4.0)
+    exchange = world_of(Operation.ALL_TO_ALL, Algorithm.DIRECT, 4)
+    assert simulate(exchange, 10, links).seconds == 6.0, "three frames sent and three received"
+
+
+def test_ranks_that_share_processors_take_turns() -> None:
+    links = LinkModel(Wire(0.0, 0.0), Wire(0.0, 0.0), frame_s=1.0, gamma_s_per_byte=0.0)
+    exchange = world_of(Operation.ALL_TO_ALL, Algorithm.DIRECT, 4)
+    for processors, seconds in ((1, 24.0), (2, 12.0), (4, 6.0), (9, 6.0)):
+        shared = replace(links, processors=processors)
+        assert simulate(exchange, 10, shared).seconds == seconds
+
+
+def test_the_wire_carries_a_segment_while_the_rank_works_for_the_next() -> None:
+    plans = world_of(Operation.BROADCAST, Algorithm.RING, 2)
+    for beta, work in ((1e-8, 2e-9), (2e-9, 1e-8)):
+        wire = Wire(0.0, beta, work)
+        links = LinkModel(wire, wire, frame_s=0.0, gamma_s_per_byte=0.0)
+        seconds = simulate(plans, NBYTES, links, NBYTES // 100).seconds
+        assert seconds == pytest.approx(1e-8 * NBYTES, rel=0.03)
+
+
+def test_bytes_to_a_rank_of_the_same_node_do_not_wait_for_the_wire_to_others() -> None:
+    """A rank sends all its data to another node, and then to its neighbour."""
+    nodes = (0, 1, 0)
+    links = LinkModel(Wire(0.0, 1.0), Wire(0.0, 0.0), 0.0, 0.0, nodes=nodes)
+    star = [
+        build_plan(Operation.BROADCAST, Algorithm.CENTRALIZED, 3, r, nodes=nodes) for r in (0, 1, 2)
+    ]
+    assert [step.peer for step in star[0].steps] == [1, 2]
+    assert simulate(star, 8, links).rank_seconds == (0.0, 8.0, 0.0)
 
 
 def test_a_slow_pair_slows_the_ring_and_not_the_plan_that_avoids_it() -> None:
@@ -119,7 +160,7 @@ def test_a_slow_pair_slows_the_ring_and_not_the_plan_that_avoids_it() -> None:
 
 def test_hierarchical_pays_where_workers_share_a_wire() -> None:
     nodes = tuple(rank // 4 for rank in range(16))
-    links = replace(DEFAULT_LINKS, nodes=nodes)
+    links = replace(DEFAULT, nodes=nodes)
     hierarchical = world_of(Operation.ALL_REDUCE, Algorithm.HIERARCHICAL, 16, nodes)
     direct = world_of(Operation.ALL_REDUCE, Algorithm.DIRECT, 16)
     nbytes = 20_000_000
@@ -137,7 +178,7 @@ def test_bytes_are_counted_where_they_are_sent(operation: Operation) -> None:
         plans = world_of(operation, algorithm, 5, nodes)
         sizes = chunk_sizes(plans[0], 1003)
         expected = [sum(sizes[s.chunk] for s in p.steps if s.action == 0) for p in plans]
-        simulated = simulate(plans, 1003, replace(DEFAULT_LINKS, nodes=nodes), 64)
+        simulated = simulate(plans, 1003, replace(DEFAULT, nodes=nodes), 64)
         assert simulated.bytes_sent == tuple(expected)
         assert all(w <= b for w, b in zip(simulated.wire_bytes_sent, expected, strict=True))
         assert simulated.seconds == max(simulated.rank_seconds)
@@ -155,11 +196,9 @@ def test_chunks_are_near_equal_and_add_up() -> None:
 def test_one_rank_tells_all_where_all_do_the_same() -> None:
     for algorithm in (Algorithm.RING, Algorithm.DIRECT):
         plans = world_of(Operation.ALL_REDUCE, algorithm, 8)
-        whole = simulate(plans, 8_000_000, DEFAULT_LINKS, 1 << 18).seconds
-        assert simulate_rotated(plans[:1], 8_000_000, DEFAULT_LINKS, 1 << 18) == pytest.approx(
-            whole
-        )
-        links = replace(DEFAULT_LINKS, nodes=(0, 0, 1, 1, 2, 2, 3, 3))
+        whole = simulate(plans, 8_000_000, DEFAULT, 1 << 18).seconds
+        assert simulate_rotated(plans[:1], 8_000_000, DEFAULT, 1 << 18) == pytest.approx(whole)
+        links = replace(DEFAULT, nodes=(0, 0, 1, 1, 2, 2, 3, 3))
         whole = simulate(plans, 8_000_000, links, 1 << 18).seconds
         assert simulate_rotated(plans[:2], 8_000_000, links, 1 << 18) == pytest.approx(whole)
 

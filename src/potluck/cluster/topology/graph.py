@@ -8,8 +8,8 @@ import ipaddress
 import itertools
 from collections.abc import Iterable, Sequence
 
-from potluck.collectives.links import DEFAULT_LINKS
-from potluck.types import MeasuredPath, Member
+from potluck.collectives.links import LINKS
+from potluck.types import Engine, MeasuredPath, Member
 from potluck.wire.facts import Address, LinkFacts, NodeFacts
 
 MAX_PATHS = 240
@@ -44,7 +44,7 @@ class Topology:
         found = self._links.get((source, target))
         if found is not None:
             return found
-        wire = DEFAULT_LINKS.remote
+        wire = LINKS[Engine.NATIVE].remote
         return LinkFacts(source, target, wire.alpha_s, 1 / wire.beta_s_per_byte)
 
     def slowest_first(self) -> tuple[LinkFacts, ...]:

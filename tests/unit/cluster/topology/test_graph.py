@@ -8,8 +8,8 @@ import random
 import pytest
 
 from potluck.cluster.topology.graph import Topology, in_ring, rank_addresses
-from potluck.collectives.links import DEFAULT_LINKS, measured_links
-from potluck.types import Member
+from potluck.collectives.links import LINKS, measured_links
+from potluck.types import Engine, Member
 from potluck.wire.facts import Address, LinkFacts, NodeFacts
 
 GIGABIT = 125e6
@@ -78,7 +78,7 @@ def test_the_slowest_link_is_named_first() -> None:
 
 def test_an_unmeasured_link_is_the_default() -> None:
     link = Topology([NodeFacts("a"), NodeFacts("b")]).link("a", "b")
-    assert link.bandwidth == pytest.approx(1e9)
+    assert link.bandwidth == pytest.approx(0.4e9)
     with pytest.raises(ValueError, match="unknown nodes"):
         Topology([NodeFacts("a")], [LinkFacts("a", "b", 0, 1)])
 
@@ -120,13 +120,13 @@ def test_a_group_is_told_of_measured_paths_only_and_its_plans_use_them() -> None
         ("b", "a", 0.001, 1.2e8),
     ]
     assert graph.paths("ac") == ()
-    model = measured_links(("a", "a", "b", "c"), paths)
-    assert model is not None
-    wire = model.wires()
+    default = LINKS[Engine.PYTHON]
+    wire = measured_links(default, ("a", "a", "b", "c"), paths).wires()
     assert wire(1, 2).beta_s_per_byte == pytest.approx(1 / 1.2e6)
     assert wire(2, 0).beta_s_per_byte == pytest.approx(1 / 1.2e8)
-    assert wire(0, 3) == DEFAULT_LINKS.remote
-    assert measured_links(("a", "c"), paths) is None
+    assert wire(0, 3) == default.remote
+    assert wire(1, 2).work_s_per_byte == default.remote.work_s_per_byte
+    assert measured_links(default, ("a", "c"), paths) == default
 
 
 LAN = Address("192.168.1.7", "192.168.1.0/24", "eth0", GIGABIT)
