@@ -101,8 +101,8 @@ std::int64_t Queue::ongoing() {
     return static_cast<std::int64_t>(ended);
 }
 
-// A thread that has ended the last call releases the channel a moment later. It is worth to wait for
-// that: a submitted call costs a pending on the heap and a wake-up of the progress thread.
+// A thread that has ended the last call releases the channel a moment later. It is worth waiting for
+// that: a submitted call costs a `PendingCall` on the heap and a wake-up of the progress thread.
 bool Queue::reserve() {
     for (int attempt = 0; attempt < MAX_ATTEMPTS; ++attempt) {
         {

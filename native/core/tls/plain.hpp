@@ -1,6 +1,6 @@
 // Clear text over a connection whose greeting went under TLS: the `plain` mode, for a cable between
-// two machines that trust each other. Every frame carries checksums (port.hpp), against accidents;
-// against anybody on the wire there is nothing.
+// two machines that trust each other. Every frame carries checksums (core/loop/connection.hpp),
+// against accidents; against anybody on the wire there is nothing.
 //
 // Nothing is kept here: what `send` takes the kernel has, and what came is read straight to its place.
 #pragma once

@@ -65,8 +65,8 @@ class Writer:
     def is_behind(self) -> bool:
         return self._jobs.qsize() > _MAX_BACKLOG
 
-    def write(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+    def write(self, action: Callable[[], None]) -> None:
+        self._jobs.put(action)
 
     def close(self) -> None:
         """Return when all is written."""
@@ -121,9 +121,9 @@ class _View:
     def is_behind(self) -> bool:
         return self._writer is not None and self._writer.is_behind
 
-    def write(self, job: Callable[[], None]) -> None:
+    def write(self, action: Callable[[], None]) -> None:
         assert self._writer is not None
-        self._writer.write(job)
+        self._writer.write(action)
 
     def end(self) -> None:
         if self._writer is not None:

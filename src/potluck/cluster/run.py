@@ -83,8 +83,8 @@ class Watcher(Protocol):
 
 
 class JobClient:
-    """The command that waits for a job (``links.local.Client``), which ``watcher`` looks at.
-    ``workers`` is what stands in front of their lines."""
+    """The command's end of one job (a ``links.local.Client``). ``watcher`` shows the job;
+    ``workers`` are the labels before lines of output."""
 
     def __init__(self, script: str, workers: tuple[str, ...], watcher: Watcher) -> None:
         """``workers`` are those that are known before the agent tells of any."""
@@ -117,7 +117,7 @@ class JobClient:
             order(number)
 
     def send(self, message: local.Reply) -> None:
-        """The agent tells this."""
+        """Take ``message`` of the agent."""
         match message:
             case jobs.JobNote(_, text):
                 self._watcher.note(text)

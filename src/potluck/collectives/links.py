@@ -26,7 +26,9 @@ class Wire(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """A rank has one thread, which works for one frame at a time, sent or received; meanwhile its
+    """The model of a group's links and of the work of its ranks.
+
+    A rank has one thread, which works for one frame at a time, sent or received; meanwhile its
     wires carry earlier frames, one in each direction.
 
     ``nodes[r]`` is the node index of rank ``r``; without it every rank is a node of its own.

@@ -32,7 +32,7 @@ MAX_EARLY_BYTES = 2 * 1024 * 1024
 
 
 class Communicator:
-    """One rank's face of one immutable group.
+    """One rank's access to one immutable group.
 
     ``ranks`` are this channel's members in the numbering of the whole group. After the first
     GroupError every call raises the same error: form a new group.
@@ -104,6 +104,9 @@ class Communicator:
             if wanted in (None, Algorithm.SHARED_MEMORY) and encoding is None:
                 request.check(self.world_size)
             else:
+                # Not for shared memory. It still goes through `_shm`, so that calls made during the
+                # setup keep their order; the name of an algorithm then keeps it on links. With a
+                # codec and ranks of one node, direct is what the compiler would choose.
                 self._compiler.compile(request)  # ValueError if there is no such plan
                 request.algorithm = wanted or Algorithm.DIRECT
             work = self._shm.run(request)

@@ -64,7 +64,7 @@ def connect(
     memory: tuple[int, int] | None = (NUM_SLOTS, SLOT_BYTES),
     cancelled: Callable[[], bool] | None = None,
 ) -> tuple[TcpLink, Welcome]:
-    """Connect to a listener, prove who we are, and return the link and its welcome.
+    """Connect to a listener, prove this node's identity, and return the link and its welcome.
 
     Blocks until ``deadline`` (``time.monotonic()``) at the latest. A connection that is refused,
     unreachable, cut or silent for ``connection_timeout_s`` is tried again after a growing pause (50

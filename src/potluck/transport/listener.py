@@ -1,7 +1,7 @@
 """The listening side of links: one port, one thread that accepts and authenticates callers.
 
-That thread runs ``acceptor.py``. A caller that has proved its node and said HELLO gets a short
-thread of its own, in which ``admit`` may wait, for instance for a group that this side has not
+That thread runs ``acceptor.py``. A caller that has proved its node and said HELLO gets a
+short-lived thread, in which ``admit`` may wait, for instance for a group that this side has not
 formed yet. No payload is read before WELCOME is written; from then on the socket is a link's.
 """
 

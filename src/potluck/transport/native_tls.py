@@ -1,4 +1,4 @@
-"""TLS by the native core, with the face of ``ssl.SSLSocket``.
+"""TLS by the native core, with the interface of ``ssl.SSLSocket``.
 
 The handshake (``handshake.py``), the listener and ``TcpLink`` work on either, and either is at the
 other end: same protocol, same certificates, same errors. What the native one adds is its

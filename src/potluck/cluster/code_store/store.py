@@ -44,8 +44,8 @@ _STEP_S = 10.0
 
 
 class CodeStore:
-    """``send`` as in ``PackageServer``; every linked node may have every package. Nothing is on
-    disk before the first package."""
+    """The code packages of one node: made, fetched and served. Every linked node may have every
+    package. Nothing is on disk before the first package. ``send`` is as in ``Send``."""
 
     def __init__(self, root: Path, send: Send) -> None:
         self._root = root
@@ -73,7 +73,7 @@ class CodeStore:
         self._fetcher.lost(node)
 
     def has(self, package: bytes) -> bool:
-        """Whether it is here, and served."""
+        """Whether ``package`` is here, and served."""
         return self._server.folder_of(package) is not None
 
     async def take_in(self, folder: Path, script: str) -> bytes:

@@ -45,8 +45,9 @@ _LOOK_AGAIN_S = 1.0
 
 
 class JobController:
-    """One job. ``over`` is set when it has ended; ``crash`` is then the error of potluck's own that
-    ended it, if there was one. ``state`` is that of the job's membership."""
+    """The leader's side of one job. ``over`` is set when the job has ended; ``crash`` is then the
+    error of potluck's own that ended it, if there was one. ``state`` is that of the job's
+    membership."""
 
     def __init__(
         self,

@@ -29,8 +29,8 @@ class GroupAgreement:
     # Events of the workers.
 
     def take(self, event: jobs.Event, joined: int) -> bool:
-        """``event`` became of its worker, a member since epoch ``joined``. Returns whether it
-        is the first to show that this worker holds the job's state."""
+        """Take ``event`` of a worker that has been a member since epoch ``joined``. Returns
+        whether it is the first to show that this worker holds the job's state."""
         if not self._shows_state(event, joined) or event.worker in self._holders:
             return False
         self._holders.add(event.worker)

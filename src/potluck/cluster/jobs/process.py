@@ -239,10 +239,10 @@ def launcher_of(
     sink: Callable[[str, str, str], None],
     is_behind: Callable[[], bool],
 ) -> Launch:
-    """Starts the workers of ``spec`` on one node, from ``folder``. ``sink(worker, stream, line)``
-    gets their output.
+    """A function that starts a worker of ``spec`` on this node, from ``folder``.
+    ``sink(worker, stream, line)`` gets the worker's output.
 
-    They run in that folder; on the machine where ``potluck run`` was called they run in that
+    Workers run in that folder; on the machine where ``potluck run`` was called they run in that
     directory, so that what they write is found there. A local job, which has no ``folder``, runs as
     if the script had been started by hand there.
     """

@@ -21,6 +21,9 @@ from potluck.wire import frames
 from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_SHARED_MEMORY, Frame, Kind
 
 BUDGET = 8 * 1024 * 1024
+"""Bytes that one call of ``read`` or ``write`` moves at most, about. Tuned for this loop; the
+native loop's is 2 MiB (docs/dev/found-out.md)."""
+
 _MERGE_BYTES = 8 * 1024
 """Payloads up to this size are copied behind their header, so that both take one write."""
 

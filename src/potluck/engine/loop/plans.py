@@ -1,9 +1,9 @@
 """The collectives under way on one rank: segments in, segments out, each checked before it counts.
 
-Frames carry the number and the fingerprint of their call. One that comes before this rank has
-called, or before the memory it goes to is ready, is kept (``early``); one of another call ends the
-group with Desync on every rank. Runs on the progress loop. What a plan allows next is decided in
-``running.py``, which rank holds up an operation in ``engine/failures/hang_detection.py``.
+A frame carries the number and the fingerprint of its call. A frame that comes before this rank has
+made the call, or before its memory is ready, is kept (``early``); a frame with another fingerprint
+ends the group with Desync on every rank. Runs on the progress loop. What a plan allows next is
+decided in ``running.py``, which rank blocks an operation in ``engine/failures/hang_detection.py``.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class Plans:
         return segment
 
     def announce(self, peer: int) -> None:
-        """Let ``peer`` know what has begun here, if it may be waiting to send that."""
+        """Tell ``peer`` which calls have begun here (BEGUN) if it may soon lack credit for them."""
         if peer not in self._connections.by_rank or not self._connections.flow(peer).is_filling:
             return
         for running in self._running.values():

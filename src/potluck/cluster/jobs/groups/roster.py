@@ -53,7 +53,7 @@ class JobPolicy:
 
     A worker that dies is started again at once. One that dies before it has entered a group again
     waits ``backoff_s`` from the second time on, doubled each further time in a row.
-    ``late_s``: a deadline noticed this much too late is not the members' fault but mine.
+    ``late_s``: a deadline noticed this much too late is not the members' fault but the leader's.
     ``agree_again_s``: pause before a group is announced again that the nodes did not agree on.
     ``wait_s``: after this long the first group begins without workers that are not ready, if there
     are ``min_workers``. ``restarts_worlds``: a fixed world that lost a member is started again.
