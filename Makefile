@@ -4,8 +4,8 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON
-# One process more than two cores have: while a test waits for processes of its own, others run.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# Two processes more than two cores have: while a test waits for processes of its own, others run.
+PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help
 help: ## Show this list

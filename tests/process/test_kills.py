@@ -178,7 +178,10 @@ def test_a_stopped_worker_is_evicted_and_comes_back(tmp_path: Path) -> None:
             evicted = notes.all("lost", stopped)[0].at - stopped
             again = min(note.at for note in notes.all("commit", stopped) if note.facts[1] == "3")
             until = stopped + 30.0
+            slow = notes.folder / "slow"
+            slow.touch()  # nothing is expected meanwhile, and other tests run beside this one
             notes.wait_for("30 s to pass", lambda: time.monotonic() >= until)
+            slow.unlink()
             before = training.alive()
         finally:
             os.kill(victim, signal.SIGCONT)
