@@ -1,4 +1,4 @@
-"""Ranks with and without the native core in one world: all know of it, and choose alike."""
+"""Ranks with and without the native core in one world: all know of it."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def test_the_engines_of_processes_that_found_each_other() -> None:
             runs.append(stack.enter_context(command))
         for run in runs:
             assert run.finish() == 0, run.text
-            engines, slowest, _ = run.text.splitlines()[-1].split(" ", 2)
+            engines, slowest, sums = run.text.splitlines()[-1].split(" ", 2)
+            assert sums == "[3.0, 3.0, 3.0]"
             assert sorted(engines.split(",")) == ["native", "python"]
             assert slowest == "python"

@@ -50,7 +50,11 @@ class TcpBackend(StaticBackend):
 
     def member(self, worker: str) -> Member:
         return Member(
-            worker, node=self.base.credentials.node_id, host="127.0.0.1", port=self.base.port
+            worker,
+            node=self.base.credentials.node_id,
+            host="127.0.0.1",
+            port=self.base.port,
+            engine=self.base.engine,
         )
 
     def form(self, after_epoch: int, cause: GroupError | None, timeout_s: float) -> Communicator:

@@ -31,6 +31,8 @@ def predicted_s(
         firsts = (placement.local_rank(rank) == 0 for rank in range(world_size))
         nodes = tuple(accumulate(map(int, firsts)))
     links = LINKS[Engine.NATIVE if is_native else Engine.PYTHON]
+    if len({placement.address(rank) for rank in range(world_size)}) == 1:
+        links = replace(links, remote=links.remote._replace(beta_s_per_byte=0.0))  # the loopback
     kind = Operation(operation.replace("-", "_"))
     algorithm = peer.arguments.get("algorithm") if kind is Operation.ALL_REDUCE else None
     if algorithm is not None:

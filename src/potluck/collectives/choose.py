@@ -175,8 +175,8 @@ def _fastest(
     """The algorithm of the fastest plan, each by a model of its own, and its seconds.
 
     Of plans that are equally fast, the plan with the fewest bytes on all wires, and of these the
-    plan with the fewest links: the model gives every rank a processor that has nothing else to do,
-    and relayed bytes and further links cost a real one time. A plan is not simulated if its
+    plan with the fewest links: on a real machine other programs want the processor, too, and
+    relayed bytes and further links cost them time. A plan is not simulated if its
     ``least_seconds`` are more than another's time.
     """
     candidates = [(least_seconds(plan, nbytes, links), plan, links) for plan, links in options]

@@ -108,15 +108,17 @@ LINKS = {
         gamma_s_per_byte=0.6e-9,
     ),
 }
-"""By engine: fitted to 240 measured calls each, on a 2-core Linux machine (Xeon, AVX-512), by
-``benchmarks/cost_model.py --fit``; docs/performance.md says how well."""
+"""By engine, for paths that were not measured. Latency and work between nodes were fitted to the
+cells of ``benchmarks/cost_model.py --fit`` on a 2-core Linux machine (Xeon, AVX-512);
+docs/performance.md says how well they do."""
 
 
 def measured_links(
     model: LinkModel, nodes: Sequence[str], paths: Iterable[MeasuredPath]
 ) -> LinkModel:
     """``model`` with the measured ``paths`` between the nodes of a group whose rank ``r`` is on
-    ``nodes[r]``."""
+    ``nodes[r]``. Other paths count as fast as the fastest of these, if that is above the model's
+    rate: of many nodes a group is told of the slowest paths only."""
     found = {(path.source, path.target): path for path in paths if path.bandwidth > 0}
     pairs = tuple(
         (i, j, model.remote._replace(alpha_s=path.latency_s, beta_s_per_byte=1 / path.bandwidth))
@@ -124,4 +126,6 @@ def measured_links(
         for j, target in enumerate(nodes)
         if (path := found.get((source, target))) is not None
     )
-    return replace(model, pairs=pairs)
+    fastest = min((wire.beta_s_per_byte for _, _, wire in pairs), default=float("inf"))
+    beta = min(model.remote.beta_s_per_byte, fastest)
+    return replace(model, remote=model.remote._replace(beta_s_per_byte=beta), pairs=pairs)

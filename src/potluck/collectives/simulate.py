@@ -103,7 +103,8 @@ _READY, _SENT, _ARRIVED, _LANDED, _DONE = range(5)
 class _Run:
     """One simulation. Steps of all ranks are numbered through; an *item* is a step's segment,
     ``step * stride + segment``. An item waits for two things: its chunk's previous step, and its
-    link's previous item (SEND) or its frame (COPY, REDUCE)."""
+    frame (COPY, REDUCE) or its turn on its link (SEND): when the previous item has been handed to
+    the wire, and the item before that has left it."""
 
     def __init__(
         self,

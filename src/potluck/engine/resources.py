@@ -91,13 +91,16 @@ def open_resources(
     use_shared_memory: bool,
 ) -> GroupResources:
     """Begin a group's loop. The result's ``nodes`` has each rank's node index, counted in the order
-    of the ranks."""
+    of the ranks; a rank whose node is unknown counts as a node of its own."""
 
     def on_operation(plan: CompiledPlan, seconds: float, error: BaseException | None) -> None:
         resources.on_end(plan.call, plan.nbytes, seconds, error)
 
     order: dict[str, int] = {}
-    nodes = tuple(order.setdefault(member.node, len(order)) for member in group.members)
+    nodes = tuple(
+        order.setdefault(member.node or f"unknown {rank}", len(order))
+        for rank, member in enumerate(group.members)
+    )
     run = NativeLoop if connector.is_native and is_available() else ProgressLoop
     loop: Loop = run(
         group,

@@ -68,6 +68,7 @@ def test_a_fixed_list_of_peers_is_a_group(ports: list[int]) -> None:
         backend = RingBackend(peers, rank, settings=SETTINGS)
         with DistributedContext(backend, timeout_s=10) as ctx:
             assert not ctx.elastic
+            assert ctx.communicator._resources.nodes == (0, 1, 2), "on one node none would pay"
             assert (ctx.rank, ctx.world_size, ctx.epoch) == (rank, 3, 1)
             with pytest.raises(ConfigurationError, match="can't re-form"):
                 ctx.reform()

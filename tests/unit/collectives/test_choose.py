@@ -138,11 +138,19 @@ def test_a_group_with_a_rank_on_the_python_engine_chooses_by_its_model() -> None
 def test_the_bound_that_saves_simulations_is_a_bound(
     operation: Operation, algorithm: Algorithm
 ) -> None:
-    links = replace(DEFAULT, nodes=NODES)
-    for nbytes in (0, 1000, 10 << 20):
-        plan = make_plan(operation, algorithm, 8, 0, nodes=NODES)
-        least = least_seconds(plan, nbytes, links)
-        assert 0 < least <= estimate(plan, nbytes, links) * (1 + 1e-9)
+    slow = Wire(1e-3, 1e-7, 1e-9)
+    for links in (
+        replace(DEFAULT, nodes=NODES),
+        replace(DEFAULT, nodes=NODES, local=Wire(0.0, 1e-8)),
+        replace(DEFAULT, nodes=NODES, pairs=((0, 5, slow), (2, 0, slow))),
+        replace(DEFAULT, nodes=NODES).encoded(0.25, within_nodes=True),
+        replace(LINKS[Engine.PYTHON], nodes=tuple(range(8))),
+        replace(DEFAULT, nodes=NODES, processors=2),
+    ):
+        for nbytes in (0, 1000, 10 << 20):
+            plan = make_plan(operation, algorithm, 8, 0, nodes=links.nodes)
+            least = least_seconds(plan, nbytes, links)
+            assert 0 < least <= estimate(plan, nbytes, links) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), PAIRS)

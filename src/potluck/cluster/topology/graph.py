@@ -71,7 +71,8 @@ class Topology:
 
     def paths(self, nodes: Iterable[str]) -> tuple[MeasuredPath, ...]:
         """The measured paths between ``nodes``, for the plans of a group on them, with figures of
-        two digits. Of more than ``MAX_PATHS`` the slowest: the others count as the default."""
+        two digits. Of more than ``MAX_PATHS`` the slowest: the others count as fast as the fastest
+        of these."""
         wanted = set(nodes)
         found = [
             MeasuredPath(

@@ -9,7 +9,7 @@ import pytest
 
 from potluck.cluster.topology.graph import Topology, in_ring, rank_addresses
 from potluck.collectives.links import LINKS, measured_links
-from potluck.types import Engine, Member
+from potluck.types import Engine, MeasuredPath, Member
 from potluck.wire.facts import Address, LinkFacts, NodeFacts
 
 GIGABIT = 125e6
@@ -127,6 +127,8 @@ def test_a_group_is_told_of_measured_paths_only_and_its_plans_use_them() -> None
     assert wire(0, 3) == default.remote
     assert wire(1, 2).work_s_per_byte == default.remote.work_s_per_byte
     assert measured_links(default, ("a", "c"), paths) == default
+    fast = [MeasuredPath("a", "b", 0.001, 2e9)]
+    assert measured_links(default, ("a", "b", "c"), fast).wires()(0, 2).beta_s_per_byte == 1 / 2e9
 
 
 LAN = Address("192.168.1.7", "192.168.1.0/24", "eth0", GIGABIT)
