@@ -71,8 +71,9 @@ class Member:
 
     ``worker`` is stable for the whole job (``"2"`` stays ``"2"`` after a restart) while the rank
     may change from group to group. ``node`` is the hex id of its node. ``host`` and ``port`` are
-    the address of its listener; they are empty for in-process workers. ``engine`` is what it said
-    of itself, NATIVE where members say nothing (a list of addresses).
+    the address of its listener; they are empty for in-process workers. ``engine`` is the
+    engine that the worker reported; NATIVE in a group that is formed without messages (from a list
+    of addresses).
     """
 
     worker: str
@@ -128,7 +129,7 @@ class Group:
 
     @property
     def engine(self) -> Engine:
-        """The slowest engine among the members."""
+        """The slowest engine among the members: NATIVE if all run the native core."""
         is_native = all(member.engine is Engine.NATIVE for member in self.members)
         return Engine.NATIVE if is_native else Engine.PYTHON
 

@@ -48,6 +48,7 @@ from potluck.wire.greeting import Hello
 
 _JOINING_S = 3.0
 _AGAIN_S = 0.05
+"""The pause before another process is called again, which can't tell when it is ready."""
 _LOOK_S = 0.2
 _PROBE_S = 1.0
 _FIRST_PROBE_S = 0.1

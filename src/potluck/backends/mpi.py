@@ -234,7 +234,7 @@ class _State:
                     raise self.error
                 raise OperationTimeout("MPI has not ended it in time: a rank did not take part")
             pause = 0.0 if now - began < _SPIN_S else min(_LONGEST_PAUSE_S, pause + 1e-5)
-            time.sleep(pause)
+            time.sleep(pause)  # MPI has no wait with a deadline
 
     def tell(self, error: PotluckError) -> None:
         """Send ``error`` to the other ranks; returns when MPI has taken the messages, or after 1
@@ -272,7 +272,7 @@ class _State:
                 with self._mpi_errors(), _lock:
                     if reduction.Test():
                         return bool(words[0])
-                time.sleep(_LONGEST_PAUSE_S)
+                time.sleep(_LONGEST_PAUSE_S)  # as in wait()
         return False
 
     def _hear(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from potluck.cluster.trust.credentials import load_credentials
 from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
-from potluck.engine.loop.native import is_available
+from potluck.engine.loop.native import engine_of
 from potluck.engine.mesh import Mesh, Switchboard
 from potluck.engine.request import Request
 from potluck.errors import ConfigurationError, GroupError
@@ -81,8 +81,7 @@ class TcpBase:
     @property
     def engine(self) -> Engine:
         """The engine of this process."""
-        is_native = self.credentials.is_native and is_available()
-        return Engine.NATIVE if is_native else Engine.PYTHON
+        return engine_of(self.credentials.is_native)
 
     def open(self, group: Group, *, are_listening: bool = True) -> Communicator:
         """Open the communicator of ``group``; connections for earlier groups are refused then.

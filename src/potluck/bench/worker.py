@@ -59,6 +59,7 @@ class Worker:
             return {"has": False}
         try:
             case.call()
+        # Gloo, MPI and MLX report a dtype or operation that they lack by different classes.
         except (NotImplementedError, RuntimeError, ValueError) as error:
             words = str(error).lower()
             if any(word in words for word in ("not support", "unsupported", "not implement")):

@@ -69,6 +69,7 @@ def simulate_rotated(
     places further to the right, over the same kind of wires (a node's ranks all among the first
     ``k``, or all alone). Then it also does it at the same moment, and what a rank sends to its
     ``d``-th right neighbour is what it receives from its ``d``-th left: ``k`` ranks tell all.
+    ``links.processors`` must be 0, since the ranks that are not simulated would need some, too.
     """
     return _simulate(plans, len(plans), nbytes, links, segment_bytes).seconds
 
@@ -96,8 +97,9 @@ def _simulate(
     return run.result()
 
 
-# Kinds of events; the three low bits of an event's code.
-_READY, _SENT, _ARRIVED, _LANDED, _DONE = range(5)
+# Kinds of events; the two low bits of an event's code. _READY: the item's frame is there, or it is
+# the item's turn on its link.
+_SENT, _ARRIVED, _READY, _DONE = range(4)
 
 
 class _Run:
@@ -163,8 +165,7 @@ class _Run:
         queues: list[deque[tuple[float, int]]] = [deque() for _ in range(num_places)]
         waiting: deque[int] = deque()
         num_idle = links.processors or num_places
-        # When the ends of the wires are free again: of each place that to its own node, and that to
-        # the others.
+        # When each rank's ends of its wires are free again: [to its own node, to other nodes].
         out_free, in_free = [[0.0, 0.0] for _ in self.plans], [[0.0, 0.0] for _ in self.plans]
         left: dict[tuple[int, int], float] = {}  # when a link's latest segment has left the wire
         finished, bytes_sent, wire_bytes_sent = (
@@ -213,11 +214,11 @@ class _Run:
             size, rank = size_of(chunk, segment), self.plans[place].rank
             if action is Action.SEND:
                 busy = frame_s + size * wire_of(rank, peer).work_s_per_byte
-                work(place, busy, item << 3 | _SENT)
+                work(place, busy, item << 2 | _SENT)
             else:
                 busy = frame_s + size * wire_of(peer, rank).work_s_per_byte
                 busy += size * gamma if action is Action.REDUCE else 0.0
-                work(place, busy, item << 3 | _DONE)
+                work(place, busy, item << 2 | _DONE)
 
         def done(item: int, number: int) -> None:
             finished[rank_of[number]] = now
@@ -229,7 +230,7 @@ class _Run:
             settle(item)
         while events:
             now, code = heappop(events)
-            item, kind = code >> 3, code & 7
+            item, kind = code >> 2, code & 3
             number, segment = divmod(item, stride)
             _, peer, chunk = steps[number]
             place = rank_of[number]
@@ -251,10 +252,10 @@ class _Run:
                 later = next_on_link[number] * stride
                 following = item + 1 if segment + 1 < num_segments[chunk] else later
                 if following >= 0 and ready > now:
-                    heappush(events, (ready, following << 3 | _READY))
+                    heappush(events, (ready, following << 2 | _READY))
                 elif following >= 0:
                     settle(following)
-                arrived = (match[number] * stride + segment) << 3 | _ARRIVED
+                arrived = (match[number] * stride + segment) << 2 | _ARRIVED
                 heappush(events, (end + wire.alpha_s, arrived))
             elif kind == _ARRIVED:
                 dst = self.plans[place].rank
@@ -265,10 +266,10 @@ class _Run:
                     end = node_in[nodes[dst]] = max(end, node_in[nodes[dst]] + busy)
                 in_free[place][is_remote] = end
                 if end > now:
-                    heappush(events, (end, item << 3 | _LANDED))
+                    heappush(events, (end, item << 2 | _READY))
                 else:
                     settle(item)
-            elif kind in (_LANDED, _READY):
+            elif kind == _READY:
                 settle(item)
             else:
                 worked(place)

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from potluck.engine.call import Call
 from potluck.engine.connector import Connector
 from potluck.engine.loop.compiled import CompiledPlan
-from potluck.engine.loop.native import NativeLoop, is_available
+from potluck.engine.loop.native import NativeLoop, engine_of
 from potluck.engine.loop.progress import ProgressLoop
 from potluck.engine.shm.group import GroupMemory
 from potluck.metrics import Metrics
-from potluck.types import Group
+from potluck.types import Engine, Group
 
 Loop = ProgressLoop | NativeLoop
 """What runs a group's operations: the reference in Python, or its native twin."""
@@ -101,7 +101,7 @@ def open_resources(
         order.setdefault(member.node or f"unknown {rank}", len(order))
         for rank, member in enumerate(group.members)
     )
-    run = NativeLoop if connector.is_native and is_available() else ProgressLoop
+    run = NativeLoop if engine_of(connector.is_native) is Engine.NATIVE else ProgressLoop
     loop: Loop = run(
         group,
         connector,

@@ -115,7 +115,7 @@ class _Patience:
         while (left := until - time.monotonic()) > 0:
             if until >= self.deadline or (self.cancelled is not None and self.cancelled()):
                 return False
-            time.sleep(min(left, _CANCEL_S))
+            time.sleep(min(left, _CANCEL_S))  # in pieces, so that ``cancelled`` is seen soon
         return True
 
 

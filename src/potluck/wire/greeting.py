@@ -46,8 +46,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ``world_size`` the size that it expects), ``store`` (a process group's store), ``meet`` and
     ``join`` (discovery). To an agent: ``node`` (another agent), ``control`` (a worker), ``client``
     (a command of the same machine). To either: ``measure`` (one measurement of the path). ``wire``
-    is the form of a data link after WELCOME: ``sealed`` (TLS) or ``plain``. ``engine`` is that of a
-    worker that comes to form a group.
+    is the form of a data link after WELCOME: ``sealed`` (TLS) or ``plain``. ``engine`` is the
+    engine of the client (``rendezvous`` and ``join`` only).
     """
 
     kind: str

@@ -104,7 +104,7 @@ def _take(lock: int, home: Path) -> None:
                 raise ConfigurationError(
                     f"an agent runs on this machine already, with {home}; `potluck status` shows it"
                 ) from None
-        time.sleep(0.01)
+        time.sleep(0.01)  # a file lock has no wait with a deadline
 
 
 def find_agent(home: Path) -> AgentRecord | None:

@@ -62,7 +62,8 @@ class PathReading:
 class Connection(Protocol):
     """What a measurement needs of a greeted connection."""
 
-    def send(self, message: facts.Measuring) -> object: ...
+    def send(self, message: facts.Measuring) -> object:
+        """Send ``message``, or keep it to be sent."""
 
     async def drain(self) -> None:
         """Return when the connection takes more bytes."""

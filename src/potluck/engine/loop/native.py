@@ -42,7 +42,7 @@ from potluck.errors import GroupClosed, GroupError, LinkError, PotluckError, Pro
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link
 from potluck.transport.tcp import TcpLink
-from potluck.types import Group
+from potluck.types import Engine, Group
 from potluck.wire import frames
 
 if TYPE_CHECKING:
@@ -54,6 +54,11 @@ _PATIENCE_S = 3600.0
 def is_available() -> bool:
     """Whether the native core is here and has a loop (it needs OpenSSL)."""
     return native.available and hasattr(native.core, "ProgressLoop")
+
+
+def engine_of(has_native_links: bool) -> Engine:
+    """The engine that a process runs, by whether its links are the native core's."""
+    return Engine.NATIVE if has_native_links and is_available() else Engine.PYTHON
 
 
 @dataclass(slots=True)
