@@ -151,10 +151,14 @@ def test_a_rank_that_does_not_call_is_named_on_all(algorithm: str, silent: int) 
 def test_a_rank_that_never_came_is_named() -> None:
     """It has no links at all: its process may still be importing."""
     backends = InProcessBackend.world(3)
+    called = threading.Barrier(2)
 
     def act(ctx: DistributedContext) -> None:
+        called.wait(20)
+        work = ctx.all_reduce(x(), timeout=1.5, algorithm=RING, async_op=True)
+        called.wait(20)
         with pytest.raises(OperationTimeout) as caught:
-            ctx.all_reduce(x(), timeout=0.3, algorithm=RING)
+            work.wait()
         assert caught.value.rank == 2
 
     run_all([lambda backend=backend: _with_context(backend, act) for backend in backends[:2]])

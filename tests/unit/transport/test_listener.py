@@ -416,7 +416,7 @@ def test_five_hundred_idle_connections_do_not_keep_a_peer_out(host: Host) -> Non
 def test_a_caller_that_drips_its_bytes_has_no_more_time_than_one_that_is_silent() -> None:
     """A ClientHello of 16 KiB, a byte at a time: minutes, if one let it."""
     endless = b"\x16\x03\x01\x40\x00" + b"\x01\x00\x3f\xfc" + bytes(0x3FFC)
-    with contextlib.closing(Host(timeout_s=0.3)) as host, raw(host.port) as sock:
+    with contextlib.closing(Host(timeout_s=1.0)) as host, raw(host.port) as sock:
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         sent = 0
@@ -432,7 +432,7 @@ def test_a_caller_that_drips_its_bytes_has_no_more_time_than_one_that_is_silent(
 
 
 def test_a_peer_that_waits_to_be_admitted_is_not_counted_among_unauthenticated_callers() -> None:
-    with contextlib.closing(Host(max_connections=4, timeout_s=0.2)) as host:
+    with contextlib.closing(Host(max_connections=4, timeout_s=1.0)) as host:
         asked, decide = threading.Event(), threading.Event()
 
         def slowly(hello: Hello, node: str) -> Admission:
