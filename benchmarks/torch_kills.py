@@ -32,7 +32,6 @@ import potluck.torch.process_group.creation  # noqa: F401  (before the forks, no
 from potluck.system import need_posix
 
 WORLD_SIZE = 3
-LIMIT_S = 1.0
 HANG_S = 30.0
 
 
@@ -73,7 +72,7 @@ def train(kind: str, rank: int, store: str, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
-def attempt(kind: str, victim: int, delay_s: float) -> tuple[float, list[str]]:
+def attempt(kind: str, victim: int, delay_s: float, limit_s: float) -> tuple[float, list[str]]:
     """One try: the slowest survivor's seconds from the kill to the error, and what was wrong."""
     need_posix("forking the ranks")
     fork = multiprocessing.get_context("fork")
@@ -105,7 +104,7 @@ def attempt(kind: str, victim: int, delay_s: float) -> tuple[float, list[str]]:
                 report: Report = pipe.recv()
                 seconds = report.raised - killed
                 slowest = max(slowest, seconds)
-                if report.error != "PeerLost" or report.lost != victim or seconds > LIMIT_S:
+                if report.error != "PeerLost" or report.lost != victim or seconds > limit_s:
                     faults.append(
                         f"rank {rank} raised {report.error} (rank {report.lost}) after "
                         f"{seconds:.2f} s: {report.text}"
@@ -125,6 +124,7 @@ def attempt(kind: str, victim: int, delay_s: float) -> tuple[float, list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tries", type=int, default=50, help="kills for each kind of training")
+    parser.add_argument("--limit", type=float, default=1.0, help="seconds from kill to error")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     options = parser.parse_args()
     print(f"seed {options.seed}, {WORLD_SIZE} ranks, torch {torch.__version__}")
@@ -135,7 +135,7 @@ def main() -> int:
         times = []
         for number in range(options.tries):
             victim, delay_s = chance.randrange(WORLD_SIZE), chance.uniform(0, 0.05)
-            slowest, faults = attempt(kind, victim, delay_s)
+            slowest, faults = attempt(kind, victim, delay_s, options.limit)
             times.append(slowest)
             for fault in faults:
                 print(f"{kind} try {number}, rank {victim} killed: {fault}")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from support.commands import Command, potluck_command
+from support.ports import reserved_ports
 
 SCRIPTS = Path(__file__).parent / "scripts" / "backends"
 SOON_S = 20.0
@@ -22,6 +22,7 @@ SOON_S = 20.0
 SUITE = Path(__file__).parents[1] / "conformance" / "test_communicators.py"
 SAME = str(SCRIPTS / "same_everywhere.py")
 FAILURES = str(SCRIPTS / "failures.py")
+GLOO_FAILURES = [sys.executable, FAILURES, "gloo"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
 RUN_SUITE = [sys.executable, str(SCRIPTS / "suite.py"), str(SUITE)]
@@ -32,20 +33,11 @@ needs_mpi = pytest.mark.skipif(
 )
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has, and nobody else will be given while this test runs."""
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
-
-
 @contextlib.contextmanager
 def ranks(count: int, arguments: Sequence[str], **variables: str) -> Iterator[list[Command]]:
     """The same command as every rank of a world, started by hand."""
-    port = str(free_ports(1)[0])
     with contextlib.ExitStack() as stack:
+        [port] = stack.enter_context(reserved_ports(1))
         yield [
             stack.enter_context(
                 Command(
@@ -55,7 +47,7 @@ def ranks(count: int, arguments: Sequence[str], **variables: str) -> Iterator[li
                         "LOCAL_RANK": str(rank),
                         "WORLD_SIZE": str(count),
                         "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": port,
+                        "MASTER_PORT": str(port),
                         "OMP_NUM_THREADS": "1",
                         **variables,
                     },
@@ -137,11 +129,11 @@ def test_pods_of_kubernetes_take_their_numbers_as_ranks(script: str, kind: str) 
     arguments = [SAME] if script == "context" else ["-c", PROCESS_GROUP]
     cluster = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
     with contextlib.ExitStack() as stack:
-        port = str(free_ports(1)[0])
+        [port] = stack.enter_context(reserved_ports(1))
         runs = []
         for number in range(3):
             named = {name: value.format(number) for name, value in PODS[kind].items()}
-            meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             variables = cluster | meeting | named | {"OMP_NUM_THREADS": "1"}
             runs.append(stack.enter_context(Command([sys.executable, *arguments], env=variables)))
         for run in runs:
@@ -182,8 +174,10 @@ def stories(lines: Sequence[str]) -> dict[tuple[str, int], dict[str, Any]]:
 
 def test_failures_in_gloo_are_our_errors_on_every_rank_and_in_time() -> None:
     names = ["worlds", "absent", "unheard", "broken", "killed"]
-    ports = ",".join(map(str, free_ports(len(names))))
-    with ranks(3, [sys.executable, FAILURES, "gloo", ",".join(names), ports]) as runs:
+    with (
+        reserved_ports(len(names)) as ports,
+        ranks(3, [*GLOO_FAILURES, ",".join(names), ",".join(map(str, ports))]) as runs,
+    ):
         codes = [run.finish() for run in runs]
         told = stories([line for run in runs for line in run.lines])
     assert codes == [0, 0, -9], [run.text for run in runs]
@@ -213,8 +207,10 @@ def test_failures_in_gloo_are_our_errors_on_every_rank_and_in_time() -> None:
 
 
 def test_the_host_of_the_store_may_die_too() -> None:
-    port = str(free_ports(1)[0])
-    with ranks(2, [sys.executable, FAILURES, "gloo", "host_killed", port]) as runs:
+    with (
+        reserved_ports(1) as [port],
+        ranks(2, [*GLOO_FAILURES, "host_killed", str(port)]) as runs,
+    ):
         codes = [run.finish() for run in runs]
         told = stories([line for run in runs for line in run.lines])
     assert codes == [-9, 0], runs[1].text

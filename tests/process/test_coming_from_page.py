@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from support.commands import Command, potluck_command
+from support.ports import reserved_ports
 
 pytest.importorskip("torch")
 
@@ -31,12 +30,6 @@ with potluck.init() as ctx:
 """
 
 
-def free_ports(count: int) -> list[str]:
-    with ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [str(sock.getsockname()[1]) for sock in socks]
-
-
 def need_mpirun() -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("needs the program 'mpirun' (Debian, Ubuntu: apt-get install openmpi-bin)")
@@ -49,23 +42,24 @@ def test_the_page_has_a_section_for_each_library() -> None:
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_right_column_of_a_section_runs(section: str, tmp_path: Path) -> None:
-    *ports, discovery = free_ports(3)
-    arguments = [str(PAGE), section, *ports]
-    environment = {
-        **{"OMP_NUM_THREADS": "1", "POTLUCK_HOME": str(tmp_path), "POTLUCK_DISCOVERY": "static"},
-        **{"POTLUCK_PEERS": "127.0.0.1", "POTLUCK_GRADIENT_PORT": discovery},
-    }
     start = POTLUCK_RUN
     if section == "MPI":
         need_mpirun()
         start = [*MPIRUN, "-n", "2", sys.executable]
-    if section in ("torch.distributed", "MPI"):
-        arguments.append("--beside")
-    with Command([*start, str(SCRIPT), *arguments], env=environment) as run:
-        assert run.finish(110) == 0, run.text
-        ends = re.findall(rf"rank (\d): {section} is through, (\d+) compared", run.text)
+    beside = ["--beside"] if section in ("torch.distributed", "MPI") else []
+    with reserved_ports(3) as numbers:
+        *ports, discovery = map(str, numbers)
+        environment = {
+            **{"OMP_NUM_THREADS": "1", "POTLUCK_HOME": str(tmp_path)},
+            **{"POTLUCK_DISCOVERY": "static", "POTLUCK_PEERS": "127.0.0.1"},
+            "POTLUCK_GRADIENT_PORT": discovery,
+        }
+        arguments = [str(PAGE), section, *ports, *beside]
+        with Command([*start, str(SCRIPT), *arguments], env=environment) as run:
+            assert run.finish(110) == 0, run.text
+            ends = re.findall(rf"rank (\d): {section} is through, (\d+) compared", run.text)
     assert sorted(rank for rank, _ in ends) == ["0", "1"], run.text
-    if "--beside" in arguments:
+    if beside:
         assert min(int(compared) for _, compared in ends) >= 12, run.text
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from support.ports import reserved_ports
 from support.talking import TalkingProcess
 
 PATIENCE_S = 90.0
@@ -29,12 +30,12 @@ from potluck.errors import GroupError, PotluckError
 def say(**facts):
     print(json.dumps(facts), flush=True)
 
-ports = [int(port) for port in sys.argv[1:]]
+own, *ports = [int(port) for port in sys.argv[1:]]
 finders = [StaticPeers([("127.0.0.1", port) for port in ports])]
 """
 
 FIVE_LINES = """
-backend = AutoDiscoveryBackend(finders=finders, port=0)
+backend = AutoDiscoveryBackend(finders=finders, port=own)
 say(port=backend.port)
 sys.stdin.readline()
 backend.wait_for_peers(1, timeout=60)
@@ -46,7 +47,7 @@ say(world=ctx.world_size, rank=ctx.rank, total=float(total[0]))
 """
 
 ELASTIC = """
-backend = AutoDiscoveryBackend(min_peers=2, finders=finders, port=0)
+backend = AutoDiscoveryBackend(min_peers=2, finders=finders, port=own)
 say(port=backend.port)
 with DistributedContext(backend, timeout_s=60) as ctx:
     say(world=ctx.world_size, rank=ctx.rank, worker=ctx.members[ctx.rank].worker)
@@ -64,7 +65,7 @@ with DistributedContext(backend, timeout_s=60) as ctx:
 """
 
 LATE = """
-backend = AutoDiscoveryBackend(finders=finders, port=0)
+backend = AutoDiscoveryBackend(finders=finders, port=own)
 say(port=backend.port)
 began = time.monotonic()
 try:
@@ -74,7 +75,7 @@ except PotluckError as error:
 """
 
 SUCCESSOR = """
-backend = AutoDiscoveryBackend(finders=finders, port=ports[0])
+backend = AutoDiscoveryBackend(finders=finders, port=own)
 say(port=backend.port)
 try:
     backend.establish_ring(60)
@@ -84,17 +85,15 @@ sys.stdin.readline()
 """
 
 TRAINING = """
-import hashlib, threading
+import hashlib, select
 from potluck.training.elastic import ElasticLoop
 from potluck.training.replica import StateReplica
 from potluck.training.sampler import Schedule
 
-backend = AutoDiscoveryBackend(min_peers=2, finders=finders, port=0)
+backend = AutoDiscoveryBackend(min_peers=2, finders=finders, port=own)
 say(port=backend.port)
 ctx = DistributedContext(backend, timeout_s=60)
 weights = np.zeros(1000)
-end = threading.Event()
-threading.Thread(target=lambda: sys.stdin.readline() and end.set(), daemon=True).start()
 job = ElasticLoop(
     ctx,
     Schedule(num_samples=64, batch_size=8, epochs=1_000_000, seed=3),
@@ -105,7 +104,8 @@ for share in job:
     with job.step():
         gradient = np.full(1000, float(share.indices.sum() * (share.weight > 0)))
         ctx.all_reduce(gradient, op="sum")
-        job.commit(loss=float(end.is_set()))
+        is_told_to_end = bool(select.select([sys.stdin], [], [], 0)[0])
+        job.commit(loss=float(is_told_to_end))
         weights += gradient
     if ctx.world_size != world and job.step_number > 5:
         world = ctx.world_size
@@ -117,11 +117,12 @@ say(steps=job.step_number, weights=hashlib.sha256(weights.tobytes()).hexdigest()
 
 
 class Script(TalkingProcess):
-    """One process, which says JSON line by line; it knows the ``ports`` of others."""
+    """One process at port ``own`` (0: any), which says JSON line by line; it knows the ``ports`` of
+    others."""
 
-    def __init__(self, text: str, *ports: int) -> None:
+    def __init__(self, text: str, *ports: int, own: int = 0) -> None:
         process = subprocess.Popen(
-            [sys.executable, "-c", HEAD + textwrap.dedent(text), *map(str, ports)],
+            [sys.executable, "-c", HEAD + textwrap.dedent(text), *map(str, (own, *ports))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -140,13 +141,14 @@ class Script(TalkingProcess):
 def started(text: str, count: int) -> Iterator[list[Script]]:
     """So many processes, each of which knows those before it."""
     scripts: list[Script] = []
-    try:
-        for _ in range(count):
-            scripts.append(Script(text, *(script.port for script in scripts)))
-        yield scripts
-    finally:
-        for script in scripts:
-            script.end()
+    with reserved_ports(count) as ports:
+        try:
+            for own in ports:
+                scripts.append(Script(text, *(script.port for script in scripts), own=own))
+            yield scripts
+        finally:
+            for script in scripts:
+                script.end()
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -200,7 +202,8 @@ def test_a_process_that_takes_the_port_of_the_killed_rank_0_holds_nobody_up() ->
         first = [script.hears() for script in scripts]
         by_rank = {said["rank"]: script for said, script in zip(first, scripts, strict=True)}
         by_rank[0].kill()
-        successor = Script(SUCCESSOR, by_rank[0].port, by_rank[1].port)
+        known = (by_rank[0].port, by_rank[1].port)
+        successor = Script(SUCCESSOR, *known, own=by_rank[0].port)
         try:
             assert successor.port == by_rank[0].port
             for rank in (1, 2):
@@ -223,7 +226,7 @@ def test_a_training_goes_on_with_equal_weights_after_rank_0_was_killed() -> None
         by_rank[0].kill()
         for rank in (1, 2):
             assert by_rank[rank].hears()["world"] == 2
-            by_rank[rank].go()
+        by_rank[1].go()
         ends = [by_rank[rank].hears() for rank in (1, 2)]
         assert [by_rank[rank].process.wait(PATIENCE_S) for rank in (1, 2)] == [0, 0]
     assert ends[0] == ends[1]

@@ -1,7 +1,7 @@
 """Workers killed and stopped by the operating system while they train: who notices, and how fast.
 
 The figures are printed (``pytest -s``) and kept in docs/reliability.md. What is asserted about
-time is the reach of the project with room for a busy machine; what is asserted about sums is exact.
+time leaves room for a busy machine, except in the long tests; what is asserted about sums is exact.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ SCHEDULE = Schedule(num_samples=64, batch_size=8, epochs=1_000_000, seed=3)
 NUM_WORKERS = 4
 WIDTH = 500_000
 """Elements of the all-reduced gradient (4 MB): most of a step is spent in the all-reduce."""
+SOON_S = 15.0
+"""Half of the deadline of an operation: a loss that is noticed earlier was not waited for."""
+PEER_TIMEOUT_S = 5.0
+"""For the stopped worker: all others make each call well before this deadline."""
 
 
 def what_was_committed(num_steps: int) -> int:
@@ -92,9 +96,12 @@ class Training:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("num_kills", [15, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("num_kills", "detected_s", "recovered_s"),
+    [(15, SOON_S, SOON_S), pytest.param(50, 2.0, 5.0, marks=pytest.mark.long)],
+)
 def test_kills_at_random_moments_cost_at_most_one_repeated_step_each(
-    num_kills: int, tmp_path: Path
+    num_kills: int, detected_s: float, recovered_s: float, tmp_path: Path
 ) -> None:
     seed = 20260117
     chance = random.Random(seed)
@@ -139,8 +146,8 @@ def test_kills_at_random_moments_cost_at_most_one_repeated_step_each(
         f"\n{num_kills} kills in {num_steps} steps, seed {seed}: "
         f"detected after {describe(detections)}, committed again after {describe(recoveries)}"
     )
-    assert max(detections) < 2.0
-    assert max(recoveries) < 5.0
+    assert max(detections) < detected_s
+    assert max(recoveries) < recovered_s
 
 
 def check_no_step_is_lost(notes: Notebook, pid: int) -> None:
@@ -162,7 +169,7 @@ def describe(seconds: list[float]) -> str:
 @pytest.mark.timeout(200)
 def test_a_stopped_worker_is_evicted_and_comes_back(tmp_path: Path) -> None:
     """SIGSTOP for 30 s: its group waits no longer than the deadline of an operation."""
-    with Training(tmp_path, "--peer-timeout", "2") as training:
+    with Training(tmp_path, "--peer-timeout", str(PEER_TIMEOUT_S)) as training:
         notes = training.notes
         training.wait_until_full()
         victim = training.alive()[1]
@@ -197,19 +204,24 @@ def test_a_stopped_worker_is_evicted_and_comes_back(tmp_path: Path) -> None:
         f"\nstopped worker: noticed after {evicted:.2f} s, others commit after "
         f"{again - stopped:.2f} s, back {back - resumed:.2f} s after SIGCONT"
     )
-    assert evicted < 4.0
+    assert evicted < 2 * PEER_TIMEOUT_S
 
 
 def test_when_all_are_killed_training_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     with Training(tmp_path, checkpoint=tmp_path / "checkpoints") as training:
         notes = training.notes
         notes.wait_for("25 steps", lambda: any(int(n.facts[0]) >= 25 for n in notes.all("commit")))
-        killed = time.monotonic()
-        for pid in training.alive():
-            os.kill(pid, signal.SIGKILL)
-        before = max(int(note.facts[0]) for note in notes.all("commit"))
+        pids = training.alive()
+        # Stopped first: none trains on, maybe with a new process, when some are killed already.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                os.kill(pid, number)
+            killed = time.monotonic()
+        before = max(
+            int(note.facts[0]) for pid in pids for note in notes.of(pid) if note.kind == "commit"
+        )
         training.wait_until_full(killed)
-        again = next(note for note in notes.all("commit", killed) if int(note.facts[0]) <= before)
+        again = next(note for note in notes.all("commit", killed) if note.pid not in pids)
         training.finish()
         training.check_the_sums()
     resumed = int(again.facts[0])
@@ -217,5 +229,6 @@ def test_when_all_are_killed_training_goes_on_from_the_last_checkpoint(tmp_path:
         f"\nall killed after step {before}: training again {again.at - killed:.2f} s later, "
         f"at {resumed}"
     )
+    assert resumed <= before + 1
     assert before - resumed <= 10
     assert "resumed from the checkpoint" in training.command.text

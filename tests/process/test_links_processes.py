@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from potluck import native
+from support.ports import reserved_ports
 
 needs_native = pytest.mark.skipif(
     not native.available, reason="shared memory needs the native core"
@@ -24,6 +24,8 @@ needs_native = pytest.mark.skipif(
 NODES = (0, 0, 1, 1)
 PATIENCE_S = 30.0
 """Hierarchical plans: the mate of the lost worker waits for it, the others for their leaders."""
+DEADLINE_S = 4.0
+"""For calls of which a rank is stopped: the running ranks make each of them well before it."""
 
 WORKER = """
 import json, os, sys, time
@@ -65,19 +67,6 @@ except GroupError as error:
 ctx.close()
 say(step="closed", threads=[t.name for t in __import__("threading").enumerate()])
 """
-
-
-@contextmanager
-def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Ports of our own: bound but not listening, so that a child may listen and nobody else."""
-    with ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            sock = stack.enter_context(socket.socket())
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("127.0.0.1", 0))
-            ports.append(sock.getsockname()[1])
-        yield ports
 
 
 @contextmanager
@@ -176,7 +165,7 @@ def test_a_stopped_process_is_named_when_the_deadline_passes(
     """SIGSTOP: no link ends, nothing is said; and what it does later harms nobody."""
     size, victim = 4, 1
     nodes = NODES if algorithm == "hierarchical" else ()
-    with workers(size, algorithm, tmp_path, patience_s=1.0, nodes=nodes) as children:
+    with workers(size, algorithm, tmp_path, patience_s=DEADLINE_S, nodes=nodes) as children:
         for child in children:
             wait_for(child, "reduced")
         children[victim].send_signal(signal.SIGSTOP)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.commands import Command, potluck_command
+from support.ports import reserved_ports
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "mixed_engines.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -28,19 +28,17 @@ def test_the_engines_of_ranks_that_a_launcher_started(start: list[str]) -> None:
 
 
 def test_the_engines_of_processes_that_found_each_other() -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = str(sock.getsockname()[1])
-    environment = {
-        "POTLUCK_MIN_PEERS": "1",
-        "POTLUCK_DISCOVERY": "static",
-        "POTLUCK_PEERS": f"127.0.0.1:{port}",
-        "OMP_NUM_THREADS": "1",
-    }
     with ExitStack() as stack:
+        [port] = map(str, stack.enter_context(reserved_ports(1)))
+        environment = {
+            "POTLUCK_MIN_PEERS": "1",
+            "POTLUCK_DISCOVERY": "static",
+            "POTLUCK_PEERS": f"127.0.0.1:{port}",
+            "OMP_NUM_THREADS": "1",
+        }
         runs = []
         for which in ("with", "without"):
-            first = {"POTLUCK_GRADIENT_PORT": port} if which == "with" else {}
+            first = {"POTLUCK_GRADIENT_PORT": port if which == "with" else "0"}
             command = Command([sys.executable, SCRIPT, which], env=environment | first)
             runs.append(stack.enter_context(command))
         for run in runs:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from support.ports import reserved_ports
 
 SCRIPTS = Path(__file__).parent / "scripts" / "parallelism"
 SLOWEST_S = 280
@@ -65,8 +66,12 @@ def outcomes(
 
 def run_checks(world_size: int, names: Sequence[str], folder: Path) -> dict[str, str]:
     """Start the ranks; the outcome of each check up to the first that failed."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    with reserved_ports(1) as [port]:
+        return run_checks_at(port, world_size, names, folder)
+
+
+def run_checks_at(port: int, world_size: int, names: Sequence[str], folder: Path) -> dict[str, str]:
+    """``run_checks`` with rank 0 at ``port``."""
     shared = {
         "POTLUCK_HOME": str(folder / "home"),
         "MASTER_ADDR": "127.0.0.1",

@@ -104,8 +104,7 @@ def test_a_missing_package_is_one_sentence_with_the_pip_command(script) -> None:
 def test_ctrl_c_reaches_the_workers_and_leaves_nothing(script, own_environment: Path) -> None:
     path = script(
         "import os, time\n"
-        "print('pid', os.getpid(), flush=True)\n"
-        "try:\n    time.sleep(600)\n"
+        "try:\n    print('pid', os.getpid(), flush=True)\n    time.sleep(600)\n"
         "except KeyboardInterrupt:\n    print('interrupted', flush=True)\n    raise SystemExit(0)\n"
     )
     with run_command("--workers", "2", path) as run:

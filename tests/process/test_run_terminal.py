@@ -98,8 +98,9 @@ def test_a_training_shows_how_far_it_is_and_never_goes_back(tmp_path: Path, chao
     script.write_text(TRAINING)
     options = ["--workers", "2", "--chaos", chaos]
     with Terminal(*potluck_command(), "run", *options, str(script), str(go)) as terminal:
-        terminal.read_until(lambda drawn: " left" in drawn)
-        assert re.search(r"80 of 320 samples \(25%\)  [\d.,]+/s  about .+ left", terminal.drawn)
+        paused = re.compile(r"80 of 320 samples \(25%\)  [\d.,]+/s  about .+ left")
+        terminal.read_until(lambda drawn: paused.search(drawn) is not None)
+        assert paused.search(terminal.drawn), terminal.drawn
         go.touch()
         assert terminal.finish() == 0, terminal.drawn
         seen = counts(terminal.drawn)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from potluck.transport.acceptor import listening_socket
 from support.commands import Command, run_command
+from support.ports import reserved_ports
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "meet.py"
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
 
 
-def free_port() -> int:
-    with closing(listening_socket("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where rank 0 will listen; no other program does."""
+    with reserved_ports(1) as [number]:
+        yield number
 
 
 def rank(number: int, world_size: int, port: int, home: Path, script: Path = SCRIPT) -> Command:
@@ -38,8 +39,9 @@ def rank(number: int, world_size: int, port: int, home: Path, script: Path = SCR
 
 
 @needs_torch
-def test_with_env_rank_0_names_who_is_missing_though_torchs_store_waits(tmp_path: Path) -> None:
-    port = free_port()
+def test_with_env_rank_0_names_who_is_missing_though_torchs_store_waits(
+    tmp_path: Path, port: int
+) -> None:
     with rank(0, 3, port, tmp_path) as zero, rank(2, 3, port, tmp_path) as two:
         zero.wait_for(f"potluck: rank 0 waits at 127.0.0.1:{port} for rank 1 (of 3 ranks) to call")
         two.wait_for("potluck: rank 2 waits for rank 1 (of 3 ranks) to join the process group")
@@ -50,8 +52,7 @@ def test_with_env_rank_0_names_who_is_missing_though_torchs_store_waits(tmp_path
 
 
 @needs_torch
-def test_with_env_and_no_rank_0_the_others_say_where_they_look(tmp_path: Path) -> None:
-    port = free_port()
+def test_with_env_and_no_rank_0_the_others_say_where_they_look(tmp_path: Path, port: int) -> None:
     with rank(1, 2, port, tmp_path) as one:
         one.wait_for(f"potluck: rank 1 can't reach rank 0 at 127.0.0.1:{port}; is rank 0 started")
         with rank(0, 2, port, tmp_path) as zero:
@@ -119,8 +120,7 @@ with potluck.init(backend="gloo") as ctx:
 
 
 @needs_torch
-def test_gloo_worlds_name_the_missing_too(tmp_path: Path) -> None:
-    port = free_port()
+def test_gloo_worlds_name_the_missing_too(tmp_path: Path, port: int) -> None:
     script = tmp_path / "in_gloo.py"
     script.write_text(IN_GLOO)
     with rank(2, 3, port, tmp_path, script) as two:
@@ -145,21 +145,21 @@ with potluck.init("ring", peers=peers, rank=int(sys.argv[1]), timeout_s=90) as c
 def test_ranks_of_a_fixed_list_name_those_that_have_not_come(tmp_path: Path) -> None:
     script = tmp_path / "on_a_ring.py"
     script.write_text(ON_A_RING)
-    with ExitStack() as held:
-        socks = [held.enter_context(closing(listening_socket("127.0.0.1", 0))) for _ in range(3)]
-        peers = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in socks]
+    peers: list[str] = []
 
     def start(number: int) -> Command:
         return Command(
             [sys.executable, str(script), str(number), *peers], env={"POTLUCK_HOME": str(tmp_path)}
         )
 
-    with start(0) as zero, start(2) as two:
-        for each, number in ((zero, 0), (two, 2)):
-            each.wait_for(
-                f"potluck: rank {number} waits for rank 1 at {peers[1]} (of 3 ranks); are"
-            )
-        with start(1) as one:
-            for each in (zero, one, two):
-                assert each.finish() == 0, each.text
-                assert ": 3.0" in each.text
+    with reserved_ports(3) as ports:
+        peers += [f"127.0.0.1:{port}" for port in ports]
+        with start(0) as zero, start(2) as two:
+            for each, number in ((zero, 0), (two, 2)):
+                each.wait_for(
+                    f"potluck: rank {number} waits for rank 1 at {peers[1]} (of 3 ranks); are"
+                )
+            with start(1) as one:
+                for each in (zero, one, two):
+                    assert each.finish() == 0, each.text
+                    assert ": 3.0" in each.text

@@ -274,8 +274,14 @@ def test_the_recipe_of_the_page_resumes(tmp_path: Path) -> None:
     path = tmp_path / "recipe.py"
     saved = 'os.replace("checkpoint.new", path)'
     assert saved in recipe
-    announced = recipe.replace(saved, f'{saved}; print("saved", os.getpid(), flush=True)')
-    path.write_text(announced)
+    # The first process that saves waits to be killed: the training can't end before that.
+    announced = recipe.replace(
+        saved,
+        f'{saved}; print("saved", os.getpid(), flush=True)\n'
+        '        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":\n'
+        "            signal.pause()\n",
+    )
+    path.write_text("import signal\n" + announced)
     with Command([*potluck_command(), "run", "-n", "2", str(path)], cwd=tmp_path) as command:
         saver = int(command.wait_for("saved ").rsplit(" ", 1)[1])
         os.kill(saver, signal.SIGKILL)

@@ -45,9 +45,11 @@ def end(number: int, rank: int) -> None:
     if number % 3 == 1:
         group.shutdown()
     elif number % 3 == 2 and rank == 0:
+        dist.recv(torch.ones(1), 1)  # rank 1 has left the calls before
         group.abort()
     elif number % 3 == 2:
         try:
+            dist.send(torch.ones(1), 0)
             dist.barrier()
             raise AssertionError("rank 0 aborted its group, and this one has not heard of it")
         except RuntimeError as error:
