@@ -5,6 +5,7 @@
     python benchmarks/cost_model.py --quick          # few cells and rounds: does it work at all?
     python benchmarks/cost_model.py --worlds 2       # only two hosts
     python benchmarks/cost_model.py --workers 2      # on each host
+    python benchmarks/cost_model.py --rounds 15      # medians of more rounds: three times as long
     python benchmarks/cost_model.py --fit            # also calibrate: constants that fit best
     python benchmarks/cost_model.py --json FILE      # keep what was measured
     python benchmarks/cost_model.py --read FILE      # measure nothing: judge and fit a kept file
@@ -326,6 +327,7 @@ def main() -> int:
     )
     parser.add_argument("--engine", type=Engine, choices=Engine, default=Engine.NATIVE)
     parser.add_argument("--quick", action="store_true", help="few cells and rounds")
+    parser.add_argument("--rounds", type=int, metavar="N", help=f"of each cell ({ROUNDS})")
     parser.add_argument("--fit", action="store_true", help="calibrate the constants")
     parser.add_argument("--worlds", nargs="+", type=int, metavar="N", help="numbers of hosts")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="on each host")
@@ -353,7 +355,7 @@ def main() -> int:
         operations = OPERATIONS[:4] if arguments.quick else OPERATIONS
         sizes = SIZES[1:4] if arguments.quick else SIZES
         worlds, rounds = ((2, 4), 3) if arguments.quick else (WORLDS, ROUNDS)
-        worlds = tuple(arguments.worlds or worlds)
+        worlds, rounds = tuple(arguments.worlds or worlds), arguments.rounds or rounds
         model = replace(LINKS[engine], processors=processors)
         cases = [*itertools.product(operations, sizes)]
         cells = measure(model, engine, worlds, arguments.workers, cases, rounds)
