@@ -39,10 +39,15 @@ def shows_bytes(link: Link) -> bool:
 
 
 def fill(link: Link) -> int:
-    """Send zeros until the link takes no more; returns how many it took."""
-    total = 0
-    while count := link.send(CHUNK):
+    """Send zeros until the link takes no more; returns how many it took.
+
+    Twice refused in a row: the system may still be moving bytes to the other side after the first.
+    """
+    total = num_refused = 0
+    while num_refused < 2:
+        count = link.send(CHUNK)
         total += count
+        num_refused = 0 if count else num_refused + 1
         assert total < 1 << 28, "a link that never fills has no backpressure"
     return total
 

@@ -41,7 +41,8 @@ _START = nn.Linear(5, 1).double()
 
 
 class Training:
-    """A regression. ``pretended`` are seconds per sample that each worker seems to need."""
+    """A regression. ``pretended`` are hours per sample that each worker seems to need: so long that
+    no pause of this machine shows beside them."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Training:
                 if self.pretended:
                     # As if it had begun so much earlier, and computed since.
                     pretended = self.pretended[self.ctx.members[self.ctx.rank].worker]
-                    core._began -= pretended * share.num_samples
+                    core._began -= 3600 * pretended * share.num_samples
                 self.job.log(loss=loss)
                 self.optimizer.step()
                 self.seen += mine
@@ -97,7 +98,6 @@ class Training:
 
 
 def test_shares_follow_speeds_and_the_losses_stay_those_of_one_process() -> None:
-    """Seconds per sample so long (1 to 4) that this machine's own time does not show."""
     with DistributedContext(LocalBackend()) as ctx:
         expected = Training(ctx, Policy()).run()
     pretended = {"0": 1.0, "1": 1.0, "2": 4.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -547,8 +548,12 @@ def test_a_discarded_wrapper_no_longer_communicates() -> None:
 
     def rank(ctx: DistributedContext) -> list[Tensor | None]:
         inner = make_model()
-        DDP(inner, ctx).synchronize()
-        gc.collect()
+        first = DDP(inner, ctx)
+        first.synchronize()
+        discarded = weakref.ref(first)
+        del first
+        while discarded() is not None:
+            gc.collect()  # does nothing while another thread collects
         model = DDP(inner, ctx)
         (mine_x, mine_y), model.weight = my_part(ctx, x, y)
         loss_of(model, mine_x, mine_y).backward()

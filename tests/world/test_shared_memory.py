@@ -7,6 +7,7 @@ import gc
 import re
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -381,17 +382,25 @@ def test_a_call_that_fails_after_its_caller_was_interrupted_ends_the_group() -> 
     def interrupt(number: int, frame: object) -> None:
         raise Interrupt
 
+    def interrupt_its_call(ctx: DistributedContext, caller: int) -> None:
+        while not ctx.communicator.ongoing():
+            time.sleep(0)
+        signal.pthread_kill(caller, signal.SIGUSR1)
+
     with open_world("shm", 2) as world:
         world.run(lambda ctx: ctx.barrier())
         first, second = world.contexts
-        before = signal.signal(signal.SIGALRM, interrupt)
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        interrupting = threading.Thread(
+            target=interrupt_its_call, args=(first, threading.get_ident())
+        )
         try:
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
             with pytest.raises(Interrupt):
-                first.all_reduce(np.ones(4), timeout=1.5)
+                interrupting.start()
+                first.all_reduce(np.ones(4), timeout=2.0)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            interrupting.join()
+            signal.signal(signal.SIGUSR1, before)
         for ctx in (first, second):
             with pytest.raises(OperationTimeout, match="its caller was interrupted") as caught:
                 ctx.barrier()

@@ -91,8 +91,10 @@ class ScriptedAgent:
         self._loop.call_soon_threadsafe(self._linked.result(WAIT_S).abort)
 
     def hear(self, kind: type[T]) -> T:
-        """The next message, which must be a ``kind``."""
+        """The next message, which must be a ``kind``. On a busy machine any call may be long."""
         message = self.heard.get(timeout=WAIT_S)
+        while isinstance(message, control.Waiting) and kind is not control.Waiting:
+            message = self.heard.get(timeout=WAIT_S)
         assert isinstance(message, kind), message
         return message
 

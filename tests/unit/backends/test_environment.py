@@ -121,7 +121,7 @@ def errors_of(*functions) -> list[PotluckError | None]:
 
 def test_world_sizes_that_differ_are_told_to_whoever_is_wrong(port: str) -> None:
     zero, one = errors_of(
-        lambda: form(variables(port, 0, 2), 1.0), lambda: form(variables(port, 1, 3), 5.0)
+        lambda: form(variables(port, 0, 2), 2.5), lambda: form(variables(port, 1, 3), 10.0)
     )
     assert isinstance(one, Refused)
     assert "rank 0 has WORLD_SIZE=2, rank 1 has 3; give all ranks the same" in str(one)
@@ -130,7 +130,7 @@ def test_world_sizes_that_differ_are_told_to_whoever_is_wrong(port: str) -> None
 
 def test_a_rank_that_is_missing_is_named(port: str) -> None:
     zero, one = errors_of(
-        lambda: form(variables(port, 0, 4), 0.5), lambda: form(variables(port, 2, 4), 5.0)
+        lambda: form(variables(port, 0, 4), 2.5), lambda: form(variables(port, 2, 4), 10.0)
     )
     assert isinstance(zero, OperationTimeout)
     assert "rank 1, 3 (of 4 ranks) did not connect to rank 0 at" in str(zero)

@@ -44,6 +44,7 @@ class Gate:
         self.error: BaseException | None = None
         self.told: list[PotluckError] = []
         self.closed: list[bool] = []
+        self.is_closed = threading.Event()
 
     def pass_through(self, name: str) -> None:
         self.calls.append(name)
@@ -85,7 +86,7 @@ class Gate:
     def split(self, ranks: tuple[int, ...], number: int, deadline: float) -> Library | None:
         part = Gate()
         part.open.set()
-        part.closed = self.closed
+        part.closed, part.is_closed = self.closed, self.is_closed
         part.world_size = len(ranks)
         return part  # type: ignore[return-value]
 
@@ -97,6 +98,7 @@ class Gate:
 
     def close(self, is_orderly: bool) -> None:
         self.closed.append(is_orderly)
+        self.is_closed.set()
 
 
 class GateBackend(StaticBackend):
@@ -226,6 +228,7 @@ def test_a_sub_group_is_given_back_with_its_last_reference(
     assert gate.closed == []
     del group
     gc.collect()
+    assert gate.is_closed.wait(20)  # the thread that ran its call may have had the last one
     assert gate.closed == [True]
 
 

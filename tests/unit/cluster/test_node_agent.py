@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from potluck.cluster.discovery.static import StaticPeers
+from potluck.cluster.home import node_state
 from potluck.cluster.home.node_state import NodeState, find_agent
 from potluck.cluster.links.local import ask_agent
 from potluck.cluster.node_agent import NodeAgent
@@ -261,8 +262,9 @@ def test_a_node_never_lives_the_same_life_twice_and_keeps_its_record(tmp_path: P
 
 
 def test_commands_that_look_for_an_agent_are_none_and_keep_none_from_starting(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(node_state, "_LOOKING_S", WAIT_S)
     first = NodeState(tmp_path)
     first.listening(4711)
     first.close()

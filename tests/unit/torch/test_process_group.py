@@ -409,10 +409,14 @@ def test_an_abort_ends_blocked_calls_on_every_rank_naming_who_aborted() -> None:
             group.barrier().wait()
             group.abort()
             return None
-        begun = [group.barrier(), group.allreduce([torch.ones(4)])]
+
+        def blocked() -> None:
+            for work in [group.barrier(), group.allreduce([torch.ones(4)])]:
+                work.wait()
+
         # Rank 1 may have left the barrier, and aborted, while others are still in it.
         with pytest.raises((RemoteError, PeerLost)) as caught:
-            [work.wait() for work in begun]
+            blocked()
         return caught.value
 
     errors = [error for error in on_groups(body) if error is not None]

@@ -291,7 +291,8 @@ def test_the_refused_client_hears_why_even_if_it_went_on_talking(host: Host) -> 
 
 
 def talk_then_listen(tls: ssl.SSLSocket) -> Iterator[int]:
-    tls.sendall(bytes(50_000))
+    with contextlib.suppress(ConnectionError):  # the other side listens for a second only
+        tls.sendall(bytes(50_000))
     tls.setblocking(False)
     return read_greeting(tls)
 
@@ -416,7 +417,7 @@ def test_five_hundred_idle_connections_do_not_keep_a_peer_out(host: Host) -> Non
 def test_a_caller_that_drips_its_bytes_has_no_more_time_than_one_that_is_silent() -> None:
     """A ClientHello of 16 KiB, a byte at a time: minutes, if one let it."""
     endless = b"\x16\x03\x01\x40\x00" + b"\x01\x00\x3f\xfc" + bytes(0x3FFC)
-    with contextlib.closing(Host(timeout_s=1.0)) as host, raw(host.port) as sock:
+    with contextlib.closing(Host(timeout_s=1.5)) as host, raw(host.port) as sock:
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         sent = 0
@@ -432,7 +433,7 @@ def test_a_caller_that_drips_its_bytes_has_no_more_time_than_one_that_is_silent(
 
 
 def test_a_peer_that_waits_to_be_admitted_is_not_counted_among_unauthenticated_callers() -> None:
-    with contextlib.closing(Host(max_connections=4, timeout_s=1.0)) as host:
+    with contextlib.closing(Host(max_connections=4, timeout_s=2.0)) as host:
         asked, decide = threading.Event(), threading.Event()
 
         def slowly(hello: Hello, node: str) -> Admission:
@@ -583,7 +584,7 @@ def test_a_server_that_says_nothing_costs_the_connection_timeout_only() -> None:
                 Hello("data", credentials.namespace),
                 credentials,
                 deadline=time.monotonic() + 30,
-                connection_timeout_s=0.1,
+                connection_timeout_s=1.5,
                 max_retries=0,
             )
 

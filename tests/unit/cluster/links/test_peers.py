@@ -335,9 +335,10 @@ def test_a_silent_link_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_crowds_scans_and_junk_leave_a_link_alone_and_cost_little(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """500 idle connections, HTTP, a 4 GiB length, connect scans: all at the agent's port."""
+    monkeypatch.setattr("potluck.cluster.links.peers.IDLE_S", 1000.0)  # nobody sends heartbeats
 
     async def story(stack: contextlib.AsyncExitStack) -> None:
         loop = asyncio.get_running_loop()

@@ -248,7 +248,7 @@ def test_a_machine_that_calls_over_and_over_pushes_out_only_itself(patient: None
 
 
 def test_who_says_nothing_is_dropped_and_costs_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairing_link, "LIMITS", Limits(timeout_s=0.5))
+    monkeypatch.setattr(pairing_link, "LIMITS", Limits(timeout_s=1.5))
 
     async def story() -> None:
         host = Waiting()

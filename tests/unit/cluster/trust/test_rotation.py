@@ -191,6 +191,7 @@ def test_three_nodes_change_their_secret_and_every_new_connection_works_all_the_
 ) -> None:
     # Extra calls replace no link.
     monkeypatch.setattr("potluck.cluster.links.peers._YOUNG_S", 1000.0)
+    monkeypatch.setattr("potluck.cluster.links.peers.IDLE_S", 1000.0)  # nobody sends heartbeats
 
     async def story() -> None:
         async with contextlib.AsyncExitStack() as stack:

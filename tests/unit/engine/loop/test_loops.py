@@ -122,7 +122,7 @@ def test_a_link_that_is_ahead_waits_for_one_that_is_full(engine: str) -> None:
         while min(came.values()) < total:
             turn = willing if select.select([willing], [], [], 0.01)[0] else slow
             if came[turn] == total:
-                turn = slow
+                turn = slow if turn is willing else willing
             came[turn] += len(turn.recv(SEGMENT))
             # A segment ahead, one under way, one counted when it began, and what the kernel holds.
             assert came[willing] <= came[slow] + 3 * FRAME + 16 * KERNEL_BYTES
