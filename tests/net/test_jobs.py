@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_a_job_runs_on_all_hosts_and_leaves_nothing(tmp_path: Path) -> None:
         summary_file = tmp_path / "summary.json"
         with bob.run("--json", summary_file, TRAINING, tmp_path / "stop") as run:
             run.wait_for("step 5 of 3")
-            [job] = carl.status()["jobs"]
+            [job] = carl.shows(lambda status: len(status["jobs"]) == 1)["jobs"]
             assert {worker["node"] for worker in job["workers"]} == {"ada", "bob", "carl"}
             assert "sums-" in carl.runs("status").stdout
             (tmp_path / "stop").touch()
@@ -61,8 +62,8 @@ def test_a_job_runs_on_all_hosts_and_leaves_nothing(tmp_path: Path) -> None:
         summary = json.loads(summary_file.read_text())
         assert [worker["finished"] for worker in summary["workers"]] == [True] * 3
         for machine in machines:
-            assert machine.others() == [], "only the agent is left"
-        assert carl.status()["jobs"] == []
+            assert machine.left_over() == [], "only the agent is left"
+        carl.shows(lambda status: status["jobs"] == [])
 
 
 def test_a_job_outlives_any_agent_and_takes_newcomers_in(tmp_path: Path) -> None:
@@ -102,8 +103,7 @@ def test_a_job_goes_on_when_the_agent_that_it_was_started_from_is_killed(tmp_pat
         for machine in left:
             machine.sees(*left)
         leader = leader_of(left)
-        [job] = leader.status()["jobs"]
-        assert job["node"] == leader.node
+        leader.shows(lambda status: [job["node"] for job in status["jobs"]] == [leader.node])
         (tmp_path / "stop").touch()
         leader.command.wait_for("is over: exit code 0")
         [log] = (leader.home / "logs").glob("sums-*.log")
@@ -128,6 +128,21 @@ def test_a_host_that_is_cut_off_pauses_and_comes_back_into_the_job(tmp_path: Pat
             assert check_sums(run).keys() == {each.name for each in machines}
 
 
+def worker_on(machine: Machine, seer: Machine) -> tuple[str, int]:
+    """Name and process of the job's worker there, once ``seer`` has been told."""
+
+    def found(status: dict[str, Any]) -> list[tuple[str, int]]:
+        return [
+            (each["worker"], each["pid"])
+            for job in status["jobs"]
+            for each in job["workers"]
+            if each["node"] == machine.name and each["pid"]
+        ]
+
+    [worker] = found(seer.shows(lambda status: len(found(status)) == 1))
+    return worker
+
+
 def test_a_stopped_worker_is_named_by_its_own_node_and_comes_back(tmp_path: Path) -> None:
     """Its agent runs, so no heartbeat is missed; the others' deadline is 30 s."""
     with cluster_of(3, tmp_path / "homes") as machines:
@@ -136,12 +151,7 @@ def test_a_stopped_worker_is_named_by_its_own_node_and_comes_back(tmp_path: Path
         starter, other = (each for each in machines if each is not leader)
         with starter.run(TRAINING, tmp_path / "stop") as run:
             run.wait_for("step 5 of 3")
-            [job] = starter.status()["jobs"]
-            [(worker, pid)] = [
-                (each["worker"], each["pid"])
-                for each in job["workers"]
-                if each["node"] == other.name
-            ]
+            worker, pid = worker_on(other, starter)
             since, began = run.mark, time.monotonic()
             os.kill(pid, signal.SIGSTOP)
             try:
@@ -169,8 +179,8 @@ def test_ctrl_c_ends_the_job_everywhere(tmp_path: Path) -> None:
             run.signal(signal.SIGINT)
             assert run.finish() == 130, run.text
         for machine in machines:
-            assert machine.others() == []
-        assert bob.status()["jobs"] == []
+            assert machine.left_over() == []
+        bob.shows(lambda status: status["jobs"] == [])
 
 
 def test_a_node_with_another_torch_is_named_and_nothing_is_run(tmp_path: Path) -> None:

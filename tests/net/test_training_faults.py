@@ -149,4 +149,4 @@ def test_twenty_joins_and_leaves_in_a_row(figures: Figures, tmp_path: Path) -> N
         figures.take(fault, WRONG, wrong, asked=0, unit="")
         figures.take(fault, "in again, from the start of its agent, after at most", max(took))
         for each in machines:
-            assert not each.others(), "only the agents are left"
+            assert not each.left_over(), "only the agents are left"

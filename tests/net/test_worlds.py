@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -74,7 +75,7 @@ def test_a_world_goes_on_without_a_machine_and_with_it_at_the_next_start(
             assert run.begun(3) == {each.name for each in machines}
             run.finish()
         for machine in machines:
-            assert machine.others() == [], "no worker of an older world is left"
+            assert machine.left_over() == [], "no worker of an older world is left"
 
 
 @pytest.mark.parametrize("how", ["cut off", pytest.param("agent killed", marks=pytest.mark.long)])
@@ -138,9 +139,10 @@ def test_a_job_waits_for_as_many_machines_as_it_needs(tmp_path: Path) -> None:
 def kill_a_worker(machine: Machine) -> None:
     """SIGKILL its worker, which runs the script in the agent's copy of its folder."""
     for pid in machine.others():
-        if b"/code_store/" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            os.kill(pid, signal.SIGKILL)
-            return
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if b"/code_store/" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                return
     raise AssertionError(f"no worker runs on {machine}")
 
 

@@ -340,6 +340,9 @@ def remove_stale() -> list[str]:
         with contextlib.suppress(HostError):  # another process may be removing it, too
             _remove(name)
             removed.append(name)
+        deadline = time.monotonic() + _GONE_S
+        while name in _namespaces() and time.monotonic() < deadline:
+            time.sleep(0.005)
     return removed
 
 

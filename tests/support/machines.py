@@ -21,7 +21,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,14 @@ class Machine:
         status: dict[str, Any] = json.loads(done.stdout)
         return status
 
+    def shows(self, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """``status``, once ``is_it`` accepts it: agents tell each other of jobs now and then. Each
+        look is a command."""
+        deadline = time.monotonic() + WAIT_S
+        while not is_it(status := self.status()):
+            assert time.monotonic() < deadline, f"{self} still shows {status}"
+        return status
+
     def cluster(self) -> dict[str, Any]:
         """The cluster, of ``status``."""
         cluster: dict[str, Any] = self.status()["cluster"]
@@ -222,6 +230,13 @@ class Machine:
     def others(self) -> list[int]:
         """The processes on its host that are neither its agent nor what starts that."""
         return [pid for pid in self.host.pids() if pid not in (self.pid, self.command.process.pid)]
+
+    def left_over(self, timeout_s: float = WAIT_S) -> list[int]:
+        """What is left of ``others`` when all have ended, or ``timeout_s`` have passed."""
+        deadline = time.monotonic() + timeout_s
+        while (pids := self.others()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return pids
 
     def resident_bytes(self) -> int:
         """The memory that the agent holds now."""

@@ -30,7 +30,7 @@ target, count = sys.argv[1], int(sys.argv[2])
 
 def call(port):
     sock = socket.socket()
-    sock.settimeout(5)
+    sock.settimeout(30)
     sock.connect((target, port))
     return sock
 
