@@ -4,6 +4,8 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON
+# Else each process of a test run would compile pytest's plugins again.
+unexport PYTHONDONTWRITEBYTECODE
 # Two processes more than two cores have: while a test waits for processes of its own, others run.
 PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
 
