@@ -70,7 +70,7 @@ using Chunks = std::vector<std::tuple<uint32_t, uint8_t, uint64_t, uint64_t, int
 std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, uint32_t channel,
                                       int dtype, nb::handle op, uint64_t segment_bytes,
                                       std::vector<int> ranks, const Chunks& chunks,
-                                      const Steps& steps, uint64_t num_unfinished,
+                                      const Steps& steps, uint64_t num_concluded,
                                       bool is_computed_by_all, int codec) {
     PlanSpec spec;
     spec.call = std::move(call);
@@ -93,7 +93,7 @@ std::shared_ptr<CompiledPlan> compile(std::string call, uint64_t fingerprint, ui
         spec.steps.push_back(
             {static_cast<Action>(action), spec.ranks[static_cast<size_t>(peer)], chunk, is_coded});
     }
-    spec.num_unfinished = num_unfinished;
+    spec.num_concluded = num_concluded;
     spec.is_computed_by_all = is_computed_by_all;
     spec.codec = static_cast<Codec>(codec);
     return std::make_shared<CompiledPlan>(std::move(spec));
@@ -302,7 +302,7 @@ void loop(nb::module_& m) {
     nb::class_<CompiledPlan>(m, "CompiledPlan")
         .def(nb::new_(&compile), nb::arg("call"), nb::arg("fingerprint"), nb::arg("channel"),
              nb::arg("dtype"), nb::arg("op"), nb::arg("segment_bytes"), nb::arg("ranks"),
-             nb::arg("chunks"), nb::arg("steps"), nb::arg("num_unfinished"),
+             nb::arg("chunks"), nb::arg("steps"), nb::arg("num_concluded"),
              nb::arg("is_computed_by_all"), nb::arg("codec"));
 
     nb::class_<ProgressLoop>(m, "ProgressLoop")

@@ -23,9 +23,9 @@ public:
 
     void push_control(nb::handle outgoing) { connection_.control.push_back(to_outgoing(outgoing)); }
 
-    bool write(const nb::callable& source) {
+    bool write(const nb::callable& next_outgoing) {
         return connection_.write([&](Connection&, Outgoing& outgoing) {
-            const nb::object next = source();
+            const nb::object next = next_outgoing();
             if (next.is_none()) return false;
             outgoing = to_outgoing(next);
             return true;

@@ -47,14 +47,14 @@ public:
         connections_.send_control(rank, to_outgoing(outgoing));
     }
 
-    void move(const nb::callable& route, const nb::callable& source) {
+    void move(const nb::callable& route, const nb::callable& next_outgoing) {
         connections_.move(
             [&](Connection& connection, const Frame& frame) {
                 if (frame.kind == Kind::close) connection.has_closed = true;
                 return to_sink(route(connection.rank(), from_frame(frame)), frame);
             },
             [&](Connection& connection, Outgoing& outgoing) {
-                const nb::object next = source(connection.rank());
+                const nb::object next = next_outgoing(connection.rank());
                 if (next.is_none()) return false;
                 outgoing = to_outgoing(next);
                 return true;

@@ -29,21 +29,23 @@ struct Arrays {
     }
 };
 
-PlanCall call_of(std::shared_ptr<CompiledPlan> plan, uint64_t sequence, nb::handle source,
-                 nb::handle result, nb::handle scratch, nb::handle residual, Arrays& arrays) {
-    PlanCall call;
-    call.plan = std::move(plan);
-    call.sequence = sequence;
-    call.buffers = {arrays.address(source), arrays.address(result), arrays.address(scratch)};
-    call.residual = reinterpret_cast<float*>(arrays.address(residual));
-    return call;
+PlanArguments arguments_of(std::shared_ptr<CompiledPlan> plan, uint64_t sequence, nb::handle source,
+                           nb::handle result, nb::handle scratch, nb::handle residual,
+                           Arrays& arrays) {
+    PlanArguments made;
+    made.plan = std::move(plan);
+    made.sequence = sequence;
+    made.buffers = {arrays.address(source), arrays.address(result), arrays.address(scratch)};
+    made.residual = reinterpret_cast<float*>(arrays.address(residual));
+    return made;
 }
 
 class TestPlan {
 public:
     TestPlan(std::shared_ptr<CompiledPlan> plan, uint64_t sequence, nb::handle source,
              nb::handle result, nb::handle scratch, nb::handle residual)
-        : running(call_of(std::move(plan), sequence, source, result, scratch, residual, arrays_),
+        : running(arguments_of(std::move(plan), sequence, source, result, scratch, residual,
+                               arrays_),
                   nullptr) {}
 
 private:

@@ -47,7 +47,7 @@ void flow_control(nb::module_& m) {
         .def("consume", &FlowControl::consume)
         .def_prop_ro("is_filling", &FlowControl::is_filling)
         .def_prop_ro("in_flight", &FlowControl::in_flight)
-        .def_prop_ro("early_bytes", &FlowControl::early_bytes);
+        .def_prop_ro("held_bytes", &FlowControl::held_bytes);
 }
 
 void hang_detection(nb::module_& m) {

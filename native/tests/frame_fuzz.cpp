@@ -99,7 +99,7 @@ std::string read_request(const Input& input) {
 
 std::string read_stream(const Input& input, unsigned how) {
     constexpr uint32_t slot_bytes = 256;
-    const bool has_shared_memory = how & 1, has_checksums = how & 2;
+    const bool has_link_memory = how & 1, has_checksums = how & 2;
     const size_t rhythm = how >> 2 & 7;
     const size_t place = how >> 5 & 3;
     static std::vector<uint8_t> slots(4 * slot_bytes, 0x5a);
@@ -107,7 +107,7 @@ std::string read_stream(const Input& input, unsigned how) {
     link.rank = 1;
     auto stream = std::make_shared<Pieces>(input.data(), input.size(), rhythm, has_checksums);
     link.stream = stream;
-    if (has_shared_memory) {
+    if (has_link_memory) {
         link.memory.slot_bytes = slot_bytes;
         for (size_t slot = 0; slot < 2; ++slot) {
             link.memory.outgoing.push_back(slots.data() + slot * slot_bytes);
@@ -193,7 +193,7 @@ public:
             frame.tag = static_cast<int32_t>(below(3));
             frame.length = static_cast<uint32_t>(std::min<uint64_t>(bound_of(frame.kind), below(400)));
             const bool may_share = frame.kind == Kind::data || frame.kind == Kind::piece;
-            if (may_share && below(3) == 0) frame.flags = in_shared_memory;
+            if (may_share && below(3) == 0) frame.flags = in_link_memory;
             if (frame.kind == Kind::rts) {
                 const std::vector<uint8_t> body = encode_rts(random_() >> below(64));
                 frame.length = static_cast<uint32_t>(body.size());
@@ -202,7 +202,7 @@ public:
                 continue;
             }
             add_header(input, frame, has_checksums);
-            if (frame.flags & in_shared_memory) continue;
+            if (frame.flags & in_link_memory) continue;
             Input payload(frame.length);
             for (uint8_t& byte : payload) byte = static_cast<uint8_t>(random_());
             add_payload(input, payload, has_checksums);

@@ -75,7 +75,7 @@ class CompiledPlan:
         ranks: Sequence[int],
         chunks: Sequence[tuple[int, int, int, int, int, int]],
         steps: Sequence[tuple[int, int, int, bool]],
-        num_unfinished: int,
+        num_concluded: int,
         is_computed_by_all: bool,
         codec: int,
     ) -> None: ...

@@ -114,7 +114,7 @@ def test_a_rank_far_behind_holds_the_others_back_and_then_all_completes(
             most = 0
             for each in arrays:
                 ctx.all_reduce(each, algorithm=algorithm)
-                most = max(most, loop._connections.flow(0).early_bytes)
+                most = max(most, loop._connections.flow(0).held_bytes)
         for number, each in enumerate(arrays):
             assert (each == 2 * number + 1).all()
         return most

@@ -23,7 +23,7 @@ from potluck.types import Group, Member, ReduceOp
 from potluck.wire import frames
 from potluck.wire.checksum import crc32c
 from potluck.wire.dtypes import code_of
-from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_SHARED_MEMORY, Frame, Kind
+from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
 from support.links import LINK_KINDS, Blocking, inproc_ends
 
 EPOCH = 3
@@ -80,7 +80,7 @@ class Enemy:
         frame = frames.decode(self.blocking.receive(FRAME_BYTES))
         if self.link.needs_checksums:
             self.blocking.receive(CHECKSUM_BYTES)
-        if frame.flags & IN_SHARED_MEMORY:
+        if frame.flags & IN_LINK_MEMORY:
             assert self.link.memory is not None
             return frame, bytes(self.link.memory.incoming(frame.tag)[: frame.length])
         payload = self.blocking.receive(frame.length)
@@ -130,10 +130,10 @@ ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
     "a payload where none belongs": lambda enemy, _: enemy.say(Kind.CLOSE, b"x"),
     "unknown flags": lambda enemy, _: enemy.say(Kind.CLOSE, flags=0x80),
     "link memory there is not": lambda enemy, mine: enemy.say_header(
-        frames.encode(mine._replace(source=1, flags=IN_SHARED_MEMORY, tag=0))
+        frames.encode(mine._replace(source=1, flags=IN_LINK_MEMORY, tag=0))
     ),
     "a control frame in shared memory": lambda enemy, _: enemy.say(
-        Kind.CLOSE, flags=IN_SHARED_MEMORY
+        Kind.CLOSE, flags=IN_LINK_MEMORY
     ),
     "another chunk": lambda enemy, mine: enemy.say(
         Kind.DATA, bytes(mine.length), channel=1, chunk=17, fingerprint=mine.fingerprint, dtype=4
@@ -224,20 +224,20 @@ def test_slots_of_a_shared_memory_that_are_not_theirs_to_name(kind: str) -> None
         frame, data = enemy.hear()
         enemy.blocking.send_all(
             frames.encode(
-                frame._replace(source=1, flags=IN_SHARED_MEMORY, tag=99, length=len(data))
+                frame._replace(source=1, flags=IN_LINK_MEMORY, tag=99, length=len(data))
             )
         )
 
     def empty_payload_in_a_slot(enemy: Enemy) -> None:
         frame, _ = enemy.hear()
         enemy.blocking.send_all(
-            frames.encode(frame._replace(source=1, flags=IN_SHARED_MEMORY, tag=0, length=0))
+            frames.encode(frame._replace(source=1, flags=IN_LINK_MEMORY, tag=0, length=0))
         )
 
     def more_than_a_slot(enemy: Enemy) -> None:
         frame, _ = enemy.hear()
         enemy.blocking.send_all(
-            frames.encode(frame._replace(source=1, flags=IN_SHARED_MEMORY, tag=0, length=2 << 20))
+            frames.encode(frame._replace(source=1, flags=IN_LINK_MEMORY, tag=0, length=2 << 20))
         )
 
     for attack in (

@@ -14,7 +14,7 @@ namespace {
 // Payloads up to this size are copied behind their header, so that both go out in one TLS record.
 constexpr size_t merge_bytes = 8 * 1024;
 // Payloads from this size on travel through shared memory, where there is one.
-constexpr size_t shared_memory_bytes = 4 * 1024;
+constexpr size_t link_memory_bytes = 4 * 1024;
 // A payload that is to be reduced is received into a buffer of this size, and reduced from there
 // part by part: the buffer stays in the L2 cache, where a whole segment would not. It is a multiple
 // of every element size, so no element is cut.
@@ -52,12 +52,12 @@ bool Connection::is_writing() const {
     return piece_ < num_pieces_ || !control.empty() || link_.stream->unsent() > 0;
 }
 
-bool Connection::uses_shared_memory(size_t nbytes) const {
-    return link_.memory.num_slots() > 0 && shared_memory_bytes <= nbytes &&
+bool Connection::uses_link_memory(size_t nbytes) const {
+    return link_.memory.num_slots() > 0 && link_memory_bytes <= nbytes &&
            nbytes <= link_.memory.slot_bytes;
 }
 
-bool Connection::write(const Source& source) {
+bool Connection::write(const NextOutgoing& next_outgoing) {
     size_t budget = budget_bytes;
     is_blocked = false;
     bool has_more = true;
@@ -67,7 +67,7 @@ bool Connection::write(const Source& source) {
             if (!control.empty()) {
                 outgoing = std::move(control.front());
                 control.pop_front();
-            } else if (!source(*this, outgoing)) {
+            } else if (!next_outgoing(*this, outgoing)) {
                 has_more = false;
                 break;
             }
@@ -98,14 +98,14 @@ bool Connection::write(const Source& source) {
     return has_more && !is_blocked;
 }
 
-// Begin to write a frame; returns the bytes that went through shared memory.
+// Begin to write a frame; returns the bytes that went through link memory.
 size_t Connection::start(Outgoing outgoing) {
     Frame& frame = outgoing.frame;
     const size_t nbytes = frame.length;
     add(counters_->messages_sent, 1);
     num_pieces_ = piece_ = 0;
     const bool is_bulk = frame.kind == Kind::data || frame.kind == Kind::piece;
-    if (is_bulk && uses_shared_memory(nbytes) && !slots_.empty()) {
+    if (is_bulk && uses_link_memory(nbytes) && !slots_.empty()) {
         const uint32_t slot = slots_.front();
         slots_.pop_front();
         // The frame that follows over the socket orders these stores: the receiver reads the slot
@@ -114,7 +114,7 @@ size_t Connection::start(Outgoing outgoing) {
         std::memcpy(link_.memory.outgoing[slot], outgoing.payload, nbytes);
         add(counters_->bytes_sent, nbytes);
         add(counters_->bytes_in_shared_memory, nbytes);
-        frame.flags |= in_shared_memory;
+        frame.flags |= in_link_memory;
         frame.tag = static_cast<int32_t>(slot);
         encode_head(frame);
         pieces_[num_pieces_++] = {head_.data(), head_.size()};
@@ -226,8 +226,8 @@ void Connection::begin(const Frame& frame, const Route& route) {
         free_slot(frame.tag);
         return;
     }
-    if (frame.flags & in_shared_memory) {
-        begin_in_shared_memory(frame, route);
+    if (frame.flags & in_link_memory) {
+        begin_in_link_memory(frame, route);
         return;
     }
     sink_ = route(*this, frame);
@@ -242,7 +242,7 @@ void Connection::begin(const Frame& frame, const Route& route) {
     }
 }
 
-void Connection::begin_in_shared_memory(const Frame& frame, const Route& route) {
+void Connection::begin_in_link_memory(const Frame& frame, const Route& route) {
     const LinkMemory& memory = link_.memory;
     const auto slot = static_cast<uint32_t>(frame.tag);  // a negative tag fails the bound below
     if (memory.num_slots() == 0 || frame.length > memory.slot_bytes) {

@@ -59,7 +59,7 @@ struct Counters {
 
 class Connection {
 public:
-    using Source = std::function<bool(Connection&, Outgoing&)>;
+    using NextOutgoing = std::function<bool(Connection&, Outgoing&)>;
     using Route = std::function<Sink(Connection&, const Frame&)>;
 
     Connection(AdoptedLink link, std::shared_ptr<Counters> counters);
@@ -67,7 +67,7 @@ public:
     int rank() const { return link_.rank; }
     const AdoptedLink& link() const { return link_; }
 
-    std::deque<Outgoing> control;  // frames to be sent before any that `source` gives
+    std::deque<Outgoing> control;  // frames to be sent before any that `next_outgoing` gives
     bool has_closed = false;       // CLOSE was received: the peer will send nothing more
     bool is_acknowledged = false;  // CLOSE_ACK was received: the peer has read all up to our CLOSE
     bool is_blocked = false;       // the link took less than offered; wait until it is writable
@@ -78,11 +78,11 @@ public:
     bool is_writing() const;
 
     // Whether a payload of this size could start now (link memory may be out of slots).
-    bool can_start(size_t nbytes) const { return !uses_shared_memory(nbytes) || !slots_.empty(); }
+    bool can_start(size_t nbytes) const { return !uses_link_memory(nbytes) || !slots_.empty(); }
 
-    // Write `control`, then the frames that `source` gives, until the link would block, `source`
-    // gives no more, or the budget is spent. Returns true if there may be more to write at once.
-    bool write(const Source& source);
+    // Write `control`, then the frames that `next_outgoing` gives, until the link would block, there
+    // are no more, or the budget is spent. Returns true if there may be more to write at once.
+    bool write(const NextOutgoing& next_outgoing);
 
     // Read frames until the link would block or the budget is spent; `route` gives the sink of each
     // payload. Returns true if there may be more to read at once. ProtocolError, LinkError.
@@ -92,14 +92,14 @@ public:
     bool drain();
 
 private:
-    // Whether the payload of a DATA or PIECE frame would travel through shared memory.
-    bool uses_shared_memory(size_t nbytes) const;
+    // Whether the payload of a DATA or PIECE frame would travel through link memory.
+    bool uses_link_memory(size_t nbytes) const;
     size_t start(Outgoing outgoing);
     void encode_head(const Frame& frame);
     bool refill();
     void skip(size_t count);
     void begin(const Frame& frame, const Route& route);
-    void begin_in_shared_memory(const Frame& frame, const Route& route);
+    void begin_in_link_memory(const Frame& frame, const Route& route);
     size_t read_payload(size_t budget);
     bool read_checksum();
     void check(const uint8_t* theirs, uint32_t mine);

@@ -65,7 +65,8 @@ void Connections::watch(Connection& connection) {
 
 // Reads come before writes: what is read may make segments ready to be sent. The sets are exchanged
 // for empty ones, since `read` and `write` add ranks for the next turn.
-void Connections::move(const Connection::Route& route, const Connection::Source& source) {
+void Connections::move(const Connection::Route& route,
+                       const Connection::NextOutgoing& next_outgoing) {
     for (int rank : std::exchange(ready, {})) {
         if (Connection* connection = find(rank)) {
             read(*connection, route);
@@ -77,7 +78,7 @@ void Connections::move(const Connection::Route& route, const Connection::Source&
         // The poller tells when a blocked link is writable; until then a write is a system call in
         // vain.
         if (connection != nullptr && (connection->is_writable || !connection->is_blocked))
-            write(*connection, source, route);
+            write(*connection, next_outgoing, route);
     }
 }
 
@@ -126,12 +127,12 @@ void Connections::read(Connection& connection, const Connection::Route& route) {
     }
 }
 
-void Connections::write(Connection& connection, const Connection::Source& source,
+void Connections::write(Connection& connection, const Connection::NextOutgoing& next_outgoing,
                         const Connection::Route& route) {
     const bool was_blocked = connection.is_blocked;
     connection.is_writable = false;
     try {
-        if (connection.write(source)) dirty.insert(connection.rank());
+        if (connection.write(next_outgoing)) dirty.insert(connection.rank());
         // A blocked link has room again: the links that paused for it may go on.
         if (was_blocked && !connection.is_blocked) dirty.merge(std::exchange(paused, {}));
     } catch (const LinkError& error) {

@@ -59,7 +59,7 @@ public:
     // -- bytes
 
     // Read and write on all links that are ready, a bounded amount per link.
-    void move(const Connection::Route& route, const Connection::Source& source);
+    void move(const Connection::Route& route, const Connection::NextOutgoing& next_outgoing);
     // The poller has found the link to `rank` writable.
     void on_writable(int rank);
     // Send a frame before all data frames; a link is requested if there is none.
@@ -92,7 +92,7 @@ public:
 
 private:
     void read(Connection& connection, const Connection::Route& route);
-    void write(Connection& connection, const Connection::Source& source,
+    void write(Connection& connection, const Connection::NextOutgoing& next_outgoing,
                const Connection::Route& route);
     void on_end(Connection& connection, const std::string& text);
 

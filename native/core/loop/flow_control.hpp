@@ -63,17 +63,19 @@ public:
     // -- receiving
 
     // Whether the peer may run out of credit soon, so that it must know what has begun here.
-    bool is_filling() const { return 4 * early_bytes_ >= limit_; }
+    bool is_filling() const { return 4 * held_bytes_ >= limit_; }
 
-    // Bytes received and kept, for operations not begun and messages not received here.
-    uint64_t early_bytes() const { return early_bytes_; }
+    // Bytes that are held here: of early frames of calls that have not begun, and of messages that
+    // nothing receives yet. Early frames of a call that has begun are not counted: its plan bounds
+    // them.
+    uint64_t held_bytes() const { return held_bytes_; }
 
     // A frame must be kept. ProtocolError if the peer has sent beyond its credit; twice the limit,
     // because RTS frames are sent without asking for credit.
     void hold(uint64_t nbytes) {
-        early_bytes_ += nbytes + frame_overhead;
-        if (early_bytes_ > 2 * limit_) {
-            throw ProtocolError("it has sent " + std::to_string(early_bytes_) +
+        held_bytes_ += nbytes + frame_overhead;
+        if (held_bytes_ > 2 * limit_) {
+            throw ProtocolError("it has sent " + std::to_string(held_bytes_) +
                                 " bytes for operations that this rank has not begun (is "
                                 "max_early_bytes, here " +
                                 std::to_string(limit_) + ", the same on all ranks?)");
@@ -81,7 +83,7 @@ public:
     }
 
     // A kept frame is kept no longer; `consume` must follow, which returns its credit.
-    void release(uint64_t nbytes) { early_bytes_ -= nbytes + frame_overhead; }
+    void release(uint64_t nbytes) { held_bytes_ -= nbytes + frame_overhead; }
 
     // A frame has been used. Returns the credit to send back now: a quarter of the limit at a time,
     // so that CREDIT frames are few, yet come before the sender runs out; 0 until then.
@@ -99,7 +101,7 @@ private:
 
     uint64_t limit_;
     uint64_t in_flight_ = 0;
-    uint64_t early_bytes_ = 0;
+    uint64_t held_bytes_ = 0;
     uint64_t unreturned_ = 0;
     // By channel: the first operation that the peer has not begun, as far as is known.
     std::unordered_map<uint32_t, uint64_t> begun_;

@@ -133,10 +133,10 @@ Frame decode(const uint8_t* header) {
                             " bytes; at most " + std::to_string(bound_of(frame.kind)) +
                             " are allowed");
     }
-    if (frame.flags & ~in_shared_memory) {
+    if (frame.flags & ~in_link_memory) {
         throw ProtocolError("a frame with unknown flags " + hex(frame.flags));
     }
-    if ((frame.flags & in_shared_memory) && frame.kind != Kind::data && frame.kind != Kind::piece) {
+    if ((frame.flags & in_link_memory) && frame.kind != Kind::data && frame.kind != Kind::piece) {
         throw ProtocolError("a " + name + " frame whose payload lies in shared memory");
     }
     return frame;

@@ -37,7 +37,7 @@ constexpr size_t frame_bytes = 48;
 constexpr uint32_t max_payload = 16 * 1024 * 1024;  // of DATA and PIECE
 constexpr uint32_t eager_bytes = 64 * 1024;         // messages up to this size are sent eagerly
 constexpr uint32_t max_control = 16 * 1024;         // payload of RTS and ABORT
-constexpr uint8_t in_shared_memory = 1;             // flag: the payload is in slot `tag`
+constexpr uint8_t in_link_memory = 1;               // flag: the payload is in slot `tag`
 
 struct Frame {
     Kind kind{};

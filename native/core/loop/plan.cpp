@@ -38,18 +38,18 @@ CompiledPlan::CompiledPlan(PlanSpec given)
     }
 }
 
-RunningPlan::RunningPlan(PlanCall given, std::shared_ptr<Ticket> ticket)
+RunningPlan::RunningPlan(PlanArguments given, std::shared_ptr<Ticket> ticket)
     : Operation(std::move(ticket)),
-      call(std::move(given)),
-      spec(call.plan->spec),
-      sequence(call.sequence),
+      arguments(std::move(given)),
+      spec(arguments.plan->spec),
+      sequence(arguments.sequence),
       key(spec.channel, sequence),
-      deadline_(call.deadline),
-      sends_(begin(call.plan->send_peers, call.plan->sends)),
-      receives_(begin(call.plan->receive_peers, call.plan->receives)),
+      deadline_(arguments.deadline),
+      sends_(begin(arguments.plan->send_peers, arguments.plan->sends)),
+      receives_(begin(arguments.plan->receive_peers, arguments.plan->receives)),
       issued_(spec.steps.size()),
       done_(spec.steps.size()),
-      left_(call.plan->total_segments) {}
+      left_(arguments.plan->total_segments) {}
 
 RunningPlan::Queues RunningPlan::begin(const std::vector<int>& peers,
                                        const std::vector<CompiledPlan::Queue>& all) {
@@ -71,20 +71,20 @@ const RunningPlan::Queue* RunningPlan::find(const Queues& queues, int peer) {
 }
 
 bool RunningPlan::is_ready(uint32_t step, uint32_t segment) const {
-    const int32_t before = call.plan->previous[step];
+    const int32_t before = arguments.plan->previous[step];
     return before < 0 || done_[static_cast<size_t>(before)] > segment;
 }
 
 Segment RunningPlan::segment_of(uint32_t step, uint32_t number) const {
     const uint32_t index = spec.steps[step].chunk;
     const Chunk& chunk = spec.chunks[index];
-    const uint64_t most = call.plan->segment_elements;
+    const uint64_t most = arguments.plan->segment_elements;
     const uint64_t start = std::min(chunk.elements, number * most);
     Segment segment;
     segment.step = step;
     segment.chunk = index;
     segment.number = number;
-    segment.data = call.buffers[chunk.buffer] + (chunk.start + start) * item_bytes(spec.dtype);
+    segment.data = arguments.buffers[chunk.buffer] + (chunk.start + start) * item_bytes(spec.dtype);
     segment.elements = std::min(most, chunk.elements - start);
     segment.nbytes = static_cast<uint32_t>(segment.elements * item_bytes(spec.dtype));
     segment.wire_bytes = segment.nbytes;
@@ -108,7 +108,7 @@ bool RunningPlan::next_send(int peer, Segment& segment) const {
 void RunningPlan::issue(int peer, const Segment& segment) {
     Queue& queue = *find(sends_, peer);
     --queue.num_left;
-    if (++issued_[segment.step] == call.plan->num_segments[segment.chunk]) ++queue.at;
+    if (++issued_[segment.step] == arguments.plan->num_segments[segment.chunk]) ++queue.at;
 }
 
 bool RunningPlan::is_ahead(int peer, int other) const {
@@ -140,12 +140,13 @@ Bytes RunningPlan::encoded(const Segment& segment) {
 Bytes RunningPlan::encode_segment(const Segment& segment) const {
     auto bytes = std::make_shared<std::vector<uint8_t>>(segment.wire_bytes);
     const int64_t start = spec.chunks[segment.chunk].residual;
-    if (call.residual == nullptr || start < 0) {
+    if (arguments.residual == nullptr || start < 0) {
         encode(spec.codec, bytes->data(), segment.data, segment.elements);
     } else {
         // Error feedback (1-bit SGD, Seide et al. 2014): add what earlier calls have lost, encode
         // the sum, keep what this call loses.
-        float* residual = call.residual + start + segment.number * call.plan->segment_elements;
+        const uint64_t first = start + segment.number * arguments.plan->segment_elements;
+        float* residual = arguments.residual + first;
         combine(Dtype::float32, Op::sum, residual, segment.data, segment.elements);
         encode_with_residual(spec.codec, bytes->data(), residual, residual, segment.elements);
     }
@@ -182,7 +183,8 @@ void RunningPlan::apply(const Segment& segment, const uint8_t* part, size_t offs
 }
 
 void RunningPlan::received(int peer, const Segment& segment) {
-    if (segment.number + 1 == call.plan->num_segments[segment.chunk]) ++find(receives_, peer)->at;
+    const bool is_last = segment.number + 1 == arguments.plan->num_segments[segment.chunk];
+    if (is_last) ++find(receives_, peer)->at;
     advance(segment.step);
 }
 
@@ -194,10 +196,10 @@ void RunningPlan::advance(uint32_t step) {
 // -- the whole plan
 
 void RunningPlan::conclude() const {
-    uint8_t* result = call.buffers[result_buffer];
-    if (result == nullptr || spec.ranks.size() < 2 || spec.num_unfinished == 0) return;
-    if (spec.is_mean) divide(spec.dtype, result, spec.num_unfinished, spec.ranks.size());
-    if (spec.is_computed_by_all) canonicalize_nans(spec.dtype, result, spec.num_unfinished);
+    uint8_t* result = arguments.buffers[result_buffer];
+    if (result == nullptr || spec.ranks.size() < 2 || spec.num_concluded == 0) return;
+    if (spec.is_mean) divide(spec.dtype, result, spec.num_concluded, spec.ranks.size());
+    if (spec.is_computed_by_all) canonicalize_nans(spec.dtype, result, spec.num_concluded);
 }
 
 std::vector<Awaited> RunningPlan::awaited() const {
@@ -228,7 +230,7 @@ bool RunningPlan::needs(int peer) const {
     uint64_t due = 0;
     for (size_t at = queue->at; at < queue->all->steps.size(); ++at) {
         const uint32_t step = queue->all->steps[at];
-        due += call.plan->num_segments[spec.steps[step].chunk] - done_[step];
+        due += arguments.plan->num_segments[spec.steps[step].chunk] - done_[step];
     }
     const auto kept = early.find(peer);
     return due > (kept == early.end() ? 0 : kept->second.size());

@@ -64,7 +64,7 @@ struct PlanSpec {
     std::vector<Chunk> chunks;
     std::vector<Step> steps;
     Codec codec = Codec::fp16;        // of the coded steps
-    uint64_t num_unfinished = 0;      // elements of the result that `conclude` works on
+    uint64_t num_concluded = 0;       // elements of the result that `conclude` works on
     bool is_mean = false;             // `conclude` divides them by the number of ranks
     bool is_computed_by_all = false;  // each rank computes the result: NaNs are canonicalized
 };
@@ -91,8 +91,8 @@ public:
     uint64_t total_segments = 0;  // of all steps
 };
 
-// What one call adds to its plan. The arrays must stay until the call has ended.
-struct PlanCall {
+// A plan, and what one call of it adds. The arrays must stay until the call has ended.
+struct PlanArguments {
     std::shared_ptr<const CompiledPlan> plan;
     uint64_t sequence = 0;
     double deadline = 0;
@@ -122,20 +122,20 @@ using EarlyFramePtr = std::shared_ptr<EarlyFrame>;
 
 class RunningPlan : public Operation {
 public:
-    RunningPlan(PlanCall call, std::shared_ptr<Ticket> ticket);
+    RunningPlan(PlanArguments arguments, std::shared_ptr<Ticket> ticket);
 
-    const PlanCall call;
+    const PlanArguments arguments;
     const PlanSpec& spec;
     const uint64_t sequence;
     Key key;
     double started = 0;
     bool has_queried = false;  // HANG_QUERY was sent because it stalls
     bool is_overdue = false;  // the deadline has passed, and all members were queried
-    std::set<int> announced;  // peers that BEGUN was sent to
+    std::set<int> told_begun;  // peers that BEGUN was sent to
     std::map<int, std::deque<EarlyFramePtr>> early;  // by peer, in order
 
-    const std::vector<int>& send_peers() const { return call.plan->send_peers; }
-    const std::vector<int>& receive_peers() const { return call.plan->receive_peers; }
+    const std::vector<int>& send_peers() const { return arguments.plan->send_peers; }
+    const std::vector<int>& receive_peers() const { return arguments.plan->receive_peers; }
 
     // The segment to send to `peer` now; false if there is none (yet).
     bool next_send(int peer, Segment& segment) const;

@@ -22,7 +22,7 @@ void Plans::begin(RunningPtr running) {
     running->started = now_s();
     running_.push_back(running);
     by_key_[running->key] = std::prev(running_.end());
-    posted_[running->spec.channel] = running->sequence + 1;
+    next_sequence_[running->spec.channel] = running->sequence + 1;
     connections_.need(running->send_peers());
     connections_.need(running->receive_peers());
     const auto kept = early_.find(running->key);
@@ -56,7 +56,7 @@ void Plans::begin(RunningPtr running) {
     // Only after the early frames were applied: a peer may have sent all of its part and left.
     if (!connections_.departed.empty() && by_key_.count(running->key))
         connections_.check_departed(*running);
-    for (int peer : running->receive_peers()) announce(peer);
+    for (int peer : running->receive_peers()) tell_begun(peer);
 }
 
 Plans::RunningPtr Plans::find(const Key& key) const {
@@ -198,8 +198,8 @@ Sink Plans::route(Connection& connection, const Frame& frame) {
     connections_.flow(peer).has_begun(frame.channel, frame.sequence);
     const RunningPtr running = find({frame.channel, frame.sequence});
     if (running == nullptr) {
-        const auto posted = posted_.find(frame.channel);
-        if (posted != posted_.end() && frame.sequence < posted->second) on_late(peer, frame);
+        const auto next = next_sequence_.find(frame.channel);
+        if (next != next_sequence_.end() && frame.sequence < next->second) on_late(peer, frame);
         connections_.hold(peer, frame.length);
         return keep(frame, &Plans::on_early, peer);
     }
@@ -307,12 +307,12 @@ bool Plans::due(const RunningPlan& running, int peer, const Frame& frame, Segmen
     return true;
 }
 
-void Plans::announce(int peer) {
+void Plans::tell_begun(int peer) {
     if (connections_.find(peer) == nullptr || !connections_.flow(peer).is_filling()) return;
     for (const RunningPtr& running : running_) {
         const auto& peers = running->receive_peers();
         if (std::find(peers.begin(), peers.end(), peer) == peers.end()) continue;
-        if (!running->announced.insert(peer).second) continue;
+        if (!running->told_begun.insert(peer).second) continue;
         Outgoing outgoing;
         outgoing.frame =
             connections_.frame(Kind::begun, running->spec.channel, running->sequence);
@@ -410,8 +410,8 @@ void Plans::on_hang_query(Connection& connection, const Frame& frame) {
     if (disagrees(peer, frame)) return;
     const Key key(frame.channel, frame.sequence);
     const RunningPtr running = find(key);
-    const auto posted = posted_.find(frame.channel);
-    const bool has_called = posted != posted_.end() && frame.sequence < posted->second;
+    const auto next = next_sequence_.find(frame.channel);
+    const bool has_called = next != next_sequence_.end() && frame.sequence < next->second;
     // The peer's call only stalls. `disagrees` has compared it with this rank's call; if this rank
     // has not made it yet, the fingerprint is kept for `begin`. No answer is sent.
     if (frame.segment == 0) {

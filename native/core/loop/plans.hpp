@@ -42,7 +42,7 @@ public:
     // The sink of a DATA frame.
     Sink route(Connection& connection, const Frame& frame);
     // Tell `peer` which operations have begun here (BEGUN), if it may have no credit left for them.
-    void announce(int peer);
+    void tell_begun(int peer);
 
     // -- frames about operations
 
@@ -82,7 +82,7 @@ private:
     const Group group_;
     std::list<RunningPtr> running_;  // in the order of the calls
     std::map<Key, std::list<RunningPtr>::iterator> by_key_;
-    std::map<uint32_t, uint64_t> posted_;          // by channel: the number of the next call
+    std::map<uint32_t, uint64_t> next_sequence_;   // by channel: the number of the next call
     std::map<uint32_t, std::deque<Ended>> ended_;  // by channel: the latest calls that ended
     // Frames of calls that this rank has not made, by peer. Bounded by flow control.
     std::map<Key, std::map<int, std::deque<EarlyFramePtr>>> early_;

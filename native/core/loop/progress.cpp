@@ -60,7 +60,7 @@ ProgressLoop::ProgressLoop(const ProgressSpec& spec)
           // until the CREDIT for it has come (stop-and-wait).
           std::max(spec.max_early_bytes, 3 * (spec.segment_bytes + frame_overhead)), counters_,
           {[this] { return current(); }, [this] { check_departed(); },
-           [this](int rank) { plans_.announce(rank); },
+           [this](int rank) { plans_.tell_begun(rank); },
            [this](int rank) {
                events_->push({Event::Kind::link_wanted, static_cast<uint64_t>(rank)});
            },
@@ -71,7 +71,7 @@ ProgressLoop::ProgressLoop(const ProgressSpec& spec)
       messages_(state_, connections_, spec.segment_bytes),
       route_(
           [this](Connection& connection, const Frame& frame) { return route(connection, frame); }),
-      source_([this](Connection& connection, Outgoing& outgoing) {
+      next_outgoing_([this](Connection& connection, Outgoing& outgoing) {
           if (closing_ > 0) return false;
           return messages_.next_outgoing(connection, outgoing) ||
                  plans_.next_outgoing(connection, outgoing);
@@ -101,8 +101,8 @@ bool ProgressLoop::post(std::function<void()> command) {
     return true;
 }
 
-void ProgressLoop::start(PlanCall call, std::shared_ptr<Ticket> ticket) {
-    auto running = std::make_shared<RunningPlan>(std::move(call), ticket);
+void ProgressLoop::start(PlanArguments arguments, std::shared_ptr<Ticket> ticket) {
+    auto running = std::make_shared<RunningPlan>(std::move(arguments), ticket);
     const bool is_posted = post([this, running] {
         if (may_begin(*running->ticket)) plans_.begin(running);
     });
@@ -193,7 +193,7 @@ void ProgressLoop::turn() {
         std::move(inbox.rbegin(), inbox.rend(), std::front_inserter(inbox_));
         throw;
     }
-    connections_.move(route_, source_);
+    connections_.move(route_, next_outgoing_);
     if (closing_ > 0) return;  // operations under way are given up: no deadline matters
     const double now = now_s();
     plans_.check_deadlines(now);

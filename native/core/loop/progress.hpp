@@ -76,7 +76,7 @@ public:
     // Post an operation. The loop reads and writes the arrays that it names until its ticket has
     // ended, and the caller must keep them until then. If the group is over or being left, the
     // ticket ends as refused.
-    void start(PlanCall call, std::shared_ptr<Ticket> ticket);
+    void start(PlanArguments arguments, std::shared_ptr<Ticket> ticket);
     void send(SendingPtr sending);
     void receive(ReceivingPtr receiving);
 
@@ -126,7 +126,7 @@ private:
     Plans plans_;
     Messages messages_;
     Connection::Route route_;
-    Connection::Source source_;
+    Connection::NextOutgoing next_outgoing_;
     double closing_ = 0;  // once this rank leaves: until when peers may still answer; else 0
 
     // The members up to `abort_body_` are guarded by `mutex_`. All members above belong to the

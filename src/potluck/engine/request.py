@@ -99,6 +99,8 @@ class Request:
         self.encoding = encoding
         self.timeout_s = timeout_s
         self.sequence = 0
+        """Set by ``ChannelMemory`` only; a call over links gets its number in
+        ``Communicator._run_over_links``."""
 
     @property
     def described(self) -> Array:

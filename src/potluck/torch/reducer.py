@@ -64,6 +64,7 @@ class Reducer:
                 zip(bucket.parameters, bucket.offsets, strict=True)
             )
         }
+        """By parameter: its bucket, its offset there, and where its flag lies (see ``Bucket``)."""
         self._flats: list[_Flat | None] = [None] * len(self._buckets)
         self._used: set[int] = set()  # since gradients were last reduced
         self._failed = -1

@@ -51,7 +51,7 @@ EAGER_BYTES = 64 * 1024
 MAX_CONTROL = 16 * 1024
 """The limit of the payload of ABORT and RTS frames in bytes."""
 
-IN_SHARED_MEMORY = 1
+IN_LINK_MEMORY = 1
 
 
 class Kind(IntEnum):
@@ -83,8 +83,8 @@ class Kind(IntEnum):
     """The sender has begun this collective."""
 
 
-SHARED_MEMORY_KINDS = frozenset({Kind.DATA, Kind.PIECE})
-"""The kinds whose payload may lie in shared memory: ``tag`` then names the slot."""
+LINK_MEMORY_KINDS = frozenset({Kind.DATA, Kind.PIECE})
+"""The kinds whose payload may lie in link memory: ``tag`` then names the slot."""
 
 _KINDS = {int(kind): kind for kind in Kind}
 _BOUNDS = {
@@ -159,9 +159,9 @@ def decode(header: bytes | bytearray | memoryview) -> Frame:
             f"a {kind.name} frame announces {frame.length} bytes; at most {_BOUNDS.get(kind, 0)}"
             " are allowed"
         )
-    if frame.flags & ~IN_SHARED_MEMORY:
+    if frame.flags & ~IN_LINK_MEMORY:
         raise ProtocolError(f"a frame with unknown flags {frame.flags:#x}")
-    if frame.flags & IN_SHARED_MEMORY and kind not in SHARED_MEMORY_KINDS:
+    if frame.flags & IN_LINK_MEMORY and kind not in LINK_MEMORY_KINDS:
         raise ProtocolError(f"a {kind.name} frame whose payload lies in shared memory")
     return frame
 

@@ -13,10 +13,10 @@ from potluck.wire import frames
 from potluck.wire.frames import (
     EAGER_BYTES,
     FRAME_BYTES,
-    IN_SHARED_MEMORY,
+    IN_LINK_MEMORY,
+    LINK_MEMORY_KINDS,
     MAX_CONTROL,
     MAX_PAYLOAD,
-    SHARED_MEMORY_KINDS,
     Abort,
     Frame,
     Kind,
@@ -54,7 +54,7 @@ def good_frames(draw: st.DrawFn) -> Frame:
         fingerprint=draw(U64),
         source=draw(st.integers(0, 2**16 - 1)),
         dtype=draw(st.integers(0, 255)),
-        flags=draw(st.sampled_from([0, IN_SHARED_MEMORY])) if kind in SHARED_MEMORY_KINDS else 0,
+        flags=draw(st.sampled_from([0, IN_LINK_MEMORY])) if kind in LINK_MEMORY_KINDS else 0,
         tag=draw(st.integers(-(2**31), 2**31 - 1)),
     )
 
@@ -112,11 +112,11 @@ def test_what_is_wrong_is_said() -> None:
         decode(encode(Frame(Kind.DATA, 1, flags=2)))
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - SHARED_MEMORY_KINDS))
+@pytest.mark.parametrize("kind", sorted(set(Kind) - LINK_MEMORY_KINDS))
 def test_only_bulk_payloads_may_lie_in_the_shared_memory(kind: Kind) -> None:
     """The tag of a message would be lost to the number of the slot."""
     with pytest.raises(ProtocolError, match="in shared memory"):
-        decode(encode(Frame(kind, 1, flags=IN_SHARED_MEMORY)))
+        decode(encode(Frame(kind, 1, flags=IN_LINK_MEMORY)))
 
 
 aborts = st.builds(

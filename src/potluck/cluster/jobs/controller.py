@@ -181,7 +181,7 @@ class JobController:
             self.placement.take_in(view.nodes, self.note)
         for node in view.nodes:
             self.order(node)
-        self._settle()
+        self._want_all_hold()
 
     def _group_installed(self, group: JobGroup, reason: str) -> None:
         told, joined = self._groups.installed(group, reason)
@@ -196,8 +196,9 @@ class JobController:
         if event is not None:
             self._handle(event)
 
-    def _settle(self) -> None:
-        want = None if self._held is not None else self._groups.settled()
+    def _want_all_hold(self) -> None:
+        """Ask for a view that records that all members hold the job's state, once they do."""
+        want = None if self._held is not None else self._groups.want_all_hold()
         if want is not None:
             self._agent.plane.handle(want)
 
@@ -329,7 +330,7 @@ class JobController:
             case _:
                 self._handle(event)
         if self._groups.take(event, self.state.worker(event.worker).joined):
-            self._settle()
+            self._want_all_hold()
 
     def _follow_ring(self) -> None:
         """From the next group on, ranks follow the ring of nodes that avoids slow links."""

@@ -75,7 +75,7 @@ class GroupAgreement:
                 self.group,
                 action.members,
                 joined=action.joined,
-                settled=self._holders,
+                heard=self._holders,
                 ended=self._ended | gone,
             )
         return WantGroup(
@@ -89,7 +89,7 @@ class GroupAgreement:
             world=action.world or 0,
         )
 
-    def settled(self) -> WantGroup | None:
+    def want_all_hold(self) -> WantGroup | None:
         """A request to record in the view that all members hold the state; None while they do
         not."""
         group = self.group
@@ -134,18 +134,18 @@ def holders(
     members: Iterable[Member],
     *,
     joined: Iterable[str],
-    settled: Iterable[str],
+    heard: Iterable[str],
     ended: Iterable[str],
 ) -> tuple[tuple[str, ...], bool]:
     """Which of ``members``, announced to follow ``group``, hold the job's state; and whether the
     job may begin afresh: none of them does, and all that did are known to have ended.
 
-    ``joined`` are new in it, ``settled`` were heard to hold the state, ``ended`` have ended.
+    ``joined`` are new in it, ``heard`` were heard to hold the state, ``ended`` have ended.
     """
     if group is None:
         return (), False
     staying = {member.worker for member in members} - set(joined)
-    known = set(settled) | {m.worker for m in group.members if m.worker not in group.entering}
+    known = set(heard) | {m.worker for m in group.members if m.worker not in group.entering}
     kept = tuple(m.worker for m in group.members if m.worker in staying & known)
     may_go_on = {m.worker for m in group.members} - set(ended)
     return kept, not kept and may_go_on <= staying & set(group.entering)

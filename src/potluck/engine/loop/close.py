@@ -15,7 +15,7 @@ from potluck.system import wait_ready
 from potluck.transport.link import Link
 from potluck.types import Group
 from potluck.wire import frames
-from potluck.wire.frames import IN_SHARED_MEMORY, Frame, Kind
+from potluck.wire.frames import IN_LINK_MEMORY, Frame, Kind
 
 _FLUSH_S = 0.2
 """How long a failing group tries to tell its peers before it closes the links."""
@@ -86,9 +86,7 @@ def _discard(connection: Connection, frame: Frame) -> Sink:
     if frame.kind is Kind.ABORT:
         connection.has_aborted = True
     is_small = frame.length <= frames.MAX_CONTROL
-    buffer = (
-        None if is_small or frame.flags & IN_SHARED_MEMORY else connection.scratch(frame.length)
-    )
+    buffer = None if is_small or frame.flags & IN_LINK_MEMORY else connection.scratch(frame.length)
     return Sink(buffer, lambda _: None)
 
 

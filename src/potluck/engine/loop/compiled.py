@@ -124,7 +124,7 @@ class CompiledPlan:
                     plan.steps, self.coded or [False] * len(plan.steps), strict=True
                 )
             ],
-            num_unfinished=(self._num_result or 0) if is_concluded else 0,
+            num_concluded=(self._num_result or 0) if is_concluded else 0,
             is_computed_by_all=self.is_computed_by_all,
             codec=0 if self.codec is None else self.codec.code,
         )

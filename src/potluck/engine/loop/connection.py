@@ -18,7 +18,7 @@ from potluck.errors import ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link
 from potluck.wire import frames
-from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_SHARED_MEMORY, Frame, Kind
+from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
 
 BUDGET = 8 * 1024 * 1024
 """Bytes that one call of ``read`` or ``write`` moves at most, about. Tuned for this loop; the
@@ -27,7 +27,7 @@ native loop's is 2 MiB (docs/dev/found-out.md)."""
 _MERGE_BYTES = 8 * 1024
 """Payloads up to this size are copied behind their header, so that both take one write."""
 
-_SHARED_MEMORY_BYTES = 4 * 1024
+_LINK_MEMORY_BYTES = 4 * 1024
 """Payloads from this size on travel through link memory, where there is any."""
 
 
@@ -91,18 +91,18 @@ class Connection:
     def is_writing(self) -> bool:
         return bool(self._writing or self.control)
 
-    def uses_shared_memory(self, nbytes: int) -> bool:
-        """Whether the payload of a DATA or PIECE frame would travel through shared memory."""
+    def uses_link_memory(self, nbytes: int) -> bool:
+        """Whether the payload of a DATA or PIECE frame would travel through link memory."""
         memory = self.link.memory
-        return memory is not None and _SHARED_MEMORY_BYTES <= nbytes <= memory.slot_bytes
+        return memory is not None and _LINK_MEMORY_BYTES <= nbytes <= memory.slot_bytes
 
     def can_start(self, nbytes: int) -> bool:
         """Whether a payload of this size could start now (link memory may be out of slots)."""
-        return not self._writing and (not self.uses_shared_memory(nbytes) or bool(self._slots))
+        return not self._writing and (not self.uses_link_memory(nbytes) or bool(self._slots))
 
-    def write(self, source: Callable[[Connection], Outgoing | None]) -> bool:
-        """Write ``control``, then the frames that ``source`` gives, until the link would block,
-        ``source`` gives no more, or the budget is spent.
+    def write(self, next_outgoing: Callable[[Connection], Outgoing | None]) -> bool:
+        """Write ``control``, then the frames that ``next_outgoing`` gives, until the link would
+        block, there are no more, or the budget is spent.
 
         Returns True if there may be more to write at once.
         """
@@ -110,7 +110,7 @@ class Connection:
         self.is_blocked = False
         while budget > 0:
             if not self._writing:
-                outgoing = self.control.popleft() if self.control else source(self)
+                outgoing = self.control.popleft() if self.control else next_outgoing(self)
                 if outgoing is None:
                     return False
                 budget -= self._start(outgoing)
@@ -132,15 +132,15 @@ class Connection:
         return True
 
     def _start(self, outgoing: Outgoing) -> int:
-        """Begin to write a frame; returns the bytes that went through shared memory."""
+        """Begin to write a frame; returns the bytes that went through link memory."""
         frame, payload, sent = outgoing
         self.meter.messages_sent += 1
         nbytes = len(payload)
         memory = self.link.memory
         if (
             memory is not None
-            and frame.kind in frames.SHARED_MEMORY_KINDS
-            and self.uses_shared_memory(nbytes)
+            and frame.kind in frames.LINK_MEMORY_KINDS
+            and self.uses_link_memory(nbytes)
             and self._slots
         ):
             slot = self._slots.popleft()
@@ -150,7 +150,7 @@ class Connection:
             _copy(memory.outgoing(slot)[:nbytes], payload)
             self.meter.bytes_sent += nbytes
             self.meter.bytes_in_shared_memory += nbytes
-            frame = frame._replace(flags=frame.flags | IN_SHARED_MEMORY, tag=slot)
+            frame = frame._replace(flags=frame.flags | IN_LINK_MEMORY, tag=slot)
             self._writing.append(memoryview(_header(frame, are_checked=self._are_checked)))
             if sent is not None:
                 sent()  # the payload has been copied: its memory is free
@@ -233,7 +233,7 @@ class Connection:
         if frame.kind is Kind.SLOT_FREE:
             self._free_slot(frame.tag)
             return
-        if frame.flags & IN_SHARED_MEMORY:
+        if frame.flags & IN_LINK_MEMORY:
             memory = self.link.memory
             if memory is None or frame.length > memory.slot_bytes:
                 raise ProtocolError(

@@ -102,7 +102,7 @@ class Connections:
     def move(
         self,
         route: Callable[[Connection, Frame], Sink],
-        source: Callable[[Connection], Outgoing | None],
+        next_outgoing: Callable[[Connection], Outgoing | None],
     ) -> None:
         """Read and write on all links that are ready, a bounded amount per link."""
         ready, self.ready = self.ready, set()
@@ -115,7 +115,7 @@ class Connections:
         for rank in dirty:
             connection = self.by_rank.get(rank)
             if connection is not None:
-                self._write(connection, source, route)
+                self._write(connection, next_outgoing, route)
 
     def send_control(self, peer: int, outgoing: Outgoing) -> None:
         """Send a frame before all data frames; a link is requested if there is none."""
@@ -163,12 +163,12 @@ class Connections:
     def _write(
         self,
         connection: Connection,
-        source: Callable[[Connection], Outgoing | None],
+        next_outgoing: Callable[[Connection], Outgoing | None],
         route: Callable[[Connection, Frame], Sink],
     ) -> None:
         was_blocked = connection.is_blocked
         try:
-            if connection.write(source):
+            if connection.write(next_outgoing):
                 self.dirty.add(connection.rank)
         except LinkError as error:
             # The peer's ABORT may lie unread: it may name another rank, whose loss is the cause.

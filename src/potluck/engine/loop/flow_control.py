@@ -32,8 +32,10 @@ class FlowControl:
         self.limit = limit
         self.in_flight = 0
         """Bytes sent whose credit the peer has not returned."""
-        self.early_bytes = 0
-        """Bytes of early frames: of calls not begun and messages not received here."""
+        self.held_bytes = 0
+        """Bytes that are held here: of early frames of calls that have not begun, and of messages
+        that nothing receives yet. Early frames of a call that has begun are not counted: its plan
+        bounds them."""
         self._begun: dict[int, int] = {}
         self._unreturned = 0
 
@@ -72,22 +74,22 @@ class FlowControl:
     @property
     def is_filling(self) -> bool:
         """Whether the peer may run out of credit soon, so that it must know what has begun here."""
-        return 4 * self.early_bytes >= self.limit
+        return 4 * self.held_bytes >= self.limit
 
     def hold(self, nbytes: int) -> None:
         """A frame must be kept. ProtocolError if the peer has sent beyond its credit."""
-        self.early_bytes += nbytes + FRAME_OVERHEAD
+        self.held_bytes += nbytes + FRAME_OVERHEAD
         # Twice the limit: RTS frames are sent without asking for credit (a large message must be
         # announced, or its receiver would wait for ever), and each of them is held as well.
-        if self.early_bytes > 2 * self.limit:
+        if self.held_bytes > 2 * self.limit:
             raise ProtocolError(
-                f"it has sent {self.early_bytes} bytes for operations that this rank has not begun "
+                f"it has sent {self.held_bytes} bytes for operations that this rank has not begun "
                 f"(is max_early_bytes, here {self.limit}, the same on all ranks?)"
             )
 
     def release(self, nbytes: int) -> None:
         """A kept frame is kept no longer; ``consume`` returns its credit."""
-        self.early_bytes -= nbytes + FRAME_OVERHEAD
+        self.held_bytes -= nbytes + FRAME_OVERHEAD
 
     def consume(self, nbytes: int) -> int:
         """A frame has been used. Returns the credit to send back now, 0 while it is too little."""

@@ -76,14 +76,14 @@ class _Item:
         """Block until the operation has ended, and end its work; False after ``timeout`` s."""
         if not self.ticket.wait(-1.0 if timeout is None else timeout):
             return False
-        self.loop.settle(self.ident)
+        self.loop.end_work(self.ident)
         return True
 
     def look(self) -> None:
         """End the work of an operation that has ended. The event thread would do it as well, but
         later if another thread has the interpreter's lock."""
         if self.ticket.state != "running":
-            self.loop.settle(self.ident)
+            self.loop.end_work(self.ident)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,8 @@ class NativeLoop:
         an error. ``residual`` is what the plan's codec has lost before, if that is kept."""
         ident, ticket = self._ticket(work, (buffers, residual), plan)
         self._core.start(ticket, plan.native, sequence, deadline, *buffers, residual)
-        if self._is_over:  # the event thread has ended: no other thread would settle it
-            self.settle(ident)
+        if self._is_over:  # the event thread has ended: no other thread would end it
+            self.end_work(ident)
 
     def send(self, sending: Sending) -> None:
         """Send a message; its work ends when its memory may be reused."""
@@ -180,7 +180,7 @@ class NativeLoop:
             sending.deadline,
         )
         if self._is_over:
-            self.settle(ident)
+            self.end_work(ident)
 
     def receive(self, receiving: Receiving) -> None:
         """Take the first message that matches."""
@@ -198,7 +198,7 @@ class NativeLoop:
             receiving.deadline,
         )
         if self._is_over:
-            self.settle(ident)
+            self.end_work(ident)
 
     def abort(self, error: PotluckError) -> None:
         """End the group with ``error`` on every rank."""
@@ -224,7 +224,7 @@ class NativeLoop:
         work.operation = item
         return ident, ticket
 
-    def settle(self, ident: int) -> None:
+    def end_work(self, ident: int) -> None:
         """End the work of an operation that has ended. Only the first of several calls does so: the
         waiting thread and the event thread may both come."""
         item = self._items.pop(ident, None)
@@ -285,8 +285,8 @@ class NativeLoop:
 
     def _serve(self) -> None:
         while not self._is_over:
-            for kind, ident in self._core.events(_PATIENCE_S):
-                self._hear(kind, ident)
+            for kind, subject in self._core.events(_PATIENCE_S):
+                self._hear(kind, subject)
 
     def _broke(self, cause: BaseException) -> None:
         error = broke(self.group, "the event thread", why(cause))
@@ -295,13 +295,16 @@ class NativeLoop:
         self._core.set_abort(frames.encode_abort(abort_of(error)), True)
         self._end()
 
-    def _hear(self, kind: str, ident: int) -> None:
+    def _hear(self, kind: str, subject: int) -> None:
+        """Handle an event of the native loop. ``subject`` is the number of the operation that
+        ended or of the link that was released, or the rank to which a link is wanted; the other
+        kinds have none."""
         if kind == "operation ended":
-            self.settle(ident)
+            self.end_work(subject)
         elif kind == "link wanted":
-            self._connector.request(ident)
+            self._connector.request(subject)
         elif kind == "link released":
-            self._links.pop(ident).close()
+            self._links.pop(subject).close()
         elif kind == "group failed":
             self._on_failed()
         elif kind == "loop ended":
@@ -350,7 +353,7 @@ class NativeLoop:
         self._state.fail(self._state.closed())
         self._is_over = True
         for ident in list(self._items):
-            self.settle(ident)
+            self.end_work(ident)
         self._connector.close(self._state.error or self._state.closed())
         self._reject_late()
         for meter in self._meters.values():

@@ -23,7 +23,7 @@ from potluck.engine.loop.connections import NOTHING, Connections
 from potluck.engine.loop.running import RunningPlan, Segment, as_bytes
 from potluck.errors import ProtocolError
 from potluck.wire.dtypes import code_of
-from potluck.wire.frames import IN_SHARED_MEMORY, Frame, Kind
+from potluck.wire.frames import IN_LINK_MEMORY, Frame, Kind
 
 _MAX_UNREAD = 1024
 """How many reports may wait to be read by a peer that queries more, and how many of the peers'
@@ -47,7 +47,7 @@ class Plans:
         self._connections = connections
         self._on_operation = on_operation
         self._running: dict[Key, RunningPlan] = {}
-        self._posted: dict[int, int] = {}
+        self._next_sequence: dict[int, int] = {}
         self._ended: dict[int, deque[tuple[int, Call]]] = {}
         self._early: dict[Key, dict[int, deque[tuple[Frame, bytearray]]]] = {}
         self._queries: dict[Key, dict[int, int]] = {}
@@ -58,7 +58,7 @@ class Plans:
         running.started = time.monotonic()
         key = (running.channel, running.sequence)
         self._running[key] = running
-        self._posted[running.channel] = running.sequence + 1
+        self._next_sequence[running.channel] = running.sequence + 1
         self._connections.need((*running.send_peers, *running.receive_peers))
         # Frames of this call that came before the call: compared now, applied by _advance as the
         # plan allows. Their credit returns, since a plan bounds what may still come for it.
@@ -79,7 +79,7 @@ class Plans:
         if self._connections.departed and key in self._running:
             self._connections.check_departed(running)
         for peer in running.receive_peers:
-            self.announce(peer)
+            self.tell_begun(peer)
 
     def check_deadlines(self, now: float) -> None:
         """Ask about operations that stall, and end the group over one that is overdue."""
@@ -204,7 +204,7 @@ class Plans:
         self._connections.flow(connection.rank).has_begun(frame.channel, frame.sequence)
         running = self._running.get((frame.channel, frame.sequence))
         if running is None:
-            if frame.sequence < self._posted.get(frame.channel, 0):
+            if frame.sequence < self._next_sequence.get(frame.channel, 0):
                 self._on_late(connection, frame)
             self._connections.hold(connection.rank, frame.length)
             return self._connections.keep(connection, frame, self._on_early)
@@ -217,7 +217,7 @@ class Plans:
         segment = self._due(running, connection.rank, frame)
         if segment is None or not running.is_ready(segment):
             return self._connections.keep(connection, frame, self._on_waiting)
-        if frame.flags & IN_SHARED_MEMORY:
+        if frame.flags & IN_LINK_MEMORY:
             buffer = None
         elif running.is_stored(segment):
             buffer = as_bytes(segment.data)
@@ -284,13 +284,13 @@ class Plans:
             return None
         return segment
 
-    def announce(self, peer: int) -> None:
+    def tell_begun(self, peer: int) -> None:
         """Tell ``peer`` which calls have begun here (BEGUN) if it may soon lack credit for them."""
         if peer not in self._connections.by_rank or not self._connections.flow(peer).is_filling:
             return
         for running in self._running.values():
-            if peer in running.receive_peers and peer not in running.announced:
-                running.announced.add(peer)
+            if peer in running.receive_peers and peer not in running.told_begun:
+                running.told_begun.add(peer)
                 frame = Frame(
                     Kind.BEGUN,
                     self._group.epoch,
@@ -365,7 +365,7 @@ class Plans:
             return
         key = (frame.channel, frame.sequence)
         running = self._running.get(key)
-        has_called = frame.sequence < self._posted.get(frame.channel, 0)
+        has_called = frame.sequence < self._next_sequence.get(frame.channel, 0)
         # The peer's call only stalls. _disagrees has compared it with this rank's call; if this
         # rank has not made it yet, the fingerprint is kept for begin(). No answer is sent.
         if not frame.segment:

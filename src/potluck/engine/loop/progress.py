@@ -80,7 +80,7 @@ class ProgressLoop:
             max_early_bytes=max(max_early_bytes, 3 * (segment_bytes + FRAME_OVERHEAD)),
             meter=meter,
             pending=self._wanted,
-            on_hold=lambda rank: self._plans.announce(rank),
+            on_hold=lambda rank: self._plans.tell_begun(rank),
             wake=self._wake_for,
         )
         self._plans = Plans(self._state, self._connections, on_operation)

@@ -58,7 +58,7 @@ class RunningPlan:
         self.work = work
         self.started = 0.0
         self.has_queried = False
-        self.announced: set[int] = set()
+        self.told_begun: set[int] = set()
         self.is_overdue = False
         self.early: dict[int, deque[tuple[Frame, bytearray]]] = {}
         self._steps = compiled.plan.steps

@@ -303,7 +303,7 @@ class ChannelMemory:
                     self._fall_back(request, work)
         for _, work in waiting:
             if error is not None:
-                work.posted()
+                work.goes_over_links()
                 self._group.failed(work.call, error)
                 work.finish(error)
 
@@ -312,7 +312,7 @@ class ChannelMemory:
             work.finish(ValueError(NO_SHARED_MEMORY))
         else:
             self._fallback(request, work)
-        work.posted()
+        work.goes_over_links()
 
     def _on_close(self) -> None:
         with self._lock:

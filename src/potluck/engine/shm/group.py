@@ -302,13 +302,13 @@ class SharedMemoryWork(Work):
         if begun is not None:
             begun.set()
         if is_awaited and not call.watch():
-            self._settle()
+            self._end_work()
 
     def keep(self, memory: Any) -> None:
         """Keep ``memory``, which the native call reads and writes, as long as this work."""
         self._kept = memory
 
-    def posted(self) -> None:
+    def goes_over_links(self) -> None:
         """The call runs over links instead, and ends as any other work."""
         begun, self._begun = self._begun, None
         if begun is not None:
@@ -317,7 +317,7 @@ class SharedMemoryWork(Work):
     def done(self) -> bool:
         """Whether the operation has ended, well or not; never blocks."""
         if not self._is_ended and self._native is not None and self._native.done:
-            self._settle()
+            self._end_work()
         return super().done()
 
     def exception(self) -> BaseException | None:
@@ -330,7 +330,7 @@ class SharedMemoryWork(Work):
         super().add_done_callback(callback)
         call = self._native
         if call is not None and not call.watch():
-            self._settle()
+            self._end_work()
 
     def _block(self, timeout: float | None) -> bool:
         begun = self._begun
@@ -340,10 +340,10 @@ class SharedMemoryWork(Work):
             return super()._block(timeout)
         if not self._is_ended and not self._native.wait(1e9 if timeout is None else timeout):
             return False
-        self._settle()
+        self._end_work()
         return True
 
-    def _settle(self) -> None:
+    def _end_work(self) -> None:
         """The native call has ended: end this work with its outcome."""
         if self._is_ended:
             return

@@ -58,7 +58,7 @@ def members(names: str) -> tuple[Member, ...]:
 
 
 @pytest.mark.parametrize(
-    ("before", "entering", "now", "joined", "settled", "ended", "kept", "fresh"),
+    ("before", "entering", "now", "joined", "heard", "ended", "kept", "fresh"),
     [
         ("", "", "ab", "ab", "", "", "", False),  # the first group
         ("abc", "", "ab", "", "", "", "ab", False),  # c is away
@@ -76,11 +76,11 @@ def test_who_holds_the_state(
     entering: str,
     now: str,
     joined: str,
-    settled: str,
+    heard: str,
     ended: str,
     kept: str,
     fresh: bool,
 ) -> None:
     group = JobGroup("job", 3, members(before), 3, tuple(entering)) if before else None
-    found = holders(group, members(now), joined=joined, settled=settled, ended=ended)
+    found = holders(group, members(now), joined=joined, heard=heard, ended=ended)
     assert found == (tuple(kept), fresh)

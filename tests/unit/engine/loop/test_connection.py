@@ -13,7 +13,7 @@ from potluck.engine.loop.connection import Connection, Outgoing, Sink, as_bytes
 from potluck.errors import LinkError, ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.wire import frames
-from potluck.wire.frames import FRAME_BYTES, IN_SHARED_MEMORY, Frame, Kind
+from potluck.wire.frames import FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
 
 
 class FakeLinkMemory:
@@ -94,7 +94,7 @@ def parse(wire: bytearray) -> list[tuple[Frame, bytes]]:
     while at < len(wire):
         frame = frames.decode(wire[at : at + FRAME_BYTES])
         at += FRAME_BYTES
-        size = 0 if frame.flags & IN_SHARED_MEMORY else frame.length
+        size = 0 if frame.flags & IN_LINK_MEMORY else frame.length
         parsed.append((frame, bytes(wire[at : at + size])))
         at += size
     return parsed
@@ -294,16 +294,16 @@ def test_slots_are_used_until_there_are_none_and_again_after_a_credit(
         for number, each in enumerate(payloads)
     )
 
-    def source(connection: Connection) -> Outgoing | None:
+    def next_outgoing(connection: Connection) -> Outgoing | None:
         return queue.popleft() if queue and connection.can_start(len(queue[0].payload)) else None
 
-    connection.write(source)
+    connection.write(next_outgoing)
     assert len(queue) == 1
     assert let_go == [0, 1], "the copy is made: the memory is free at once"
     assert [bytes(slot[:5000]) for slot in memory.mine] == payloads[:2]
     assert [(frame.flags, frame.tag) for frame, _ in parse(link.wire)] == [
-        (IN_SHARED_MEMORY, 0),
-        (IN_SHARED_MEMORY, 1),
+        (IN_LINK_MEMORY, 0),
+        (IN_LINK_MEMORY, 1),
     ]
     assert not connection.can_start(5000)
     assert connection.can_start(100), "small payloads go through the stream"
@@ -311,7 +311,7 @@ def test_slots_are_used_until_there_are_none_and_again_after_a_credit(
 
     link.incoming += frames.encode(Frame(Kind.SLOT_FREE, 3, source=1, tag=1))
     connection.read(lambda *_: pytest.fail("credits are the connection's own business"))
-    connection.write(source)
+    connection.write(next_outgoing)
     assert bytes(memory.mine[1][:5000]) == payloads[2]
     assert connection.meter.bytes_in_shared_memory == 15_000
 
@@ -332,7 +332,7 @@ def test_a_payload_in_the_shared_memory_is_credited_once_it_is_used(twin: Simple
     for into_buffer in (True, False):
         got: list[bytes] = []
         link.incoming += frames.encode(
-            Frame(Kind.DATA, 3, length=5, source=1, flags=IN_SHARED_MEMORY, tag=1)
+            Frame(Kind.DATA, 3, length=5, source=1, flags=IN_LINK_MEMORY, tag=1)
         )
         buffer = memoryview(bytearray(5)) if into_buffer else None
         connection.read(
@@ -351,9 +351,9 @@ def test_a_payload_in_the_shared_memory_is_credited_once_it_is_used(twin: Simple
         Frame(Kind.SLOT_FREE, 3, source=1, tag=0),
         Frame(Kind.SLOT_FREE, 3, source=1, tag=-1),
         Frame(Kind.SLOT_FREE, 3, source=1, tag=2),
-        Frame(Kind.DATA, 3, length=10, source=1, flags=IN_SHARED_MEMORY, tag=2),
-        Frame(Kind.DATA, 3, length=10, source=1, flags=IN_SHARED_MEMORY, tag=-1),
-        Frame(Kind.DATA, 3, length=SLOT + 1, source=1, flags=IN_SHARED_MEMORY, tag=0),
+        Frame(Kind.DATA, 3, length=10, source=1, flags=IN_LINK_MEMORY, tag=2),
+        Frame(Kind.DATA, 3, length=10, source=1, flags=IN_LINK_MEMORY, tag=-1),
+        Frame(Kind.DATA, 3, length=SLOT + 1, source=1, flags=IN_LINK_MEMORY, tag=0),
     ],
 )
 def test_slots_that_a_peer_must_not_name(twin: SimpleNamespace, hostile: Frame) -> None:
@@ -366,7 +366,7 @@ def test_slots_that_a_peer_must_not_name(twin: SimpleNamespace, hostile: Frame) 
 def test_a_slot_is_not_used_again_before_its_credit_has_left(twin: SimpleNamespace) -> None:
     """Else a peer that reads no credits could make us pile them up."""
     connection, link = connection_on(twin, lambda: 1 << 20, FakeLinkMemory(1, SLOT))
-    frame = Frame(Kind.DATA, 3, length=1, source=1, flags=IN_SHARED_MEMORY, tag=0)
+    frame = Frame(Kind.DATA, 3, length=1, source=1, flags=IN_LINK_MEMORY, tag=0)
     sink = Sink(None, lambda _: None)
     link.incoming += frames.encode(frame) * 2
     with pytest.raises(ProtocolError, match="used again before it was free"):
@@ -375,7 +375,7 @@ def test_a_slot_is_not_used_again_before_its_credit_has_left(twin: SimpleNamespa
 
 def test_memory_that_this_link_does_not_have(twin: SimpleNamespace) -> None:
     connection, link = connection_on(twin, lambda: 1 << 20)
-    frame = Frame(Kind.DATA, 3, length=1, source=1, flags=IN_SHARED_MEMORY, tag=0)
+    frame = Frame(Kind.DATA, 3, length=1, source=1, flags=IN_LINK_MEMORY, tag=0)
     link.incoming += frames.encode(frame)
     with pytest.raises(ProtocolError, match="does not have"):
         connection.read(lambda *_: Sink(None, lambda _: None))

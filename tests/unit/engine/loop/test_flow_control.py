@@ -78,7 +78,7 @@ def test_a_receiver_speaks_up_once_it_holds_a_quarter(twin: SimpleNamespace) -> 
     assert flow.is_filling
     flow.release(20_000)
     flow.release(10_000)
-    assert flow.early_bytes == 0
+    assert flow.held_bytes == 0
     assert not flow.is_filling
 
 
