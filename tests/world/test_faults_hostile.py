@@ -223,9 +223,7 @@ def test_slots_of_a_shared_memory_that_are_not_theirs_to_name(kind: str) -> None
     def slot_that_is_not_there(enemy: Enemy) -> None:
         frame, data = enemy.hear()
         enemy.blocking.send_all(
-            frames.encode(
-                frame._replace(source=1, flags=IN_LINK_MEMORY, tag=99, length=len(data))
-            )
+            frames.encode(frame._replace(source=1, flags=IN_LINK_MEMORY, tag=99, length=len(data)))
         )
 
     def empty_payload_in_a_slot(enemy: Enemy) -> None:

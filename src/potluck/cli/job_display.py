@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from potluck.cluster.jobs.summary import RecoverySummary, Summary
     from potluck.cluster.run import JobClient, Watcher
-    from potluck.wire.control import Fact, Samples
+    from potluck.wire.workers import Fact, Samples
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Writer:
 
     def __init__(self, on_broken: Callable[[], None]) -> None:
         self._on_broken = on_broken
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_broken = False
         self._thread = start_thread(
             self._run, name="potluck-output", on_broken=lambda error: on_broken()
@@ -63,22 +63,22 @@ class Writer:
 
     @property
     def is_behind(self) -> bool:
-        return self._jobs.qsize() > _MAX_BACKLOG
+        return self._actions.qsize() > _MAX_BACKLOG
 
     def write(self, action: Callable[[], None]) -> None:
-        self._jobs.put(action)
+        self._actions.put(action)
 
     def close(self) -> None:
         """Return when all is written."""
-        self._jobs.put(None)
+        self._actions.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (action := self._actions.get()) is not None:
             if self._is_broken:
                 continue
             try:
-                job()
+                action()
             except Exception as error:
                 self._is_broken = True
                 if isinstance(error, OSError):

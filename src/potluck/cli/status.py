@@ -17,8 +17,8 @@ from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
     from potluck.settings import Settings
-    from potluck.wire.control import JobState
     from potluck.wire.local import NodesReply
+    from potluck.wire.workers import JobState
 
 SCHEMA_VERSION = 1
 

@@ -21,6 +21,7 @@ from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import is_node_id
 from potluck.cluster.trust.store import TrustStore
 from potluck.errors import PotluckError, ProtocolError
+from potluck.wire.jobs import ToLeader
 from potluck.wire.nodes import Bans, NodeMessage, View
 from potluck.wire.peers import Introduction
 
@@ -91,6 +92,10 @@ class ControlPlane:
         """The nodes that have members of a job's group."""
         groups = () if self.view is None else self.view.groups
         return {member.node for group in groups for member in group.members}
+
+    def to_leader(self, message: ToLeader) -> bool:
+        """Send to the leader of the view; False without one."""
+        return self.view is not None and self._links.send(self.view.leader, message)
 
     def handle(self, event: events.Event) -> None:
         """Have the protocol decide about ``event``, and do what it decided."""

@@ -44,7 +44,7 @@ from potluck.wire.greeting import Hello, Refusal
 
 _MAX_EVENTS = 20
 _GIVEN = "its secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE: change it there, on all nodes"
-_OF_THIS_MACHINE = (CLIENT, "control")
+_OF_THIS_MACHINE = (CLIENT, "worker")
 """Kinds of connections that only this node's own identity may make."""
 
 Close = Callable[[], Coroutine[Any, Any, None]]
@@ -175,7 +175,7 @@ class NodeAgent:
         self.jobs = dispatcher = JobDispatcher(parts, code_store)
         self._callers = {
             CLIENT: commands.greeted,
-            "control": dispatcher.greeted,
+            "worker": dispatcher.greeted,
         }
         if not self._is_private:
             self._callers |= {KIND: links.greeted, measure.KIND: surveyor.greeted}
@@ -216,7 +216,7 @@ class NodeAgent:
 
     async def _continue_alone(self, request: local.ContinueRequest, client: Client) -> None:
         self.plane.handle(events.ContinueAlone())
-        client.send(local.CommandResult(True, "this node goes on alone, if it was paused"))
+        client.take(local.CommandResult(True, "this node goes on alone, if it was paused"))
 
     def _fail(self, error: BaseException) -> None:
         """End: the others go on without this node, which is better than one that looks alive."""

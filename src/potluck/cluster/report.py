@@ -45,7 +45,7 @@ class Report:
         commands.on(local.NodesRequest, self._asked)
 
     async def _asked(self, request: local.NodesRequest, client: Client) -> None:
-        client.send(self.status())
+        client.take(self.status())
 
     def status(self) -> local.NodesReply:
         """The cluster as it is seen here now."""

@@ -26,9 +26,9 @@ from potluck.errors import ConfigurationError, LinkError, ProtocolError
 from potluck.settings import Settings
 from potluck.system import SIGHUP
 from potluck.wire import jobs, local
-from potluck.wire.control import JobState
 from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.local import RunRequest
+from potluck.wire.workers import JobState
 
 
 def checked(request: RunRequest) -> RunRequest:
@@ -116,8 +116,8 @@ class JobClient:
         for number in self._early:
             order(number)
 
-    def send(self, message: local.Reply) -> None:
-        """Take ``message`` of the agent."""
+    def take(self, message: local.Reply) -> None:
+        """The agent sent ``message``."""
         match message:
             case jobs.JobNote(_, text):
                 self._watcher.note(text)
@@ -128,7 +128,7 @@ class JobClient:
                 self.workers = tuple(
                     f"{each.worker} {each.node}".strip() for each in status.workers
                 )
-            case jobs.JobEnded(_, _, summary):
+            case jobs.JobEnded(_, summary):
                 self.summary.set_result(msgspec.json.decode(summary, type=Summary))
             case local.CommandResult(_, text):
                 self.summary.set_exception(ConfigurationError(text))
@@ -194,7 +194,7 @@ async def _run_by_agent(
         link.send(request)
         client.interrupts_by(interrupt)
         while not client.summary.done():
-            client.send(await link.receive())
+            client.take(await link.receive())
         return client.summary.result()
     except LinkError as error:
         raise LinkError(

@@ -48,12 +48,12 @@ class SecretChange:
 
     async def _ordered(self, request: local.RotateRequest, client: Client) -> None:
         if self._outcome is not None and not self._outcome.done():
-            client.send(local.CommandResult(False, "the secret is being changed already"))
+            client.take(local.CommandResult(False, "the secret is being changed already"))
             return
         self._outcome = asyncio.get_running_loop().create_future()
         psk, name = secrets.token_bytes(32), secrets.token_hex(8)
         self._do(self._rotation.order(name, psk, self._links.nodes, _now()))
-        client.send(await self._outcome)
+        client.take(await self._outcome)
 
     def _received(self, node: str, message: peers.PeerMessage) -> None:
         self._do(self._rotation.received(node, message, _now()))

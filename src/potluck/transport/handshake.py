@@ -1,9 +1,10 @@
 """How a connection becomes a link: TCP, mutual TLS 1.3, ``Hello``, ``Welcome``.
 
-Each half is a generator that yields what it waits for (``READ`` or ``WRITE``) and never blocks, so
-one piece of code serves the blocking ``connect`` and the listener's loop. The client's half sends
-nothing but ``Hello`` before it has read ``Welcome``: a TLS 1.3 client finishes its handshake before
-the server has looked at its certificate, so a refusal arrives as an alert on the first read.
+The steps are generators that yield what they wait for (``READ`` or ``WRITE``), so that the blocking
+``connect`` and the listener's loop share them. The server's half is ``receive_hello`` and, once
+admitted, ``Listener._conclude``. The client sends nothing but ``Hello`` before it has read
+``Welcome``: a TLS 1.3 client finishes its handshake before the server has looked at its
+certificate, so a refusal arrives as an alert on the first read.
 """
 
 from __future__ import annotations
@@ -302,7 +303,7 @@ def drive(
     peer: str,
     cancelled: Callable[[], bool] | None = None,
 ) -> T:
-    """Run one half to its end, blocking where it waits; errors are potluck's."""
+    """Run ``steps`` to their end, blocking where they wait; errors are potluck's."""
     try:
         while True:
             event = next(steps)

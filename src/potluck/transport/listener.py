@@ -248,7 +248,7 @@ class Listener:
 
 
 async def _finish(steps: Steps[T], sock: TlsSocket) -> T:
-    """Run one half of the handshake to its end; its errors are those of sockets."""
+    """Run ``steps`` to their end on the listener's loop; errors are those of sockets."""
     while True:
         try:
             event = next(steps)

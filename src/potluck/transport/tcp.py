@@ -1,4 +1,5 @@
-"""A link over TCP with mutual TLS 1.3. Made by ``handshake.py``, never blocks from then on."""
+"""A link over TCP with mutual TLS 1.3. Made by ``handshake.connect`` or by ``listener.py``; never
+blocks from then on."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ``kind``, to the listener of a worker: ``data`` (a link of two ranks), ``rendezvous`` (to rank
     0, which sends the addresses of all ranks; ``port`` is the port of the client's listener,
     ``world_size`` the size that it expects), ``store`` (a process group's store), ``meet`` and
-    ``join`` (discovery). To an agent: ``node`` (another agent), ``control`` (a worker), ``client``
+    ``join`` (discovery). To an agent: ``node`` (another agent), ``worker``, ``client``
     (a command of the same machine). To either: ``measure`` (one measurement of the path). ``wire``
     is the form of a data link after WELCOME: ``sealed`` (TLS) or ``plain``. ``engine`` is the
     engine of the client (``rendezvous`` and ``join`` only).

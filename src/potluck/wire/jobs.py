@@ -13,9 +13,10 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.wire import control
+from potluck.wire import workers
 from potluck.wire.greeting import SEALED
 from potluck.wire.names import Digest, Name, Text, Versions
+from potluck.wire.workers import FromAgent
 
 MAX_ARGUMENTS = 1024
 MAX_PER_NODE = 256
@@ -134,14 +135,13 @@ class JobNote(msgspec.Struct, frozen=True, tag=True):
     """A note about a job for the user."""
 
     job: Job
-    text: control.Text
+    text: workers.Text
 
 
 class JobEnded(msgspec.Struct, frozen=True, tag=True):
-    """``job`` has ended; ``summary`` is JSON."""
+    """``job`` has ended; ``summary`` is JSON, and has the exit code."""
 
     job: Job
-    exit_code: int
     summary: Annotated[bytes, msgspec.Meta(max_length=MAX_SUMMARY)]
 
 
@@ -167,7 +167,7 @@ class JobList(msgspec.Struct, frozen=True, tag=True):
 class JobStatus(msgspec.Struct, frozen=True, tag=True):
     """The status of a job."""
 
-    status: control.JobState
+    status: workers.JobState
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
@@ -193,7 +193,7 @@ class TellWorkers(msgspec.Struct, frozen=True, tag=True):
 
     job: Job
     workers: Workers
-    message: control.FromAgent
+    message: FromAgent
 
 
 # From a node to the leader.
@@ -243,10 +243,10 @@ class Stalled(msgspec.Struct, frozen=True, tag=True):
     """The process of ``worker`` is stopped, for ``reason``, and did not answer a probe."""
 
     worker: Name
-    reason: control.Text
+    reason: workers.Text
 
 
-Event = control.FromWorker | Started | Exited | OutputEnded | Disconnected | Stalled
+Event = workers.FromWorker | Started | Exited | OutputEnded | Disconnected | Stalled
 """A message of a worker, or an observation of its agent."""
 
 

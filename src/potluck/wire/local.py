@@ -6,12 +6,12 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.wire.control import JobState
 from potluck.wire.facts import MAX_LINKS, LinkFacts
 from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import MAX_JOBS, JobEnded, JobNote, JobOptions, JobStatus, Shown
 from potluck.wire.names import Name, Text
 from potluck.wire.nodes import MAX_NODES
+from potluck.wire.workers import JobState
 
 MAX_MESSAGE = 1 << 20
 

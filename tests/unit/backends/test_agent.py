@@ -34,7 +34,7 @@ from potluck.errors import (
 from potluck.settings import load_settings
 from potluck.transport import aio
 from potluck.types import Member, ReduceOp
-from potluck.wire import control
+from potluck.wire import workers
 from potluck.wire.greeting import Hello, Refusal, Welcome
 
 WAIT_S = 20.0
@@ -45,10 +45,10 @@ class ScriptedAgent:
     """Takes one worker's link to its agent, keeps what it says, says what it is told to."""
 
     def __init__(self, answer: Welcome | Refusal) -> None:
-        self.heard: queue.Queue[control.FromWorker | None] = queue.Queue()
+        self.heard: queue.Queue[workers.FromWorker | None] = queue.Queue()
         self._answer = answer
         self._credentials = load_credentials(load_settings())
-        self._linked: Future[aio.MessageLink[control.FromWorker, control.FromAgent]] = Future()
+        self._linked: Future[aio.MessageLink[workers.FromWorker, workers.FromAgent]] = Future()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -74,17 +74,17 @@ class ScriptedAgent:
         await aio.write_greeting(writer, self._answer)
         if isinstance(self._answer, Refusal):
             return
-        link = aio.MessageLink(reader, writer, received=control.TO_AGENT, sent=control.FROM_AGENT)
+        link = aio.MessageLink(reader, writer, received=workers.TO_AGENT, sent=workers.FROM_AGENT)
         self._linked.set_result(link)
         try:
-            while not isinstance(message := await link.receive(), control.Finished):
+            while not isinstance(message := await link.receive(), workers.Finished):
                 self.heard.put(message)
             self.heard.put(message)
         except LinkError:
             pass
         self.heard.put(None)
 
-    def say(self, message: control.FromAgent) -> None:
+    def say(self, message: workers.FromAgent) -> None:
         self._loop.call_soon_threadsafe(self._linked.result(WAIT_S).send, message)
 
     def hang_up(self) -> None:
@@ -93,7 +93,7 @@ class ScriptedAgent:
     def hear(self, kind: type[T]) -> T:
         """The next message, which must be a ``kind``. On a busy machine any call may be long."""
         message = self.heard.get(timeout=WAIT_S)
-        while isinstance(message, control.Waiting) and kind is not control.Waiting:
+        while isinstance(message, workers.Waiting) and kind is not workers.Waiting:
             message = self.heard.get(timeout=WAIT_S)
         assert isinstance(message, kind), message
         return message
@@ -165,19 +165,19 @@ class Call:
         return result
 
 
-def view(epoch: int, *workers: str, port: int = 1, chaos: tuple[int, ...] = ()) -> control.NewGroup:
-    members = tuple(Member(name, host="127.0.0.1", port=port) for name in workers)
-    return control.NewGroup("job", epoch, members, chaos)
+def view(epoch: int, *names: str, port: int = 1, chaos: tuple[int, ...] = ()) -> workers.NewGroup:
+    members = tuple(Member(name, host="127.0.0.1", port=port) for name in names)
+    return workers.NewGroup("job", epoch, members, chaos)
 
 
 def formed(
-    agent: ScriptedAgent, backend: AgentBackend, first: control.NewGroup, after: int = 0
+    agent: ScriptedAgent, backend: AgentBackend, first: workers.NewGroup, after: int = 0
 ) -> Communicator:
     call = Call(backend.form, after, None, WAIT_S)
-    agent.hear(control.Ready)
+    agent.hear(workers.Ready)
     agent.say(first)
     communicator = call.result()
-    assert agent.hear(control.Entered).epoch == first.epoch
+    assert agent.hear(workers.Entered).epoch == first.epoch
     return communicator
 
 
@@ -191,12 +191,12 @@ def blocked_in(communicator: Communicator) -> Call:
 
 
 def test_it_says_hello_for_its_job_and_worker(agent: ScriptedAgent, backend: AgentBackend) -> None:
-    assert (agent.hello.kind, agent.hello.job, agent.hello.worker) == ("control", "job", "1")
+    assert (agent.hello.kind, agent.hello.job, agent.hello.worker) == ("worker", "job", "1")
 
 
 def test_the_first_group_is_the_first_view(agent: ScriptedAgent, backend: AgentBackend) -> None:
     call = Call(backend.form, 0, None, WAIT_S)
-    ready = agent.hear(control.Ready)
+    ready = agent.hear(workers.Ready)
     assert ready.after_epoch == 0
     assert ready.port > 0
     agent.say(view(7, "0", "1", "2"))
@@ -204,7 +204,7 @@ def test_the_first_group_is_the_first_view(agent: ScriptedAgent, backend: AgentB
     assert (communicator.group.epoch, communicator.group.rank) == (7, 1)
     assert communicator.group.job == "job"
     assert [member.worker for member in communicator.group.members] == ["0", "1", "2"]
-    assert agent.hear(control.Entered).epoch == 7
+    assert agent.hear(workers.Entered).epoch == 7
     assert backend.next_epoch() == 7
     communicator.close()
 
@@ -214,7 +214,7 @@ def test_a_death_ends_a_blocked_call_with_who_and_why(
 ) -> None:
     communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
     call = blocked_in(communicator)
-    agent.say(control.GroupOver(1, "0", True, "worker 0 killed by SIGKILL (9)"))
+    agent.say(workers.GroupOver(1, "0", True, "worker 0 killed by SIGKILL (9)"))
     error = call.result()
     assert isinstance(error, PeerLost)
     assert (error.rank, error.certain, error.epoch) == (0, True, 1)
@@ -227,9 +227,9 @@ def test_the_agent_is_told_of_a_call_that_does_not_end(
 ) -> None:
     communicator = formed(agent, backend, view(4, "0", "1", port=silent_port))
     call = blocked_in(communicator)
-    assert agent.hear(control.Waiting).epoch == 4
-    assert agent.hear(control.Waiting).epoch == 4
-    agent.say(control.GroupOver(4, "0", False, "its process is stopped"))
+    assert agent.hear(workers.Waiting).epoch == 4
+    assert agent.hear(workers.Waiting).epoch == 4
+    agent.say(workers.GroupOver(4, "0", False, "its process is stopped"))
     assert isinstance(call.result(), PeerLost)
     communicator.close()
 
@@ -240,11 +240,11 @@ def test_the_next_group_after_a_loss_is_asked_for_with_its_cause(
     communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
     backend.begin_step(60)
     call = blocked_in(communicator)
-    agent.say(control.GroupOver(1, "0", True, "killed"))
+    agent.say(workers.GroupOver(1, "0", True, "killed"))
     error = call.result()
     communicator.close()
     forming = Call(backend.form, 1, error, WAIT_S)
-    lost = agent.hear(control.Lost)
+    lost = agent.hear(workers.Lost)
     assert (lost.epoch, lost.rank, lost.certain, lost.step) == (1, 0, True, 60)
     assert "killed" in lost.cause
     agent.say(view(2, "1"))
@@ -258,12 +258,12 @@ def test_an_evicted_worker_is_told_so_and_comes_back_as_a_newcomer(
 ) -> None:
     communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
     call = blocked_in(communicator)
-    agent.say(control.GroupOver(1, "1", False, "no sign of life"))
+    agent.say(workers.GroupOver(1, "1", False, "no sign of life"))
     error = call.result()
     assert isinstance(error, Evicted)
     communicator.close()
     forming = Call(backend.form, 1, error, WAIT_S)
-    assert agent.hear(control.Ready).after_epoch == 1
+    assert agent.hear(workers.Ready).after_epoch == 1
     agent.say(view(3, "0", "1"))
     communicator = forming.result()
     assert communicator.group.epoch == 3
@@ -274,9 +274,9 @@ def test_a_worker_evicted_while_it_waits_asks_again(
     agent: ScriptedAgent, backend: AgentBackend
 ) -> None:
     forming = Call(backend.form, 4, None, WAIT_S)
-    agent.hear(control.Ready)
-    agent.say(control.GroupOver(5, "1", False, "no sign of life"))
-    assert agent.hear(control.Ready).after_epoch == 4
+    agent.hear(workers.Ready)
+    agent.say(workers.GroupOver(5, "1", False, "no sign of life"))
+    assert agent.hear(workers.Ready).after_epoch == 4
     agent.say(view(6, "0", "1"))
     forming.result().close()
 
@@ -284,12 +284,12 @@ def test_a_worker_evicted_while_it_waits_asks_again(
 def test_a_view_that_is_over_already_is_not_entered(
     agent: ScriptedAgent, backend: AgentBackend
 ) -> None:
-    agent.say(control.GroupOver(1, "0", True, "killed"))
+    agent.say(workers.GroupOver(1, "0", True, "killed"))
     agent.say(view(1, "0", "1"))
     forming = Call(backend.form, 0, None, WAIT_S)
-    agent.hear(control.Ready)
-    agent.say(control.Probe(1))
-    assert agent.hear(control.ProbeReply) == control.ProbeReply("1", 1, True)
+    agent.hear(workers.Ready)
+    agent.say(workers.Probe(1))
+    assert agent.hear(workers.ProbeReply) == workers.ProbeReply("1", 1, True)
     assert forming.is_waiting
     agent.say(view(2, "1"))
     communicator = forming.result()
@@ -301,11 +301,11 @@ def test_a_group_is_not_ended_by_what_does_not_concern_it(
     agent: ScriptedAgent, backend: AgentBackend
 ) -> None:
     communicator = formed(agent, backend, view(2, "0", "1"))
-    agent.say(control.GroupOver(3, "2", True, "a newcomer died on its way in"))
-    agent.say(control.GroupOver(3, "", True, "its links failed"))
+    agent.say(workers.GroupOver(3, "2", True, "a newcomer died on its way in"))
+    agent.say(workers.GroupOver(3, "", True, "its links failed"))
     agent.say(view(4, "0", "1"))
-    agent.say(control.Probe(5))
-    assert agent.hear(control.ProbeReply) == control.ProbeReply("1", 5, False)
+    agent.say(workers.Probe(5))
+    assert agent.hear(workers.ProbeReply) == workers.ProbeReply("1", 5, False)
     assert communicator.error is None
     assert backend.next_epoch() == 4, "to be entered between two steps"
     communicator.close()
@@ -343,7 +343,7 @@ def test_a_worker_whose_listener_breaks_fails_at_once_instead_of_staying(
     listener = backend._base.listener
     listener._acceptor._accept = broken  # type: ignore[method-assign]
     with socket.create_connection(("127.0.0.1", listener.port)):
-        failed = agent.hear(control.Failed)
+        failed = agent.hear(workers.Failed)
     assert not failed.secondary, "it is the cause, not what follows from another's failure"
     assert "no rank can connect to rank 1" in failed.text
     assert "broke (MemoryError: no room)" in failed.text
@@ -364,15 +364,15 @@ def test_a_worker_that_can_hear_its_agent_no_more_fails_at_once(
     communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
     call = blocked_in(communicator)
 
-    def broken(message: control.FromAgent) -> None:
+    def broken(message: workers.FromAgent) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr(agent_link, "_ORPHAN_S", 600.0)
     backend._talk._take = broken
-    agent.say(control.Probe(1))  # on its way to the old one
-    agent.hear(control.ProbeReply)
-    agent.say(control.Probe(2))
-    failed = agent.hear(control.Failed)
+    agent.say(workers.Probe(1))  # on its way to the old one
+    agent.hear(workers.ProbeReply)
+    agent.say(workers.Probe(2))
+    failed = agent.hear(workers.Failed)
     assert "thread that talks to it broke (MemoryError: no room)" in failed.text
     error = call.result()
     assert isinstance(error, AgentLost)
@@ -396,7 +396,7 @@ def test_a_stopped_job_raises_the_reason_everywhere(
 ) -> None:
     communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
     call = blocked_in(communicator)
-    agent.say(control.Stop("rank 0, worker 0 failed: ValueError: no"))
+    agent.say(workers.Stop("rank 0, worker 0 failed: ValueError: no"))
     error = call.result()
     assert isinstance(error, RemoteError)
     assert "rank 0, worker 0 failed: ValueError: no" in str(error)
@@ -411,10 +411,10 @@ def test_an_ordered_fault_is_waited_for_before_its_step(
     communicator = formed(agent, backend, view(1, "1", chaos=(60,)))
     backend.begin_step(59)
     call = Call(backend.begin_step, 60)
-    due = agent.hear(control.ChaosDue)
+    due = agent.hear(workers.ChaosDue)
     assert (due.epoch, due.step) == (1, 60)
     assert call.is_waiting
-    agent.say(control.ChaosDone(60))
+    agent.say(workers.ChaosDone(60))
     assert call.result() is None
     communicator.close()
 
@@ -435,12 +435,12 @@ def test_progress_is_sent_as_plain_values(agent: ScriptedAgent, backend: AgentBa
             "total_samples": 6400.0,
         }
     )
-    told = agent.hear(control.WorkerProgress)
+    told = agent.hear(workers.WorkerProgress)
     assert (told.committed_samples, told.total_samples) == (640, 6400)
     assert (told.epoch, told.step, told.loss, told.device) == (1, 3, 0.5, "cpu")
     assert told.facts == {"accuracy": 0.97, "num": str(2**70), "names": "['a']"}
     backend.report({"event": "resumed"})
-    assert agent.hear(control.Said).text == "resumed"
+    assert agent.hear(workers.Said).text == "resumed"
     communicator.close()
 
 
@@ -449,15 +449,15 @@ def test_what_is_said_in_a_new_group_before_its_first_commit_is_of_the_group_bef
 ) -> None:
     first = formed(agent, backend, view(1, "1"))
     backend.report({"step": 3, "committed_samples": "all", "total_samples": -1})
-    told = agent.hear(control.WorkerProgress)
+    told = agent.hear(workers.WorkerProgress)
     assert (told.epoch, told.step, told.committed_samples, told.total_samples) == (1, 3, 0, 0)
-    agent.say(control.GroupOver(1, "2", True, "killed"))
+    agent.say(workers.GroupOver(1, "2", True, "killed"))
     second = formed(agent, backend, view(2, "1"), after=1)
     backend.report({"phase": "warm-up"})
-    told = agent.hear(control.WorkerProgress)
+    told = agent.hear(workers.WorkerProgress)
     assert (told.epoch, told.step, told.facts) == (1, 3, {"phase": "warm-up"})
     backend.report({"step": 4})
-    told = agent.hear(control.WorkerProgress)
+    told = agent.hear(workers.WorkerProgress)
     assert (told.epoch, told.step) == (2, 4)
     for communicator in (first, second):
         communicator.close()
@@ -472,9 +472,9 @@ def test_many_reports_are_few_messages_and_the_last_one_arrives(
     communicator.close()
     backend.close()
     heard = []
-    while isinstance(message := agent.heard.get(timeout=WAIT_S), control.WorkerProgress):
+    while isinstance(message := agent.heard.get(timeout=WAIT_S), workers.WorkerProgress):
         heard.append(message)
-    assert isinstance(message, control.Finished)
+    assert isinstance(message, workers.Finished)
     assert heard[-1].step == 999
     assert len(heard) < 100
     merged: dict[str, Any] = {}
@@ -489,8 +489,8 @@ def test_closing_says_finished_last_and_leaves_nothing(agent: ScriptedAgent) -> 
     assert sys.excepthook != before
     backend.close()
     backend.close()
-    agent.hear(control.WorkerProgress)
-    agent.hear(control.Finished)
+    agent.hear(workers.WorkerProgress)
+    agent.hear(workers.Finished)
     agent.hear_the_end()
     assert sys.excepthook is before
 
@@ -508,7 +508,7 @@ def test_an_uncaught_error_is_told_to_the_agent_and_to_the_group(
         raise ValueError("bad batch")
     except ValueError as error:
         sys.excepthook(type(error), error, error.__traceback__)
-    failed = agent.hear(control.Failed)
+    failed = agent.hear(workers.Failed)
     assert failed.text == "rank 1, worker 1 failed: ValueError: bad batch"
     assert failed.secondary is False
     assert isinstance(call.result(), RemoteError)
@@ -522,7 +522,7 @@ def test_an_error_that_only_follows_anothers_is_marked(
     agent: ScriptedAgent, backend: AgentBackend, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sys.excepthook(RemoteError, RemoteError("rank 0 failed"), None)
-    assert agent.hear(control.Failed).secondary is True
+    assert agent.hear(workers.Failed).secondary is True
     capsys.readouterr()
 
 
@@ -531,8 +531,8 @@ def test_an_interrupt_is_no_failure(
 ) -> None:
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     backend.close()
-    agent.hear(control.WorkerProgress)
-    agent.hear(control.Finished)
+    agent.hear(workers.WorkerProgress)
+    agent.hear(workers.Finished)
     capsys.readouterr()
 
 
@@ -547,7 +547,7 @@ def test_closing_on_the_way_out_of_an_error_does_not_say_finished(
             backend.close()
     except ValueError as error:
         sys.excepthook(type(error), error, None)
-    assert "bad batch" in agent.hear(control.Failed).text
+    assert "bad batch" in agent.hear(workers.Failed).text
     backend.close()
     agent.hear_the_end()
     capsys.readouterr()

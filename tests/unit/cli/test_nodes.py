@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from potluck.cli import nodes
-from potluck.wire.control import JobState, WorkerStatus
 from potluck.wire.facts import LinkFacts
 from potluck.wire.local import NodeInfo, NodesReply
+from potluck.wire.workers import JobState, WorkerStatus
 
 FIRST, SECOND = "a" * 64, "b" * 64
 

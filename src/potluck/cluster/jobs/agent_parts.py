@@ -12,7 +12,6 @@ from potluck.cluster.links.local import Commands
 from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.names import NodeNames
 from potluck.cluster.topology.surveyor import Surveyor
-from potluck.wire import jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,3 @@ class AgentParts:
     commands: Commands
     log: JobLog
     note: Callable[[str], None]
-
-    def to_leader(self, message: jobs.ToLeader) -> bool:
-        """Send to the leader of the view; False without one."""
-        view = self.plane.view
-        return view is not None and self.links.send(view.leader, message)

@@ -24,13 +24,14 @@ from potluck.cluster.jobs.early import EarlyOrders
 from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.jobs.placement import place
 from potluck.cluster.jobs.process import free_port
+from potluck.cluster.jobs.summary import encode_summary
 from potluck.cluster.links.local import Client
 from potluck.cluster.membership import events
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.system import SIGHUP
 from potluck.transport import aio
-from potluck.wire import control, jobs, local
+from potluck.wire import jobs, local, workers
 from potluck.wire.greeting import Hello, Refusal
 from potluck.wire.nodes import View
 
@@ -114,7 +115,7 @@ class JobDispatcher:
             started=time.time(),
         )
         self._watched[job] = _Watched(spec, client)
-        agent.to_leader(jobs.Submit(spec))
+        agent.plane.to_leader(jobs.Submit(spec))
         return job
 
     async def _await_nodes(self, job: str, request: local.RunRequest, client: Client) -> None:
@@ -132,7 +133,7 @@ class JobDispatcher:
         if are_enough():
             return
         note = f"in the cluster: {here()}; waiting {request.wait_s:g} s for the others"
-        client.send(jobs.JobNote(job, note))
+        client.take(jobs.JobNote(job, note))
         try:
             async with asyncio.timeout(request.wait_s):
                 while not are_enough():
@@ -154,9 +155,9 @@ class JobDispatcher:
         try:
             await self.submit(request, client)
         except (PotluckError, OSError) as error:
-            client.send(local.CommandResult(False, str(error)[:4000]))
+            client.take(local.CommandResult(False, str(error)[:4000]))
         except asyncio.CancelledError:
-            client.send(local.CommandResult(False, "interrupted before it began"))
+            client.take(local.CommandResult(False, "interrupted before it began"))
             raise
         finally:
             del self._submitting[client]
@@ -167,7 +168,7 @@ class JobDispatcher:
         self.interrupt(client, request.number)
 
     async def _status_asked(self, request: local.JobsRequest, client: Client) -> None:
-        client.send(local.JobsReply(self.status()))
+        client.take(local.JobsReply(self.status()))
 
     def abandon(self, client: Client) -> None:
         """The command has gone: its job, if it still runs, ends as if the terminal had closed."""
@@ -178,9 +179,9 @@ class JobDispatcher:
         for job, watched in self._watched.items():
             if watched.client is client:
                 watched.number, watched.times = number, watched.times + 1
-                self._agent.to_leader(jobs.InterruptJob(job, number, watched.times))
+                self._agent.plane.to_leader(jobs.InterruptJob(job, number, watched.times))
 
-    def status(self) -> tuple[control.JobState, ...]:
+    def status(self) -> tuple[workers.JobState, ...]:
         """The status of all jobs: of those led here as it is now, else as the leader told it
         last."""
         led = {job: each.status() for job, each in self._controllers.items() if each.has_begun}
@@ -250,14 +251,14 @@ class JobDispatcher:
                 gone = [job for job, each in self._watched.items() if each.is_taken]
                 for job in set(gone) - set(listed):
                     text = "it ended while this node was away; the leader's log says how"
-                    self._watched.pop(job).client.send(local.CommandResult(False, text))
+                    self._watched.pop(job).client.take(local.CommandResult(False, text))
             case jobs.JobStatus(status):
                 if (runner := self.runners.get(status.job)) is not None:
                     runner.status = status
                 if (watched := self._watched.get(status.job)) is not None:
                     # The leader's ``Submitted`` may have been lost with the leader that sent it.
                     watched.is_taken = True
-                    watched.client.send(message)
+                    watched.client.take(message)
             case _:
                 if (runner := self.runners.get(message.job)) is not None:
                     runner.ordered(message)
@@ -275,9 +276,9 @@ class JobDispatcher:
             watched.is_taken = not message.error
             if message.error:
                 del self._watched[message.job]
-                watched.client.send(local.CommandResult(False, message.error))
+                watched.client.take(local.CommandResult(False, message.error))
             return
-        watched.client.send(message)
+        watched.client.take(message)
         if isinstance(message, jobs.JobEnded):
             del self._watched[message.job]
 
@@ -320,12 +321,13 @@ class JobDispatcher:
                     f"this is potluck's fault, please report it: {controller.crash!r}"
                 )
             elif controller.has_begun:
-                ended = controller.summary()
+                summary = controller.summary()
+                ended = jobs.JobEnded(job, encode_summary(summary))
                 view = self._agent.plane.view
                 is_in = view is not None and starter in view.nodes
                 if not is_in or not self._agent.links.send(starter, ended):
                     self._agent.log.write(job, ended.summary.decode())
-                    self._agent.note(f"job {job} is over: exit code {ended.exit_code}")
+                    self._agent.note(f"job {job} is over: exit code {summary.exit_code}")
         finally:
             controller.close()
             self._controllers.pop(job, None)
@@ -422,9 +424,9 @@ class JobDispatcher:
         # The leader may be another one: what was sent to the one before may be lost.
         for job, watched in self._watched.items():
             if not watched.is_taken:
-                self._agent.to_leader(jobs.Submit(watched.spec))
+                self._agent.plane.to_leader(jobs.Submit(watched.spec))
             if watched.times:
-                self._agent.to_leader(jobs.InterruptJob(job, watched.number, watched.times))
+                self._agent.plane.to_leader(jobs.InterruptJob(job, watched.number, watched.times))
 
     def linked(self, node: str) -> None:
         """There is a new link to ``node``: messages over the link before it may be lost."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from potluck.background import Tasks
 from potluck.cluster.jobs.groups.roster import WorkerState
 from potluck.system import SIGKILL, SIGPIPE
-from potluck.wire import control
+from potluck.wire import workers
 
 _STOP_GRACE_S = 3.0
 _INTERRUPT_GRACE_S = 15.0
@@ -24,7 +24,7 @@ class Endings:
     def __init__(
         self,
         *,
-        tell: Callable[[Names, control.Stop], None],
+        tell: Callable[[Names, workers.Stop], None],
         signal: Callable[[Names, int], None],
         state_of: Callable[[str], WorkerState],
         note: Callable[[str], None],
@@ -46,11 +46,11 @@ class Endings:
         self._signal(workers, signal.SIGTERM if number == SIGPIPE else number)
         self._later(workers, _INTERRUPT_GRACE_S, SIGKILL)
 
-    def stop(self, workers: Names, reason: str) -> None:
-        """Ask ``workers`` to end, then end them by SIGTERM, then by SIGKILL."""
-        self._tell(workers, control.Stop(control.clip(reason)))
-        self._later(workers, _STOP_GRACE_S, signal.SIGTERM)
-        self._later(workers, 2 * _STOP_GRACE_S, SIGKILL)
+    def stop(self, names: Names, reason: str) -> None:
+        """Ask the workers ``names`` to end, then end them by SIGTERM, then by SIGKILL."""
+        self._tell(names, workers.Stop(workers.clip(reason)))
+        self._later(names, _STOP_GRACE_S, signal.SIGTERM)
+        self._later(names, 2 * _STOP_GRACE_S, SIGKILL)
 
     def close(self) -> None:
         """End all tasks."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from potluck.cluster.jobs.groups.roster import EXPECTED, Phase, State, WorkerState
 from potluck.cluster.jobs.journal import Journal
-from potluck.wire import control, jobs
+from potluck.wire import jobs, workers
 
 _MAX_EVENTS = 20
 
@@ -19,15 +19,15 @@ def status_of(
     node: str,
     called: Callable[[str], str],
     now: float,
-) -> control.JobState:
+) -> workers.JobState:
     """The job as the leader on ``node`` sees it. ``called`` names the node of a worker."""
     newest = state.newest_group
     ranks = {} if newest is None else {name: rank for rank, name in enumerate(newest.members)}
-    workers = []
+    shown = []
     for worker in state.workers:
         facts = journal.facts_of(worker.name)
-        workers.append(
-            control.WorkerStatus(
+        shown.append(
+            workers.WorkerStatus(
                 worker=worker.name,
                 rank=ranks.get(worker.name, -1) if worker.phase is Phase.MEMBER else -1,
                 phase=worker.phase.value,
@@ -39,17 +39,17 @@ def status_of(
                 node=called(worker.name),
             )
         )
-    return control.JobState(
+    return workers.JobState(
         job=spec.job,
         node=node,
         pid=0,
-        script=control.clip(spec.script),
+        script=workers.clip(spec.script),
         started=spec.started,
         epoch=state.epoch,
         step=journal.step,
         loss=journal.loss,
-        workers=tuple(workers),
-        events=tuple(control.clip(note.text) for note in journal.notes[-_MAX_EVENTS:]),
+        workers=tuple(shown),
+        events=tuple(workers.clip(note.text) for note in journal.notes[-_MAX_EVENTS:]),
         wire=spec.wire,
         samples=journal.sample_progress.samples(now),
         world_restarts=state.world.number,

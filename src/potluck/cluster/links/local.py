@@ -32,8 +32,8 @@ class Client(Protocol):
     def is_behind(self) -> bool:
         """Whether the command reads too slowly, so that workers here must stop writing."""
 
-    def send(self, message: local.Reply) -> None:
-        """Send ``message`` to the command, without blocking."""
+    def take(self, message: local.Reply) -> None:
+        """Take ``message`` of the agent, without blocking."""
 
 
 class _Connected:
@@ -45,7 +45,7 @@ class _Connected:
     def __init__(self, link: aio.MessageLink[local.Request, local.Reply]) -> None:
         self._link = link
 
-    def send(self, message: local.Reply) -> None:
+    def take(self, message: local.Reply) -> None:
         """Send ``message`` to the command, without blocking."""
         is_end = isinstance(message, local.CommandResult | JobEnded)
         if is_end or self._link.unsent < _MAX_UNSENT:

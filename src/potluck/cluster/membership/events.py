@@ -47,7 +47,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class WantGroup:
-    """This node's ``membership`` announced a group: have it agreed on.
+    """The job's membership (``jobs/groups/``) on this node announced a group: have it agreed on.
 
     ``kept`` are the workers that stay from the group before and hold its state. ``fresh``: there
     are none, and every one that did is known to have ended. ``renew``: the group is a new one also
@@ -130,7 +130,7 @@ class Save:
 @dataclass(frozen=True, slots=True)
 class Install:
     """``view`` is the one to use; its epoch is on disk. Its groups whose epoch is new go to this
-    node's workers, and to the ``membership`` of its leader."""
+    node's workers, and on the leader to their job's membership (``jobs/groups/``)."""
 
     view: View
     reason: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from potluck.cluster.jobs.journal import MAX_NOTES, Journal
-from potluck.wire.control import WorkerProgress
+from potluck.wire.workers import WorkerProgress
 
 
 def training() -> Journal:

@@ -10,7 +10,7 @@ from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.names import NodeNames
 from potluck.cluster.topology.versions import own_versions
-from potluck.wire import control, jobs
+from potluck.wire import jobs, workers
 from potluck.wire.greeting import Hello
 from potluck.wire.nodes import View, ViewMember
 
@@ -62,6 +62,9 @@ class Machine:
             self.is_prepared.set()
         return True
 
+    def to_leader(self, message: jobs.FromNode) -> bool:
+        return self.send(self.view.leader, message)
+
     def launch(
         self, worker: str, variables: dict[str, str], on_exit: Callable[[int], None]
     ) -> Machine:
@@ -85,13 +88,13 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
             runner.ordered(jobs.StartWorker("job", worker, 0))
 
         async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await runner.greeted(reader, writer, Hello("control", "", job="job", worker="0"))
+            await runner.greeted(reader, writer, Hello("worker", "", job="job", worker="0"))
             writer.close()
 
         async with await asyncio.start_server(called, "127.0.0.1", 0) as server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            for said in (control.Entered("0", 4), control.Finished("1")):
-                writer.write(control.TO_AGENT.encode(said))
+            for said in (workers.Entered("0", 4), workers.Finished("1")):
+                writer.write(workers.TO_AGENT.encode(said))
             async with asyncio.timeout(20):
                 await reader.read()
             writer.close()
@@ -100,5 +103,5 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
 
     machine = asyncio.run(story())
     _, _, said, complaint = machine.heard
-    assert said == control.Entered("0", 4)
-    assert complaint == control.Said("", "worker 0 was cut off: it spoke for worker '1'")
+    assert said == workers.Entered("0", 4)
+    assert complaint == workers.Said("", "worker 0 was cut off: it spoke for worker '1'")

@@ -29,9 +29,9 @@ from potluck.cluster.membership.protocol import MembershipProtocol, checksum
 from potluck.cluster.membership.view import following, objection_to
 from potluck.types import Member
 from potluck.wire import nodes as wire
-from potluck.wire.control import Entered, Finished, Ready
 from potluck.wire.jobs import Exited, WorldSpec
 from potluck.wire.nodes import JobGroup, StableRecord, View, ViewMember
+from potluck.wire.workers import Entered, Finished, Ready
 
 
 class Story:

@@ -38,7 +38,7 @@ def accepts(server: Credentials, client: Credentials) -> bool:
         link, _ = connect(
             "127.0.0.1",
             listener.port,
-            Hello("control", client.namespace),
+            Hello("worker", client.namespace),
             client,
             deadline=time.monotonic() + 30,
         )
@@ -157,7 +157,7 @@ def test_a_banned_node_is_refused_in_both_directions_with_no_byte_of_payload(
 
     listener = Listener("127.0.0.1", 0, ada)
     listener.serve(admit)
-    hello = Hello("control", eve.namespace)
+    hello = Hello("worker", eve.namespace)
     try:
         with pytest.raises(Refused, match="banned from this cluster") as caught:
             connect("127.0.0.1", listener.port, hello, eve, deadline=time.monotonic() + 30)
@@ -185,7 +185,7 @@ def _call_without_answer(client: Credentials, server: Credentials) -> None:
     try:
         connect(
             *door.getsockname(),
-            Hello("control", client.namespace),
+            Hello("worker", client.namespace),
             client,
             deadline=time.monotonic() + 30,
         )

@@ -1,6 +1,6 @@
 """The events that membership takes, and the actions that it gives.
 
-Events of one worker are the messages of ``wire.control`` and ``wire.jobs``, as they came; the other
+Events of one worker are the messages of ``wire.workers`` and ``wire.jobs``, as they came; the other
 events are here. Every action has its reason, in words for people.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from potluck.cluster.membership.events import Note as Note
 from potluck.cluster.membership.events import Tick as Tick
 from potluck.types import Member
-from potluck.wire.control import Entered, Failed, Finished, Lost, ProbeReply, Ready
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled
+from potluck.wire.workers import Entered, Failed, Finished, Lost, ProbeReply, Ready
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,9 @@ from potluck.cluster.jobs.groups.roster import (
 from potluck.cluster.jobs.groups.turn import Turn
 from potluck.cluster.topology.graph import in_ring
 from potluck.types import Member
-from potluck.wire.control import Entered, Failed, Finished, Lost, ProbeReply, Ready
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled, WorldSpec
 from potluck.wire.nodes import JobGroup
+from potluck.wire.workers import Entered, Failed, Finished, Lost, ProbeReply, Ready
 
 
 def begin(

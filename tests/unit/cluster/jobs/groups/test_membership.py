@@ -21,10 +21,10 @@ from potluck.cluster.jobs.groups.events import (
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, name_exit
 from potluck.types import Member
 from potluck.wire import jobs, peers
-from potluck.wire.control import Entered, Failed, Finished, Lost, ProbeReply, Ready
 from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.jobs import Disconnected, Exited, Stalled, WorldSpec
 from potluck.wire.nodes import JobGroup
+from potluck.wire.workers import Entered, Failed, Finished, Lost, ProbeReply, Ready
 from support import stories
 
 SIGKILL, SIGINT, SIGSEGV = 9, 2, 11

@@ -22,8 +22,8 @@ from potluck.cluster.jobs.groups.events import (
     Tick,
 )
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
-from potluck.wire.control import Entered, Finished, Lost, ProbeReply, Ready
 from potluck.wire.jobs import Exited
+from potluck.wire.workers import Entered, Finished, Lost, ProbeReply, Ready
 
 TIMEOUT_S = 3.0
 
