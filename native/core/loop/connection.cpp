@@ -13,7 +13,7 @@ namespace {
 
 // Payloads up to this size are copied behind their header, so that both go out in one TLS record.
 constexpr size_t merge_bytes = 8 * 1024;
-// Payloads from this size on travel through shared memory, where there is one.
+// Payloads from this size on travel through link memory, where there is any.
 constexpr size_t link_memory_bytes = 4 * 1024;
 // A payload that is to be reduced is received into a buffer of this size, and reduced from there
 // part by part: the buffer stays in the L2 cache, where a whole segment would not. It is a multiple
@@ -246,14 +246,14 @@ void Connection::begin_in_link_memory(const Frame& frame, const Route& route) {
     const LinkMemory& memory = link_.memory;
     const auto slot = static_cast<uint32_t>(frame.tag);  // a negative tag fails the bound below
     if (memory.num_slots() == 0 || frame.length > memory.slot_bytes) {
-        throw ProtocolError("a frame points to a shared-memory slot that this link does not have");
+        throw ProtocolError("a frame points to a link-memory slot that this link does not have");
     }
     if (slot >= memory.num_slots()) {
-        throw ProtocolError("shared-memory slot " + std::to_string(frame.tag) +
+        throw ProtocolError("link-memory slot " + std::to_string(frame.tag) +
                             " was named; there are " + std::to_string(memory.num_slots()));
     }
     if (unreleased_.count(slot)) {
-        throw ProtocolError("shared-memory slot " + std::to_string(slot) +
+        throw ProtocolError("link-memory slot " + std::to_string(slot) +
                             " was used again before it was free");
     }
     const uint8_t* payload = memory.incoming[slot];
@@ -334,7 +334,7 @@ void Connection::free_slot(int32_t tag) {
     const auto slot = static_cast<uint32_t>(tag);
     if (slot >= link_.memory.num_slots() ||
         std::find(slots_.begin(), slots_.end(), slot) != slots_.end()) {
-        throw ProtocolError("shared-memory slot " + std::to_string(tag) +
+        throw ProtocolError("link-memory slot " + std::to_string(tag) +
                             " was freed, which is not in use");
     }
     slots_.push_back(slot);

@@ -80,8 +80,8 @@ public:
     // Whether a payload of this size could start now (link memory may be out of slots).
     bool can_start(size_t nbytes) const { return !uses_link_memory(nbytes) || !slots_.empty(); }
 
-    // Write `control`, then the frames that `next_outgoing` gives, until the link would block, there
-    // are no more, or the budget is spent. Returns true if there may be more to write at once.
+    // Write `control`, then the frames that `next_outgoing` gives, until the link would block,
+    // there are no more, or the budget is spent. Returns true if more may be written at once.
     bool write(const NextOutgoing& next_outgoing);
 
     // Read frames until the link would block or the budget is spent; `route` gives the sink of each

@@ -137,7 +137,7 @@ Frame decode(const uint8_t* header) {
         throw ProtocolError("a frame with unknown flags " + hex(frame.flags));
     }
     if ((frame.flags & in_link_memory) && frame.kind != Kind::data && frame.kind != Kind::piece) {
-        throw ProtocolError("a " + name + " frame whose payload lies in shared memory");
+        throw ProtocolError("a " + name + " frame whose payload lies in link memory");
     }
     return frame;
 }

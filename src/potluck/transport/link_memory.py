@@ -71,7 +71,7 @@ class LinkMemory:
         if not self._outgoing:
             raise LinkError("this link's shared memory is closed")
         if not 0 <= slot < self.num_slots:
-            raise ProtocolError(f"shared-memory slot {slot} was named; there are {self.num_slots}")
+            raise ProtocolError(f"link-memory slot {slot} was named; there are {self.num_slots}")
 
     def close(self) -> None:
         """Unmap. Idempotent."""

@@ -13,11 +13,11 @@ sequence       u64   collectives: the number of the call on this channel; point-
                      message; CREDIT: the bytes of credit
 segment        u32   DATA, PIECE: which; HANG_QUERY: 1 to report and pass on; HANG_REPORT: 1 if
                      the rank has called
-length         u32   bytes of payload, also when they lie in shared memory
+length         u32   bytes of payload, also when they lie in link memory
 fingerprint    u64   DATA, HANG_QUERY: of the call; see ``engine/fingerprint.py``
 source         u16   sending rank, in the whole group's numbering
 dtype          u8    element type code
-flags          u8    bit 0: the payload lies in shared-memory slot ``tag``, not in the stream
+flags          u8    bit 0: the payload lies in link-memory slot ``tag``, not in the stream
 tag            i32   p2p: the message's tag; otherwise see flags; SLOT_FREE: the slot
 =============  ====  ========================================================================
 
@@ -66,7 +66,7 @@ class Kind(IntEnum):
     PIECE = 5
     """A segment of a large point-to-point message."""
     SLOT_FREE = 6
-    """A shared-memory slot is free again."""
+    """A link-memory slot is free again."""
     ABORT = 7
     """The group is over; the payload has the error."""
     CLOSE = 8
@@ -162,7 +162,7 @@ def decode(header: bytes | bytearray | memoryview) -> Frame:
     if frame.flags & ~IN_LINK_MEMORY:
         raise ProtocolError(f"a frame with unknown flags {frame.flags:#x}")
     if frame.flags & IN_LINK_MEMORY and kind not in LINK_MEMORY_KINDS:
-        raise ProtocolError(f"a {kind.name} frame whose payload lies in shared memory")
+        raise ProtocolError(f"a {kind.name} frame whose payload lies in link memory")
     return frame
 
 

@@ -115,7 +115,7 @@ def test_what_is_wrong_is_said() -> None:
 @pytest.mark.parametrize("kind", sorted(set(Kind) - LINK_MEMORY_KINDS))
 def test_only_bulk_payloads_may_lie_in_the_shared_memory(kind: Kind) -> None:
     """The tag of a message would be lost to the number of the slot."""
-    with pytest.raises(ProtocolError, match="in shared memory"):
+    with pytest.raises(ProtocolError, match="in link memory"):
         decode(encode(Frame(kind, 1, flags=IN_LINK_MEMORY)))
 
 

@@ -58,6 +58,7 @@ class Connection:
         self.link = link
         self.meter = meter
         self.control: deque[Outgoing] = deque()
+        """Frames that go before any that ``write`` asks for."""
         self.has_closed = False
         """The peer will send nothing more."""
         self.is_acknowledged = False
@@ -237,12 +238,12 @@ class Connection:
             memory = self.link.memory
             if memory is None or frame.length > memory.slot_bytes:
                 raise ProtocolError(
-                    "a frame points to a shared-memory slot that this link does not have"
+                    "a frame points to a link-memory slot that this link does not have"
                 )
             payload = memory.incoming(frame.tag)[: frame.length]
             slot = frame.tag
             if slot in self._unreleased:
-                raise ProtocolError(f"shared-memory slot {slot} was used again before it was free")
+                raise ProtocolError(f"link-memory slot {slot} was used again before it was free")
             self.meter.bytes_received += frame.length
             sink = route(self, frame)
             if sink.buffer is not None:
@@ -275,7 +276,7 @@ class Connection:
     def _free_slot(self, slot: int) -> None:
         memory = self.link.memory
         if memory is None or not 0 <= slot < memory.num_slots or slot in self._slots:
-            raise ProtocolError(f"shared-memory slot {slot} was freed, which is not in use")
+            raise ProtocolError(f"link-memory slot {slot} was freed, which is not in use")
         self._slots.append(slot)
 
 

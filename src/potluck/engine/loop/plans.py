@@ -48,6 +48,7 @@ class Plans:
         self._on_operation = on_operation
         self._running: dict[Key, RunningPlan] = {}
         self._next_sequence: dict[int, int] = {}
+        """By channel: the number of the next call."""
         self._ended: dict[int, deque[tuple[int, Call]]] = {}
         self._early: dict[Key, dict[int, deque[tuple[Frame, bytearray]]]] = {}
         self._queries: dict[Key, dict[int, int]] = {}

@@ -59,6 +59,7 @@ class RunningPlan:
         self.started = 0.0
         self.has_queried = False
         self.told_begun: set[int] = set()
+        """Peers that BEGUN was sent to."""
         self.is_overdue = False
         self.early: dict[int, deque[tuple[Frame, bytearray]]] = {}
         self._steps = compiled.plan.steps

@@ -27,7 +27,7 @@ class FakeLinkMemory:
 
     def incoming(self, slot: int) -> memoryview:
         if not 0 <= slot < self.num_slots:
-            raise ProtocolError(f"shared-memory slot {slot}")
+            raise ProtocolError(f"link-memory slot {slot}")
         return memoryview(self.theirs[slot])
 
     def close(self) -> None:
