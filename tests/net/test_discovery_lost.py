@@ -131,7 +131,7 @@ def test_a_killed_process_on_another_host_is_certain_and_one_is_enough(tmp_path:
 
 def test_links_are_measured_and_the_ranks_follow_the_ring(tmp_path: Path) -> None:
     with Network(3) as network:
-        network[1].shape("50mbit")
+        network[1].shape("10mbit")  # far below what a busy machine measures for the others
         with formed(network, tmp_path) as (scripts, said):
             order = said[0]["nodes"]
             assert all(each["nodes"] == order for each in said)

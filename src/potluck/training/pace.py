@@ -67,8 +67,12 @@ class Pace:
         self.plan, self._since, self._exchanged = None, None, -1
 
     def exchange(self, ctx: DistributedContext, progress: Progress) -> None:
-        """Exchange measurements if an exchange is due. A collective call between two steps."""
-        if not self._is_on or not self._due(progress.step):
+        """Exchange measurements if an exchange is due. A collective call between two steps.
+
+        Not after the last step: if a peer is lost at the end, ranks that have left would keep
+        another batch size than those that form one more group.
+        """
+        if not self._is_on or progress.done or not self._due(progress.step):
             return
         cost = fit(self._steps) or Cost(0.0, 0.0)
         mine = [
