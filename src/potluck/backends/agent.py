@@ -32,7 +32,7 @@ from potluck.errors import (
 )
 from potluck.settings import Settings, load_settings
 from potluck.types import Group
-from potluck.wire import workers
+from potluck.wire import worker_link
 
 FIRST_GROUP_S = 600.0
 """Seconds until the first group: other workers may be importing modules or be started again."""
@@ -56,9 +56,9 @@ class AgentBackend:
         check_free()
         self._local_rank = int(os.environ.get("LOCAL_RANK") or 0)
         self._changed = threading.Condition()
-        self._newest: workers.NewGroup | None = None
+        self._newest: worker_link.NewGroup | None = None
         self._is_held = False
-        self._overs: deque[workers.GroupOver] = deque(maxlen=64)
+        self._overs: deque[worker_link.GroupOver] = deque(maxlen=64)
         self._stopped: PotluckError | None = None
         self._communicator: Communicator | None = None
         self._asking_after: int | None = None
@@ -120,7 +120,7 @@ class AgentBackend:
             communicator = self._base.open(group)
             self._communicator = communicator
             self._chaos_steps = frozenset(told.chaos_steps)
-        self._talk.say(workers.Entered(self.worker, told.epoch))
+        self._talk.say(worker_link.Entered(self.worker, told.epoch))
         return communicator
 
     def next_epoch(self) -> int:
@@ -136,7 +136,7 @@ class AgentBackend:
             return
         with self._changed:
             self._chaos_done = -1
-            self._talk.say(workers.ChaosDue(self.worker, communicator.group.epoch, step))
+            self._talk.say(worker_link.ChaosDue(self.worker, communicator.group.epoch, step))
             self._changed.wait_for(lambda: self._chaos_done == step or self._stopped is not None)
 
     def report(self, facts: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class AgentBackend:
         progress; a single ``event`` is a line of output; all others go into the summary."""
         communicator = self._communicator
         if "event" in facts and len(facts) == 1:
-            self._talk.say(workers.Said(self.worker, workers.clip(str(facts["event"]))))
+            self._talk.say(worker_link.Said(self.worker, worker_link.clip(str(facts["event"]))))
             return
         self._talk.progress.add(facts, communicator.group.epoch if communicator else 0)
         self._talk.progress_waits()
@@ -159,24 +159,26 @@ class AgentBackend:
 
     # -- on the script's threads
 
-    def _request(self, after_epoch: int, cause: GroupError | None) -> workers.Ready | workers.Lost:
+    def _request(
+        self, after_epoch: int, cause: GroupError | None
+    ) -> worker_link.Ready | worker_link.Lost:
         if cause is None or isinstance(cause, Evicted) or after_epoch == 0:
-            return workers.Ready(
+            return worker_link.Ready(
                 worker=self.worker,
                 after_epoch=after_epoch,
                 port=self._base.port,
                 pid=os.getpid(),
                 local_rank=self._local_rank,
                 engine=self._base.engine,
-                cause=workers.clip(str(cause or "")),
+                cause=worker_link.clip(str(cause or "")),
                 is_fixed=not self.elastic,
             )
-        return workers.Lost(
+        return worker_link.Lost(
             worker=self.worker,
             epoch=after_epoch,
             rank=cause.rank,
             certain=cause.certain,
-            cause=workers.clip(str(cause)),
+            cause=worker_link.clip(str(cause)),
             step=self._step,
         )
 
@@ -193,7 +195,7 @@ class AgentBackend:
             if was_held:
                 deadline = time.monotonic() + timeout_s
 
-    def _usable(self, after_epoch: int) -> workers.NewGroup | None:
+    def _usable(self, after_epoch: int) -> worker_link.NewGroup | None:
         told = self._newest
         if told is None or told.epoch <= after_epoch:
             return None
@@ -234,30 +236,32 @@ class AgentBackend:
 
     # -- on the agent link's thread
 
-    def take(self, message: workers.FromAgent) -> workers.FromWorker | None:
+    def take(self, message: worker_link.FromAgent) -> worker_link.FromWorker | None:
         """Handle a message of the agent; returns the answer, or None."""
         with self._changed:
             self._changed.notify_all()
             match message:
-                case workers.NewGroup(job=job, epoch=epoch, members=members):
+                case worker_link.NewGroup(job=job, epoch=epoch, members=members):
                     if job != self.job or self.worker not in {each.worker for each in members}:
                         raise ProtocolError(f"a group of epoch {epoch} that this worker is not in")
                     self._is_held = False
                     if self._newest is None or epoch > self._newest.epoch:
                         self._newest = message
-                case workers.Hold():
+                case worker_link.Hold():
                     self._is_held = True
-                case workers.GroupOver():
+                case worker_link.GroupOver():
                     return self._group_over(message)
-                case workers.Probe(number):
-                    return workers.ProbeReply(self.worker, number, self._asking_after is not None)
-                case workers.ChaosDone(step):
+                case worker_link.Probe(number):
+                    return worker_link.ProbeReply(
+                        self.worker, number, self._asking_after is not None
+                    )
+                case worker_link.ChaosDone(step):
                     self._chaos_done = step
-                case workers.Stop(reason):
+                case worker_link.Stop(reason):
                     self._stop(RemoteError(f"the job ends: {reason}"))
         return None
 
-    def _group_over(self, over: workers.GroupOver) -> workers.FromWorker | None:
+    def _group_over(self, over: worker_link.GroupOver) -> worker_link.FromWorker | None:
         self._overs.append(over)
         communicator = self._communicator
         if communicator is not None:
@@ -288,7 +292,7 @@ class AgentBackend:
         fails, with the reason."""
         with self._changed:
             self._exit_report.has_failed = True
-            self._talk.say(workers.Failed(self.worker, workers.clip(str(error))))
+            self._talk.say(worker_link.Failed(self.worker, worker_link.clip(str(error))))
             self._stop(error)
 
     def _stop(self, error: PotluckError) -> None:
@@ -298,7 +302,7 @@ class AgentBackend:
             self._communicator.abort(error)
 
 
-def _error_of(over: workers.GroupOver, group: Group, worker: str) -> GroupError:
+def _error_of(over: worker_link.GroupOver, group: Group, worker: str) -> GroupError:
     """The error of calls that are blocked in ``group`` when the agent ends it."""
     if over.worker == worker:
         return Evicted(

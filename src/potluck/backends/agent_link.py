@@ -23,12 +23,12 @@ from potluck.background import Tasks, start_task, start_thread, stop, why
 from potluck.errors import AgentLost, ConfigurationError, LinkError, PotluckError
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
-from potluck.wire import workers
+from potluck.wire import worker_link
 from potluck.wire.greeting import Hello
 
 _log = logging.getLogger(__name__)
 
-_Link = aio.MessageLink[workers.FromAgent, workers.FromWorker]
+_Link = aio.MessageLink[worker_link.FromAgent, worker_link.FromWorker]
 
 _REPORT_EVERY_S = 0.1
 _GOODBYE_S = 2.0
@@ -101,7 +101,7 @@ class UnsentFacts:
         self._worker = worker
         self._lock = threading.Lock()
         self._known: dict[str, Any] = {}
-        self._facts: workers.Facts = {}
+        self._facts: worker_link.Facts = {}
         self.epoch = 0
 
     def add(self, facts: dict[str, Any], epoch: int) -> None:
@@ -111,14 +111,14 @@ class UnsentFacts:
             for name, value in facts.items():
                 if name in _PROGRESS:
                     self._known[name] = value
-                elif name not in ("event", "epoch") and len(self._facts) < workers.MAX_FACTS:
+                elif name not in ("event", "epoch") and len(self._facts) < worker_link.MAX_FACTS:
                     self._facts[str(name)[:256]] = _plain(value)
 
-    def take(self) -> workers.WorkerProgress:
+    def take(self) -> worker_link.WorkerProgress:
         with self._lock:
             facts, self._facts = self._facts, {}
             known = self._known
-            return workers.WorkerProgress(
+            return worker_link.WorkerProgress(
                 worker=self._worker,
                 epoch=self.epoch,
                 step=int(known.get("step", -1)),
@@ -138,7 +138,7 @@ class AgentLink:
         self,
         credentials: Credentials,
         *,
-        take: Callable[[workers.FromAgent], workers.FromWorker | None],
+        take: Callable[[worker_link.FromAgent], worker_link.FromWorker | None],
         ongoing: Callable[[], tuple[int, Iterable[Hashable]]],
         on_lost: Callable[[AgentLost], None],
     ) -> None:
@@ -185,7 +185,7 @@ class AgentLink:
 
     # -- on any thread
 
-    def say(self, message: workers.FromWorker) -> None:
+    def say(self, message: worker_link.FromWorker) -> None:
         self._call(lambda: self._send(message))
 
     def progress_waits(self) -> None:
@@ -194,7 +194,7 @@ class AgentLink:
     def finish(self) -> None:
         """Send the last facts, and that this worker has finished. The agent then ends the link."""
         self._call(self._send_progress)
-        self.say(workers.Finished(self.worker))
+        self.say(worker_link.Finished(self.worker))
         self._finished = True
 
     def flush(self, timeout_s: float) -> None:
@@ -248,7 +248,7 @@ class AgentLink:
             self._failure = error if isinstance(error, PotluckError) else failure
             return
         self._link = link = aio.MessageLink(
-            reader, writer, received=workers.FROM_AGENT, sent=workers.TO_AGENT
+            reader, writer, received=worker_link.FROM_AGENT, sent=worker_link.TO_AGENT
         )
         listening = asyncio.create_task(self._listen(link))
         looking = start_task(
@@ -274,7 +274,7 @@ class AgentLink:
                 self._lost(str(error))
         except Exception as error:  # without this thread the worker could not follow the agent
             _log.exception("listening to the agent broke")
-            link.send(workers.Failed(self.worker, workers.clip(_broke(error))))
+            link.send(worker_link.Failed(self.worker, worker_link.clip(_broke(error))))
             self._lost(_broke(error))
 
     async def _look_around(self, link: _Link) -> None:
@@ -284,7 +284,7 @@ class AgentLink:
             await asyncio.sleep(LOOK_EVERY_S)
             epoch, operations = self._ongoing()
             if waits.is_long(operations, time.monotonic()):
-                link.send(workers.Waiting(self.worker, epoch))
+                link.send(worker_link.Waiting(self.worker, epoch))
 
     def _lost(self, cause: str) -> None:
         self._on_lost(_agent_lost(cause))
@@ -295,7 +295,7 @@ class AgentLink:
         if self._link is not None:
             self._done.set()
 
-    def _send(self, message: workers.FromWorker) -> None:
+    def _send(self, message: worker_link.FromWorker) -> None:
         if self._link is not None:
             self._link.send(message)
 
@@ -337,7 +337,7 @@ def _broke(error: BaseException) -> str:
     )
 
 
-def _plain(value: Any) -> workers.Fact:
+def _plain(value: Any) -> worker_link.Fact:
     """``value`` as a fact: a number (also of an array), else text."""
     with contextlib.suppress(Exception):
         value = value.item() if hasattr(value, "item") else value
@@ -345,7 +345,7 @@ def _plain(value: Any) -> workers.Fact:
         return value
     if isinstance(value, int) and abs(value) < 2**63:
         return value
-    return workers.clip(str(value))
+    return worker_link.clip(str(value))
 
 
 def _count(value: Any) -> int:

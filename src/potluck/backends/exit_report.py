@@ -9,7 +9,7 @@ from typing import Any
 
 from potluck.backends.agent_link import AgentLink
 from potluck.errors import AgentLost, Desync, GroupError, LinkError
-from potluck.wire import workers
+from potluck.wire import worker_link
 
 GOODBYE_S = 2.0
 
@@ -63,7 +63,9 @@ class ExitReport:
         secondary = self._follows(error)
         text = f"{self._describe()} failed: {kind.__name__}: {error}"
         gave_up = secondary and self._gives_up(error)
-        self._talk.say(workers.Failed(self._talk.worker, workers.clip(text), secondary, gave_up))
+        self._talk.say(
+            worker_link.Failed(self._talk.worker, worker_link.clip(text), secondary, gave_up)
+        )
         self._talk.flush(GOODBYE_S)
         if not secondary:
             self._on_failure(error)

@@ -24,7 +24,7 @@ from potluck.cluster.trust.credentials import load_credentials
 from potluck.engine.resources import ongoing_here
 from potluck.errors import AgentLost, OperationTimeout, PotluckError, RemoteError
 from potluck.settings import load_settings
-from potluck.wire import workers
+from potluck.wire import worker_link
 
 
 def is_our_world(environment: Mapping[str, str], rank: int, world_size: int) -> bool:
@@ -90,7 +90,7 @@ class _WorldLink:
         self._worker = os.environ.get("POTLUCK_WORKER", "")
         self._changed = threading.Condition()
         self._after = 0
-        self._group: workers.NewGroup | None = None
+        self._group: worker_link.NewGroup | None = None
         self._error: PotluckError | None = None
         self._talk = AgentLink(
             load_credentials(load_settings()),
@@ -107,11 +107,11 @@ class _WorldLink:
         atexit.register(self.end)
 
     @property
-    def group(self) -> workers.NewGroup | None:
+    def group(self) -> worker_link.NewGroup | None:
         """The group of all ranks when they met last; None before."""
         return self._group
 
-    def meet(self, port: int, timeout_s: float) -> workers.NewGroup:
+    def meet(self, port: int, timeout_s: float) -> worker_link.NewGroup:
         """Wait for the next group of all ranks. ``port`` is a free port of this rank for the
         store."""
         deadline = time.monotonic() + timeout_s
@@ -119,7 +119,7 @@ class _WorldLink:
             if self._group is not None:
                 self._after, self._group = self._group.epoch, None
             local_rank = int(os.environ.get("LOCAL_RANK") or 0)
-            ready = workers.Ready(
+            ready = worker_link.Ready(
                 self._worker, self._after, port, os.getpid(), local_rank=local_rank, is_fixed=True
             )
             self._talk.say(ready)
@@ -135,24 +135,24 @@ class _WorldLink:
             if self._group is None:
                 assert self._error is not None
                 raise self._error
-        self._talk.say(workers.Entered(self._worker, self._group.epoch))
+        self._talk.say(worker_link.Entered(self._worker, self._group.epoch))
         return self._group
 
     def _ongoing(self) -> tuple[int, list[Hashable]]:
         """The unfinished operations on potluck's links; those of Gloo and NCCL are unknown."""
         return (0, []) if self._group is None else (self._group.epoch, ongoing_here())
 
-    def _take(self, message: workers.FromAgent) -> workers.FromWorker | None:
+    def _take(self, message: worker_link.FromAgent) -> worker_link.FromWorker | None:
         with self._changed:
             self._changed.notify_all()
             match message:
-                case workers.NewGroup(epoch=epoch) if epoch > self._after:
+                case worker_link.NewGroup(epoch=epoch) if epoch > self._after:
                     self._group = message
-                case workers.Stop(reason):
+                case worker_link.Stop(reason):
                     self._error = RemoteError(f"the job ends: {reason}")
                     os.kill(os.getpid(), signal.SIGTERM)  # as scripts without a link are stopped
-                case workers.Probe(number):
-                    return workers.ProbeReply(self._worker, number, self._group is None)
+                case worker_link.Probe(number):
+                    return worker_link.ProbeReply(self._worker, number, self._group is None)
                 case _:
                     pass  # messages about elastic groups
         return None

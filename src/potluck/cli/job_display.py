@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from potluck.cluster.jobs.summary import RecoverySummary, Summary
     from potluck.cluster.run import JobClient, Watcher
-    from potluck.wire.workers import Fact, Samples
+    from potluck.wire.worker_link import Fact, Samples
 
 _log = logging.getLogger(__name__)
 

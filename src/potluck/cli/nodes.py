@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from potluck.cluster.home.node_state import AgentRecord
     from potluck.settings import Settings
     from potluck.wire.local import NodesReply
-    from potluck.wire.workers import JobState
+    from potluck.wire.worker_link import JobState
 
 _ANSWER_S = 3.0
 

@@ -18,7 +18,7 @@ from potluck.errors import PotluckError
 if TYPE_CHECKING:
     from potluck.settings import Settings
     from potluck.wire.local import NodesReply
-    from potluck.wire.workers import JobState
+    from potluck.wire.worker_link import JobState
 
 SCHEMA_VERSION = 1
 

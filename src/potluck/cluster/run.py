@@ -28,7 +28,7 @@ from potluck.system import SIGHUP
 from potluck.wire import jobs, local
 from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.local import RunRequest
-from potluck.wire.workers import JobState
+from potluck.wire.worker_link import JobState
 
 
 def checked(request: RunRequest) -> RunRequest:

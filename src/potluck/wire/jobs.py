@@ -13,10 +13,10 @@ from typing import Annotated
 
 import msgspec
 
-from potluck.wire import workers
+from potluck.wire import worker_link
 from potluck.wire.greeting import SEALED
 from potluck.wire.names import Digest, Name, Text, Versions
-from potluck.wire.workers import FromAgent
+from potluck.wire.worker_link import FromAgent
 
 MAX_ARGUMENTS = 1024
 MAX_PER_NODE = 256
@@ -135,7 +135,7 @@ class JobNote(msgspec.Struct, frozen=True, tag=True):
     """A note about a job for the user."""
 
     job: Job
-    text: workers.Text
+    text: worker_link.Text
 
 
 class JobEnded(msgspec.Struct, frozen=True, tag=True):
@@ -167,7 +167,7 @@ class JobList(msgspec.Struct, frozen=True, tag=True):
 class JobStatus(msgspec.Struct, frozen=True, tag=True):
     """The status of a job."""
 
-    status: workers.JobState
+    status: worker_link.JobState
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
@@ -243,10 +243,10 @@ class Stalled(msgspec.Struct, frozen=True, tag=True):
     """The process of ``worker`` is stopped, for ``reason``, and did not answer a probe."""
 
     worker: Name
-    reason: workers.Text
+    reason: worker_link.Text
 
 
-Event = workers.FromWorker | Started | Exited | OutputEnded | Disconnected | Stalled
+Event = worker_link.FromWorker | Started | Exited | OutputEnded | Disconnected | Stalled
 """A message of a worker, or an observation of its agent."""
 
 

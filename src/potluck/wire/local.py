@@ -11,7 +11,7 @@ from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import MAX_JOBS, JobEnded, JobNote, JobOptions, JobStatus, Shown
 from potluck.wire.names import Name, Text
 from potluck.wire.nodes import MAX_NODES
-from potluck.wire.workers import JobState
+from potluck.wire.worker_link import JobState
 
 MAX_MESSAGE = 1 << 20
 

@@ -1,7 +1,7 @@
 """The messages of the membership protocol between agents, and the views that they decide.
 
 The protocol is described in ``docs/membership.md``. Messages are msgspec structs, bounded as in
-``workers.py``. The sender and its incarnation are known from the link's greeting.
+``worker_link.py``. The sender and its incarnation are known from the link's greeting.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from potluck.errors import (
 from potluck.settings import load_settings
 from potluck.transport import aio
 from potluck.types import Member, ReduceOp
-from potluck.wire import workers
+from potluck.wire import worker_link
 from potluck.wire.greeting import Hello, Refusal, Welcome
 
 WAIT_S = 20.0
@@ -45,10 +45,12 @@ class ScriptedAgent:
     """Takes one worker's link to its agent, keeps what it says, says what it is told to."""
 
     def __init__(self, answer: Welcome | Refusal) -> None:
-        self.heard: queue.Queue[workers.FromWorker | None] = queue.Queue()
+        self.heard: queue.Queue[worker_link.FromWorker | None] = queue.Queue()
         self._answer = answer
         self._credentials = load_credentials(load_settings())
-        self._linked: Future[aio.MessageLink[workers.FromWorker, workers.FromAgent]] = Future()
+        self._linked: Future[aio.MessageLink[worker_link.FromWorker, worker_link.FromAgent]] = (
+            Future()
+        )
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -74,17 +76,19 @@ class ScriptedAgent:
         await aio.write_greeting(writer, self._answer)
         if isinstance(self._answer, Refusal):
             return
-        link = aio.MessageLink(reader, writer, received=workers.TO_AGENT, sent=workers.FROM_AGENT)
+        link = aio.MessageLink(
+            reader, writer, received=worker_link.TO_AGENT, sent=worker_link.FROM_AGENT
+        )
         self._linked.set_result(link)
         try:
-            while not isinstance(message := await link.receive(), workers.Finished):
+            while not isinstance(message := await link.receive(), worker_link.Finished):
                 self.heard.put(message)
             self.heard.put(message)
         except LinkError:
             pass
         self.heard.put(None)
 
-    def say(self, message: workers.FromAgent) -> None:
+    def say(self, message: worker_link.FromAgent) -> None:
         self._loop.call_soon_threadsafe(self._linked.result(WAIT_S).send, message)
 
     def hang_up(self) -> None:
@@ -93,7 +97,7 @@ class ScriptedAgent:
     def hear(self, kind: type[T]) -> T:
         """The next message, which must be a ``kind``. On a busy machine any call may be long."""
         message = self.heard.get(timeout=WAIT_S)
-        while isinstance(message, workers.Waiting) and kind is not workers.Waiting:
+        while isinstance(message, worker_link.Waiting) and kind is not worker_link.Waiting:
             message = self.heard.get(timeout=WAIT_S)
         assert isinstance(message, kind), message
         return message
@@ -165,19 +169,21 @@ class Call:
         return result
 
 
-def view(epoch: int, *names: str, port: int = 1, chaos: tuple[int, ...] = ()) -> workers.NewGroup:
+def view(
+    epoch: int, *names: str, port: int = 1, chaos: tuple[int, ...] = ()
+) -> worker_link.NewGroup:
     members = tuple(Member(name, host="127.0.0.1", port=port) for name in names)
-    return workers.NewGroup("job", epoch, members, chaos)
+    return worker_link.NewGroup("job", epoch, members, chaos)
 
 
 def formed(
-    agent: ScriptedAgent, backend: AgentBackend, first: workers.NewGroup, after: int = 0
+    agent: ScriptedAgent, backend: AgentBackend, first: worker_link.NewGroup, after: int = 0
 ) -> Communicator:
     call = Call(backend.form, after, None, WAIT_S)
-    agent.hear(workers.Ready)
+    agent.hear(worker_link.Ready)
     agent.say(first)
     communicator = call.result()
-    assert agent.hear(workers.Entered).epoch == first.epoch
+    assert agent.hear(worker_link.Entered).epoch == first.epoch
     return communicator
 
 
@@ -196,7 +202,7 @@ def test_it_says_hello_for_its_job_and_worker(agent: ScriptedAgent, backend: Age
 
 def test_the_first_group_is_the_first_view(agent: ScriptedAgent, backend: AgentBackend) -> None:
     call = Call(backend.form, 0, None, WAIT_S)
-    ready = agent.hear(workers.Ready)
+    ready = agent.hear(worker_link.Ready)
     assert ready.after_epoch == 0
     assert ready.port > 0
     agent.say(view(7, "0", "1", "2"))
@@ -204,7 +210,7 @@ def test_the_first_group_is_the_first_view(agent: ScriptedAgent, backend: AgentB
     assert (communicator.group.epoch, communicator.group.rank) == (7, 1)
     assert communicator.group.job == "job"
     assert [member.worker for member in communicator.group.members] == ["0", "1", "2"]
-    assert agent.hear(workers.Entered).epoch == 7
+    assert agent.hear(worker_link.Entered).epoch == 7
     assert backend.next_epoch() == 7
     communicator.close()
 
@@ -214,7 +220,7 @@ def test_a_death_ends_a_blocked_call_with_who_and_why(
 ) -> None:
     communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
     call = blocked_in(communicator)
-    agent.say(workers.GroupOver(1, "0", True, "worker 0 killed by SIGKILL (9)"))
+    agent.say(worker_link.GroupOver(1, "0", True, "worker 0 killed by SIGKILL (9)"))
     error = call.result()
     assert isinstance(error, PeerLost)
     assert (error.rank, error.certain, error.epoch) == (0, True, 1)
@@ -227,9 +233,9 @@ def test_the_agent_is_told_of_a_call_that_does_not_end(
 ) -> None:
     communicator = formed(agent, backend, view(4, "0", "1", port=silent_port))
     call = blocked_in(communicator)
-    assert agent.hear(workers.Waiting).epoch == 4
-    assert agent.hear(workers.Waiting).epoch == 4
-    agent.say(workers.GroupOver(4, "0", False, "its process is stopped"))
+    assert agent.hear(worker_link.Waiting).epoch == 4
+    assert agent.hear(worker_link.Waiting).epoch == 4
+    agent.say(worker_link.GroupOver(4, "0", False, "its process is stopped"))
     assert isinstance(call.result(), PeerLost)
     communicator.close()
 
@@ -240,11 +246,11 @@ def test_the_next_group_after_a_loss_is_asked_for_with_its_cause(
     communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
     backend.begin_step(60)
     call = blocked_in(communicator)
-    agent.say(workers.GroupOver(1, "0", True, "killed"))
+    agent.say(worker_link.GroupOver(1, "0", True, "killed"))
     error = call.result()
     communicator.close()
     forming = Call(backend.form, 1, error, WAIT_S)
-    lost = agent.hear(workers.Lost)
+    lost = agent.hear(worker_link.Lost)
     assert (lost.epoch, lost.rank, lost.certain, lost.step) == (1, 0, True, 60)
     assert "killed" in lost.cause
     agent.say(view(2, "1"))
@@ -258,12 +264,12 @@ def test_an_evicted_worker_is_told_so_and_comes_back_as_a_newcomer(
 ) -> None:
     communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
     call = blocked_in(communicator)
-    agent.say(workers.GroupOver(1, "1", False, "no sign of life"))
+    agent.say(worker_link.GroupOver(1, "1", False, "no sign of life"))
     error = call.result()
     assert isinstance(error, Evicted)
     communicator.close()
     forming = Call(backend.form, 1, error, WAIT_S)
-    assert agent.hear(workers.Ready).after_epoch == 1
+    assert agent.hear(worker_link.Ready).after_epoch == 1
     agent.say(view(3, "0", "1"))
     communicator = forming.result()
     assert communicator.group.epoch == 3
@@ -274,9 +280,9 @@ def test_a_worker_evicted_while_it_waits_asks_again(
     agent: ScriptedAgent, backend: AgentBackend
 ) -> None:
     forming = Call(backend.form, 4, None, WAIT_S)
-    agent.hear(workers.Ready)
-    agent.say(workers.GroupOver(5, "1", False, "no sign of life"))
-    assert agent.hear(workers.Ready).after_epoch == 4
+    agent.hear(worker_link.Ready)
+    agent.say(worker_link.GroupOver(5, "1", False, "no sign of life"))
+    assert agent.hear(worker_link.Ready).after_epoch == 4
     agent.say(view(6, "0", "1"))
     forming.result().close()
 
@@ -284,12 +290,12 @@ def test_a_worker_evicted_while_it_waits_asks_again(
 def test_a_view_that_is_over_already_is_not_entered(
     agent: ScriptedAgent, backend: AgentBackend
 ) -> None:
-    agent.say(workers.GroupOver(1, "0", True, "killed"))
+    agent.say(worker_link.GroupOver(1, "0", True, "killed"))
     agent.say(view(1, "0", "1"))
     forming = Call(backend.form, 0, None, WAIT_S)
-    agent.hear(workers.Ready)
-    agent.say(workers.Probe(1))
-    assert agent.hear(workers.ProbeReply) == workers.ProbeReply("1", 1, True)
+    agent.hear(worker_link.Ready)
+    agent.say(worker_link.Probe(1))
+    assert agent.hear(worker_link.ProbeReply) == worker_link.ProbeReply("1", 1, True)
     assert forming.is_waiting
     agent.say(view(2, "1"))
     communicator = forming.result()
@@ -301,11 +307,11 @@ def test_a_group_is_not_ended_by_what_does_not_concern_it(
     agent: ScriptedAgent, backend: AgentBackend
 ) -> None:
     communicator = formed(agent, backend, view(2, "0", "1"))
-    agent.say(workers.GroupOver(3, "2", True, "a newcomer died on its way in"))
-    agent.say(workers.GroupOver(3, "", True, "its links failed"))
+    agent.say(worker_link.GroupOver(3, "2", True, "a newcomer died on its way in"))
+    agent.say(worker_link.GroupOver(3, "", True, "its links failed"))
     agent.say(view(4, "0", "1"))
-    agent.say(workers.Probe(5))
-    assert agent.hear(workers.ProbeReply) == workers.ProbeReply("1", 5, False)
+    agent.say(worker_link.Probe(5))
+    assert agent.hear(worker_link.ProbeReply) == worker_link.ProbeReply("1", 5, False)
     assert communicator.error is None
     assert backend.next_epoch() == 4, "to be entered between two steps"
     communicator.close()
@@ -343,7 +349,7 @@ def test_a_worker_whose_listener_breaks_fails_at_once_instead_of_staying(
     listener = backend._base.listener
     listener._acceptor._accept = broken  # type: ignore[method-assign]
     with socket.create_connection(("127.0.0.1", listener.port)):
-        failed = agent.hear(workers.Failed)
+        failed = agent.hear(worker_link.Failed)
     assert not failed.secondary, "it is the cause, not what follows from another's failure"
     assert "no rank can connect to rank 1" in failed.text
     assert "broke (MemoryError: no room)" in failed.text
@@ -364,15 +370,15 @@ def test_a_worker_that_can_hear_its_agent_no_more_fails_at_once(
     communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
     call = blocked_in(communicator)
 
-    def broken(message: workers.FromAgent) -> None:
+    def broken(message: worker_link.FromAgent) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr(agent_link, "_ORPHAN_S", 600.0)
     backend._talk._take = broken
-    agent.say(workers.Probe(1))  # on its way to the old one
-    agent.hear(workers.ProbeReply)
-    agent.say(workers.Probe(2))
-    failed = agent.hear(workers.Failed)
+    agent.say(worker_link.Probe(1))  # on its way to the old one
+    agent.hear(worker_link.ProbeReply)
+    agent.say(worker_link.Probe(2))
+    failed = agent.hear(worker_link.Failed)
     assert "thread that talks to it broke (MemoryError: no room)" in failed.text
     error = call.result()
     assert isinstance(error, AgentLost)
@@ -396,7 +402,7 @@ def test_a_stopped_job_raises_the_reason_everywhere(
 ) -> None:
     communicator = formed(agent, backend, view(1, "0", "1", port=silent_port))
     call = blocked_in(communicator)
-    agent.say(workers.Stop("rank 0, worker 0 failed: ValueError: no"))
+    agent.say(worker_link.Stop("rank 0, worker 0 failed: ValueError: no"))
     error = call.result()
     assert isinstance(error, RemoteError)
     assert "rank 0, worker 0 failed: ValueError: no" in str(error)
@@ -411,10 +417,10 @@ def test_an_ordered_fault_is_waited_for_before_its_step(
     communicator = formed(agent, backend, view(1, "1", chaos=(60,)))
     backend.begin_step(59)
     call = Call(backend.begin_step, 60)
-    due = agent.hear(workers.ChaosDue)
+    due = agent.hear(worker_link.ChaosDue)
     assert (due.epoch, due.step) == (1, 60)
     assert call.is_waiting
-    agent.say(workers.ChaosDone(60))
+    agent.say(worker_link.ChaosDone(60))
     assert call.result() is None
     communicator.close()
 
@@ -435,12 +441,12 @@ def test_progress_is_sent_as_plain_values(agent: ScriptedAgent, backend: AgentBa
             "total_samples": 6400.0,
         }
     )
-    told = agent.hear(workers.WorkerProgress)
+    told = agent.hear(worker_link.WorkerProgress)
     assert (told.committed_samples, told.total_samples) == (640, 6400)
     assert (told.epoch, told.step, told.loss, told.device) == (1, 3, 0.5, "cpu")
     assert told.facts == {"accuracy": 0.97, "num": str(2**70), "names": "['a']"}
     backend.report({"event": "resumed"})
-    assert agent.hear(workers.Said).text == "resumed"
+    assert agent.hear(worker_link.Said).text == "resumed"
     communicator.close()
 
 
@@ -449,15 +455,15 @@ def test_what_is_said_in_a_new_group_before_its_first_commit_is_of_the_group_bef
 ) -> None:
     first = formed(agent, backend, view(1, "1"))
     backend.report({"step": 3, "committed_samples": "all", "total_samples": -1})
-    told = agent.hear(workers.WorkerProgress)
+    told = agent.hear(worker_link.WorkerProgress)
     assert (told.epoch, told.step, told.committed_samples, told.total_samples) == (1, 3, 0, 0)
-    agent.say(workers.GroupOver(1, "2", True, "killed"))
+    agent.say(worker_link.GroupOver(1, "2", True, "killed"))
     second = formed(agent, backend, view(2, "1"), after=1)
     backend.report({"phase": "warm-up"})
-    told = agent.hear(workers.WorkerProgress)
+    told = agent.hear(worker_link.WorkerProgress)
     assert (told.epoch, told.step, told.facts) == (1, 3, {"phase": "warm-up"})
     backend.report({"step": 4})
-    told = agent.hear(workers.WorkerProgress)
+    told = agent.hear(worker_link.WorkerProgress)
     assert (told.epoch, told.step) == (2, 4)
     for communicator in (first, second):
         communicator.close()
@@ -472,9 +478,9 @@ def test_many_reports_are_few_messages_and_the_last_one_arrives(
     communicator.close()
     backend.close()
     heard = []
-    while isinstance(message := agent.heard.get(timeout=WAIT_S), workers.WorkerProgress):
+    while isinstance(message := agent.heard.get(timeout=WAIT_S), worker_link.WorkerProgress):
         heard.append(message)
-    assert isinstance(message, workers.Finished)
+    assert isinstance(message, worker_link.Finished)
     assert heard[-1].step == 999
     assert len(heard) < 100
     merged: dict[str, Any] = {}
@@ -489,8 +495,8 @@ def test_closing_says_finished_last_and_leaves_nothing(agent: ScriptedAgent) -> 
     assert sys.excepthook != before
     backend.close()
     backend.close()
-    agent.hear(workers.WorkerProgress)
-    agent.hear(workers.Finished)
+    agent.hear(worker_link.WorkerProgress)
+    agent.hear(worker_link.Finished)
     agent.hear_the_end()
     assert sys.excepthook is before
 
@@ -508,7 +514,7 @@ def test_an_uncaught_error_is_told_to_the_agent_and_to_the_group(
         raise ValueError("bad batch")
     except ValueError as error:
         sys.excepthook(type(error), error, error.__traceback__)
-    failed = agent.hear(workers.Failed)
+    failed = agent.hear(worker_link.Failed)
     assert failed.text == "rank 1, worker 1 failed: ValueError: bad batch"
     assert failed.secondary is False
     assert isinstance(call.result(), RemoteError)
@@ -522,7 +528,7 @@ def test_an_error_that_only_follows_anothers_is_marked(
     agent: ScriptedAgent, backend: AgentBackend, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sys.excepthook(RemoteError, RemoteError("rank 0 failed"), None)
-    assert agent.hear(workers.Failed).secondary is True
+    assert agent.hear(worker_link.Failed).secondary is True
     capsys.readouterr()
 
 
@@ -531,8 +537,8 @@ def test_an_interrupt_is_no_failure(
 ) -> None:
     sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     backend.close()
-    agent.hear(workers.WorkerProgress)
-    agent.hear(workers.Finished)
+    agent.hear(worker_link.WorkerProgress)
+    agent.hear(worker_link.Finished)
     capsys.readouterr()
 
 
@@ -547,7 +553,7 @@ def test_closing_on_the_way_out_of_an_error_does_not_say_finished(
             backend.close()
     except ValueError as error:
         sys.excepthook(type(error), error, None)
-    assert "bad batch" in agent.hear(workers.Failed).text
+    assert "bad batch" in agent.hear(worker_link.Failed).text
     backend.close()
     agent.hear_the_end()
     capsys.readouterr()

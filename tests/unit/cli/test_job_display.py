@@ -22,7 +22,7 @@ from potluck.cli.job_display import (
     watcher_for,
 )
 from potluck.cluster.jobs.summary import RecoverySummary, Summary, WorkerSummary
-from potluck.wire.workers import JobState, Samples, WorkerStatus
+from potluck.wire.worker_link import JobState, Samples, WorkerStatus
 
 
 class Job:

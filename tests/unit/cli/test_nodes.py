@@ -7,7 +7,7 @@ import pytest
 from potluck.cli import nodes
 from potluck.wire.facts import LinkFacts
 from potluck.wire.local import NodeInfo, NodesReply
-from potluck.wire.workers import JobState, WorkerStatus
+from potluck.wire.worker_link import JobState, WorkerStatus
 
 FIRST, SECOND = "a" * 64, "b" * 64
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from potluck.cli.status import _show
-from potluck.wire.workers import JobState, Samples
+from potluck.wire.worker_link import JobState, Samples
 
 
 @pytest.mark.parametrize(

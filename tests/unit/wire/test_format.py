@@ -17,7 +17,7 @@ from potluck.wire.greeting import GREETING, Refusal
 from potluck.wire.local import REPLY, REQUEST, JobNote, JobsRequest, NodesRequest
 from potluck.wire.peers import MESSAGE, NotHere
 from potluck.wire.roster import ROSTER
-from potluck.wire.workers import FROM_AGENT, TO_AGENT, Said, Stop
+from potluck.wire.worker_link import FROM_AGENT, TO_AGENT, Said, Stop
 
 FORMATS = [TO_AGENT, FROM_AGENT, MESSAGE, REQUEST, REPLY, MEASURING, GREETING, ROSTER]
 each_format = pytest.mark.parametrize("messages", FORMATS, ids=lambda each: each.name)

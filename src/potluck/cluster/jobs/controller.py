@@ -33,7 +33,7 @@ from potluck.cluster.jobs.roll_call import RollCall
 from potluck.cluster.jobs.status import missing_workers, status_of
 from potluck.cluster.jobs.summary import Summary, summarize
 from potluck.system import SIGCONT, SIGKILL, SIGSTOP
-from potluck.wire import jobs, workers
+from potluck.wire import jobs, worker_link
 from potluck.wire.greeting import PLAIN
 from potluck.wire.nodes import JobGroup, View
 
@@ -213,7 +213,7 @@ class JobController:
             self._report(node, message)
             return
         event = message.event if isinstance(message, jobs.Happened) else message
-        if isinstance(event, workers.Said):
+        if isinstance(event, worker_link.Said):
             self.note(f"{self._sayer(event.worker, node)}{event.text}")
         elif self.placement.node_of(event.worker) != node or not self._knows(event.worker):
             return
@@ -293,24 +293,24 @@ class JobController:
                     facts.pid = pid
             case jobs.OutputEnded(name, attempt):
                 self._output.ended(name, attempt)
-            case workers.Waiting(_, epoch):
+            case worker_link.Waiting(_, epoch):
                 self._look_at_members(epoch)
-            case workers.ChaosDue(name, epoch, step):
+            case worker_link.ChaosDue(name, epoch, step):
                 self._chaos_due(name, epoch, step)
-            case workers.WorkerProgress():
+            case worker_link.WorkerProgress():
                 for note in self._journal.progress(event, now):
                     self._output.note(note.text)
-            case workers.Ready(pid=pid):
+            case worker_link.Ready(pid=pid):
                 facts.pid = pid
                 self._follow_ring()
                 self._handle(msgspec.structs.replace(event, node=node))
                 if not self.state.having(Phase.MEMBER):
                     self._roll_call.begin()
-            case workers.Entered(name, epoch):
+            case worker_link.Entered(name, epoch):
                 if self._journal.entered(name, epoch, now) and self.state.world.is_fixed:
                     self._output.note(self._journal.world_formed(now))
                 self._handle(event)
-            case workers.Lost():
+            case worker_link.Lost():
                 self._journal.reported(event.epoch, event.step, now)
                 self._handle(event)
             case jobs.Exited(name, code, attempt):
@@ -325,7 +325,7 @@ class JobController:
                 where = f" on {label}" if label else ""
                 text = f"worker {name}{where} stands still: {reason}"
                 self._handle(jobs.Stalled(name, text))
-            case workers.Said():
+            case worker_link.Said():
                 pass  # passed on as it came
             case _:
                 self._handle(event)
@@ -343,7 +343,7 @@ class JobController:
         group, now = self.state.group(epoch), time.monotonic()
         if group is not None and now - self._looked_at >= _LOOK_AGAIN_S:
             self._looked_at = now
-            self._tell(group.members, workers.Probe(_A_LOOK))
+            self._tell(group.members, worker_link.Probe(_A_LOOK))
 
     def _chaos_due(self, worker: str, epoch: int, step: int) -> None:
         group = self.state.group(epoch)
@@ -356,7 +356,7 @@ class JobController:
             if fault.seconds:
                 loop = asyncio.get_running_loop()
                 loop.call_later(fault.seconds, self._signal, hit, SIGCONT)
-        self._tell((worker,), workers.ChaosDone(step))
+        self._tell((worker,), worker_link.ChaosDone(step))
 
     def interrupted(self, message: jobs.InterruptJob) -> None:
         """The operator wants the job to end."""
@@ -378,7 +378,7 @@ class JobController:
                 case events.EndGroup():
                     self._end_group(action)
                 case events.SendProbe(probe, to):
-                    self._tell(to, workers.Probe(probe))
+                    self._tell(to, worker_link.Probe(probe))
                 case events.BeginWorld():
                     self._begin_world(action)
                 case events.EndWorld(workers, lost, cause, reason):
@@ -428,8 +428,8 @@ class JobController:
                 text = _lost_text(action.worker, why)
             self._journal.lost(action.worker, text, time.monotonic())
             self.note(action.reason)
-        cause = workers.clip(action.reason)
-        over = workers.GroupOver(action.epoch, action.worker, action.certain, cause)
+        cause = worker_link.clip(action.reason)
+        over = worker_link.GroupOver(action.epoch, action.worker, action.certain, cause)
         self._tell(action.to, over)
 
     # Orders to the nodes of workers.
@@ -438,7 +438,7 @@ class JobController:
         for node in self.placement.by_node((worker,)):
             self._agent.links.send(node, jobs.StartWorker(self.spec.job, worker, attempt))
 
-    def _tell(self, names: Sequence[str], message: workers.FromAgent) -> None:
+    def _tell(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
         for node, here in self.placement.by_node(names).items():
             self._agent.links.send(node, jobs.TellWorkers(self.spec.job, here, message))
 
@@ -453,7 +453,7 @@ class JobController:
         self._journal.note(text, time.monotonic())
         self._output.note(text)
 
-    def status(self) -> workers.JobState:
+    def status(self) -> worker_link.JobState:
         """The job as it is now."""
         return status_of(
             self.spec,

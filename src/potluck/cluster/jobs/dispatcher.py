@@ -31,7 +31,7 @@ from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.system import SIGHUP
 from potluck.transport import aio
-from potluck.wire import jobs, local, workers
+from potluck.wire import jobs, local, worker_link
 from potluck.wire.greeting import Hello, Refusal
 from potluck.wire.nodes import View
 
@@ -181,7 +181,7 @@ class JobDispatcher:
                 watched.number, watched.times = number, watched.times + 1
                 self._agent.plane.to_leader(jobs.InterruptJob(job, number, watched.times))
 
-    def status(self) -> tuple[workers.JobState, ...]:
+    def status(self) -> tuple[worker_link.JobState, ...]:
         """The status of all jobs: of those led here as it is now, else as the leader told it
         last."""
         led = {job: each.status() for job, each in self._controllers.items() if each.has_begun}

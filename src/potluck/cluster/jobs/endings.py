@@ -9,7 +9,7 @@ from collections.abc import Callable
 from potluck.background import Tasks
 from potluck.cluster.jobs.groups.roster import WorkerState
 from potluck.system import SIGKILL, SIGPIPE
-from potluck.wire import workers
+from potluck.wire import worker_link
 
 _STOP_GRACE_S = 3.0
 _INTERRUPT_GRACE_S = 15.0
@@ -24,7 +24,7 @@ class Endings:
     def __init__(
         self,
         *,
-        tell: Callable[[Names, workers.Stop], None],
+        tell: Callable[[Names, worker_link.Stop], None],
         signal: Callable[[Names, int], None],
         state_of: Callable[[str], WorkerState],
         note: Callable[[str], None],
@@ -48,7 +48,7 @@ class Endings:
 
     def stop(self, names: Names, reason: str) -> None:
         """Ask the workers ``names`` to end, then end them by SIGTERM, then by SIGKILL."""
-        self._tell(names, workers.Stop(workers.clip(reason)))
+        self._tell(names, worker_link.Stop(worker_link.clip(reason)))
         self._later(names, _STOP_GRACE_S, signal.SIGTERM)
         self._later(names, 2 * _STOP_GRACE_S, SIGKILL)
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from potluck.cluster.jobs.groups.events import Agreed, Announce, NotAgreed
 from potluck.cluster.membership.events import WantGroup
 from potluck.types import MeasuredPath, Member
-from potluck.wire import jobs, workers
+from potluck.wire import jobs, worker_link
 from potluck.wire.nodes import JobGroup
 
 
@@ -39,10 +39,10 @@ class GroupAgreement:
     def _shows_state(self, event: jobs.Event, joined: int) -> bool:
         if self.group is None:
             return False
-        if isinstance(event, workers.Entered):
+        if isinstance(event, worker_link.Entered):
             # All members of the first group begin with the same state, so all of them hold it.
             return event.epoch == self.group.epoch == self.group.origin
-        if isinstance(event, workers.WorkerProgress):
+        if isinstance(event, worker_link.WorkerProgress):
             return event.step >= 0 and event.epoch >= joined
         return False
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from potluck.cluster.jobs.sample_progress import SampleProgress
-from potluck.wire.workers import Fact, WorkerProgress
+from potluck.wire.worker_link import Fact, WorkerProgress
 
 MAX_NOTES = 1000
 _LAST_WORDS = 30

@@ -27,7 +27,7 @@ from potluck.cluster.jobs.worker_reports import WorkerReports
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 from potluck.system import SIGKILL
 from potluck.transport import aio
-from potluck.wire import jobs, workers
+from potluck.wire import jobs, worker_link
 from potluck.wire.greeting import Hello, Refusal, Welcome
 from potluck.wire.nodes import JobGroup, View
 
@@ -39,7 +39,7 @@ _BRING_S = 10.0
 _BRING_AGAIN_S = 0.2
 _LAST_MESSAGES_S = 1.0
 
-_Link = aio.MessageLink[workers.FromWorker, workers.FromAgent]
+_Link = aio.MessageLink[worker_link.FromWorker, worker_link.FromAgent]
 
 
 class LocalRunner:
@@ -60,7 +60,7 @@ class LocalRunner:
         self.places = order.places
         self.world = order.world
         self.group: JobGroup | None = None
-        self.status: workers.JobState | None = None
+        self.status: worker_link.JobState | None = None
         self._agent = agent
         self._code_store = code_store
         self._must_wait = must_wait
@@ -74,7 +74,7 @@ class LocalRunner:
         self._unlinked: dict[str, asyncio.Event] = {}
         """By worker: set while it has no link here."""
         self._pulse = Pulse(
-            lambda worker, reason: self._happened(jobs.Stalled(worker, workers.clip(reason))),
+            lambda worker, reason: self._happened(jobs.Stalled(worker, worker_link.clip(reason))),
             self._say,
         )
         self._tasks = Tasks()
@@ -220,17 +220,17 @@ class LocalRunner:
             "TORCHELASTIC_RESTART_COUNT": str(self.world.number),
         }
 
-    def _tell(self, names: Sequence[str], message: workers.FromAgent) -> None:
+    def _tell(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
         """Send ``message`` to those of the workers ``names`` that have a link here; those that
         have none are asked to stop by SIGTERM."""
         for worker in names:
             link = self._links.get(worker)
             if link is not None:
                 link.send(message)
-                if isinstance(message, workers.Probe):
+                if isinstance(message, worker_link.Probe):
                     is_alive = worker in self._alive
                     self._pulse.probed(worker, self._processes[worker].pid if is_alive else 0)
-            elif isinstance(message, workers.Stop):
+            elif isinstance(message, worker_link.Stop):
                 self._signal((worker,), signal.SIGTERM)
 
     def _signal(self, workers: Sequence[str], number: int) -> None:
@@ -251,13 +251,13 @@ class LocalRunner:
             for member in before.members:
                 if member.worker not in names and member.node not in view.nodes:
                     cause = f"node {self._agent.names.called(member.node)} left the cluster's view"
-                    over = workers.GroupOver(before.epoch, member.worker, False, cause)
+                    over = worker_link.GroupOver(before.epoch, member.worker, False, cause)
                     self._tell(self.alive, over)
         chaos = parse_chaos(self.spec.chaos)
         members = tuple(replace(each, host=self._address(each.node)) for each in group.members)
         for rank, name in enumerate(names):
             steps = chaos.steps_of(rank)
-            told = workers.NewGroup(self.spec.job, group.epoch, members, steps, group.paths)
+            told = worker_link.NewGroup(self.spec.job, group.epoch, members, steps, group.paths)
             # Only to a process that was started for the group's world: one of an earlier world is
             # about to end.
             if self._reports.world_of(name) == group.world:
@@ -265,10 +265,10 @@ class LocalRunner:
 
     def hold(self, reason: str) -> None:
         """This node is paused, or in no view: end the group here, and have its workers wait."""
-        cause = workers.clip(reason)
+        cause = worker_link.clip(reason)
         if self.group is not None and not self.world.is_fixed:  # that may outlast the pause
-            self._tell(self.alive, workers.GroupOver(self.group.epoch, "", False, cause))
-        self._tell(self.alive, workers.Hold(cause))
+            self._tell(self.alive, worker_link.GroupOver(self.group.epoch, "", False, cause))
+        self._tell(self.alive, worker_link.Hold(cause))
 
     def resync(self) -> None:
         """The workers here have a state that was dropped (of a fork): kill them; the leader has
@@ -301,12 +301,12 @@ class LocalRunner:
     def _happened(self, event: jobs.Event) -> None:
         self._agent.plane.to_leader(jobs.Happened(self.spec.job, self._reports.take(event)))
         stands_still = self._agent.plane.stands_still
-        if stands_still and isinstance(event, workers.Ready | workers.Lost):
-            self._tell((event.worker,), workers.Hold(workers.clip(stands_still)))
+        if stands_still and isinstance(event, worker_link.Ready | worker_link.Lost):
+            self._tell((event.worker,), worker_link.Hold(worker_link.clip(stands_still)))
 
     def _say(self, text: str) -> None:
         """Something to tell a person."""
-        self._happened(workers.Said("", workers.clip(text)))
+        self._happened(worker_link.Said("", worker_link.clip(text)))
 
     def _line(self, worker: str, stream: str, text: str) -> None:
         line = jobs.Output(self.spec.job, worker, stream, text)
@@ -329,7 +329,9 @@ class LocalRunner:
         if refusal is not None:
             return
         worker = hello.worker
-        link = aio.MessageLink(reader, writer, received=workers.TO_AGENT, sent=workers.FROM_AGENT)
+        link = aio.MessageLink(
+            reader, writer, received=worker_link.TO_AGENT, sent=worker_link.FROM_AGENT
+        )
         ended = self._unlinked[worker]
         ended.clear()
         self._links[worker] = link
@@ -358,7 +360,7 @@ class LocalRunner:
                         raise ProtocolError(f"it spoke for worker {message.worker!r}")
                     self._pulse.answered(worker)
                     self._happened(message)
-                    is_done = isinstance(message, workers.Finished)
+                    is_done = isinstance(message, worker_link.Finished)
             except PotluckError as error:
                 if not isinstance(error, LinkError):
                     self._say(f"worker {worker} was cut off: {error}")

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 
 from potluck.cluster.jobs.agent_parts import AgentParts
-from potluck.wire import jobs, workers
+from potluck.wire import jobs, worker_link
 
 _MAX_UNSENT = 4 << 20
 _OUTPUT_S = 5.0
@@ -58,7 +58,7 @@ class OutputRelay:
         """Show a line to people."""
         job, starter = self._spec.job, self._spec.starter
         if self._is_starter_here():
-            self._agent.links.send(starter, jobs.JobNote(job, workers.clip(text)))
+            self._agent.links.send(starter, jobs.JobNote(job, worker_link.clip(text)))
         else:
             self._agent.log.write(job, f"potluck: {text}")
         if starter != self._agent.me:

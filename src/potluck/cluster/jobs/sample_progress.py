@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from potluck.wire.workers import Samples
+from potluck.wire.worker_link import Samples
 
 WINDOW_S = 20.0
 """The rate is a mean over this time, waits and recoveries included."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from potluck.cluster.jobs.groups.roster import EXPECTED, Phase, State, WorkerState
 from potluck.cluster.jobs.journal import Journal
-from potluck.wire import jobs, workers
+from potluck.wire import jobs, worker_link
 
 _MAX_EVENTS = 20
 
@@ -19,7 +19,7 @@ def status_of(
     node: str,
     called: Callable[[str], str],
     now: float,
-) -> workers.JobState:
+) -> worker_link.JobState:
     """The job as the leader on ``node`` sees it. ``called`` names the node of a worker."""
     newest = state.newest_group
     ranks = {} if newest is None else {name: rank for rank, name in enumerate(newest.members)}
@@ -27,7 +27,7 @@ def status_of(
     for worker in state.workers:
         facts = journal.facts_of(worker.name)
         shown.append(
-            workers.WorkerStatus(
+            worker_link.WorkerStatus(
                 worker=worker.name,
                 rank=ranks.get(worker.name, -1) if worker.phase is Phase.MEMBER else -1,
                 phase=worker.phase.value,
@@ -39,17 +39,17 @@ def status_of(
                 node=called(worker.name),
             )
         )
-    return workers.JobState(
+    return worker_link.JobState(
         job=spec.job,
         node=node,
         pid=0,
-        script=workers.clip(spec.script),
+        script=worker_link.clip(spec.script),
         started=spec.started,
         epoch=state.epoch,
         step=journal.step,
         loss=journal.loss,
         workers=tuple(shown),
-        events=tuple(workers.clip(note.text) for note in journal.notes[-_MAX_EVENTS:]),
+        events=tuple(worker_link.clip(note.text) for note in journal.notes[-_MAX_EVENTS:]),
         wire=spec.wire,
         samples=journal.sample_progress.samples(now),
         world_restarts=state.world.number,

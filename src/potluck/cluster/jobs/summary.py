@@ -10,7 +10,7 @@ import msgspec
 from potluck.cluster.jobs.groups.roster import State, name_exit
 from potluck.cluster.jobs.journal import Journal
 from potluck.wire.jobs import MAX_SUMMARY
-from potluck.wire.workers import Fact, Samples
+from potluck.wire.worker_link import Fact, Samples
 
 HASH = "parameter_hash"
 _COMMITTED = "committed_steps"

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from potluck.wire import jobs, workers
+from potluck.wire import jobs, worker_link
 
 
 class WorkerReports:
@@ -20,7 +20,7 @@ class WorkerReports:
     def __init__(self) -> None:
         self._attempts: dict[str, int] = {}
         self._worlds: dict[str, int] = {}
-        self._ready: dict[str, workers.Ready] = {}
+        self._ready: dict[str, worker_link.Ready] = {}
         self._asking: dict[str, int] = {}
         self._entered: dict[str, int] = {}
         self._finished: set[str] = set()
@@ -45,19 +45,19 @@ class WorkerReports:
     def take(self, event: jobs.Event) -> jobs.Event:
         """``event`` happened; what to report."""
         match event:
-            case workers.Ready(worker=worker, after_epoch=after):
+            case worker_link.Ready(worker=worker, after_epoch=after):
                 if worker in self._finished:  # and forms its fixed world once more
                     self._finished.discard(worker)
                     after = self._entered.get(worker, after)
                     event = msgspec.structs.replace(event, after_epoch=after)
                 self._ready[worker] = event
                 self._asking[worker] = after
-            case workers.Lost(worker, epoch):
+            case worker_link.Lost(worker, epoch):
                 self._asking[worker] = epoch
-            case workers.Entered(worker, epoch):
+            case worker_link.Entered(worker, epoch):
                 self._entered[worker] = epoch
                 self._asking.pop(worker, None)
-            case workers.Finished(worker):
+            case worker_link.Finished(worker):
                 self._finished.add(worker)
             case jobs.Exited(worker):
                 self._exited[worker] = event
@@ -89,12 +89,12 @@ class WorkerReports:
         found: list[jobs.Event] = []
         for worker in alive:
             if worker in self._finished:
-                found.append(workers.Finished(worker))
+                found.append(worker_link.Finished(worker))
             elif worker in self._asking:
                 after = self._asking[worker]
                 ready = self._ready[worker]
                 found.append(msgspec.structs.replace(ready, after_epoch=after, cause=""))
             elif worker in self._entered:
                 found.append(self._ready[worker])
-                found.append(workers.Entered(worker, self._entered[worker]))
+                found.append(worker_link.Entered(worker, self._entered[worker]))
         return found

@@ -6,7 +6,7 @@ import pytest
 
 from potluck.cluster.jobs.early import OF_ALL_NODES, OF_ONE_NODE, EarlyOrders
 from potluck.errors import ProtocolError
-from potluck.wire import jobs, workers
+from potluck.wire import jobs, worker_link
 
 BIG = jobs.JobList(tuple(f"{number:0256d}" for number in range(jobs.MAX_JOBS)))
 
@@ -22,7 +22,7 @@ def test_orders_are_given_back_in_the_order_in_which_they_came() -> None:
     sent = [
         ("ada", jobs.JobList(("a",))),
         ("bob", jobs.StartWorker("b", "0", 0)),
-        ("ada", jobs.TellWorkers("a", ("0",), workers.Stop("over"))),
+        ("ada", jobs.TellWorkers("a", ("0",), worker_link.Stop("over"))),
     ]
     for node, order in sent:
         early.keep(node, order)

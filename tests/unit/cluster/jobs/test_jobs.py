@@ -22,7 +22,7 @@ from potluck.cluster.names import NodeNames
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.types import MeasuredPath
-from potluck.wire import jobs, local, peers, workers
+from potluck.wire import jobs, local, peers, worker_link
 from potluck.wire.nodes import JobGroup, View, ViewMember
 
 ME, LEADER, EVE = "me", "leader", "eve"
@@ -253,7 +253,7 @@ def test_a_node_speaks_for_its_own_workers_only(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def told(machine: Machine, node: str) -> list[workers.FromAgent]:
+def told(machine: Machine, node: str) -> list[worker_link.FromAgent]:
     """What the leader has ``node`` tell its workers."""
     return [
         message.message
@@ -274,24 +274,24 @@ def test_a_wait_is_passed_on_to_all_nodes_and_a_stopped_worker_named_by_its_own(
             all_jobs.received(node, jobs.Reported("job"))
         on = {place.node: place.worker for place in all_jobs._controllers["job"].placement.places}
         for node in nodes:
-            ready = workers.Ready(on[node], port=1, pid=1)
+            ready = worker_link.Ready(on[node], port=1, pid=1)
             all_jobs.received(node, jobs.Happened("job", ready))
         group = next(each for each in machine.events if isinstance(each, WantGroup))
         agreed = JobGroup("job", 4, group.members)
         install(machine, all_jobs, msgspec.structs.replace(view(*nodes, epoch=4), groups=(agreed,)))
 
-        waiting = jobs.Happened("job", workers.Waiting(on[ME], 4))
+        waiting = jobs.Happened("job", worker_link.Waiting(on[ME], 4))
         all_jobs.received(ME, waiting)
         all_jobs.received(ME, waiting)
         for node in nodes:
-            assert told(machine, node) == [workers.Probe(0)], "once, however many wait"
+            assert told(machine, node) == [worker_link.Probe(0)], "once, however many wait"
 
         stalled = jobs.Happened("job", jobs.Stalled(on[EVE], "its process 7 is stopped"))
         all_jobs.received(LEADER, stalled)
-        assert told(machine, ME) == [workers.Probe(0)], "a node speaks for its own workers"
+        assert told(machine, ME) == [worker_link.Probe(0)], "a node speaks for its own workers"
         all_jobs.received(EVE, stalled)
         *_, over = told(machine, ME)
-        assert isinstance(over, workers.GroupOver)
+        assert isinstance(over, worker_link.GroupOver)
         assert over.worker == on[EVE]
         assert over.cause == (f"worker {on[EVE]} on {EVE} stands still: its process 7 is stopped")
 
@@ -413,7 +413,7 @@ def test_a_job_that_another_leader_took_over_is_not_submitted_again(tmp_path: Pa
         request = local.RunRequest(folder=folder, script="train.py", directory=folder)
         job = await all_jobs.submit(request, terminal)
         install(machine, all_jobs, view(EVE, ME, epoch=4))
-        status = workers.JobState(job, EVE, 0, "train.py", 0.0, 4, 7, None, (), ())
+        status = worker_link.JobState(job, EVE, 0, "train.py", 0.0, 4, 7, None, (), ())
         all_jobs.received(EVE, jobs.JobStatus(status))
         machine.sent.clear()
         install(machine, all_jobs, view(EVE, ME, epoch=5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from potluck.cluster.jobs.journal import MAX_NOTES, Journal
-from potluck.wire.workers import WorkerProgress
+from potluck.wire.worker_link import WorkerProgress
 
 
 def training() -> Journal:

@@ -10,7 +10,7 @@ from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.names import NodeNames
 from potluck.cluster.topology.versions import own_versions
-from potluck.wire import jobs, workers
+from potluck.wire import jobs, worker_link
 from potluck.wire.greeting import Hello
 from potluck.wire.nodes import View, ViewMember
 
@@ -93,8 +93,8 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
 
         async with await asyncio.start_server(called, "127.0.0.1", 0) as server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            for said in (workers.Entered("0", 4), workers.Finished("1")):
-                writer.write(workers.TO_AGENT.encode(said))
+            for said in (worker_link.Entered("0", 4), worker_link.Finished("1")):
+                writer.write(worker_link.TO_AGENT.encode(said))
             async with asyncio.timeout(20):
                 await reader.read()
             writer.close()
@@ -103,5 +103,5 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
 
     machine = asyncio.run(story())
     _, _, said, complaint = machine.heard
-    assert said == workers.Entered("0", 4)
-    assert complaint == workers.Said("", "worker 0 was cut off: it spoke for worker '1'")
+    assert said == worker_link.Entered("0", 4)
+    assert complaint == worker_link.Said("", "worker 0 was cut off: it spoke for worker '1'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from potluck.cluster.jobs.sample_progress import WINDOW_S, SampleProgress
-from potluck.wire.workers import Samples
+from potluck.wire.worker_link import Samples
 
 
 def told(*counts: tuple[float, int], total: int = 1000) -> SampleProgress:

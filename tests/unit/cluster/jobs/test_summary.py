@@ -20,7 +20,7 @@ from potluck.cluster.jobs.groups.roster import JobPolicy, State
 from potluck.cluster.jobs.journal import Journal
 from potluck.cluster.jobs.summary import Summary, explain, summarize
 from potluck.types import Member
-from potluck.wire.workers import Fact, WorkerProgress
+from potluck.wire.worker_link import Fact, WorkerProgress
 
 
 def ended(num_workers: int, *events: Event) -> State:

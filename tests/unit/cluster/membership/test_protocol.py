@@ -31,7 +31,7 @@ from potluck.types import Member
 from potluck.wire import nodes as wire
 from potluck.wire.jobs import Exited, WorldSpec
 from potluck.wire.nodes import JobGroup, StableRecord, View, ViewMember
-from potluck.wire.workers import Entered, Finished, Ready
+from potluck.wire.worker_link import Entered, Finished, Ready
 
 
 class Story:

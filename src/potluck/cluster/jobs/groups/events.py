@@ -1,7 +1,7 @@
 """The events that membership takes, and the actions that it gives.
 
-Events of one worker are the messages of ``wire.workers`` and ``wire.jobs``, as they came; the other
-events are here. Every action has its reason, in words for people.
+Events of one worker are the messages of ``wire.worker_link`` and ``wire.jobs``, as they came; the
+other events are here. Every action has its reason, in words for people.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from potluck.cluster.membership.events import Note as Note
 from potluck.cluster.membership.events import Tick as Tick
 from potluck.types import Member
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled
-from potluck.wire.workers import Entered, Failed, Finished, Lost, ProbeReply, Ready
+from potluck.wire.worker_link import Entered, Failed, Finished, Lost, ProbeReply, Ready
 
 
 @dataclass(frozen=True, slots=True)

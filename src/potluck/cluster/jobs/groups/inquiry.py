@@ -13,7 +13,7 @@ from dataclasses import replace
 from potluck.cluster.jobs.groups.events import Note, SendProbe
 from potluck.cluster.jobs.groups.roster import Inquiry, LossReport, Phase
 from potluck.cluster.jobs.groups.turn import Turn
-from potluck.wire.workers import Lost, ProbeReply
+from potluck.wire.worker_link import Lost, ProbeReply
 
 
 def lost(turn: Turn, event: Lost) -> None:

@@ -59,7 +59,7 @@ from potluck.cluster.topology.graph import in_ring
 from potluck.types import Member
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled, WorldSpec
 from potluck.wire.nodes import JobGroup
-from potluck.wire.workers import Entered, Failed, Finished, Lost, ProbeReply, Ready
+from potluck.wire.worker_link import Entered, Failed, Finished, Lost, ProbeReply, Ready
 
 
 def begin(

@@ -44,7 +44,7 @@ from potluck.cluster.jobs.groups.roster import (
 from potluck.cluster.jobs.groups.turn import Turn
 from potluck.types import Member
 from potluck.wire.jobs import Disconnected, Exited, Seen, Stalled
-from potluck.wire.workers import Failed, Ready
+from potluck.wire.worker_link import Failed, Ready
 
 _KILLED = 128 + 9
 _ENTERED = (Phase.MEMBER, Phase.FINISHED)

@@ -24,7 +24,7 @@ from potluck.wire import jobs, peers
 from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.jobs import Disconnected, Exited, Stalled, WorldSpec
 from potluck.wire.nodes import JobGroup
-from potluck.wire.workers import Entered, Failed, Finished, Lost, ProbeReply, Ready
+from potluck.wire.worker_link import Entered, Failed, Finished, Lost, ProbeReply, Ready
 from support import stories
 
 SIGKILL, SIGINT, SIGSEGV = 9, 2, 11

@@ -23,7 +23,7 @@ from potluck.cluster.jobs.groups.events import (
 )
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
 from potluck.wire.jobs import Exited
-from potluck.wire.workers import Entered, Finished, Lost, ProbeReply, Ready
+from potluck.wire.worker_link import Entered, Finished, Lost, ProbeReply, Ready
 
 TIMEOUT_S = 3.0
 

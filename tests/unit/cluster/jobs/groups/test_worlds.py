@@ -25,7 +25,7 @@ from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
 from potluck.types import Member
 from potluck.wire.jobs import Exited, Seen, Stalled, WorldSpec
 from potluck.wire.nodes import JobGroup
-from potluck.wire.workers import Entered, Failed, Finished, Ready
+from potluck.wire.worker_link import Entered, Failed, Finished, Ready
 from support import stories
 
 SIGTERM, SIGKILL = 15, 9
