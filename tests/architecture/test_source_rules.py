@@ -172,3 +172,43 @@ def test_each_way_to_sleep_is_found(line: str) -> None:
 
 def test_giving_way_once_is_no_sleep() -> None:
     assert list(sleeps(ast.parse("async def f(): await asyncio.sleep(0)"))) == []
+
+
+def hidden_imports(tree: ast.Module) -> Iterator[str]:
+    """Names that a function binds and the module imports: where both are meant, Python takes the
+    unbound local, which no linter sees across the cases of a ``match``."""
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            bound = None
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                bound = node.id
+            elif isinstance(node, ast.MatchAs | ast.MatchStar | ast.ExceptHandler):
+                bound = node.name
+            if bound in imported:
+                yield f"{function.name} (line {node.lineno}) hides the imported {bound}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_local_name_hides_an_import(path: Path) -> None:
+    assert list(hidden_imports(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "  workers = 3",
+        "  for workers in (): pass",
+        "  match f:\n    case [workers]: pass\n    case _: workers.stop()",
+        "  try: pass\n  except ValueError as workers: pass",
+    ],
+)
+def test_each_way_to_hide_an_import_is_found(line: str) -> None:
+    assert list(hidden_imports(ast.parse(f"from wire import workers\ndef f():\n{line}")))

@@ -240,8 +240,8 @@ async def _connected(host: str, port: int) -> AsyncIterator[Streams]:
         async with asyncio.timeout(_CONNECT_S):
             reader, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError) as error:
-        why = str(error) or "no answer in time"
-        raise LinkError(f"{host}:{port} can't be reached: {why}") from error
+        reason = str(error) or "no answer in time"
+        raise LinkError(f"{host}:{port} can't be reached: {reason}") from error
     try:
         yield reader, writer
     finally:
@@ -275,8 +275,8 @@ async def _ask(streams: Streams, code: Code, me: wire.Newcomer) -> wire.Handover
             "A wrong code voids the shown one; run `potluck pair` there for another code"
         ) from None
     except (OSError, TimeoutError) as error:
-        why = str(error) or "no answer in time"
-        raise LinkError(f"the connection with {peer} failed: {why}; try again") from error
+        reason = str(error) or "no answer in time"
+        raise LinkError(f"the connection with {peer} failed: {reason}; try again") from error
 
 
 async def _receive(reader: asyncio.StreamReader, *kinds: int) -> bytes:
