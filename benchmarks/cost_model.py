@@ -355,7 +355,8 @@ def main() -> int:
         operations = OPERATIONS[:4] if arguments.quick else OPERATIONS
         sizes = SIZES[1:4] if arguments.quick else SIZES
         worlds, rounds = ((2, 4), 3) if arguments.quick else (WORLDS, ROUNDS)
-        worlds, rounds = tuple(arguments.worlds or worlds), arguments.rounds or rounds
+        worlds = tuple(arguments.worlds or worlds)
+        rounds = arguments.rounds or rounds
         model = replace(LINKS[engine], processors=processors)
         cases = [*itertools.product(operations, sizes)]
         cells = measure(model, engine, worlds, arguments.workers, cases, rounds)

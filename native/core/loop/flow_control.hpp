@@ -66,8 +66,7 @@ public:
     bool is_filling() const { return 4 * held_bytes_ >= limit_; }
 
     // Bytes that are held here: of early frames of calls that have not begun, and of messages that
-    // nothing receives yet. Early frames of a call that has begun are not counted: its plan bounds
-    // them.
+    // nothing receives yet. Early frames of a call that has begun are not counted.
     uint64_t held_bytes() const { return held_bytes_; }
 
     // A frame must be kept. ProtocolError if the peer has sent beyond its credit; twice the limit,

@@ -16,7 +16,6 @@ import msgspec
 from potluck.wire import worker_link
 from potluck.wire.greeting import SEALED
 from potluck.wire.names import Digest, Name, Text, Versions
-from potluck.wire.worker_link import FromAgent
 
 MAX_ARGUMENTS = 1024
 MAX_PER_NODE = 256
@@ -193,7 +192,7 @@ class TellWorkers(msgspec.Struct, frozen=True, tag=True):
 
     job: Job
     workers: Workers
-    message: FromAgent
+    message: worker_link.FromAgent
 
 
 # From a node to the leader.

@@ -34,8 +34,7 @@ class FlowControl:
         """Bytes sent whose credit the peer has not returned."""
         self.held_bytes = 0
         """Bytes that are held here: of early frames of calls that have not begun, and of messages
-        that nothing receives yet. Early frames of a call that has begun are not counted: its plan
-        bounds them."""
+        that nothing receives yet. Early frames of a call that has begun are not counted."""
         self._begun: dict[int, int] = {}
         self._unreturned = 0
 
