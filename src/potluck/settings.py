@@ -106,6 +106,12 @@ class Settings:
     wire: Annotated[
         Wire, About("links between workers: sealed (TLS), or plain: clear text with checksums")
     ] = "sealed"
+    allow_root: Annotated[
+        bool, About("whether potluck up runs as root, which gives root to scripts of other members")
+    ] = False
+    pass_env: Annotated[
+        str, About("variables of potluck up that workers get beside the usual: NAME,PREFIX_*")
+    ] = ""
     log_level: Annotated[Level, About("least important log lines to show")] = "warning"
 
     @property

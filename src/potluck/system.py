@@ -45,6 +45,11 @@ def not_on_windows(what: str) -> ConfigurationError:
     )
 
 
+def is_root() -> bool:
+    """Whether this process may do anything on this machine."""
+    return sys.platform != "win32" and os.geteuid() == 0
+
+
 def usable_cpus() -> frozenset[int]:
     """The processors that this process may use; never empty."""
     if sys.platform == "linux":

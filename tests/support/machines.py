@@ -62,6 +62,7 @@ class Machine:
             "POTLUCK_NAME": self.name,
             # Hosts in namespaces share one kernel, and could share memory, which machines can't.
             "POTLUCK_USE_SHARED_MEMORY": "no",
+            "POTLUCK_ALLOW_ROOT": "1",  # making hosts takes root
             "PYTHONUNBUFFERED": "1",
             **({"POTLUCK_PSK": psk} if psk else {}),
             **environment,

@@ -106,6 +106,14 @@ def run(
             show_default=False,
         ),
     ] = "",
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A variable for the workers on all machines: NAME=VALUE, or NAME to take it "
+            "from here. Several with --env again.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[
         Path | None,
         typer.Option(help="Write the summary to this file, as JSON.", show_default=False),
@@ -126,11 +134,16 @@ def run(
     resumes from its own checkpoint.
     Ctrl-C is passed on to all workers; a second Ctrl-C kills them.
 
+    Without `potluck up` workers have the environment of this command. On a cluster they have a
+    part of the environment of each machine's agent, without its tokens and keys, and what --env
+    says; every member of the cluster can read that, so it is no place for a secret.
+
     The exit code is that of the first worker whose own code failed; 0 if all went well.
     """
     from potluck.cli.job_display import print_summary, watcher_for
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.jobs.chaos import check_ranks, parse_chaos
+    from potluck.cluster.jobs.environment import given_variables
     from potluck.cluster.run import checked, run_job
     from potluck.cluster.topology.hardware import own_accelerators
     from potluck.settings import load_settings
@@ -151,6 +164,7 @@ def run(
         peer_timeout_s=settings.peer_timeout_s,
         chaos=chaos,
         wire=settings.wire,
+        environment=given_variables(env or (), os.environ),
     )
     request = checked(asked)
     check_writable("--json", json)

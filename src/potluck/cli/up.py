@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.background import why
-from potluck.errors import PotluckError
+from potluck.errors import ConfigurationError, PotluckError
+from potluck.system import is_root
 
 if TYPE_CHECKING:
     from potluck.settings import Settings
@@ -31,6 +32,14 @@ def up(
             show_default=False,
         ),
     ] = None,
+    allow_root: Annotated[
+        bool,
+        typer.Option(
+            "--allow-root",
+            help="Run as root all the same (in a container): scripts of other members are then "
+            "root here.",
+        ),
+    ] = False,
 ) -> None:
     """Make this machine part of its cluster, until Ctrl-C.
 
@@ -46,7 +55,8 @@ def up(
     from potluck.settings import load_settings
 
     try:
-        settings = load_settings(discovery_port=port, peers=peers)
+        settings = load_settings(discovery_port=port, peers=peers, allow_root=allow_root or None)
+        check_user(settings)
         asyncio.run(_run(settings))
     except PotluckError:
         raise
@@ -58,6 +68,17 @@ def up(
             err=True,
         )
         raise typer.Exit(1) from None
+
+
+def check_user(settings: Settings) -> None:
+    """ConfigurationError if workers would run as root and the owner has not said that they may."""
+    if is_root() and not settings.allow_root:
+        raise ConfigurationError(
+            "potluck up runs scripts of other members as the user that starts it; this is root, "
+            "and they could change anything here. Start it as another user: sudo -u NAME potluck "
+            "up. Where there is only root, as in a container: potluck up --allow-root, or "
+            "POTLUCK_ALLOW_ROOT=1"
+        )
 
 
 def _say(line: str) -> None:

@@ -18,6 +18,7 @@ from potluck.wire.greeting import SEALED
 from potluck.wire.names import Digest, Name, Text, Versions
 
 MAX_ARGUMENTS = 1024
+MAX_VARIABLES = 256
 MAX_PER_NODE = 256
 MAX_PLACES = 4096
 MAX_JOBS = 64
@@ -32,7 +33,8 @@ Line = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of ``potluck run``, called in ``directory``: ``per_node`` workers run on each of
     at most ``max_nodes`` nodes (0: all). ``max_restarts``, ``restarts_worlds``, ``wait_s`` and
-    ``min_workers`` are as in ``roster.JobPolicy``, ``chaos`` as in ``jobs.chaos``."""
+    ``min_workers`` are as in ``roster.JobPolicy``, ``chaos`` as in ``jobs.chaos``. ``environment``
+    has names and values of variables for the workers."""
 
     script: Text
     arguments: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_ARGUMENTS)] = ()
@@ -46,6 +48,9 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     peer_timeout_s: float = 30.0
     chaos: Text = ""
     wire: Name = SEALED
+    environment: Annotated[
+        tuple[tuple[Name, Line], ...], msgspec.Meta(max_length=MAX_VARIABLES)
+    ] = ()
 
 
 class JobSpec(JobOptions, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import typer
 
 from potluck.cli import up
 from potluck.cluster.node_agent import NodeAgent
+from potluck.errors import ConfigurationError
 from potluck.settings import Settings
 
 WAIT_S = 20.0
@@ -48,6 +49,7 @@ def test_an_agent_that_breaks_says_so_and_what_to_do(
         raise MemoryError("no room")
 
     monkeypatch.setenv("POTLUCK_HOME", str(tmp_path))
+    monkeypatch.setenv("POTLUCK_ALLOW_ROOT", "1")
     monkeypatch.setattr(NodeAgent, "run", broken)
     with pytest.raises(typer.Exit) as end:
         up.up()
@@ -56,3 +58,16 @@ def test_an_agent_that_breaks_says_so_and_what_to_do(
     assert "Traceback" in said
     assert "this node's agent broke (MemoryError: no room) and has ended" in said
     assert "Start `potluck up` again" in said
+
+
+def test_root_is_refused_unless_the_owner_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POTLUCK_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(up, "is_root", lambda: True)
+    with pytest.raises(ConfigurationError, match=r"this is root.*sudo -u NAME.*POTLUCK_ALLOW_ROOT"):
+        up.up()
+    assert not (tmp_path / "home").exists(), "nothing was made as root"
+    up.check_user(Settings(allow_root=True))
+    monkeypatch.setattr(up, "is_root", lambda: False)
+    up.check_user(Settings())

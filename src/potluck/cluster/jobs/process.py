@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from potluck.background import start_thread
+from potluck.cluster.jobs.environment import accepted, all_but_secrets, passed_on
 from potluck.errors import ConfigurationError
 from potluck.settings import Settings
 from potluck.system import SIGKILL, need_posix, usable_cpus, wait_for_exit
@@ -251,8 +252,13 @@ def launcher_of(
         script = str(folder / spec.script)
         if not (is_starter and directory.is_dir()):
             directory = folder / spec.below
-    given = {name: value for name, value in os.environ.items() if value}
-    environment = os.environ | {
+    if spec.is_local:
+        inherited = all_but_secrets(os.environ)
+    else:
+        inherited = passed_on(os.environ, settings.pass_env)
+    inherited |= accepted(spec.environment) | _secret_of(settings)
+    given = {name: value for name, value in inherited.items() if value}
+    environment = inherited | {
         "POTLUCK_HOME": str(settings.home.absolute()),
         "POTLUCK_PEER_TIMEOUT_S": repr(spec.peer_timeout_s),
         "PYTHONUNBUFFERED": given.get("PYTHONUNBUFFERED", "1"),
@@ -274,6 +280,13 @@ def launcher_of(
         )
 
     return launch
+
+
+def _secret_of(settings: Settings) -> dict[str, str]:
+    """The variables without which a worker can't prove that it belongs to this node: a worker signs
+    its certificate with the cluster's secret, which may be in no file."""
+    given = {"POTLUCK_PSK": settings.psk, "POTLUCK_PASSPHRASE": settings.passphrase}
+    return {name: value for name, value in given.items() if value}
 
 
 def free_port() -> int:
