@@ -59,10 +59,10 @@ nb::object segment_or_none(bool is_there, const Segment& segment) {
     return is_there ? nb::cast(segment) : nb::none();
 }
 
-void received(TestPlan& plan, int peer, const Segment& segment, nb::handle payload) {
+void apply(TestPlan& plan, const Segment& segment, nb::handle payload) {
     const bind::Buffer buffer(payload, false);
     plan.running.apply(segment, static_cast<const uint8_t*>(buffer.data()), 0, buffer.size());
-    plan.running.received(peer, segment);
+    plan.running.applied(segment);
 }
 
 // The payload of a segment's frame.
@@ -115,11 +115,9 @@ void running(nb::module_& m) {
                             const Segment& segment) { return plan.running.is_ready(segment); })
         .def("combines", [](const TestPlan& plan,
                             const Segment& segment) { return plan.running.combines(segment); })
-        .def("received", &received)
-        .def("keep_early",
-             [](TestPlan& plan, int peer) {
-                 plan.running.early[peer].push_back(std::make_shared<EarlyFrame>());
-             })
+        .def("arrived", [](TestPlan& plan, int peer,
+                           const Segment& segment) { plan.running.arrived(peer, segment); })
+        .def("apply", &apply)
         .def("conclude", [](const TestPlan& plan) { plan.running.conclude(); })
         .def("awaited", [](const TestPlan& plan) { return plan.running.awaited(); })
         .def("missing",

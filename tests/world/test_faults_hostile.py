@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import resource
 import tracemalloc
 from collections.abc import Callable, Iterator
 
@@ -325,3 +326,36 @@ def test_a_flood_takes_a_bounded_part_of_the_memory(flood: str) -> None:
         with pytest.raises(expected) as caught:
             enemy.communicator.recv(np.ones(1), 1, 99_999, timeout_s=wait_s).wait(10)
         assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("kind", ["tls", *NATIVE[:1]])
+def test_a_peer_that_does_not_read_makes_a_stalled_call_keep_no_more_than_its_plan(
+    kind: str,
+) -> None:
+    """Rank 0 can't send, so that what rank 1 sends has to wait. 1.5 GiB are on offer."""
+    array = np.ones(16 << 20, np.float32)
+    segment_bytes, chunk_bytes = 1 << 19, array.nbytes // 2
+    with at_war(kind, segment_bytes=segment_bytes) as enemy:
+        pair = enemy.communicator.subgroup([0, 1])
+        assert pair is not None
+        work = pair.run(summing(array, 60, "ring"))
+        mine, _ = enemy.hear()  # and nothing after it
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+        def send(chunk: int, number: int, nbytes: int) -> None:
+            described = {"chunk": chunk, "segment": number, "dtype": mine.dtype}
+            enemy.say(
+                Kind.DATA, bytes(nbytes), channel=1, fingerprint=mine.fingerprint, **described
+            )
+
+        with contextlib.suppress(LinkError):
+            for number in range(chunk_bytes // segment_bytes):
+                send(1 - mine.chunk, number, segment_bytes)  # combined at once
+            for number in range(50):
+                send(mine.chunk, number, segment_bytes)  # waits until that chunk was sent
+            for number in range(96):
+                send(mine.chunk, number, 16 << 20)
+        assert "it sent segment 0 of chunk" in str(lost(work))
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    # What waits, a frame of 16 MiB here and at the enemy, and what a busy machine frees late.
+    assert grown < 160 << 10, f"{grown >> 10} MiB"

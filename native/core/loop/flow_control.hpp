@@ -31,7 +31,7 @@ public:
     }
 
     // Whether a frame of a collective may be sent now: the peer has begun the operation, so that
-    // the payload goes to the caller's array and takes no buffer, or there is credit for it.
+    // the plan bounds what it must keep, or there is credit for it.
     bool may_send(uint32_t channel, uint64_t sequence, uint64_t nbytes) const {
         const auto found = begun_.find(channel);
         return (found != begun_.end() && sequence < found->second) || has_credit(nbytes);
@@ -66,7 +66,7 @@ public:
     bool is_filling() const { return 4 * held_bytes_ >= limit_; }
 
     // Bytes that are held here: of early frames of calls that have not begun, and of messages that
-    // nothing receives yet. Early frames of a call that has begun are not counted.
+    // nothing receives yet. What waits of a call that has begun is bounded by its plan.
     uint64_t held_bytes() const { return held_bytes_; }
 
     // A frame must be kept. ProtocolError if the peer has sent beyond its credit; twice the limit,

@@ -47,7 +47,7 @@ RunningPlan::RunningPlan(PlanArguments given, std::shared_ptr<Ticket> ticket)
       deadline_(arguments.deadline),
       sends_(begin(arguments.plan->send_peers, arguments.plan->sends)),
       receives_(begin(arguments.plan->receive_peers, arguments.plan->receives)),
-      issued_(spec.steps.size()),
+      started_(spec.steps.size()),
       done_(spec.steps.size()),
       left_(arguments.plan->total_segments) {}
 
@@ -100,15 +100,13 @@ bool RunningPlan::next_send(int peer, Segment& segment) const {
     const Queue* queue = find(sends_, peer);
     if (queue == nullptr) return false;
     const uint32_t step = queue->front();
-    if (!is_ready(step, issued_[step])) return false;
-    segment = segment_of(step, issued_[step]);
+    if (!is_ready(step, started_[step])) return false;
+    segment = segment_of(step, started_[step]);
     return true;
 }
 
 void RunningPlan::issue(int peer, const Segment& segment) {
-    Queue& queue = *find(sends_, peer);
-    --queue.num_left;
-    if (++issued_[segment.step] == arguments.plan->num_segments[segment.chunk]) ++queue.at;
+    start(*find(sends_, peer), segment);
 }
 
 bool RunningPlan::is_ahead(int peer, int other) const {
@@ -158,7 +156,7 @@ Bytes RunningPlan::encode_segment(const Segment& segment) const {
 bool RunningPlan::next_receive(int peer, Segment& segment) const {
     const Queue* queue = find(receives_, peer);
     if (queue == nullptr) return false;
-    segment = segment_of(queue->front(), done_[queue->front()]);
+    segment = segment_of(queue->front(), started_[queue->front()]);
     return true;
 }
 
@@ -182,10 +180,9 @@ void RunningPlan::apply(const Segment& segment, const uint8_t* part, size_t offs
     }
 }
 
-void RunningPlan::received(int peer, const Segment& segment) {
-    const bool is_last = segment.number + 1 == arguments.plan->num_segments[segment.chunk];
-    if (is_last) ++find(receives_, peer)->at;
-    advance(segment.step);
+void RunningPlan::start(Queue& queue, const Segment& segment) {
+    --queue.num_left;
+    if (++started_[segment.step] == arguments.plan->num_segments[segment.chunk]) ++queue.at;
 }
 
 void RunningPlan::advance(uint32_t step) {
@@ -221,19 +218,9 @@ std::vector<Awaited> RunningPlan::awaited() const {
     return waits;
 }
 
-// Whether `peer` is still needed: it must receive a segment, or send one that has not come. A peer
-// that has left may have sent its last segments before, and these wait in `early`.
+// Whether `peer` is still needed: it must receive a segment, or send one.
 bool RunningPlan::needs(int peer) const {
-    if (find(sends_, peer) != nullptr) return true;
-    const Queue* queue = find(receives_, peer);
-    if (queue == nullptr) return false;
-    uint64_t due = 0;
-    for (size_t at = queue->at; at < queue->all->steps.size(); ++at) {
-        const uint32_t step = queue->all->steps[at];
-        due += arguments.plan->num_segments[spec.steps[step].chunk] - done_[step];
-    }
-    const auto kept = early.find(peer);
-    return due > (kept == early.end() ? 0 : kept->second.size());
+    return find(sends_, peer) != nullptr || find(receives_, peer) != nullptr;
 }
 
 int RunningPlan::missing(const std::set<int>& departed) const {

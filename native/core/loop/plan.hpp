@@ -113,16 +113,17 @@ struct Segment {
 
 using Bytes = std::shared_ptr<std::vector<uint8_t>>;
 
-// A frame that can't be applied yet, with its payload.
-struct EarlyFrame {
-    Frame frame;
+// A segment that has arrived and waits for its memory, with its payload.
+struct EarlySegment {
+    Segment segment;
     std::unique_ptr<uint8_t[]> payload;
 };
-using EarlyFramePtr = std::shared_ptr<EarlyFrame>;
 
 class RunningPlan : public Operation {
 public:
     RunningPlan(PlanArguments arguments, std::shared_ptr<Ticket> ticket);
+    RunningPlan(const RunningPlan&) = delete;  // what waits in `early` has one owner
+    RunningPlan& operator=(const RunningPlan&) = delete;
 
     const PlanArguments arguments;
     const PlanSpec& spec;
@@ -132,7 +133,7 @@ public:
     bool has_queried = false;  // HANG_QUERY was sent because it stalls
     bool is_overdue = false;  // the deadline has passed, and all members were queried
     std::set<int> told_begun;  // peers that BEGUN was sent to
-    std::map<int, std::deque<EarlyFramePtr>> early;  // by peer, in order
+    std::map<int, std::deque<EarlySegment>> early;  // by peer, in the plan's order
 
     const std::vector<int>& send_peers() const { return arguments.plan->send_peers; }
     const std::vector<int>& receive_peers() const { return arguments.plan->receive_peers; }
@@ -149,9 +150,11 @@ public:
     // The segment's memory may be overwritten now.
     void sent(const Segment& segment) { advance(segment.step); }
 
-    // The segment that `peer` must send next; false if nothing more is due from it.
+    // The segment that `peer` must send next; false if nothing more may come from it.
     bool next_receive(int peer, Segment& segment) const;
-    // Whether the memory of a due segment may be written now (rule 1).
+    // All bytes of `segment` are here: next_receive gives the one after it from now on.
+    void arrived(int peer, const Segment& segment) { start(*find(receives_, peer), segment); }
+    // Whether the memory of a segment to receive may be written now (rule 1).
     bool is_ready(const Segment& segment) const { return is_ready(segment.step, segment.number); }
     // Whether the arriving bytes are reduced into the segment's memory (else they replace it).
     bool combines(const Segment& segment) const;
@@ -160,7 +163,7 @@ public:
     // Copy, reduce or decode a part of a segment's payload, from byte `offset` on.
     void apply(const Segment& segment, const uint8_t* part, size_t offset, size_t count) const;
     // All of the segment's payload has been applied.
-    void received(int peer, const Segment& segment);
+    void applied(const Segment& segment) { advance(segment.step); }
 
     bool is_complete() const { return left_ == 0; }
     // After the last step: divide a mean, canonicalize NaNs.
@@ -178,7 +181,7 @@ private:
     struct Queue {
         const CompiledPlan::Queue* all;
         size_t at = 0;
-        uint64_t num_left;  // segments that are not issued yet
+        uint64_t num_left;  // segments that are not issued, or have not arrived
 
         bool is_empty() const { return at == all->steps.size(); }
         uint32_t front() const { return all->steps[at]; }
@@ -191,6 +194,7 @@ private:
     bool is_ready(uint32_t step, uint32_t segment) const;
     Segment segment_of(uint32_t step, uint32_t number) const;
     bool needs(int peer) const;
+    void start(Queue& queue, const Segment& segment);
     void advance(uint32_t step);
     Bytes encode_segment(const Segment& segment) const;
 
@@ -203,9 +207,9 @@ private:
     double deadline_;
     Queues sends_;
     Queues receives_;
-    std::vector<uint32_t> issued_;  // by step: segments whose sending has begun
-    std::vector<uint32_t> done_;    // by step: segments that were sent or applied completely
-    uint64_t left_;                 // segments that are not done, of all steps
+    std::vector<uint32_t> started_;  // by step: segments whose sending has begun, or that arrived
+    std::vector<uint32_t> done_;     // by step: segments that were sent or applied completely
+    uint64_t left_;                  // segments that are not done, of all steps
     // By chunk and number of the segment.
     std::map<std::pair<uint32_t, uint32_t>, Shared> shared_;
 };

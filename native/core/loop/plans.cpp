@@ -32,13 +32,10 @@ void Plans::begin(RunningPtr running) {
         // Frames of this call that came before the call: compared now, applied by `advance` as the
         // plan allows. Their credit returns, since a plan bounds what may still come for it.
         for (auto& [peer, queue] : queues) {
-            const uint64_t theirs = queue.front()->frame.fingerprint;
-            if (theirs != running->spec.fingerprint) {
-                fail_desync(peer, *running, theirs);
-                return;
+            for (EarlyFrame& each : queue) {
+                connections_.release(peer, each.frame.length);
+                if (!keep_waiting(*running, peer, std::move(each))) return;
             }
-            for (const EarlyFramePtr& each : queue) connections_.release(peer, each->frame.length);
-            running->early[peer] = std::move(queue);
         }
     }
     const auto queried = queries_.find(running->key);
@@ -208,15 +205,16 @@ Sink Plans::route(Connection& connection, const Frame& frame) {
     // stop for it.
     connections_.consume(peer, frame.length);
     Segment segment;
-    if (running->early.count(peer) || !due(*running, peer, frame, segment) ||
+    if (!is_expected(*running, peer, frame, segment) || running->early.count(peer) ||
         !running->is_ready(segment)) {
         return keep(frame, &Plans::on_waiting, peer);
     }
     Sink sink;
     if (running->is_coded(segment)) {
         sink.complete = [this, running, segment, peer](const uint8_t* payload) {
+            running->arrived(peer, segment);
             running->apply(segment, payload, 0, segment.wire_bytes);
-            running->received(peer, segment);
+            running->applied(segment);
             advance(running);
         };
         return sink;
@@ -229,7 +227,8 @@ Sink Plans::route(Connection& connection, const Frame& frame) {
         sink.buffer = segment.data;
     }
     sink.complete = [this, running, segment, peer](const uint8_t*) {
-        running->received(peer, segment);
+        running->arrived(peer, segment);
+        running->applied(segment);
         advance(running);
     };
     return sink;
@@ -238,58 +237,69 @@ Sink Plans::route(Connection& connection, const Frame& frame) {
 // The sink of a frame that can't be applied when its header comes: memory of its own. What is done
 // with it is decided when its payload is complete, since the operation may have begun, or a step
 // may have ended, meanwhile.
-Sink Plans::keep(const Frame& frame, void (Plans::*then)(int, EarlyFramePtr), int peer) {
-    auto kept = std::make_shared<EarlyFrame>();
+Sink Plans::keep(const Frame& frame, void (Plans::*then)(int, EarlyFrame), int peer) {
+    const auto kept = std::make_shared<EarlyFrame>();
     kept->frame = frame;
     kept->payload.reset(new uint8_t[std::max<size_t>(1, frame.length)]);
     Sink sink;
     sink.buffer = kept->payload.get();
-    sink.complete = [this, then, peer, kept](const uint8_t*) { (this->*then)(peer, kept); };
+    sink.complete = [this, then, peer, kept](const uint8_t*) {
+        (this->*then)(peer, std::move(*kept));
+    };
     return sink;
 }
 
 // A frame has been read whose operation had not begun when its header came.
-void Plans::on_early(int peer, EarlyFramePtr kept) {
-    const Key key(kept->frame.channel, kept->frame.sequence);
+void Plans::on_early(int peer, EarlyFrame kept) {
+    const Key key(kept.frame.channel, kept.frame.sequence);
     if (!by_key_.count(key)) {
         early_[key][peer].push_back(std::move(kept));
         return;
     }
-    connections_.release(peer, kept->frame.length);
+    connections_.release(peer, kept.frame.length);
     on_waiting(peer, std::move(kept));
 }
 
-// A frame has been read that cannot be applied yet: a step before its own is not done.
-void Plans::on_waiting(int peer, EarlyFramePtr kept) {
-    const RunningPtr running = find({kept->frame.channel, kept->frame.sequence});
+// A frame has been read whose memory was not ready when its header came.
+void Plans::on_waiting(int peer, EarlyFrame kept) {
+    const RunningPtr running = find({kept.frame.channel, kept.frame.sequence});
     if (running == nullptr) {
-        on_late(peer, kept->frame);
-        return;
+        on_late(peer, kept.frame);
+    } else if (keep_waiting(*running, peer, std::move(kept))) {
+        advance(running);
     }
-    running->early[peer].push_back(std::move(kept));
-    advance(running);
+}
+
+// Keep a frame until the plan comes to it; false (and a failed group) if it never will. Only the
+// frame that the plan receives next from this peer is kept, so all that a peer can make this rank
+// keep for a call is what the plan receives from it.
+bool Plans::keep_waiting(RunningPlan& running, int peer, EarlyFrame kept) {
+    Segment segment;
+    if (!is_expected(running, peer, kept.frame, segment)) return false;
+    running.arrived(peer, segment);
+    running.early[peer].push_back({segment, std::move(kept.payload)});
+    return true;
 }
 
 bool Plans::apply_early(RunningPlan& running, int peer) {
     auto& queue = running.early[peer];
     bool has_moved = false;
-    while (!queue.empty()) {
-        const EarlyFramePtr kept = queue.front();
-        Segment segment;
-        if (!due(running, peer, kept->frame, segment) || !running.is_ready(segment)) break;
+    while (!queue.empty() && running.is_ready(queue.front().segment)) {
+        const EarlySegment early = std::move(queue.front());
         queue.pop_front();
-        running.apply(segment, kept->payload.get(), 0, segment.wire_bytes);
-        running.received(peer, segment);
+        running.apply(early.segment, early.payload.get(), 0, early.segment.wire_bytes);
+        running.applied(early.segment);
         has_moved = true;
     }
     if (queue.empty()) running.early.erase(peer);
     return has_moved;
 }
 
-// The segment that is due from `peer`; false (and a failed group) if `frame` is another one. Every
-// field is compared with what the plan says, so the length and place of a write into the user's
-// array never come from the peer.
-bool Plans::due(const RunningPlan& running, int peer, const Frame& frame, Segment& segment) {
+// Whether `frame` is the next one that the plan receives from `peer`, which is then `segment`; false
+// (and a failed group) if it is another one. Every field is compared with what the plan says, so the
+// length and place of a write into the user's array never come from the peer.
+bool Plans::is_expected(const RunningPlan& running, int peer, const Frame& frame,
+                        Segment& segment) {
     if (frame.fingerprint != running.spec.fingerprint) {
         fail_desync(peer, running, frame.fingerprint);
         return false;

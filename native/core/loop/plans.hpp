@@ -2,8 +2,8 @@
 // outgoing segments, watches deadlines. The twin of engine/loop/plans.py.
 //
 // A frame carries the number and the fingerprint of its call. A frame that comes before this rank
-// has made the call, or before its memory is ready, is kept (`early`); a frame with another
-// fingerprint ends the group (Desync). What a plan allows next is decided in plan.hpp, which rank
+// has made the call, or before its memory is ready, is kept (`early`); a frame that the plan does not
+// receive next from this peer ends the group, as does one with another fingerprint (Desync). What a plan allows next is decided in plan.hpp, which rank
 // blocks an operation in hang_detection.hpp.
 #pragma once
 
@@ -53,6 +53,11 @@ public:
 private:
     using RunningPtr = std::shared_ptr<RunningPlan>;
 
+    // A frame of a call that this rank has not made, with its payload.
+    struct EarlyFrame {
+        Frame frame;
+        std::unique_ptr<uint8_t[]> payload;
+    };
     struct Ended {
         uint64_t sequence;
         uint64_t fingerprint;
@@ -65,11 +70,12 @@ private:
     bool must_wait(const RunningPlan& running, int peer);
     void sent(const RunningPtr& running, const Segment& segment);
     void advance(const RunningPtr& running);
-    Sink keep(const Frame& frame, void (Plans::*then)(int peer, EarlyFramePtr kept), int peer);
-    void on_early(int peer, EarlyFramePtr kept);
-    void on_waiting(int peer, EarlyFramePtr kept);
+    Sink keep(const Frame& frame, void (Plans::*then)(int peer, EarlyFrame kept), int peer);
+    void on_early(int peer, EarlyFrame kept);
+    void on_waiting(int peer, EarlyFrame kept);
+    bool keep_waiting(RunningPlan& running, int peer, EarlyFrame kept);
     bool apply_early(RunningPlan& running, int peer);
-    bool due(const RunningPlan& running, int peer, const Frame& frame, Segment& segment);
+    bool is_expected(const RunningPlan& running, int peer, const Frame& frame, Segment& segment);
     void on_late(int peer, const Frame& frame);
     bool disagrees(int peer, const Frame& frame);
     void fail_desync(int peer, const RunningPlan& running, uint64_t theirs);
@@ -85,7 +91,7 @@ private:
     std::map<uint32_t, uint64_t> next_sequence_;   // by channel: the number of the next call
     std::map<uint32_t, std::deque<Ended>> ended_;  // by channel: the latest calls that ended
     // Frames of calls that this rank has not made, by peer. Bounded by flow control.
-    std::map<Key, std::map<int, std::deque<EarlyFramePtr>>> early_;
+    std::map<Key, std::map<int, std::deque<EarlyFrame>>> early_;
     // Fingerprints that peers queried for such calls. Bounded by `max_unread`.
     std::map<Key, std::map<int, uint64_t>> queries_;
     HangDetector hangs_;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -169,8 +168,11 @@ class _NativePlan:
     def combines(self, segment: _NativeSegment) -> bool:
         return bool(self._core.combines(segment.core))
 
-    def received(self, peer: int, segment: _NativeSegment, payload: Any) -> None:
-        self._core.received(peer, segment.core, payload)
+    def arrived(self, peer: int, segment: _NativeSegment) -> None:
+        self._core.arrived(peer, segment.core)
+
+    def apply(self, segment: _NativeSegment, payload: Any) -> None:
+        self._core.apply(segment.core, payload)
 
     def needs(self, peer: int) -> bool:
         return self._core.missing({peer}) == peer
@@ -203,12 +205,8 @@ def _python() -> SimpleNamespace:
         work = Work("test")
         return running.RunningPlan(compiled, buffers, sequence=sequence, deadline=0.0, work=work)
 
-    def keep_early(plan: running.RunningPlan, peer: int) -> None:
-        plan.early.setdefault(peer, deque()).append((Frame(Kind.DATA, 1), bytearray()))
-
     return SimpleNamespace(
         run=run,
-        keep_early=keep_early,
         FlowControl=flow_control.FlowControl,
         FRAME_OVERHEAD=flow_control.FRAME_OVERHEAD,
         HangCheck=hang_detection.HangCheck,
@@ -241,7 +239,6 @@ def _native() -> SimpleNamespace:
         sending=sending,
         add_sending=_machines.Mailbox.add_sending,
         run=_NativePlan,
-        keep_early=lambda plan, peer: plan.keep_early(peer),
         Connection=_NativeConnection,
         Connections=_machines.Connections,
     )

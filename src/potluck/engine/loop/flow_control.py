@@ -8,10 +8,10 @@ settings a full segment is a quarter by itself, and returns its credit at once.
 
 Credits alone would deadlock: bytes of later operations can take all credit while the receiver still
 waits for an earlier operation's. Hence one exception: a frame of an operation that the receiver is
-known to have begun needs no credit, because its memory is the caller's own array and takes no
-buffer. The sender knows it from the receiver's own frames of that operation or of a later one on
-the same channel; a receiver that holds a quarter of the limit says so by BEGUN frames, because it
-may be about to send nothing else.
+known to have begun needs no credit, because its memory is the caller's own array, or, while it
+waits for an earlier step, bounded by the plan (``Plans._keep_waiting``). The sender knows it from
+the receiver's own frames of that operation or of a later one on the same channel; a receiver that
+holds a quarter of the limit says so by BEGUN frames, because it may be about to send nothing else.
 
 Each frame costs ``FRAME_OVERHEAD`` bytes beside its payload, so that empty frames are bounded too.
 This module only counts; it sends nothing.
@@ -34,7 +34,7 @@ class FlowControl:
         """Bytes sent whose credit the peer has not returned."""
         self.held_bytes = 0
         """Bytes that are held here: of early frames of calls that have not begun, and of messages
-        that nothing receives yet. Early frames of a call that has begun are not counted."""
+        that nothing receives yet. What waits of a call that has begun is bounded by its plan."""
         self._begun: dict[int, int] = {}
         self._unreturned = 0
 

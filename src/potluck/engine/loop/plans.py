@@ -1,8 +1,9 @@
 """The collectives under way on one rank: segments in, segments out, each checked before it counts.
 
 A frame carries the number and the fingerprint of its call. A frame that comes before this rank has
-made the call, or before its memory is ready, is kept (``early``); a frame with another fingerprint
-ends the group with Desync on every rank. Runs on the progress loop. What a plan allows next is
+made the call, or before its memory is ready, is kept (``early``); a frame that the plan does not
+receive next from this peer ends the group, and one with another fingerprint does so with Desync on
+every rank. Runs on the progress loop. What a plan allows next is
 decided in ``running.py``, which rank blocks an operation in ``engine/failures/hang_detection.py``.
 """
 
@@ -64,13 +65,10 @@ class Plans:
         # Frames of this call that came before the call: compared now, applied by _advance as the
         # plan allows. Their credit returns, since a plan bounds what may still come for it.
         for peer, queue in self._early.pop(key, {}).items():
-            theirs = queue[0][0].fingerprint
-            if theirs != running.call.fingerprint:
-                self._state.fail(desync(self._group, peer, running, theirs))
-                return
-            running.early[peer] = queue
-            for frame, _ in queue:
+            for frame, payload in queue:
                 self._connections.release(peer, frame.length)
+                if not self._keep_waiting(running, peer, frame, payload):
+                    return
         for peer, theirs in self._queries.pop(key, {}).items():
             if theirs != running.call.fingerprint:
                 self._state.fail(desync(self._group, peer, running, theirs))
@@ -213,10 +211,8 @@ class Plans:
         # once, even if the payload must be kept as an early frame. The plan bounds what can still
         # come for the call. A sender that stopped for lack of credit here could deadlock.
         self._connections.consume(connection.rank, frame.length)
-        if connection.rank in running.early:
-            return self._connections.keep(connection, frame, self._on_waiting)
-        segment = self._due(running, connection.rank, frame)
-        if segment is None or not running.is_ready(segment):
+        segment = self._expected(running, connection.rank, frame)
+        if segment is None or connection.rank in running.early or not running.is_ready(segment):
             return self._connections.keep(connection, frame, self._on_waiting)
         if frame.flags & IN_LINK_MEMORY:
             buffer = None
@@ -227,7 +223,8 @@ class Plans:
         in_place = buffer is not None and running.is_stored(segment)
 
         def complete(payload: memoryview) -> None:
-            running.received(connection.rank, segment, None if in_place else payload)
+            running.arrived(connection.rank, segment)
+            running.apply(segment, None if in_place else payload)
             self._advance(running)
 
         return Sink(buffer, complete)
@@ -244,31 +241,41 @@ class Plans:
         self._on_waiting(connection, frame, payload)
 
     def _on_waiting(self, connection: Connection, frame: Frame, payload: bytearray) -> None:
-        """A frame has been read that cannot be applied yet: a step before its own is not done."""
+        """A frame has been read whose memory was not ready when its header came."""
         running = self._running.get((frame.channel, frame.sequence))
         if running is None:
             self._on_late(connection, frame)
-            return
-        running.early.setdefault(connection.rank, deque()).append((frame, payload))
-        self._advance(running)
+        elif self._keep_waiting(running, connection.rank, frame, payload):
+            self._advance(running)
+
+    def _keep_waiting(
+        self, running: RunningPlan, peer: int, frame: Frame, payload: bytearray
+    ) -> bool:
+        """Keep a frame until the plan comes to it; False (and a failed group) if it never will.
+
+        Only the frame that the plan receives next from this peer is kept. So all that a peer can
+        make this rank keep for a call is what the plan receives from it.
+        """
+        segment = self._expected(running, peer, frame)
+        if segment is None:
+            return False
+        running.arrived(peer, segment)
+        running.early.setdefault(peer, deque()).append((segment, payload))
+        return True
 
     def _apply_early(self, running: RunningPlan, peer: int) -> bool:
         queue = running.early[peer]
         moved = False
-        while queue:
-            frame, payload = queue[0]
-            segment = self._due(running, peer, frame)
-            if segment is None or not running.is_ready(segment):
-                break
-            queue.popleft()
-            running.received(peer, segment, payload)
+        while queue and running.is_ready(queue[0][0]):
+            running.apply(*queue.popleft())
             moved = True
         if not queue:
             del running.early[peer]
         return moved
 
-    def _due(self, running: RunningPlan, peer: int, frame: Frame) -> Segment | None:
-        """The segment that ``frame`` must be; None (and a failed group) if it is another one."""
+    def _expected(self, running: RunningPlan, peer: int, frame: Frame) -> Segment | None:
+        """The segment that ``frame`` must be, as the next one of ``peer`` in the plan; None (and a
+        failed group) if it is another one."""
         if frame.fingerprint != running.call.fingerprint:
             self._state.fail(desync(self._group, peer, running, frame.fingerprint))
             return None

@@ -21,7 +21,6 @@ from potluck.engine.arrays.layout import Array, Buffers
 from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.work import Work
 from potluck.types import ReduceOp
-from potluck.wire.frames import Frame
 
 _BYTES = np.dtype(np.uint8)
 
@@ -61,7 +60,8 @@ class RunningPlan:
         self.told_begun: set[int] = set()
         """Peers that BEGUN was sent to."""
         self.is_overdue = False
-        self.early: dict[int, deque[tuple[Frame, bytearray]]] = {}
+        self.early: dict[int, deque[tuple[Segment, bytearray]]] = {}
+        """By peer: segments that have arrived and wait for their memory, in the plan's order."""
         self._steps = compiled.plan.steps
         self._chunks = compiled.layout.chunks(buffers)
         self._result = None if buffers.result is None else buffers.result.reshape(-1)
@@ -70,7 +70,8 @@ class RunningPlan:
             self._coding = Coding(compiled.codec, compiled.plan, compiled.takers, residual)
         self._sends = {peer: deque(steps) for peer, steps in compiled.sends.items()}
         self._receives = {peer: deque(steps) for peer, steps in compiled.receives.items()}
-        self._issued = [0] * len(self._steps)
+        self._started = [0] * len(self._steps)
+        """By step: segments whose sending has begun, or that have arrived."""
         self._done = [0] * len(self._steps)
         self._unissued = {
             peer: sum(map(compiled.num_segments_of, steps))
@@ -94,17 +95,15 @@ class RunningPlan:
         if not queue:
             return None
         step = queue[0]
-        segment = self._issued[step]
+        segment = self._started[step]
         if not self._is_ready(step, segment):
             return None
         return self._segment(step, segment)
 
     def issue(self, peer: int, segment: Segment) -> None:
         """``segment`` is being sent; the next call of next_send gives the one after it."""
-        self._issued[segment.step] += 1
         self._unissued[peer] -= 1
-        if self._issued[segment.step] == self.compiled.num_segments[segment.chunk]:
-            self._sends[peer].popleft()
+        self._start(self._sends[peer], segment)
 
     def is_ahead(self, peer: int, other: int) -> bool:
         """Whether ``peer`` has less left to come than ``other``, by more than a segment."""
@@ -132,15 +131,19 @@ class RunningPlan:
     # -- receiving
 
     def next_receive(self, peer: int) -> Segment | None:
-        """The segment that ``peer`` must send next, None if nothing more is due from it."""
+        """The segment that ``peer`` must send next, None if nothing more may come from it."""
         queue = self._receives.get(peer)
         if not queue:
             return None
         step = queue[0]
-        return self._segment(step, self._done[step])
+        return self._segment(step, self._started[step])
+
+    def arrived(self, peer: int, segment: Segment) -> None:
+        """All bytes of ``segment`` are here; next_receive gives the segment after it."""
+        self._start(self._receives[peer], segment)
 
     def is_ready(self, segment: Segment) -> bool:
-        """Whether the memory of a due segment may be written now."""
+        """Whether the memory of a segment to receive may be written now."""
         return self._is_ready(segment.step, segment.number)
 
     def combines(self, segment: Segment) -> bool:
@@ -151,8 +154,8 @@ class RunningPlan:
         """Whether the arriving bytes are the segment's own, so that they may be read in place."""
         return self._coding_of(segment) is None and not self.combines(segment)
 
-    def received(self, peer: int, segment: Segment, payload: Any = None) -> None:
-        """``segment`` has arrived: in its own memory already, or in the bytes of ``payload``."""
+    def apply(self, segment: Segment, payload: Any = None) -> None:
+        """Use a segment that has arrived: in its own memory already, or in ``payload``."""
         if payload is not None:
             coding = self._coding_of(segment)
             theirs = from_bytes(payload, segment.data.dtype if coding is None else _BYTES)
@@ -162,8 +165,6 @@ class RunningPlan:
                 kernels.combine(self.call.op or ReduceOp.SUM, segment.data, theirs)
             else:
                 np.copyto(segment.data, theirs)
-        if segment.number + 1 == self.compiled.num_segments[segment.chunk]:
-            self._receives[peer].popleft()
         self._advance(segment.step)
 
     # -- the whole
@@ -192,14 +193,8 @@ class RunningPlan:
         return waits
 
     def needs(self, peer: int) -> bool:
-        """Whether ``peer`` must still take a segment, or send one that is not in ``early`` yet."""
-        if self._sends.get(peer):
-            return True
-        due = sum(
-            self.compiled.num_segments_of(step) - self._done[step]
-            for step in self._receives.get(peer, ())
-        )
-        return due > len(self.early.get(peer, ()))
+        """Whether ``peer`` must still take a segment, or send one."""
+        return bool(self._sends.get(peer) or self._receives.get(peer))
 
     def missing(self, departed: Set[int]) -> int | None:
         """The first of the departed ranks that this operation still needs."""
@@ -226,6 +221,11 @@ class RunningPlan:
         return Segment(
             step, chunk, index, self._chunks[chunk][index * elements : (index + 1) * elements]
         )
+
+    def _start(self, queue: deque[int], segment: Segment) -> None:
+        self._started[segment.step] += 1
+        if self._started[segment.step] == self.compiled.num_segments[segment.chunk]:
+            queue.popleft()
 
     def _advance(self, step: int) -> None:
         self._done[step] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,74 @@ def test_a_segment_that_is_not_due_ends_the_group(loop_of: LoopOf) -> None:
     segment(rank0.ranks[1], call, bytes(SEGMENT), 1)
     with pytest.raises(PeerLost, match="it sent segment 1 of chunk 0, which is not due"):
         call.work.wait(PATIENCE_S)
+
+
+def test_segments_wait_for_their_memory_and_are_applied_in_the_order_of_the_plan(
+    loop_of: LoopOf,
+) -> None:
+    rank0 = loop_of(num_peers=2)
+    call = rank0.call((COPY, 1), (COPY, 2), data=bytes(2 * SEGMENT))
+    for number in range(2):
+        segment(rank0.ranks[2], call, b"\2" * SEGMENT, number)
+    for number in range(2):
+        segment(rank0.ranks[1], call, b"\1" * SEGMENT, number)
+    call.work.wait(PATIENCE_S)
+    assert call.data.tobytes() == b"\2" * 2 * SEGMENT
+
+
+NOT_IN_THE_PLAN: dict[str, tuple[int, int, dict[str, int]]] = {
+    "again": (0, SEGMENT, {}),
+    "out of order": (2, SEGMENT, {}),
+    "of another chunk": (1, SEGMENT, {"chunk": 7}),
+    "larger": (1, 16 << 20, {}),
+    "of another dtype": (1, SEGMENT, {"dtype": 4}),
+}
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("which", NOT_IN_THE_PLAN)
+def test_only_what_the_plan_receives_next_from_a_peer_may_wait(
+    loop_of: LoopOf, which: str, is_early: bool
+) -> None:
+    """Rank 1 says nothing, so that all frames of rank 2 would wait: for ever, and without end."""
+    rank0 = loop_of(num_peers=2, max_early_bytes=64 << 20)
+    plan = rank0.plan((COPY, 1), (COPY, 2), data=bytes(3 * SEGMENT))
+    number, nbytes, fields = NOT_IN_THE_PLAN[which]
+    if not is_early:
+        rank0.start(plan)
+    segment(rank0.ranks[2], plan, bytes(SEGMENT), 0)
+    described = {"fingerprint": plan.fingerprint, "dtype": UINT8, **fields}
+    with contextlib.suppress(OSError):  # the link may end after the header
+        rank0.ranks[2].say(Kind.DATA, bytes(nbytes), segment=number, **described)
+    if is_early:
+        rank0.ranks[2].say(Kind.CLOSE)  # is answered after all that came before
+        rank0.ranks[2].hear(Kind.CLOSE_ACK)
+        rank0.start(plan)
+    with pytest.raises(PeerLost, match=f"it sent segment {number} of chunk .*not due") as caught:
+        plan.work.wait(PATIENCE_S)
+    assert caught.value.rank == 2
+
+
+def test_a_peer_sends_no_more_than_the_plan_receives_from_it(loop_of: LoopOf) -> None:
+    rank0 = loop_of(num_peers=2)
+    call = rank0.call((COPY, 1), (COPY, 2), data=bytes(2 * SEGMENT))
+    for number in range(3):
+        segment(rank0.ranks[2], call, bytes(SEGMENT), number)
+    with pytest.raises(PeerLost, match="it sent segment 2 of chunk 0, which is not due") as caught:
+        call.work.wait(PATIENCE_S)
+    assert caught.value.rank == 2
+
+
+def test_a_segment_of_another_call_that_would_wait_is_a_desync(loop_of: LoopOf) -> None:
+    rank0 = loop_of(num_peers=2)
+    call = rank0.call((COPY, 1), (COPY, 2), data=bytes(2 * SEGMENT))
+    segment(rank0.ranks[2], call, bytes(SEGMENT))
+    rank0.ranks[2].say(
+        Kind.DATA, bytes(SEGMENT), segment=1, fingerprint=call.fingerprint ^ 1, dtype=UINT8
+    )
+    with pytest.raises(Desync) as caught:
+        call.work.wait(PATIENCE_S)
+    assert caught.value.rank == 2
 
 
 def test_a_late_segment_ends_the_group(loop_of: LoopOf) -> None:

@@ -61,7 +61,8 @@ def receive(run: Any, peer: int, values: list[int]) -> None:
     segment = run.next_receive(peer)
     assert segment is not None
     assert run.is_ready(segment)
-    run.received(peer, segment, np.array(values))
+    run.arrived(peer, segment)
+    run.apply(segment, np.array(values))
 
 
 def test_a_step_goes_segment_by_segment_in_order(twin: SimpleNamespace) -> None:
@@ -163,11 +164,15 @@ def test_who_is_awaited_and_for_what(twin: SimpleNamespace) -> None:
 def test_a_peer_whose_frames_all_lie_here_is_not_needed_any_more(twin: SimpleNamespace) -> None:
     run = running(twin, (COPY, 1, 0), (COPY, 2, 0), (SEND, 3, 0))
     assert [run.needs(peer) for peer in range(4)] == [False, True, True, True]
-    for _ in range(2):
-        twin.keep_early(run, 2)
-    assert run.needs(2)
-    twin.keep_early(run, 2)
+    for number in range(3):
+        assert run.needs(2)
+        segment = run.next_receive(2)
+        assert segment.number == number, "what has arrived is not expected again"
+        assert not run.is_ready(segment)
+        run.arrived(2, segment)
+    assert run.next_receive(2) is None
     assert not run.needs(2)
+    assert [peer for peer, _ in run.awaited()] == [1, 3]
 
 
 def test_a_link_is_ahead_by_more_than_a_segment(twin: SimpleNamespace) -> None:
