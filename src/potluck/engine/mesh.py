@@ -177,21 +177,9 @@ class Mesh:
     def admit(self, hello: Hello, node: str) -> Admission:
         """Decide on a connection that names this epoch."""
         group = self.group
-        if hello.job != group.job:
-            return _refuse("job", f"this worker is in job {group.job!r}, not {hello.job!r}")
-        if hello.to_rank != group.rank:
-            return _refuse("rank", f"this worker is rank {group.rank}, not {hello.to_rank}")
-        if not 0 <= hello.rank < group.world_size or hello.rank == group.rank:
-            return _refuse(
-                "duplicate",
-                f"rank {hello.rank} can't call rank {group.rank} in a world of {group.world_size}: "
-                "is RANK set to the same number on two workers?",
-            )
-        expected = group.members[hello.rank].node
-        if expected and expected != node:
-            return _refuse(
-                "identity", f"rank {hello.rank} is on node {expected[:12]}, not on {node[:12]}"
-            )
+        refusal = objection_to(group, hello, node)
+        if refusal is not None:
+            return Admission(refusal)
         if hello.wire != self._wire:
             return _refuse(
                 "wire",
@@ -291,12 +279,7 @@ class Mesh:
             memory=self._memory,
             cancelled=self._has_given_up,
         )
-        if member.node and link.peer_node != member.node:
-            link.close()
-            raise LinkError(
-                f"{group.describe(rank)} should be on node {member.node[:12]}, but node "
-                f"{link.peer_node[:12]} answered there"
-            )
+        check_node_of(group, rank, link)
         return link
 
     def _has_given_up(self) -> bool:
@@ -312,6 +295,37 @@ class Mesh:
                     self._calling.discard(rank)
                     return True
         return self._is_closed.is_set()
+
+
+def objection_to(group: Group, hello: Hello, node: str) -> Refusal | None:
+    """Why the caller on ``node`` is not the rank of ``group`` that it says it is, None if it is."""
+    if hello.job != group.job:
+        return Refusal("job", f"this worker is in job {group.job!r}, not {hello.job!r}")
+    if hello.to_rank != group.rank:
+        return Refusal("rank", f"this worker is rank {group.rank}, not {hello.to_rank}")
+    if not 0 <= hello.rank < group.world_size or hello.rank == group.rank:
+        return Refusal(
+            "duplicate",
+            f"rank {hello.rank} can't call rank {group.rank} in a world of {group.world_size}: "
+            "is RANK set to the same number on two workers?",
+        )
+    expected = group.members[hello.rank].node
+    if expected and expected != node:
+        return Refusal(
+            "identity", f"rank {hello.rank} is on node {expected[:12]}, not on {node[:12]}"
+        )
+    return None
+
+
+def check_node_of(group: Group, rank: int, link: TcpLink) -> None:
+    """Close ``link`` with LinkError if another node than that of ``rank`` is at its other end."""
+    expected = group.members[rank].node
+    if expected and link.peer_node != expected:
+        link.close()
+        raise LinkError(
+            f"{group.describe(rank)} should be on node {expected[:12]}, but node "
+            f"{link.peer_node[:12]} answered there"
+        )
 
 
 def _refuse(code: str, reason: str) -> Admission:

@@ -14,8 +14,10 @@ from potluck.backends.discovery import AutoDiscoveryBackend
 from potluck.backends.environment import EnvironmentBackend
 from potluck.backends.local import LocalBackend
 from potluck.errors import ConfigurationError, LinkError
-from potluck.torch.process_group.store import StoreRequest, StoreServer
+from potluck.torch.process_group.store_messages import StoreRequest
+from potluck.torch.process_group.store_server import StoreServer
 from potluck.torch.process_group.storeless import choose, rendezvous
+from potluck.types import Group, Member
 
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -94,7 +96,7 @@ def test_a_world_of_another_size_than_was_started_is_refused(
 
 def test_a_store_that_can_serve_nobody_any_more_says_so_to_its_own_rank() -> None:
     """Rank 0 would else wait for keys that no other rank can set."""
-    keeper = StoreServer(None)
+    keeper = StoreServer(Group(1, 0, (Member("0"),)), None)
     answer = keeper.ask(StoreRequest(1, "set", ["mine"], [b"1"]), time.monotonic() + 20)
     assert answer.number == 1
 

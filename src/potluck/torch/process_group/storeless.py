@@ -24,7 +24,9 @@ from potluck.backends.local import LocalBackend
 from potluck.errors import ConfigurationError
 from potluck.settings import load_settings
 from potluck.torch.process_group.options import given
-from potluck.torch.process_group.store import LinkStore, StoreClient, StoreServer
+from potluck.torch.process_group.store import LinkStore
+from potluck.torch.process_group.store_client import StoreClient
+from potluck.torch.process_group.store_server import StoreServer
 from potluck.torch.process_group.world import World
 
 WORLD_NAME = "0"
@@ -73,7 +75,7 @@ def rendezvous(
         switchboard = backend.switchboard
         asker: StoreServer | StoreClient
         if group.rank == 0 or switchboard is None:
-            asker = StoreServer(switchboard)
+            asker = StoreServer(group, switchboard)
         else:
             asker = StoreClient(group, switchboard, timeout.total_seconds())
     except BaseException:
