@@ -1,4 +1,5 @@
-"""Differences between operating systems: signals, locks, waiting, processors.
+"""Differences between operating systems: signals, locks, waiting, processors,
+accounts.
 
 Linux has all features. macOS lacks shared memory between ranks (memfd), and the signal at a
 parent's death. Windows also lacks the signals, file locks and file owners that jobs and keys need:
@@ -13,6 +14,7 @@ import os
 import select
 import signal
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from potluck.errors import ConfigurationError
@@ -48,6 +50,19 @@ def not_on_windows(what: str) -> ConfigurationError:
 def is_root() -> bool:
     """Whether this process may do anything on this machine."""
     return sys.platform != "win32" and os.geteuid() == 0
+
+
+def account_home() -> Path:
+    """The home folder of this process's user as the system's accounts have it, whatever HOME
+    says."""
+    if sys.platform == "win32":
+        return Path.home()
+    import pwd
+
+    try:
+        return Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    except KeyError:  # a container's user may have no account
+        return Path.home()
 
 
 def usable_cpus() -> frozenset[int]:

@@ -114,9 +114,31 @@ def run(
             show_default=False,
         ),
     ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Send this, too: a hidden or ignored file or folder, or one that looks like a key "
+            "(that without wildcards). A path below SCRIPT's folder or a pattern as in "
+            ".gitignore; may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Start nothing: list the files that would travel to the other machines, and what "
+            "stays here, and why.",
+        ),
+    ] = False,
     json: Annotated[
         Path | None,
-        typer.Option(help="Write the summary to this file, as JSON.", show_default=False),
+        typer.Option(
+            help="Write the summary (with --dry-run: the list of files; '-' is stdout) to this "
+            "file, as JSON.",
+            show_default=False,
+        ),
     ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Lines instead of the live table, also on a terminal.")
@@ -125,8 +147,9 @@ def run(
     """Run SCRIPT in several worker processes that train together.
 
     Where `potluck up` runs, they start on every machine of the cluster: the folder that SCRIPT is
-    in travels there (not what `.potluckignore` names in it). Machines may come and go meanwhile.
-    Elsewhere they start on this machine.
+    in travels there, without hidden files, links, and what `.gitignore` and `.potluckignore` name;
+    what looks like a key or credentials is refused. Machines may come and go meanwhile. Elsewhere
+    they start on this machine.
 
     Each line a worker writes is shown with the worker's number (and machine) in front. A worker
     that is killed is left behind by the others within a step, started again, and taken back in; a
@@ -140,6 +163,7 @@ def run(
 
     The exit code is that of the first worker whose own code failed; 0 if all went well.
     """
+    from potluck.cli.dry_run import show_dry_run
     from potluck.cli.job_display import print_summary, watcher_for
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.jobs.chaos import check_ranks, parse_chaos
@@ -165,8 +189,12 @@ def run(
         chaos=chaos,
         wire=settings.wire,
         environment=given_variables(env or (), os.environ),
+        include=tuple(include or ()),
     )
     request = checked(asked)
+    if dry_run:
+        show_dry_run(script, request.include, settings, json)
+        return
     check_writable("--json", json)
     hint = idle_accelerators(own_accelerators(), workers, os.environ)
     if hint:

@@ -156,7 +156,7 @@ class NodeAgent:
             notes=lambda: self._notes,
         )
         # Served to every linked node: a new member may ask before this node knows that it is one.
-        code_store = CodeStore(settings.home / "code_store", links.send)
+        code_store = CodeStore(settings.home, me, links.send)
         links.on(peers.PackageMessage, code_store.received)
         links.on_ended.append(lambda node, incarnation, reason: code_store.lost(node))
         parts = AgentParts(

@@ -14,6 +14,7 @@ from potluck.wire.nodes import MAX_NODES
 from potluck.wire.worker_link import JobState
 
 MAX_MESSAGE = 1 << 20
+MAX_INCLUDE = 256
 
 
 class NodesRequest(msgspec.Struct, frozen=True, tag=True):
@@ -35,10 +36,12 @@ class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
     ``min_nodes`` within ``wait_s``. Answered with CommandResult if that is impossible; else with
     JobNote, Shown and JobStatus while the job runs, and JobEnded at its end.
 
-    An empty ``folder`` makes it a local job (``JobSpec.is_local``).
+    An empty ``folder`` makes it a local job (``JobSpec.is_local``). ``include`` has the patterns of
+    files that travel with the script although they are hidden, ignored, or look like keys.
     """
 
     folder: Text = ""
+    include: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_INCLUDE)] = ()
     min_nodes: int = 1
 
 

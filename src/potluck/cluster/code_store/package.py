@@ -10,12 +10,11 @@ only below the store: every path is checked first, consists of plain names, and 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -25,17 +24,9 @@ from potluck.errors import ConfigurationError, ProtocolError
 from potluck.wire.names import Digest
 from potluck.wire.peers import MAX_FILES
 
-IGNORE_FILE = ".potluckignore"
 MAX_BYTES = 256 << 20
 MAX_MANIFEST = 8 << 20
 MAX_PATH = 1024
-
-ALWAYS_IGNORED = (
-    *(".git", ".hg", ".svn", "__pycache__", "*.pyc", ".venv", "venv", ".tox", ".nox"),
-    *(".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".ipynb_checkpoints"),
-    *("node_modules", ".DS_Store", ".idea", ".vscode", "*.egg-info", ".env", ".potluck"),
-)
-"""Never sent: they are large, made again by themselves, or hold secrets."""
 
 _RESERVED = {"con", "prn", "aux", "nul"}
 
@@ -60,61 +51,20 @@ class PackageManifest(msgspec.Struct, frozen=True):
         return sum(file.size for file in self.files)
 
 
-def scan(folder: Path) -> PackageManifest:
-    """The manifest of ``folder``: all files but those ignored by rule or by ``.potluckignore``.
-
-    That file holds one pattern a line, as of ``fnmatch``: with a ``/`` it is compared with the path
-    below the folder, without one with every name on the way. Links and special files don't travel.
-    ConfigurationError names the largest files if there are more than ``MAX_BYTES`` or
-    ``MAX_FILES`` in it. Reads every file once.
-    """
-    patterns = (*ALWAYS_IGNORED, *_own_patterns(folder))
-    found: list[tuple[str, int, bool]] = []
-    total = 0
-    for path, status in _walk(folder, "", patterns):
-        found.append((path, status.st_size, bool(status.st_mode & 0o100)))
-        total += status.st_size
-        if len(found) > MAX_FILES:
-            raise ConfigurationError(
-                f"{folder} holds more than {MAX_FILES} files; it travels to all nodes with the "
-                f"script. Move the script to a folder of its own, or name what may stay in "
-                f"{folder / IGNORE_FILE}"
-            )
-    if total > MAX_BYTES:
-        largest = sorted(found, key=lambda each: -each[1])[:3]
-        named = ", ".join(f"{path} ({size / 2**20:.0f} MiB)" for path, size, _ in largest)
-        raise ConfigurationError(
-            f"{folder} holds {total / 2**20:.0f} MiB; at most {MAX_BYTES >> 20} travel with a "
-            f"script. The largest: {named}. Name what may stay in {folder / IGNORE_FILE}"
-        )
+def manifest_of(folder: Path, paths: Iterable[str]) -> PackageManifest:
+    """The manifest of the files ``paths`` below ``folder``. Reads every file once."""
     files = []
-    for path, _, executable in found:
+    for path in paths:
+        executable = bool((folder / path).stat().st_mode & 0o100)
         digest, size = _hash_file(folder / path)
         files.append(PackageFile(path, size, digest, executable))
     return PackageManifest(tuple(sorted(files)))
 
 
-def check_script(folder: Path, script: str, manifest: PackageManifest) -> None:
-    """ConfigurationError, with the reason and what to do, if ``script`` (its path below ``folder``)
-    is not in the ``manifest`` of it: it would be missing on the other nodes."""
-    if any(file.path == script for file in manifest.files):
-        return
-    path = folder / script
-    if path.is_symlink():
-        why = "it is a link, and links do not travel"
-        todo = f"run the file that it leads to: potluck run {path.resolve()}"
-    elif pattern := _pattern_against(script, ALWAYS_IGNORED):
-        why = f"potluck never sends what is named {pattern!r} (caches, environments, secrets)"
-        todo = "give it another name"
-    elif pattern := _pattern_against(script, _own_patterns(folder)):
-        why = f"the line {pattern!r} of {folder / IGNORE_FILE} says that it stays"
-        todo = "change that line"
-    else:
-        why, todo = "it is not a file of its folder", "run one that is"
-    raise ConfigurationError(
-        f"the script {path} can't travel to the other nodes: {why}. To run it on the cluster, "
-        f"{todo}. Nothing was started"
-    )
+def unpacked_manifest(package: Path) -> PackageManifest:
+    """The manifest of the unpacked ``package``: of all files in it."""
+    files = (path for path in package.rglob("*") if path.is_file() and not path.is_symlink())
+    return manifest_of(package, (path.relative_to(package).as_posix() for path in files))
 
 
 def encode_manifest(manifest: PackageManifest) -> tuple[bytes, bytes]:
@@ -230,6 +180,15 @@ class PackageFiles:
                 shutil.rmtree(temporary)
         return target
 
+    def delete(self, package: bytes) -> None:
+        """Delete the unpacked ``package``, and the files of it by hash."""
+        target = self._packages / package.hex()
+        if not target.is_dir():
+            return
+        for file in unpacked_manifest(target).files:
+            self._object(file.sha256).unlink(missing_ok=True)
+        shutil.rmtree(target)
+
     def _object(self, sha256: bytes) -> Path:
         return self._objects / sha256.hex()
 
@@ -247,53 +206,6 @@ def read_part(folder: Path, file: PackageFile, offset: int, count: int) -> bytes
             )
         opened.seek(offset)
         return opened.read(count)
-
-
-def _walk(
-    folder: Path, prefix: str, patterns: tuple[str, ...]
-) -> Iterator[tuple[str, os.stat_result]]:
-    with os.scandir(folder / prefix) as entries:
-        children = sorted(entries, key=lambda entry: entry.name)
-    for entry in children:
-        path = prefix + entry.name
-        if _pattern_of(path, entry.name, patterns) or entry.is_symlink():
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk(folder, f"{path}/", patterns)
-        elif entry.is_file(follow_symlinks=False):
-            why = objection_to_path(path)
-            if why:
-                raise ConfigurationError(
-                    f"{folder / path} can't travel to the other nodes: {why}. Rename it, or name "
-                    f"it in {folder / IGNORE_FILE}"
-                )
-            yield path, entry.stat(follow_symlinks=False)
-
-
-def _pattern_of(path: str, name: str, patterns: Iterable[str]) -> str:
-    """The pattern that leaves ``path`` out, whose last part is ``name``; empty if none does."""
-    for pattern in patterns:
-        plain = pattern.rstrip("/")
-        if fnmatch.fnmatchcase(path if "/" in plain else name, plain.removeprefix("/")):
-            return pattern
-    return ""
-
-
-def _pattern_against(path: str, patterns: Iterable[str]) -> str:
-    """The same for ``path`` and every folder on the way to it."""
-    for each in (*reversed(PurePosixPath(path).parents[:-1]), PurePosixPath(path)):
-        if pattern := _pattern_of(str(each), each.name, patterns):
-            return pattern
-    return ""
-
-
-def _own_patterns(folder: Path) -> list[str]:
-    try:
-        text = (folder / IGNORE_FILE).read_text()
-    except FileNotFoundError:
-        return []
-    lines = (line.strip() for line in text.splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
 
 
 def _hash_file(path: Path) -> tuple[bytes, int]:

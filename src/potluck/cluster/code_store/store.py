@@ -2,7 +2,8 @@
 into a folder for each job to work in. What is no longer needed is bounded.
 
 Below ``root``: ``objects`` and ``packages`` (see ``package.py``), never changed once there;
-``jobs``, one folder for each job, in which its workers may write.
+``origins``, the nodes that packages came from; ``jobs``, one folder for each job, in which its
+workers may write.
 
 Packages travel over the links of agents: one node serves parts of what it has, another asks for
 parts. Each part is at most 256 KiB, so heartbeats on the same link are never far behind.
@@ -16,20 +17,22 @@ import functools
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from potluck.cluster.code_store.origins import Origins
 from potluck.cluster.code_store.package import (
-    IGNORE_FILE,
     MAX_MANIFEST,
     PackageFile,
     PackageFiles,
-    check_script,
+    PackageManifest,
     decode_manifest,
     encode_manifest,
+    manifest_of,
     read_part,
-    scan,
+    unpacked_manifest,
 )
+from potluck.cluster.code_store.selection import Selection, check_script, readable, select
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 from potluck.wire import peers
 
@@ -44,11 +47,15 @@ _STEP_S = 10.0
 
 
 class CodeStore:
-    """The code packages of one node: made, fetched and served. Every linked node may have every
-    package. Nothing is on disk before the first package. ``send`` is as in ``Send``."""
+    """The code packages of one node, ``me``: made, fetched and served. Every linked node may have
+    every package. They are in ``home/code_store``; nothing is on disk before the first package.
+    ``send`` is as in ``Send``."""
 
-    def __init__(self, root: Path, send: Send) -> None:
-        self._root = root
+    def __init__(self, home: Path, me: str, send: Send) -> None:
+        self._home = home
+        self._me = me
+        self._root = root = home / "code_store"
+        self._origins = Origins(root / "origins")
         self._server = PackageServer(send)
         self._send = send
         self._in_use: set[str] = set()
@@ -76,40 +83,64 @@ class CodeStore:
         """Whether ``package`` is here, and served."""
         return self._server.folder_of(package) is not None
 
-    async def take_in(self, folder: Path, script: str) -> bytes:
-        """Make a package of ``folder`` and serve it; its name. Copies every file that is new.
+    async def take_in(
+        self, folder: Path, script: str, include: Sequence[str]
+    ) -> tuple[bytes, Selection]:
+        """Make a package of ``folder`` and serve it; its name, and what is in it. Copies every file
+        that is new.
 
-        ConfigurationError as for ``scan``, if ``script`` (its path below ``folder``) does not
+        ConfigurationError as for ``select``, if ``script`` (its path below ``folder``) does not
         travel, if a file can't be read or is being changed meanwhile, or if there is no room.
         """
-        return await asyncio.to_thread(self._copy, folder, script)
+        return await asyncio.to_thread(self._copy, folder, script, include)
 
-    def _copy(self, folder: Path, script: str) -> bytes:
-        with self._saying_what_is_wrong(folder):
-            manifest = scan(folder)
-            check_script(folder, script, manifest)
+    def _copy(self, folder: Path, script: str, include: Sequence[str]) -> tuple[bytes, Selection]:
+        with self._saying_what_is_wrong():
+            selection = select(folder, self._home, include)
+            check_script(folder, script, selection)
+            with readable(folder):
+                manifest = manifest_of(folder, (file.path for file in selection.files))
             _, package = encode_manifest(manifest)
+            self._origins.came_from(package, self._me)
             for file in self._store.missing(manifest):
                 data = bytearray()
-                while part := read_part(folder, file, len(data), peers.MAX_PART):
-                    data += part
+                with readable(folder):
+                    while part := read_part(folder, file, len(data), peers.MAX_PART):
+                        data += part
                 self._store.add(bytes(data), file.sha256)
             self._serve(self._store.unpack(manifest, package), package)
-        return package
+        return package, selection
 
-    async def fetch(self, node: str, package: bytes) -> None:
-        """Bring ``package`` over from ``node``, and serve it, too; see ``PackageFetcher.fetch``.
+    async def fetch(self, node: str, package: bytes, origin: str) -> None:
+        """Bring ``package``, a folder of the node ``origin``, over from ``node``, and serve it,
+        too; see ``PackageFetcher.fetch``.
 
         ConfigurationError if there is no room.
         """
         with self._saying_what_is_wrong():
+            await asyncio.to_thread(self._origins.came_from, package, origin)
             folder = await self._fetcher.fetch(node, package)
             await asyncio.to_thread(self._serve, folder, package)
 
     def _serve(self, folder: Path, package: bytes) -> None:
-        if self._server.offer(folder) != package:
+        if self._server.offer(folder, unpacked_manifest(folder)) != package:
             raise ProtocolError(f"{folder} was changed; remove it")
         os.utime(folder)  # the one used last is kept longest
+
+    async def delete_from(self, node: str) -> int:
+        """Delete the packages that came from ``node`` and no other, with the folders of their jobs;
+        how many packages. The jobs must be over here. Files that other packages have, too, are
+        fetched again when they are next needed."""
+        return await asyncio.to_thread(self._delete_from, node)
+
+    def _delete_from(self, node: str) -> int:
+        packages = self._origins.disown(node)
+        for package in packages:
+            self._server.withdraw(package)
+            for job in self._origins.drop(package):
+                shutil.rmtree(self._root / "jobs" / job, ignore_errors=True)
+            self._store.delete(package)
+        return len(packages)
 
     def open(self, package: bytes, job: str) -> Path:
         """The folder in which the workers of ``job`` run: a copy of ``package`` of their own.
@@ -124,6 +155,7 @@ class CodeStore:
         source = self._server.folder_of(package)
         if source is None:
             raise ConfigurationError("the script's folder was removed here; start the job again")
+        self._origins.used_by(package, job)
         temporary = target.with_name(f".{secrets.token_hex(8)}")
         try:
             with self._saying_what_is_wrong():
@@ -136,21 +168,14 @@ class CodeStore:
         return target
 
     @contextlib.contextmanager
-    def _saying_what_is_wrong(self, folder: Path | None = None) -> Iterator[None]:
-        """ConfigurationError with what to do for a file of ``folder`` that can't be read, or a
-        store here that can't be written."""
+    def _saying_what_is_wrong(self) -> Iterator[None]:
+        """ConfigurationError with what to do for a store that can't be written."""
         try:
             yield
         except OSError as error:
             reason = error.strerror or str(error)
             if isinstance(error, shutil.Error):  # holds what went wrong with each file, and where
                 reason = str(error.args[0][0][-1]).partition(": '")[0]
-            named = Path(error.filename) if isinstance(error.filename, str) else None
-            if folder is not None and named is not None and named.is_relative_to(folder):
-                raise ConfigurationError(
-                    f"{named} can't be read, and would travel to the other nodes with the script: "
-                    f"{reason}. Make it readable, or name it in {folder / IGNORE_FILE}"
-                ) from error
             raise ConfigurationError(
                 f"the script's folder can't be kept in {self._root}: {reason}. Make room there, or "
                 "set POTLUCK_HOME to a directory on another disk"
@@ -167,6 +192,7 @@ class CodeStore:
             package = bytes.fromhex(path.name) if len(path.name) == 64 else b""
             if not self._in_use:
                 self._server.withdraw(package)
+                self._origins.drop(package)
                 shutil.rmtree(path, ignore_errors=True)
         total = 0
         for path in _newest(self._root / "objects"):
@@ -192,9 +218,8 @@ class PackageServer:
         self._send = send
         self._offered: dict[bytes, tuple[Path, dict[bytes, PackageFile], bytes]] = {}
 
-    def offer(self, folder: Path) -> bytes:
-        """Scan ``folder`` and offer it until ``withdraw``; the package's name. Reads every file."""
-        manifest = scan(folder)
+    def offer(self, folder: Path, manifest: PackageManifest) -> bytes:
+        """Offer the files of ``folder`` in ``manifest`` until ``withdraw``; the package's name."""
         data, package = encode_manifest(manifest)
         files = {file.sha256: file for file in manifest.files}
         self._offered[package] = (folder, files, data)

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from potluck.background import Tasks
 from potluck.cluster.code_store.store import CodeStore
+from potluck.cluster.code_store.wording import in_words, links_in_words
 from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.controller import JobController
 from potluck.cluster.jobs.early import EarlyOrders
@@ -100,7 +101,12 @@ class JobDispatcher:
         await self._await_nodes(job, request, client)
         package, below = None, ""
         if request.folder:
-            package = await self._code_store.take_in(Path(request.folder), request.script)
+            package, selection = await self._code_store.take_in(
+                Path(request.folder), request.script, request.include
+            )
+            for text in (in_words(selection, self._receivers()), links_in_words(selection)):
+                if text:
+                    client.take(jobs.JobNote(job, text))
             with contextlib.suppress(ValueError):
                 below = Path(request.directory).relative_to(request.folder).as_posix()
         chosen = {name: getattr(request, name) for name in jobs.JobOptions.__struct_fields__}
@@ -143,6 +149,12 @@ class JobDispatcher:
                 f"in the cluster: {here()}, after {request.wait_s:g} s; start `potluck up` on the "
                 "others, or give fewer with --min-nodes (POTLUCK_MIN_PEERS), or a longer --wait"
             ) from None
+
+    def _receivers(self) -> list[str]:
+        """The names of the other nodes of the view: a job's folder goes to all."""
+        view, me = self._agent.plane.view, self._agent.me
+        nodes = () if view is None else view.nodes
+        return [self._agent.names.label(node) for node in nodes if node != me]
 
     def _must_wait(self) -> bool:
         return any(watched.client.is_behind for watched in self._watched.values())

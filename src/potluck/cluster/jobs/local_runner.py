@@ -137,7 +137,7 @@ class LocalRunner:
             nodes = set() if view is None else {starter, view.leader} - {self._agent.me}
             for node in sorted(nodes, key=lambda node: node != starter):
                 try:
-                    await self._code_store.fetch(node, package)
+                    await self._code_store.fetch(node, package, self.spec.starter)
                     return
                 except LinkError:
                     if loop.time() > deadline:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.code_store.store import CodeStore
+from potluck.cluster.code_store.store import CodeStore, Send
 from potluck.errors import ConfigurationError
+from potluck.wire import peers
 
 
 @contextlib.contextmanager
@@ -35,6 +36,31 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+ADA, BOB, CARL = "a1" * 32, "b2" * 32, "c3" * 32
+
+
+def store_at(home: Path, me: str = ADA, send: Send = lambda node, message: True) -> CodeStore:
+    return CodeStore(home, me, send)
+
+
+def linked_stores(root: Path) -> tuple[CodeStore, CodeStore]:
+    """The stores of bob and ada, each of which gets what the other one sends."""
+
+    def to_ada(node: str, message: peers.PeerMessage) -> bool:
+        assert isinstance(message, peers.PackageMessage)
+        asyncio.get_running_loop().call_soon(ada.received, BOB, message)
+        return True
+
+    def to_bob(node: str, message: peers.PeerMessage) -> bool:
+        assert isinstance(message, peers.PackageMessage)
+        asyncio.get_running_loop().call_soon(bob.received, ADA, message)
+        return True
+
+    bob = store_at(root / "bob", BOB, to_ada)
+    ada = store_at(root / "ada", ADA, to_bob)
+    return bob, ada
+
+
 def everything(root: Path) -> set[Path]:
     return {path for path in root.rglob("*") if path.is_file()}
 
@@ -42,28 +68,54 @@ def everything(root: Path) -> set[Path]:
 def test_no_room_for_a_folder_is_said_with_what_to_do_and_leaves_nothing_half(
     tmp_path: Path, folder: Path
 ) -> None:
-    store = CodeStore(tmp_path / "store", lambda node, message: True)
+    store = store_at(tmp_path / "home")
     with files_of_at_most(50_000), pytest.raises(ConfigurationError) as caught:
-        asyncio.run(store.take_in(folder, "train.py"))
+        asyncio.run(store.take_in(folder, "train.py", ()))
     assert str(caught.value) == (
-        f"the script's folder can't be kept in {tmp_path}/store: File too large. Make room there, "
-        "or set POTLUCK_HOME to a directory on another disk"
+        f"the script's folder can't be kept in {tmp_path}/home/code_store: File too large. Make "
+        "room there, or set POTLUCK_HOME to a directory on another disk"
     )
-    assert all(path.stat().st_size < 50 for path in everything(tmp_path / "store"))
-    package = asyncio.run(store.take_in(folder, "train.py"))
-    before = everything(tmp_path / "store")
+    assert all(path.stat().st_size < 200 for path in everything(tmp_path / "home"))
+    package, _ = asyncio.run(store.take_in(folder, "train.py", ()))
+    before = everything(tmp_path / "home")
     with (
         files_of_at_most(50_000),
         pytest.raises(ConfigurationError, match=r"too large\. Make room"),
     ):
         store.open(package, "job-1")
-    assert everything(tmp_path / "store") == before
+    assert everything(tmp_path / "home") == before
     assert (store.open(package, "job-1") / "data.bin").stat().st_size == 100_000
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path, folder: Path) -> None:
-    """Root may read everything that is there, so here it is not there any more."""
-    store = CodeStore(tmp_path / "store", lambda node, message: True)
-    gone = folder / "lib"
-    with pytest.raises(ConfigurationError, match=r"lib can't be read.*No such.*\.potluckignore"):
-        asyncio.run(store.take_in(gone, "train.py"))
+def test_the_packages_of_a_node_are_deleted_and_no_others(tmp_path: Path, folder: Path) -> None:
+    """As after a ban: nothing that the node sent here is left, not in the copies of its jobs
+    either."""
+
+    async def story() -> None:
+        bob, ada = linked_stores(tmp_path)
+        for name in ("bobs", "both"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "train.py").write_text(f"print({name!r})")
+        bobs, _ = await bob.take_in(tmp_path / "bobs", "train.py", ())
+        both, _ = await bob.take_in(tmp_path / "both", "train.py", ())
+        own, _ = await ada.take_in(folder, "train.py", ())
+        for package, origin in ((bobs, BOB), (both, BOB), (both, CARL)):
+            await ada.fetch(BOB, package, origin)
+        for package, job in ((bobs, "bobs-job"), (own, "adas-job")):
+            ada.open(package, job)
+            ada.close(job)
+
+        assert await ada.delete_from(BOB) == 1
+
+        left = {path.read_bytes() for path in everything(tmp_path / "ada")}
+        assert b"print('bobs')" not in left
+        assert b"print('both')" in left, "carl sent it, too"
+        jobs = tmp_path / "ada" / "code_store" / "jobs"
+        assert [path.name for path in jobs.iterdir()] == ["adas-job"]
+        assert [ada.has(each) for each in (bobs, both, own)] == [False, True, True]
+        with pytest.raises(ConfigurationError, match="was removed here"):
+            ada.open(bobs, "again")
+        assert await ada.delete_from(BOB) == 0
+        assert await store_at(tmp_path / "ada").delete_from(CARL) == 1, "the disk remembers"
+
+    asyncio.run(story())

@@ -1,0 +1,71 @@
+"""``potluck run --dry-run``: the files that would travel with a script, and what stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from potluck.cli.files import as_json, check_writable, print_json
+from potluck.cli.nodes import ask_nodes
+from potluck.cluster.code_store.selection import Selection, check_script, select
+from potluck.cluster.code_store.wording import in_words, links_in_words, size_in_words
+from potluck.settings import Settings
+
+SCHEMA_VERSION = 1
+_STDOUT = Path("-")
+
+
+def show_dry_run(
+    script: Path, include: Sequence[str], settings: Settings, json: Path | None
+) -> None:
+    """Print what ``potluck run`` would send of the folder of ``script``, or write it to ``json``.
+
+    ConfigurationError as the run itself would meet it: if a file looks like a key, for example.
+    """
+    if json != _STDOUT:
+        check_writable("--json", json)
+    path = script.absolute()
+    selection = select(path.parent, settings.home, include)
+    check_script(path.parent, path.name, selection)
+    machines = asyncio.run(_other_machines(settings))
+    if json is None:
+        _show(selection, machines)
+        return
+    listed = {
+        "version": SCHEMA_VERSION,
+        "folder": str(path.parent),
+        "machines": machines,
+        "num_bytes": selection.num_bytes,
+        "files": selection.files,
+        "staying": selection.staying,
+    }
+    if json == _STDOUT:
+        print_json(listed)
+    else:
+        json.write_bytes(as_json(listed) + b"\n")
+
+
+async def _other_machines(settings: Settings) -> list[str] | None:
+    """The names of the cluster's other machines; None without a cluster."""
+    reply = await ask_nodes(settings)
+    if reply is None:
+        return None
+    return [each.name for each in reply.nodes if each.role and each.node != reply.node]
+
+
+def _show(selection: Selection, machines: list[str] | None) -> None:
+    for file in selection.files:
+        typer.echo(f"{size_in_words(file.size):>11}  {file.path}")
+    if selection.staying:
+        typer.echo("\nNot sent:")
+    width = max((len(each.path) for each in selection.staying), default=0)
+    for each in selection.staying:
+        typer.echo(f"  {each.path:<{min(width, 40)}}  {each.reason}")
+    typer.echo(f"\n{in_words(selection, machines or ())}")
+    if links := links_in_words(selection):
+        typer.echo(links)
+    if machines is None:
+        typer.echo("This machine is in no cluster (potluck up): the job would run here, in place.")

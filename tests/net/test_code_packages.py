@@ -1,0 +1,56 @@
+"""What reaches other machines' disks by ``potluck run``, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.machines import Machine, cluster_of, form
+
+pytestmark = pytest.mark.needs_root_netns
+
+KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n"
+SCRIPT = """
+import os, pathlib, potluck
+ctx = potluck.init()
+here = pathlib.Path(__file__).parent
+print("has", *sorted(os.listdir(here)), "with", (here / ".settings").read_text())
+ctx.close()
+"""
+
+
+def stored(machine: Machine) -> set[bytes]:
+    store = machine.home / "code_store"
+    return {path.read_bytes() for path in store.rglob("*") if path.is_file()}
+
+
+def test_the_secrets_of_a_small_home_stay_at_home(tmp_path: Path) -> None:
+    """The review's finding: a script in such a folder took the keys to every machine, silently."""
+    folder = tmp_path / "server"
+    for path in (".ssh/id_ed25519", ".aws/credentials", ".env.local", ".netrc", "state/node"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(KEY)
+    (folder / ".settings").write_text("lr=1")
+    (folder / ".gitignore").write_text("/big/\n")
+    (folder / "big").mkdir()
+    (folder / "big" / "data").write_text("big")
+    (folder / "data").symlink_to("/data")
+    (folder / "train.py").write_text(SCRIPT)
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada, bob)
+        with ada.run("--include", ".settings", folder / "train.py") as run:
+            assert run.finish() == 2
+            assert "what looks like keys or credentials: state/node (a private key)" in run.text
+        (folder / "state" / "node").unlink()
+        with ada.run("--include", ".settings", folder / "train.py") as run:
+            assert run.finish() == 0, run.text
+        assert "2 files, " in run.text
+        assert "travel to 1 machine (bob); not sent: 1 link, 1 ignored, 5 hidden (see" in run.text
+        assert "links do not travel, so other machines don't have data" in run.text
+        assert run.text.count("has .settings train.py with lr=1") == 2
+        assert stored(bob) >= {b"lr=1", SCRIPT.encode()}
+        assert not any(KEY.encode() in data or data == b"big" for data in stored(bob))
+        dry = ada.runs("run", "--dry-run", str(folder / "train.py"))
+        assert ".ssh/" in dry.stdout
+        assert "travels to 1 machine (bob)" in dry.stdout

@@ -1,0 +1,60 @@
+"""Names and beginnings of files that are keys or credentials, and of those that only look so."""
+
+from __future__ import annotations
+
+import pytest
+
+from potluck.cluster.code_store.sensitive import kind_of_head, kind_of_name
+
+KEYS = """
+    id_rsa id_ed25519 id_rsa_github id_ed25519.bak id_work id_ecdsa_sk ID_RSA ssh_host_rsa_key
+    server.pem tls.key Server.KEY server.key~ id_rsa.old store.p12 a.pfx a.jks a.keystore a.kdbx
+    office.ovpn putty.ppk http.keytab wallet.dat
+    credentials credentials.json credentials-prod.yml aws_credentials credentials.json.bak
+    application_default_credentials.json .git-credentials .netrc _netrc .npmrc .pypirc .pgpass
+    service-account.json my-service-account-1.json service_account_key.json serviceAccount.json
+    client_secret_123.json secrets.toml secret.txt .secrets secrets.prod.yaml password.txt
+    token token.json token.txt token.pickle .token hf_token github_token.txt access-token
+    api_key.txt .env .env.local prod.env .envrc kubeconfig kubeconfig.yaml
+    cluster_secret cluster_secret.abcd1234.old node_keypair
+"""
+
+DATA = """
+    tokenizer.json tokenizer_config.json tokens.txt special_tokens_map.json added_tokens.json
+    token_counts.csv cls_token.npy token.py secrets.py secret_santa.csv credentials.py kubeconfig.py
+    monkey.py monkey keys.py keys.npy key hockey.json keyboard.txt turkey.csv data.keys public.txt
+    id_map.csv id_list.txt ids.txt idx.npy identity.json id_cols.parquet id_rsa.pub pem.csv
+    environment.yml env.yaml environ.txt secretary.csv password_strength.csv accounts.csv train.py
+"""
+
+
+@pytest.mark.parametrize("name", KEYS.split())
+def test_a_name_of_a_key_is_known(name: str) -> None:
+    assert kind_of_name(name)
+
+
+@pytest.mark.parametrize("name", DATA.split())
+def test_a_name_of_data_or_code_is_none(name: str) -> None:
+    assert not kind_of_name(name)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"-----BEGIN OPENSSH PRIVATE KEY-----\nb3Bl",
+        b"-----BEGIN PRIVATE KEY-----\nMC4C",
+        b"\n-----BEGIN RSA PRIVATE KEY-----",
+        b"-----BEGIN PGP PRIVATE KEY BLOCK-----",
+        b"PuTTY-User-Key-File-3: ssh-ed25519",
+        b"AGE-SECRET-KEY-1",
+    ],
+)
+def test_a_key_is_known_by_its_beginning(head: bytes) -> None:
+    assert kind_of_head(head)
+
+
+@pytest.mark.parametrize(
+    "head", [b"", b"-----BEGIN CERTIFICATE-----", b"-----BEGIN PUBLIC KEY-----", b"import torch"]
+)
+def test_what_is_public_is_no_key(head: bytes) -> None:
+    assert not kind_of_head(head)
