@@ -166,7 +166,7 @@ def test_over_random_deaths_and_joins_every_sample_is_committed_exactly_once(
     assert all(counter.job.num_reruns <= deaths for counter in results.values())
 
 
-@pytest.mark.parametrize("moment", range(24))
+@pytest.mark.parametrize("moment", range(25))
 def test_a_death_at_every_half_of_an_operation(moment: int) -> None:
     """Covers the agreement at the start, the transfer, the all_reduce, the vote and the end."""
     schedule = Schedule(num_samples=6, batch_size=3, epochs=1)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from potluck.backends.local import LocalBackend
 from potluck.checkpoint.store import CheckpointStore
 from potluck.context import DistributedContext
-from potluck.errors import RemoteError
+from potluck.errors import CheckpointError, RemoteError
 from potluck.testing.elastic import ElasticWorld, MortalContext
 from potluck.testing.world import WorldError, run_world
 from potluck.torch import DDP, DistributedSampler, ElasticLoop
@@ -417,3 +417,20 @@ def test_a_checkpoint_holds_model_optimizer_and_scheduler(tmp_path: Path) -> Non
     assert list(replica["model"]) == list(_START.state_dict())
     assert replica["optimizers"][0]["state"][0]["exp_avg"].dtype == torch.float64
     assert replica["also"]["scheduler"]["last_epoch"] == 6
+
+
+def test_a_rank_with_another_model_is_told_where_it_differs_before_it_takes_a_state() -> None:
+    def work(ctx: DistributedContext) -> None:
+        model = nn.Linear(2, 3 + ctx.rank)
+        data = (torch.ones(8, 2), torch.ones(8, 1))
+        next(
+            iter(
+                ElasticLoop(model, torch.optim.SGD(model.parameters()), data, batch_size=4, ctx=ctx)
+            )
+        )
+
+    with pytest.raises(WorldError) as caught:
+        run_world(2, work)
+    assert isinstance(caught.value.errors[1], CheckpointError)
+    expected = "'replica/model/bias' is float32 of shape (3,) there, float32 of shape (4,) here"
+    assert expected in str(caught.value.errors[1])

@@ -175,7 +175,7 @@ def test_a_death_before_the_vote_leaves_the_scaler_as_it_was() -> None:
         assert again == expected.factors
 
 
-@pytest.mark.parametrize("moment", range(11, 17))
+@pytest.mark.parametrize("moment", range(12, 18))
 def test_a_death_at_any_moment_around_an_overflow_leaves_one_skipped_step(moment: int) -> None:
     """12 and 13 are the halves of the all_reduce of the step that overflows, 14 and 15 its vote."""
     results = ElasticWorld(

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -51,6 +51,21 @@ _NAMES = {
     "C64": "complex64",
 }
 _SUPPORTED = frozenset(_NAMES.values())
+
+
+class Spec(NamedTuple):
+    """One tensor of a state without its bytes: the name of its dtype, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        # ml_dtypes has registered bfloat16 with NumPy.
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +154,35 @@ def decode_entries(data: bytes) -> tuple[Any, dict[str, Entry]]:
 
 def flatten(state: State) -> tuple[Any, dict[str, Entry]]:
     """Split ``state`` into a JSON tree and its tensors by the names that the tree refers to."""
-    entries: dict[str, Entry] = {}
-    return _flatten(state, "", entries, 0), entries
+    tensors: dict[str, Any] = {}
+    tree = _flatten(state, "", tensors, 0)
+    return tree, {name: _entry(tensor, name) for name, tensor in tensors.items()}
+
+
+def specs(state: State) -> dict[str, Spec]:
+    """The tensors of ``state`` by name, without their bytes. TypeError as ``encode``."""
+    tensors: dict[str, Any] = {}
+    _flatten(state, "", tensors, 0)
+    return {name: Spec(*_dtype_and_shape(each, name)) for name, each in tensors.items()}
+
+
+def head_bytes(data: bytes | bytearray) -> int:
+    """How many bytes of an encoded state its head takes, from the first 8 of them."""
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def specs_in(head: bytes | bytearray) -> dict[str, Spec]:
+    """The tensors of an encoded state by its head, which may be untrusted; CheckpointError if it is
+    none."""
+    try:
+        header = dict(json.loads(head[8:]))
+        header.pop("__metadata__", None)
+        return {
+            name: Spec(_NAMES[each["dtype"]], tuple(map(_size, each["shape"])))
+            for name, each in header.items()
+        }
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"not the head of a potluck state: {error!r:.200}") from error
 
 
 def unflatten(tree: Any, entries: dict[str, Entry]) -> State:
@@ -152,7 +194,7 @@ def unflatten(tree: Any, entries: dict[str, Entry]) -> State:
     return state
 
 
-def _flatten(value: Any, path: str, entries: dict[str, Entry], depth: int) -> Any:
+def _flatten(value: Any, path: str, tensors: dict[str, Any], depth: int) -> Any:
     where = path or "the state"
     if depth > MAX_DEPTH:
         raise TypeError(f"{where} is nested more than {MAX_DEPTH} deep")
@@ -161,18 +203,18 @@ def _flatten(value: Any, path: str, entries: dict[str, Entry], depth: int) -> An
     if type(value) is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, dict):
-        return {"dict": [_flatten_item(k, v, path, entries, depth) for k, v in value.items()]}
+        return {"dict": [_flatten_item(k, v, path, tensors, depth) for k, v in value.items()]}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         parts = enumerate(value)
-        return {kind: [_flatten(v, _join(path, i), entries, depth + 1) for i, v in parts]}
+        return {kind: [_flatten(v, _join(path, i), tensors, depth + 1) for i, v in parts]}
     if isinstance(value, np.ndarray):
-        return {"array": _add(_numpy_entry(value, where), path, entries)}
+        return {"array": _add(value, path, tensors)}
     if isinstance(value, np.generic):
-        return {"scalar": _add(_numpy_entry(np.asarray(value), where), path, entries)}
+        return {"scalar": _add(np.asarray(value), path, tensors)}
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return {"tensor": _add(_torch_entry(torch, value, where), path, entries)}
+        return {"tensor": _add(value, path, tensors)}
     raise TypeError(
         f"{where} is a {type(value).__name__}; a state holds tensors, arrays, numbers, strings, "
         "None, and dicts, lists and tuples of them"
@@ -180,41 +222,44 @@ def _flatten(value: Any, path: str, entries: dict[str, Entry], depth: int) -> An
 
 
 def _flatten_item(
-    key: Any, value: Any, path: str, entries: dict[str, Entry], depth: int
+    key: Any, value: Any, path: str, tensors: dict[str, Any], depth: int
 ) -> list[Any]:
     if key is not None and type(key) not in (bool, int, str):
         raise TypeError(f"{path or 'the state'} has a {type(key).__name__} as a key: {key!r}")
-    return [key, _flatten(value, _join(path, key), entries, depth + 1)]
+    return [key, _flatten(value, _join(path, key), tensors, depth + 1)]
 
 
 def _join(path: str, key: Any) -> str:
     return f"{path}/{key}" if path else str(key)
 
 
-def _add(entry: Entry, path: str, entries: dict[str, Entry]) -> str:
+def _add(tensor: Any, path: str, tensors: dict[str, Any]) -> str:
     name = path or "value"
-    while name in entries or name == "__metadata__":
+    while name in tensors or name == "__metadata__":
         name += "~"
-    entries[name] = entry
+    tensors[name] = tensor
     return name
 
 
-def _numpy_entry(array: NDArray[Any], where: str) -> Entry:
-    if array.dtype.name not in _SUPPORTED:
-        raise TypeError(f"{where} is an array of dtype {array.dtype}, which a state can't hold")
-    little = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
-    flat = np.ascontiguousarray(array, dtype=little).reshape(-1).view(np.uint8)
-    return Entry(array.dtype.name, array.shape, flat)
+def _dtype_and_shape(tensor: Any, where: str) -> tuple[str, tuple[int, ...]]:
+    if isinstance(tensor, np.ndarray):
+        name, what = tensor.dtype.name, f"an array of dtype {tensor.dtype}"
+    else:
+        strided = tensor.layout == sys.modules["torch"].strided
+        name = str(tensor.dtype).removeprefix("torch.") if strided else ""
+        what = f"a {tensor.layout} tensor of dtype {tensor.dtype}"
+    if name not in _SUPPORTED:
+        raise TypeError(f"{where} is {what}, which a state can't hold")
+    return name, tuple(tensor.shape)
 
 
-def _torch_entry(torch: Any, tensor: Any, where: str) -> Entry:
-    name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout != torch.strided or name not in _SUPPORTED:
-        raise TypeError(
-            f"{where} is a {tensor.layout} tensor of dtype {tensor.dtype}, which a state can't hold"
-        )
+def _entry(tensor: Any, where: str) -> Entry:
+    dtype, shape = _dtype_and_shape(tensor, where)
+    if isinstance(tensor, np.ndarray):
+        order = tensor.dtype.newbyteorder("<") if tensor.dtype.byteorder == ">" else tensor.dtype
+        return Entry(dtype, shape, np.ascontiguousarray(tensor, order).reshape(-1).view(np.uint8))
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return Entry(name, tuple(tensor.shape), memory_of(plain, np.dtype(np.uint8)))
+    return Entry(dtype, shape, memory_of(plain, np.dtype(np.uint8)))
 
 
 def _unflatten(node: Any, left: dict[str, Entry], depth: int) -> Any:
@@ -259,6 +304,12 @@ def _restore(kind: str, entry: Entry) -> Any:
     dtype = ml_dtypes.bfloat16 if entry.dtype == "bfloat16" else entry.dtype
     array = entry.data.view(dtype).reshape(entry.shape)
     return array[()] if kind == "scalar" else array
+
+
+def _size(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r:.40} is no size")
+    return value
 
 
 def _no_constant(text: str) -> Any:

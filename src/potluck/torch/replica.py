@@ -42,6 +42,9 @@ class TorchReplica:
             "also": {name: each.state_dict() for name, each in self._also.items()},
         }
 
+    def fixed(self) -> State:
+        return {"model": self._model.state_dict()}
+
     def restore(self, state: State) -> None:
         self._check(state)
         self._model.load_state_dict(state["model"])

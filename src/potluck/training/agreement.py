@@ -23,7 +23,7 @@ from potluck.training import saving
 from potluck.training.noise import NoiseEstimate
 from potluck.training.progress import Progress
 from potluck.training.replica import Replica
-from potluck.training.transfer import broadcast_state, gather_states
+from potluck.training.transfer import Expected, broadcast_state, gather_states
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
@@ -46,6 +46,7 @@ class Agreement:
         progress: Progress,
         replica: Replica,
         store: CheckpointStore | None,
+        max_state_bytes: int,
     ) -> None:
         self.has_state = False
         self.history = 0
@@ -59,6 +60,7 @@ class Agreement:
         self._progress = progress
         self._replica = replica
         self._store = store
+        self._max_state_bytes = max_state_bytes
         self._resolution: Resolution | None = None
         self._agreed = False
         self._tried_at = self._saved_at = -1
@@ -123,7 +125,8 @@ class Agreement:
         wanted = ctx.rank in resolution.receivers and ctx.rank != source
         if resolution.receivers and ctx.world_size > 1:
             state = self.capture() | {"own": self._own} if ctx.rank == source else None
-            received = broadcast_state(ctx, state, source, wanted=wanted)
+            expected = self._expected() if wanted else None
+            received = broadcast_state(ctx, state, source, wanted=wanted, expected=expected)
             if wanted:
                 self._restore(received)
                 if self._progress.step:
@@ -192,7 +195,7 @@ class Agreement:
         """Take the batch size and noise of the rank whose state counts; other ranks may be
         ahead."""
         if self._progress.batching is not None:
-            self._progress.batch_size = int(row[4])
+            self._progress.batch_size = self._progress.batching.clamp(float(row[4]))
             self._progress.noise = NoiseEstimate(float(row[5]), float(row[6]), int(row[7]))
 
     def _start_afresh(self) -> int:
@@ -206,6 +209,13 @@ class Agreement:
             step = self._progress.step
             self._ctx.report(event=f"resumed from the checkpoint of step {step}")
         return source
+
+    def _expected(self) -> Expected:
+        return Expected(
+            own={"replica": self._replica.capture()},
+            fixed={"replica": self._replica.fixed()},
+            max_bytes=self._max_state_bytes,
+        )
 
     def _restore(self, state: State) -> None:
         if not isinstance(state, dict) or not isinstance(state.get("own"), list):

@@ -103,7 +103,9 @@ class ElasticLoop(Record):
         self._policy = policy or Policy()
         self._callbacks = Callbacks(callbacks)
         super().__init__(Progress(schedule, self._policy.batching))
-        self._agreement = Agreement(ctx, self._progress, replica, checkpoint)
+        self._agreement = Agreement(
+            ctx, self._progress, replica, checkpoint, self._policy.max_state_bytes
+        )
         self._pace = Pace(self._policy)
         self._attempts = 0
         self._begun = False

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from potluck.training.noise import NoiseBatching
 from potluck.training.shares import ProportionalShares
+from potluck.training.transfer import MAX_STATE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,10 @@ class Policy:
     With ``shares`` faster ranks get more samples; with ``batching`` the batch size follows the
     gradient noise scale. For both, ranks exchange measurements every ``adapt_every`` steps, and
     more often after a change of the group (one all_gather of 40 bytes per rank).
+
+    A rank that joins takes from a peer a state of at most 8 times the bytes of its own state and
+    ``max_state_bytes``, whatever the peer announces. Raise it if the state is small at the start of
+    the script and large later.
     """
 
     hash_every: int = 50
@@ -28,11 +33,14 @@ class Policy:
     adapt_every: int = 5
     shares: ProportionalShares | None = None
     batching: NoiseBatching | None = None
+    max_state_bytes: int = MAX_STATE_BYTES
 
     def __post_init__(self) -> None:
         for name in ("hash_every", "save_every", "adapt_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_state_bytes < 0:
+            raise ValueError(f"max_state_bytes is {self.max_state_bytes}; it can't be negative")
         for name, kind in (("shares", ProportionalShares), ("batching", NoiseBatching)):
             if not isinstance(getattr(self, name), kind | None):
                 raise TypeError(f"{name} is {getattr(self, name)!r}: pass a {kind.__name__}(...)")

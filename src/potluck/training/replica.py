@@ -21,6 +21,10 @@ class Replica(Protocol):
         """The state that another rank needs to go on from here, as ``checkpoint/state.py`` defines
         states."""
 
+    def fixed(self) -> State:
+        """The part of ``capture()`` whose tensors have the same names, dtypes and shapes on all
+        ranks at all times; another rank's state is compared with it before it is received."""
+
     def restore(self, state: State) -> None:
         """Set the replica to ``state``, a result of ``capture`` on this or another rank."""
 
@@ -57,6 +61,9 @@ class StateReplica:
 
     def capture(self) -> State:
         return self.get_state()
+
+    def fixed(self) -> State:
+        return None  # arrays of a script may grow
 
     def restore(self, state: State) -> None:
         self.set_state(state)

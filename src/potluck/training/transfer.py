@@ -1,68 +1,151 @@
-"""Transfer of states between ranks: safetensors bytes in pieces, verified by a hash before use."""
+"""Transfer of states between ranks: safetensors bytes in pieces, verified by a hash before use.
+
+The head of the state goes first: the names, dtypes and shapes of its tensors. A receiver compares
+it with what it knows of the state before it takes memory for the tensors.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from potluck.checkpoint.state import State, decode, digest, encode
+from potluck.checkpoint.state import (
+    Spec,
+    State,
+    decode,
+    digest,
+    encode,
+    head_bytes,
+    specs,
+    specs_in,
+)
 from potluck.errors import CheckpointError
 
 if TYPE_CHECKING:
     from potluck.context import DistributedContext
 
 PIECE_BYTES = 4 << 20
-MAX_STATE_BYTES = 1 << 42
+MAX_HEAD_BYTES = 100_000_000
+"""As safetensors."""
+
+MAX_STATE_BYTES = 1 << 30
+"""What a rank takes beside what follows from its own state."""
+
 MAX_OWN_BYTES = 1 << 30
 
+_OWN_TIMES = 8
+"""Adam with weights, master weights and moments in float32 for a model in 16 bits: 8 times."""
 
-def broadcast_state(ctx: DistributedContext, state: State, source: int, *, wanted: bool) -> State:
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a receiver knows of a state before it comes.
+
+    The tensors of ``fixed`` must be in it, with the same names, dtypes and shapes. All its tensors
+    together may take 8 times the bytes of ``own``, the receiver's state of now, and ``max_bytes``.
+    """
+
+    own: State = None
+    fixed: State = None
+    max_bytes: int = MAX_STATE_BYTES
+
+    def check(self, theirs: dict[str, Spec], sender: str) -> None:
+        """CheckpointError with the first difference."""
+        for name, spec in sorted(specs(self.fixed).items()):
+            if theirs.get(name) != spec:
+                raise CheckpointError(
+                    f"the state of {sender} belongs to another model: {name!r} is "
+                    f"{theirs.get(name, 'missing')} there, {spec} here; give every rank the same "
+                    "model"
+                )
+        own = sum(spec.nbytes for spec in specs(self.own).values())
+        nbytes = sum(spec.nbytes for spec in theirs.values())
+        if nbytes > _OWN_TIMES * own + self.max_bytes:
+            raise CheckpointError(
+                f"{sender} announces a state of {nbytes} bytes; this rank, whose own state has "
+                f"{own} bytes, takes {_OWN_TIMES} times that and {self.max_bytes} bytes "
+                "(max_state_bytes of the Policy)"
+            )
+
+
+def broadcast_state(
+    ctx: DistributedContext,
+    state: State,
+    source: int,
+    *,
+    wanted: bool,
+    expected: Expected | None = None,
+) -> State:
     """Broadcast the ``state`` of rank ``source``. Returns it on ranks with ``wanted``, else None.
 
     A collective call. Cost: one broadcast of the encoded state, for any number of receivers.
-    CheckpointError if the received bytes do not have the hash of the sent ones.
+    CheckpointError if it is not a state as ``expected``, before memory is taken for it, or if the
+    received bytes do not have the hash of the sent ones.
     """
     is_source = ctx.rank == source
-    header = np.zeros(40, np.uint8)
     data = bytearray(encode(state)) if is_source else bytearray()
+    head_length = head_bytes(data) if is_source else 0
+    header = np.zeros(48, np.uint8)
     if is_source:
-        header[:8] = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
-        header[8:] = np.frombuffer(bytes.fromhex(digest(data)), np.uint8)
+        lengths = len(data).to_bytes(8, "little") + head_length.to_bytes(8, "little")
+        header[:] = np.frombuffer(lengths + bytes.fromhex(digest(data)), np.uint8)
     ctx.broadcast(header, root=source)
     length = int.from_bytes(header[:8].tobytes(), "little")
-    if length > MAX_STATE_BYTES:
-        raise CheckpointError(f"rank {source} announces a state of {length} bytes")
-    if wanted and not is_source:
-        data = bytearray(length)
-    whole = np.frombuffer(data, np.uint8) if data else None
-    # A rank that does not want the state still forwards every piece.
-    scratch = np.empty(min(length, PIECE_BYTES), np.uint8) if whole is None else None
-    for start in range(0, length, PIECE_BYTES):
-        stop = min(start + PIECE_BYTES, length)
-        piece = whole[start:stop] if whole is not None else scratch
-        assert piece is not None
-        ctx.broadcast(piece[: stop - start], root=source)
+    head_length = int.from_bytes(header[8:16].tobytes(), "little")
+    sender = ctx.group.describe(source)
+    if not 8 <= head_length <= min(length, MAX_HEAD_BYTES):
+        raise CheckpointError(f"{sender} announces a state with a head of {head_length} bytes")
+    is_receiver = wanted and not is_source
+    if is_receiver:
+        data = bytearray(head_length)
+    _broadcast(ctx, source, data, 0, head_length)
+    if is_receiver:
+        theirs = specs_in(data)
+        if head_length + sum(spec.nbytes for spec in theirs.values()) != length:
+            raise CheckpointError(f"the state of {sender} has {length} bytes, its head says other")
+        (expected or Expected()).check(theirs, sender)
+        head, data = data, bytearray(length)
+        data[:head_length] = head
+    _broadcast(ctx, source, data, head_length, length)
     if is_source:
         return state if wanted else None
     if not wanted:
         return None
-    if digest(data) != header[8:].tobytes().hex():
-        raise CheckpointError(f"the state from {ctx.group.describe(source)} arrived damaged")
+    if digest(data) != header[16:].tobytes().hex():
+        raise CheckpointError(f"the state from {sender} arrived damaged")
     return decode(bytes(data))
+
+
+def _broadcast(
+    ctx: DistributedContext, source: int, data: bytearray, start: int, stop: int
+) -> None:
+    """Broadcast a part of ``data`` in pieces. A rank without ``data`` only forwards them."""
+    whole = np.frombuffer(data, np.uint8) if data else None
+    scratch = np.empty(min(stop - start, PIECE_BYTES), np.uint8) if whole is None else None
+    for at in range(start, stop, PIECE_BYTES):
+        until = min(at + PIECE_BYTES, stop)
+        piece = whole[at:until] if whole is not None else scratch
+        assert piece is not None
+        ctx.broadcast(piece[: until - at], root=source)
 
 
 def gather_states(ctx: DistributedContext, mine: State) -> list[State]:
     """Gather the ranks' own states on every rank, in rank order. For small states.
 
     A collective call. Cost: two all_gathers, of 8 bytes and of the bytes of the largest state per
-    rank. CheckpointError if a state has more than 1 GiB.
+    rank. CheckpointError if the states would take more than 1 GiB on a rank.
     """
     data = np.frombuffer(encode(mine), np.uint8)
     lengths = ctx.all_gather(np.array([len(data)], np.int64)).reshape(-1)
-    if lengths.min() < 0 or lengths.max() > MAX_OWN_BYTES:
-        raise CheckpointError(f"ranks announce states of {lengths.tolist()} bytes of their own")
-    padded = np.zeros(int(lengths.max()), np.uint8)
+    largest = int(lengths.max())
+    if lengths.min() < 0 or largest * ctx.world_size > MAX_OWN_BYTES:
+        raise CheckpointError(
+            f"{ctx.group.describe(int(lengths.argmax()))} announces a state of {largest} bytes of "
+            f"its own; those of {ctx.world_size} ranks may take {MAX_OWN_BYTES}"
+        )
+    padded = np.zeros(largest, np.uint8)
     padded[: len(data)] = data
     rows = ctx.all_gather(padded)
     return [decode(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]

@@ -7,12 +7,15 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from potluck.collectives.plan import Operation
 from potluck.context import DistributedContext
+from potluck.engine.request import Request
 from potluck.errors import Desync, OperationTimeout, PeerLost, RemoteError
 from potluck.testing.world import WorldError, run_world
 from potluck.torch.process_group.group import PotluckProcessGroup
@@ -367,6 +370,26 @@ def test_sparse_tensors_are_summed_entry_by_entry() -> None:
         return mine.to_dense()
 
     assert all(result.tolist() == [3, 0, 1, 2, 0] for result in on_groups(body))
+
+
+@pytest.mark.parametrize("announced", [-1, 6, 1 << 40])
+def test_a_rank_can_not_announce_more_entries_than_a_sparse_tensor_has_indices(
+    announced: int,
+) -> None:
+    def body(group: PotluckProcessGroup) -> str:
+        if group.rank() == 1:
+            count, counts = np.array([announced]), np.zeros(WORLD, np.int64)
+            request = Request(Operation.ALL_GATHER, count, counts, timeout_s=60)
+            group.communicator.run(request).wait()
+            return ""
+        mine = torch.sparse_coo_tensor(
+            torch.tensor([[0]]), torch.ones(1), (5,), check_invariants=True
+        )
+        with pytest.raises(RuntimeError, match="rank 1 announces") as caught:
+            group.allreduce([mine]).wait()
+        return str(caught.value)
+
+    assert f"{announced} entries of a sparse tensor that has 5 indices" in on_groups(body)[0]
 
 
 def test_parts_of_a_group_share_its_links_and_come_about_without_a_message() -> None:

@@ -7,6 +7,7 @@ indices and values, padded to the largest number. Cost: three all_gathers, in wh
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,13 @@ def all_reduce(comms: Comms, tensor: Tensor, opts: Any) -> GroupWork:
     counts = np.zeros(comms.world_size, dtype=np.int64)
     count = np.array([mine._nnz()], dtype=np.int64)
     comms.communicator.run(Request(Operation.ALL_GATHER, count, counts, timeout_s=timeout_s)).wait()
-    most = int(counts.max())
+    most, num_indices = int(counts.max()), math.prod(mine.shape[: mine.sparse_dim()])
+    for rank, announced in enumerate(counts.tolist()):
+        if not 0 <= announced <= num_indices:  # coalesced: one entry for each index at most
+            raise RuntimeError(
+                f"all_reduce: rank {rank} announces {announced} entries of a sparse tensor that "
+                f"has {num_indices} indices; do all ranks pass tensors of the same shape?"
+            )
     indices = _gather(comms, mine.indices().t().contiguous(), most, timeout_s)
     values = _gather(comms, mine.values(), most, timeout_s)
     kept = [slice(rank * most, rank * most + int(n)) for rank, n in enumerate(counts)]
