@@ -109,6 +109,9 @@ class Settings:
     allow_root: Annotated[
         bool, About("whether potluck up runs as root, which gives root to scripts of other members")
     ] = False
+    run_for: Annotated[
+        str, About("whose scripts potluck up runs: all, ask, none, or nodes with commas between")
+    ] = ""
     pass_env: Annotated[
         str, About("variables of potluck up that workers get beside the usual: NAME,PREFIX_*")
     ] = ""

@@ -10,6 +10,7 @@ three systems; docs/portability.md lists the tests that were run on each.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import select
 import signal
@@ -63,6 +64,30 @@ def account_home() -> Path:
         return Path(pwd.getpwuid(os.geteuid()).pw_dir)
     except KeyError:  # a container's user may have no account
         return Path.home()
+
+
+def user_name() -> str:
+    """The user of this process, for people."""
+    if sys.platform == "win32":
+        return getpass.getuser()
+    import pwd
+
+    try:
+        name = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a container may know no name for its user
+        name = f"user {os.geteuid()}"
+    return name if name == "root" or not is_root() else f"{name} (root)"
+
+
+def has_terminal() -> bool:
+    """Whether a person can answer: input and output are a terminal, and this process is in its
+    foreground."""
+    if sys.platform == "win32":
+        return False
+    try:
+        return os.isatty(0) and os.isatty(1) and os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def usable_cpus() -> frozenset[int]:

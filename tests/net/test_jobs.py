@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -13,37 +12,11 @@ from typing import Any
 
 import pytest
 
-from potluck.training.sampler import Schedule
-from support.commands import Command
 from support.hosts import Network
 from support.machines import Machine, cluster_of, form, leader_of
+from support.sums import TRAINING, check_sums
 
 pytestmark = pytest.mark.needs_root_netns
-
-TRAINING = Path(__file__).parent / "scripts" / "training" / "sums.py"
-SCHEDULE = Schedule(num_samples=64, batch_size=8, epochs=1_000_000, seed=3)
-
-
-def right_sum(num_steps: int) -> int:
-    """The sum of all samples of the first ``num_steps`` steps, each counted once."""
-    total = committed = 0
-    for _ in range(num_steps):
-        batch = SCHEDULE.batch(committed)
-        total += int(SCHEDULE.share(batch, 0, 1).indices.sum())
-        committed += batch.size
-    return total
-
-
-def check_sums(run: Command) -> dict[str, str]:
-    """All who came to the end counted every sample of every step once; their nodes and hashes."""
-    ends = {}
-    for line in run.lines:
-        found = re.match(r"\[ *\d+ (\S+)\] counted (\d+) in (\d+) steps, (\w+)", line)
-        if found is not None:
-            assert int(found[2]) == right_sum(int(found[3])), line
-            ends[found[1]] = found[4]
-    assert len(set(ends.values())) == 1, run.text
-    return ends
 
 
 def test_a_job_runs_on_all_hosts_and_leaves_nothing(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from potluck.cluster.trust.keyring import replace_secret
-from support.machines import PSK, cluster_of, form
+from support.commands import Command
+from support.machines import PSK, Machine, cluster_of, form, leader_of
+from support.sums import TRAINING, check_sums
 
 pytestmark = pytest.mark.needs_root_netns
 
@@ -45,3 +47,103 @@ def test_a_script_of_another_member_finds_no_key_of_the_owner(tmp_path: Path) ->
                 unwanted = {"AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "HF_TOKEN", "SLURM_PROCID"}
                 assert not names & (unwanted | {"POTLUCK_PSK", "POTLUCK_PASSPHRASE"})
             assert sum("] given value along /data" in line for line in run.lines) == 2, run.text
+
+
+def trains_on(run: Command, num_hosts: int, *, since: int) -> None:
+    """The job commits steps in a group of so many, of lines after ``since``."""
+    run.wait_for(lambda line: "step " in line and line.endswith(f"of {num_hosts}"), since=since)
+
+
+def done(machine: Machine, *arguments: str) -> None:
+    """A command on ``machine`` that succeeds."""
+    result = machine.runs(*arguments)
+    assert result.returncode == 0, result.stderr
+
+
+def shown(machine: Machine, of: Machine) -> dict[str, object]:
+    """The node ``of`` in the status of ``machine``."""
+    return next(each for each in machine.cluster()["nodes"] if each["node"] == of.node)
+
+
+def test_scripts_run_only_where_the_owner_allows_whoever_starts_them(tmp_path: Path) -> None:
+    """Denied before, allowed while the job runs, denied again: the job has the machine meanwhile,
+    and no process of the job is there before and after."""
+    with cluster_of(3, tmp_path / "homes") as machines:
+        ada, bob, carl = machines
+        done(bob, "deny", ada.node)
+        form(*machines)
+        bob.command.wait_for("scripts run here, as root: all but ")
+        with ada.run(TRAINING, tmp_path / "stop") as run:
+            trains_on(run, 2, since=0)
+            why = f"bob ({bob.id}) takes no part: its owner does not let it run jobs of ada"
+            assert why in run.text
+            assert f"`potluck allow {ada.id}` there" in run.text
+            assert bob.others() == [], "it runs nothing"
+            since = run.mark
+            done(bob, "allow", "ada")
+            trains_on(run, 3, since=since)
+            since = run.mark
+            done(bob, "deny", ada.id)
+            trains_on(run, 2, since=since)
+            assert bob.left_over() == [], "what ran there has ended"
+            assert shown(carl, bob)["runs_for"] == "all but ada"
+            (tmp_path / "stop").touch()
+            assert run.finish() == 0, run.text
+            assert check_sums(run).keys() == {"ada", "carl"}
+        with bob.run(TRAINING, tmp_path / "stop") as run:
+            assert run.finish() == 0, run.text
+            assert check_sums(run).keys() == {"ada", "bob", "carl"}, "bob runs its own jobs"
+
+
+@pytest.mark.parametrize("who", ["leader", "starter"])
+def test_the_owner_takes_a_machine_back_and_gives_it_again_while_it_trains(
+    tmp_path: Path, who: str
+) -> None:
+    with cluster_of(3, tmp_path / "homes") as machines:
+        form(*machines)
+        leader = leader_of(machines)
+        starter = next(each for each in machines if each is not leader)
+        paused = leader if who == "leader" else starter
+        with starter.run(TRAINING, tmp_path / "stop") as run:
+            trains_on(run, 3, since=0)
+            since = run.mark
+            done(paused, "pause")
+            trains_on(run, 2, since=since)
+            run.wait_for("its owner paused it; `potluck resume` there", since=since)
+            for machine in machines:
+                node = shown(machine, paused)
+                assert (node["paused"], bool(node["role"])) == (True, True), "it stays a member"
+            status = paused.status()
+            assert [job["node"] for job in status["jobs"]] == [leader.node], "it leads as before"
+            workers = {each["node"]: each for each in status["jobs"][0]["workers"]}
+            assert workers[paused.name]["phase"] == "away"
+            assert workers[paused.name]["restarts"] == 0
+            since = run.mark
+            done(paused, "resume")
+            trains_on(run, 3, since=since)
+            assert shown(leader, paused)["paused"] is False
+            (tmp_path / "stop").touch()
+            assert run.finish() == 0, run.text
+            assert check_sums(run).keys() == {"ada", "bob", "carl"}
+
+
+def test_a_job_that_runs_on_a_paused_machine_only_waits_for_it(tmp_path: Path) -> None:
+    with cluster_of(2, tmp_path / "homes") as machines:
+        ada, bob = machines
+        form(*machines)
+        with ada.run("--nodes", "1", TRAINING, tmp_path / "stop") as run:
+            trains_on(run, 1, since=0)
+            done(ada, "pause")
+            run.wait_for("its owner paused it")
+            bob.shows(lambda status: status["jobs"][0]["workers"][0]["phase"] == "away")
+            since = run.mark
+            done(ada, "resume")
+            trains_on(run, 1, since=since)
+            (tmp_path / "stop").touch()
+            assert run.finish() == 0, run.text
+        done(bob, "pause")
+        done(ada, "pause")
+        with ada.run("--wait", "1", TRAINING, tmp_path / "stop") as run:
+            assert run.finish() == 2
+            for machine in machines:
+                assert f"{machine.name} ({machine.id}): its owner paused it" in run.lines[-1]

@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 
 from potluck.cluster.trust.keyring import replace_secret
-from potluck.training.sampler import Schedule
 from support.commands import Command
 from support.figures import Figures
 from support.machines import PSK, Machine, cluster_of, form, leader_of
+from support.sums import TRAINING, right_sum
 
 pytestmark = [pytest.mark.needs_root_netns, pytest.mark.long, pytest.mark.timeout(400)]
 
-TRAINING = Path(__file__).parent / "scripts" / "training" / "sums.py"
-SCHEDULE = Schedule(num_samples=64, batch_size=8, epochs=1_000_000, seed=3)
 WRONG = "the sum of all samples is wrong by"
 COMMITS_S, LEADER_COMMITS_S, CUT_COMMITS_S = 2.0, 5.0, 5.0
 
@@ -56,15 +54,6 @@ class Story:
         assert len(found) == num_finished, self.run.text
         assert len(set(found)) == 1, "the hashes of all are equal"
         return abs(int(found[0][0]) - right_sum(int(found[0][1])))
-
-
-def right_sum(num_steps: int) -> int:
-    total = committed = 0
-    for _ in range(num_steps):
-        batch = SCHEDULE.batch(committed)
-        total += int(SCHEDULE.share(batch, 0, 1).indices.sum())
-        committed += batch.size
-    return total
 
 
 @contextmanager

@@ -92,9 +92,31 @@ def test_a_second_machine_joins_and_a_wrong_code_voids_the_next_one(environment:
 
 
 def test_each_command_teaches_its_use(environment: Path) -> None:
-    for command in ("init", "pair", "join", "ban", "up", "rotate", "continue", "status"):
+    commands = ("init", "pair", "join", "ban", "up", "rotate", "continue", "status")
+    for command in (*commands, "allow", "deny", "pause", "resume"):
         shown = potluck(environment, command, "--help")
         assert shown.returncode == 0
         assert f"potluck {command}" in shown.stdout
         assert "Example" in shown.stdout
     assert list(environment.iterdir()) == []
+
+
+def test_whose_scripts_run_is_decided_without_an_agent_too(environment: Path) -> None:
+    home = environment / "ada"
+    node, other = "a" * 64, "b" * 64
+    assert potluck(home, "allow", node).returncode == 0
+    assert potluck(home, "deny", other).returncode == 0
+    kept = json.loads((home / "sharing.json").read_text())
+    assert (kept["allowed"], kept["denied"]) == ([node], [other])
+    me = json.loads(potluck(home, "init", "--json").stdout)["node"]
+    for arguments, said in (
+        (("allow", me), "that is this machine, which always runs its own jobs"),
+        (("deny", "nobody"), "no node is called 'nobody' here, and"),
+        (("pause",), "no agent runs on this machine; start it with: potluck up"),
+        (("up", "--allow-root", "--run-for", "all,bob"), "write all, ask or none, or names or ids"),
+        (("up", "--allow-root", "--run-for", "nobody"), "no node is called 'nobody' here"),
+    ):
+        refused = potluck(home, *arguments)
+        assert refused.returncode == 2, refused
+        assert said in refused.stderr
+    assert json.loads((home / "sharing.json").read_text()) == kept, "nothing was changed"

@@ -23,7 +23,7 @@ def rotate() -> None:
     """
     from potluck.wire.local import RotateRequest
 
-    _ask(RotateRequest())
+    ask(RotateRequest())
 
 
 def continue_(
@@ -42,10 +42,12 @@ def continue_(
     if not alone:
         typer.echo("potluck: this makes a fork; to confirm: potluck continue --alone", err=True)
         raise typer.Exit(2)
-    _ask(ContinueRequest())
+    ask(ContinueRequest())
 
 
-def _ask(request: Request) -> None:
+def ask(request: Request) -> None:
+    """Send ``request`` to the agent of this machine, and print its answer; exit code 1 if that is a
+    refusal."""
     from potluck.cluster.links.local import ask_agent
     from potluck.settings import load_settings
     from potluck.wire.local import CommandResult

@@ -21,6 +21,7 @@ from potluck.cli.job_display import silence
 from potluck.cli.join import join
 from potluck.cli.pair import pair
 from potluck.cli.run import run
+from potluck.cli.sharing import allow, deny, pause, resume
 from potluck.cli.status import status
 from potluck.cli.up import up
 from potluck.errors import PotluckError
@@ -109,7 +110,18 @@ app.command(
     )
 )(join)
 app.command(epilog='Examples:\n\npotluck ban 3f2a91c0\n\npotluck ban 3f2a91c0 --reason "sold"')(ban)
-app.command(epilog="Examples:\n\npotluck up\n\npotluck up --peers attic.local,192.168.1.20")(up)
+app.command(
+    epilog=(
+        "Examples:\n\n"
+        "potluck up\n\n"
+        "potluck up --run-for attic,3f2a91c0\n\n"
+        "potluck up --peers attic.local,192.168.1.20"
+    )
+)(up)
+app.command(epilog="Examples:\n\npotluck allow attic\n\npotluck allow 3f2a91c0")(allow)
+app.command(epilog="Examples:\n\npotluck deny attic\n\npotluck deny 3f2a91c0")(deny)
+app.command(epilog="Example:\n\npotluck pause")(pause)
+app.command(epilog="Example:\n\npotluck resume")(resume)
 app.command(epilog="Example:\n\npotluck rotate")(rotate)
 app.command("continue", epilog="Example:\n\npotluck continue --alone")(continue_)
 app.command(epilog="Examples:\n\npotluck status\n\npotluck status --json")(status)

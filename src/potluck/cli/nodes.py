@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from potluck.cluster.home.node_state import AgentRecord
     from potluck.settings import Settings
-    from potluck.wire.local import NodesReply
+    from potluck.wire.local import NodeInfo, NodesReply
     from potluck.wire.worker_link import JobState
 
 _ANSWER_S = 3.0
@@ -107,8 +107,17 @@ def show_nodes(cluster: NodesReply) -> None:
         ]
         text = f"Python {python}, potluck {potluck}, torch {torch or 'none'}"
         console.print(f"  {', '.join(nodes)}: {text}", highlight=False)
+    for each in cluster.nodes:
+        if text := _terms(each):
+            console.print(f"  {names[each.node]}: {text}", highlight=False)
     for event in cluster.events[-5:]:
         console.print(f"  {event}", highlight=False)
+
+
+def _terms(node: NodeInfo) -> str:
+    """What the owner of ``node`` does not give to all members; empty if there is nothing."""
+    runs_for = "" if node.runs_for in ("", "all") else f"runs jobs of: {node.runs_for}"
+    return "; ".join(filter(None, ("paused by its owner" if node.paused else "", runs_for)))
 
 
 def _show_links(cluster: NodesReply, names: dict[str, str], console: Console) -> None:

@@ -12,9 +12,10 @@ import typer
 
 from potluck.background import why
 from potluck.errors import ConfigurationError, PotluckError
-from potluck.system import is_root
+from potluck.system import has_terminal, is_root, user_name
 
 if TYPE_CHECKING:
+    from potluck.cluster.node_agent import NodeAgent
     from potluck.settings import Settings
 
 
@@ -29,6 +30,14 @@ def up(
         str | None,
         typer.Option(
             help="Addresses of other machines, for networks without multicast: attic,10.0.0.7.",
+            show_default=False,
+        ),
+    ] = None,
+    run_for: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose scripts may run on this machine: all, ask (for each node), none, or names "
+            "or ids of nodes with commas. Kept; replaces earlier decisions.",
             show_default=False,
         ),
     ] = None,
@@ -50,13 +59,18 @@ def up(
     status` shows what the agent knows.
 
     Machines of a cluster run each other's scripts: `potluck run` on any of them starts workers on
-    all.
+    all, as the user who runs `potluck up` there. Before scripts of another machine run here you are
+    asked once; where there is no terminal, as in a service, they run unless --run-for says
+    otherwise. `potluck allow`, `potluck deny` and `potluck pause` change that while it runs.
     """
     from potluck.settings import load_settings
 
     try:
-        settings = load_settings(discovery_port=port, peers=peers, allow_root=allow_root or None)
+        settings = load_settings(
+            discovery_port=port, peers=peers, run_for=run_for, allow_root=allow_root or None
+        )
         check_user(settings)
+        keep_rule(settings)
         asyncio.run(_run(settings))
     except PotluckError:
         raise
@@ -81,6 +95,18 @@ def check_user(settings: Settings) -> None:
         )
 
 
+def keep_rule(settings: Settings) -> None:
+    """Keep whose scripts run here, if the owner says it now."""
+    from potluck.cli.sharing import find_node
+    from potluck.cluster.sharing.rules import ruled
+    from potluck.cluster.sharing.store import SharingStore
+
+    if settings.run_for:
+        store = SharingStore(settings.home)
+        kept = ruled(store.read(), settings.run_for, lambda text: find_node(settings, text))
+        store.write(kept)
+
+
 def _say(line: str) -> None:
     """Write a line to stdout. The agent goes on if it can't be written."""
     with contextlib.suppress(OSError):
@@ -91,10 +117,12 @@ async def _run(settings: Settings) -> None:
     from potluck.cluster.discovery.configured import all_finders
     from potluck.cluster.node_agent import NodeAgent
 
+    is_asking = has_terminal()
     agent = NodeAgent(
         settings,
         on_note=_say,
         finders=all_finders(settings),
+        default_rule="ask" if is_asking else "all",
     )
     running = asyncio.create_task(agent.run())
     loop = asyncio.get_running_loop()
@@ -106,5 +134,25 @@ async def _run(settings: Settings) -> None:
     if not running.done():
         node = agent.credentials.node_id[:12]
         _say(f"node {node} is up on port {agent.port}; Ctrl-C takes it down")
+        _say_who_may(agent, is_asking=is_asking)
     with contextlib.suppress(asyncio.CancelledError):
         await running
+
+
+def _say_who_may(agent: NodeAgent, *, is_asking: bool) -> None:
+    """Say who may run scripts here, as which user, and ask if the owner is to decide."""
+    from potluck.cli.questions import Questions, read_answers
+    from potluck.cluster.sharing.rules import who_may
+
+    user, called, offer = user_name(), agent.names.called, agent.offers.mine
+    hints = "`potluck deny NODE`, `potluck up --run-for`"
+    if offer.rule == "ask" and not is_asking:
+        hints = "`potluck allow NODE`; nobody can be asked here, this is no terminal"
+    _say(f"members whose scripts run here, as {user}: {who_may(offer, called)} ({hints})")
+    if offer.is_paused:
+        _say("paused: this machine runs no workers until `potluck resume`")
+    if is_asking:
+        questions = Questions(agent.offers, called, user, _say)
+        agent.offers.listeners.append(questions.look)
+        questions.look()
+        read_answers(questions.answer)

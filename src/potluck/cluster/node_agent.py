@@ -30,6 +30,8 @@ from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import NodeNames
 from potluck.cluster.report import Report
 from potluck.cluster.secret_change import SecretChange
+from potluck.cluster.sharing.offers import Offers
+from potluck.cluster.sharing.store import SharingStore
 from potluck.cluster.topology import measure
 from potluck.cluster.topology.surveyor import Surveyor
 from potluck.cluster.topology.versions import own_versions
@@ -41,6 +43,7 @@ from potluck.transport import aio
 from potluck.transport.acceptor import is_port_taken
 from potluck.wire import local, peers
 from potluck.wire.greeting import Hello, Refusal
+from potluck.wire.sharing import Rule
 
 _MAX_EVENTS = 20
 _GIVEN = "its secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE: change it there, on all nodes"
@@ -67,7 +70,9 @@ class NodeAgent:
         host: str = "",
         port: int | None = None,
         is_private: bool = False,
+        default_rule: Rule = "all",
     ) -> None:
+        """``default_rule``: whose jobs run here if the owner has never said."""
         self.port = 0
         self.credentials = load_credentials(settings)
         self.ready = asyncio.Event()
@@ -75,9 +80,10 @@ class NodeAgent:
         self._on_note = on_note
         self._finders = finders
         self._is_private = is_private
+        self._default_rule = default_rule
         self._bind = "127.0.0.1" if is_private else host
         self._name = settings.machine_name
-        self._names = NodeNames(self.credentials.node_id, self._name)
+        self.names = NodeNames(self.credentials.node_id, self._name)
         self._wanted_port = settings.discovery_port if port is None else port
         self._trust = TrustStore(settings.home)
         self._notes: deque[str] = deque(maxlen=_MAX_EVENTS)
@@ -117,7 +123,7 @@ class NodeAgent:
     def _connect(self, state: NodeState | PrivateState) -> list[Close]:
         """Make the parts, each of which registers for what concerns it; what ends them, in this
         order."""
-        settings, credentials, names = self._settings, self.credentials, self._names
+        settings, credentials, names = self._settings, self.credentials, self.names
         me = credentials.node_id
 
         def introduction() -> peers.Introduction:
@@ -144,6 +150,15 @@ class NodeAgent:
         surveyor = Surveyor(
             credentials, links, protocol.detector, plane.busy, lambda: dispatcher.rate()
         )
+        self.offers = offers = Offers(
+            me,
+            names,
+            links,
+            commands,
+            store=None if self._is_private else SharingStore(settings.home),
+            default=self._default_rule,
+            on_note=self._note,
+        )
         self.report = Report(
             credentials,
             names,
@@ -151,6 +166,7 @@ class NodeAgent:
             plane,
             surveyor,
             self._trust,
+            offers,
             commands,
             port=self.port,
             notes=lambda: self._notes,
@@ -168,6 +184,7 @@ class NodeAgent:
             links=links,
             plane=plane,
             surveyor=surveyor,
+            offers=offers,
             commands=commands,
             log=JobLog(settings.home),
             note=self._note,
@@ -211,7 +228,7 @@ class NodeAgent:
         await aio.write_greeting(writer, Refusal("kind", text))
 
     def _met(self, node: str, introduction: peers.Introduction, namespace: str) -> None:
-        self._names.met(node, introduction.name)
+        self.names.met(node, introduction.name)
         self._trust.meet(node, introduction.name)
 
     async def _continue_alone(self, request: local.ContinueRequest, client: Client) -> None:
@@ -224,6 +241,6 @@ class NodeAgent:
             self._crash.set_exception(error)
 
     def _note(self, text: str) -> None:
-        line = self._names.readable(text)[:4096]
+        line = self.names.readable(text)[:4096]
         self._notes.append(line)
         self._on_note(line)

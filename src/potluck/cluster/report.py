@@ -9,6 +9,8 @@ from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.links.local import Client, Commands
 from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.names import NodeNames
+from potluck.cluster.sharing.offers import Offers
+from potluck.cluster.sharing.rules import who_may
 from potluck.cluster.topology.stragglers import stragglers
 from potluck.cluster.topology.surveyor import Surveyor
 from potluck.cluster.trust.store import TrustStore
@@ -29,6 +31,7 @@ class Report:
         plane: ControlPlane,
         surveyor: Surveyor,
         trust: TrustStore,
+        offers: Offers,
         commands: Commands,
         *,
         port: int,
@@ -40,6 +43,7 @@ class Report:
         self._plane = plane
         self._surveyor = surveyor
         self._trust = trust
+        self._offers = offers
         self._port = port
         self._notes = notes
         commands.on(local.NodesRequest, self._asked)
@@ -79,6 +83,7 @@ class Report:
         peer = self._plane.protocol.detector.peers.get(node)
         said = self._links.introduction(node)
         facts = self._surveyor.facts(node) or NodeFacts(node)
+        offer = self._offers.of(node)
         return local.NodeInfo(
             node=node,
             name=said.name if said else self._names.name(node),
@@ -93,6 +98,8 @@ class Report:
             memory_bytes=facts.memory_bytes,
             accelerators=facts.accelerators,
             samples_per_s=facts.samples_per_s,
+            runs_for=who_may(offer, self._names.label) if offer else "",
+            paused=offer is not None and offer.is_paused,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -29,6 +29,14 @@ class RotateRequest(msgspec.Struct, frozen=True, tag=True):
 class ContinueRequest(msgspec.Struct, frozen=True, tag=True):
     """A request to let this paused node go on without the other nodes, answered with
     CommandResult."""
+
+
+class ShareRequest(msgspec.Struct, frozen=True, tag=True):
+    """The owner of this machine allows or denies jobs of ``node``, or pauses the machine for all
+    jobs and resumes; answered with CommandResult."""
+
+    change: Literal["allow", "deny", "pause", "resume"]
+    node: Name = ""
 
 
 class RunRequest(JobOptions, frozen=True, kw_only=True, tag=True):
@@ -63,7 +71,8 @@ class JobsReply(msgspec.Struct, frozen=True, tag=True):
 
 class NodeInfo(msgspec.Struct, frozen=True):
     """A node as an agent sees it. ``role`` is leader, member, or empty outside the view;
-    ``latency_ms`` is one-way (0: not measured)."""
+    ``latency_ms`` is one-way (0: not measured). ``runs_for``: whose jobs it runs, in words (empty:
+    not told)."""
 
     node: Name
     name: Name
@@ -78,6 +87,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
     memory_bytes: int = 0
     accelerators: tuple[Name, ...] = ()
     samples_per_s: float | None = None
+    runs_for: Text = ""
+    paused: bool = False
 
 
 class NodesReply(msgspec.Struct, frozen=True, tag=True):
@@ -106,7 +117,13 @@ class CommandResult(msgspec.Struct, frozen=True, tag=True):
 
 JobReply = JobNote | Shown | JobStatus | JobEnded
 Request = (
-    NodesRequest | RotateRequest | ContinueRequest | RunRequest | InterruptRequest | JobsRequest
+    NodesRequest
+    | RotateRequest
+    | ContinueRequest
+    | ShareRequest
+    | RunRequest
+    | InterruptRequest
+    | JobsRequest
 )
 Reply = NodesReply | CommandResult | JobsReply | JobReply
 

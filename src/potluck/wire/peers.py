@@ -2,8 +2,9 @@
 
 Each message is a tagged msgpack struct with a little-endian u32 length in front, of at most
 ``MAX_MESSAGE`` (1 MiB), which is checked before memory is allocated. Messages of the membership
-protocol are in ``nodes.py``, about jobs in ``jobs.py``, about nodes and links in ``facts.py``. This
-file has introductions, changes of the secret, and code packages.
+protocol are in ``nodes.py``, about jobs in ``jobs.py``, about nodes and links in ``facts.py``,
+about whose jobs a node runs in ``sharing.py``. This file has introductions, changes of the secret,
+and code packages.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import JobMessage
 from potluck.wire.names import Digest, Name, Text, Versions
 from potluck.wire.nodes import NodeMessage
+from potluck.wire.sharing import Offer
 
 MAX_MESSAGE = 1 << 20
 MAX_PART = 256 * 1024
@@ -107,6 +109,7 @@ PeerMessage = (
     | JobMessage
     | Facts
     | Measured
+    | Offer
 )
 
 MESSAGE: MessageFormat[PeerMessage] = MessageFormat(

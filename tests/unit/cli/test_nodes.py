@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from potluck.cli import nodes
@@ -50,6 +51,14 @@ def test_what_is_not_known_yet_is_not_made_up(
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines()]
     assert ["vm bbbbbbbb", "member", "up", "10.0.0.7", "-", "-", "-", "-"] in rows
     assert ["vm aaaaaaaa → vm bbbbbbbb", "-", "-", "-", "?"] in rows
+
+
+def test_what_an_owner_does_not_give_to_all_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    changed = msgspec.structs.replace(info(FIRST, "ada"), runs_for="all but bob", paused=True)
+    nodes.show_nodes(reply(changed, msgspec.structs.replace(info(SECOND, "bob"), runs_for="all")))
+    shown = capsys.readouterr().out
+    assert "  ada: paused by its owner; runs jobs of: all but bob\n" in shown
+    assert "  bob:" not in shown
 
 
 def test_a_name_with_brackets_is_shown_as_it_is(

@@ -11,6 +11,7 @@ from potluck.cluster.jobs.process import Launch
 from potluck.cluster.links.local import Commands
 from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.names import NodeNames
+from potluck.cluster.sharing.offers import Offers
 from potluck.cluster.topology.surveyor import Surveyor
 
 
@@ -29,6 +30,7 @@ class AgentParts:
     links: PeerLinks
     plane: ControlPlane
     surveyor: Surveyor
+    offers: Offers
     commands: Commands
     log: JobLog
     note: Callable[[str], None]

@@ -22,17 +22,20 @@ from potluck.background import Alarm
 from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.chaos import parse_chaos
 from potluck.cluster.jobs.endings import Endings
+from potluck.cluster.jobs.faults import Faults
 from potluck.cluster.jobs.group_agreement import GroupAgreement
 from potluck.cluster.jobs.groups import events, membership
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, State
-from potluck.cluster.jobs.journal import Journal
+from potluck.cluster.jobs.journal import Journal, first_line, lost_text
+from potluck.cluster.jobs.orders import Orders
 from potluck.cluster.jobs.output_relay import OutputRelay
 from potluck.cluster.jobs.placement import Placement
 from potluck.cluster.jobs.process import free_port
 from potluck.cluster.jobs.roll_call import RollCall
 from potluck.cluster.jobs.status import missing_workers, status_of
 from potluck.cluster.jobs.summary import Summary, summarize
-from potluck.system import SIGCONT, SIGKILL, SIGSTOP
+from potluck.cluster.jobs.withdrawals import Withdrawals
+from potluck.system import SIGKILL
 from potluck.wire import jobs, worker_link
 from potluck.wire.greeting import PLAIN
 from potluck.wire.nodes import JobGroup, View
@@ -64,7 +67,20 @@ class JobController:
         ``before`` in the view before this one, and whose workers were started for ``world``."""
         names = tuple(each.worker for each in places)
         self.spec = spec
-        self.placement = Placement(spec, places, agent.names, agent.links.introduction)
+        self.placement = Placement(
+            spec,
+            places,
+            agent.names,
+            agent.links.introduction,
+            lambda node: agent.offers.objection(node, spec.starter),
+        )
+        self._orders = Orders(spec.job, self.placement, agent.links)
+        self._faults = Faults(parse_chaos(spec.chaos), self._orders, self.note)
+        self._withdrawals = Withdrawals(
+            lambda node: agent.offers.refusal(node, spec.starter),
+            leave=self._withdraw,
+            ask=self.order,
+        )
         self.world = world or jobs.WorldSpec(members=names, master_port=spec.master_port)
         self.has_begun = not is_new
         self.num_interrupts = 0
@@ -75,17 +91,18 @@ class JobController:
         self._reported: set[str] = set()
         self._held: deque[tuple[str, jobs.FromNode]] | None = None
         self._looked_at = float("-inf")
-        self._chaos = parse_chaos(spec.chaos)
         self._groups = GroupAgreement(spec.job, view.group(spec.job))
         self._journal = Journal(names, time.monotonic())
         self._output = OutputRelay(agent, spec, lambda: spec.starter in self._nodes)
         self._endings = Endings(
-            tell=self._tell,
-            signal=self._signal,
+            tell=self._orders.tell,
+            signal=self._orders.signal,
             state_of=lambda worker: self.state.worker(worker),
             note=self.note,
         )
-        self._roll_call = RollCall(self._missing, self.note)
+        self._roll_call = RollCall(
+            lambda: missing_workers(self.state, self._journal, self.placement.label), self.note
+        )
         self.state: State
         self._events: deque[events.Event] = deque()
         self._is_handling = False
@@ -98,6 +115,7 @@ class JobController:
         else:
             self.state = membership.take_over(names, policy, view.epoch, group, self.world)
             self._tell_of_take_over(view, before)
+            self.offers_changed()
 
     def _tell_of_take_over(self, view: View, before: JobGroup | None) -> None:
         names = self._agent.names
@@ -154,6 +172,28 @@ class JobController:
         """Send ``node`` the job and its places, maybe not for the first time."""
         self._agent.links.send(node, jobs.Order(self.spec, self.placement.places, self.world))
 
+    def offers_changed(self) -> None:
+        """A node takes part in this job from now on, or not any more, as its owner wishes."""
+        if not self.has_begun:
+            return
+        before = self.placement.places
+        self._withdrawals.look(self.placement.nodes)
+        self._take_in()
+        if self.placement.places != before:
+            for node in sorted(self._nodes):
+                self.order(node)
+
+    def _withdraw(self, node: str, refusal: str) -> None:
+        """The owner takes ``node`` out of the job; the node ends its workers by itself."""
+        gone, reason = self.placement.at(node), f"{self._agent.names.called(node)}: {refusal}"
+        self._groups.away(gone)
+        self.note(reason)
+        self._handle(events.Away(tuple(filter(self._knows, gone)), reason))
+
+    def _take_in(self) -> None:
+        if not (self.state.num_finished or self.state.stopping):
+            self.placement.take_in(sorted(self._nodes), self.note)
+
     def hold(self) -> None:
         """No majority can be reached: keep the nodes' messages until ``installed``."""
         self._held = self._held or deque(maxlen=10_000)
@@ -177,8 +217,8 @@ class JobController:
             elif gone:
                 self.note(reason)
         self._nodes = set(view.nodes)
-        if self.has_begun and not (self.state.num_finished or self.state.stopping):
-            self.placement.take_in(view.nodes, self.note)
+        if self.has_begun:
+            self._take_in()
         for node in view.nodes:
             self.order(node)
         self._want_all_hold()
@@ -214,7 +254,7 @@ class JobController:
             return
         event = message.event if isinstance(message, jobs.Happened) else message
         if isinstance(event, worker_link.Said):
-            self.note(f"{self._sayer(event.worker, node)}{event.text}")
+            self.note(f"{self.placement.sayer(event.worker, node)}{event.text}")
         elif self.placement.node_of(event.worker) != node or not self._knows(event.worker):
             return
         elif isinstance(event, jobs.Output):
@@ -224,16 +264,15 @@ class JobController:
         else:
             self._happened(event, node)
 
-    def _sayer(self, worker: str, node: str) -> str:
-        if not self.spec.is_local:
-            return f"{self._agent.names.label(node)}: "
-        return f"worker {worker}: " if worker else ""
-
     def _knows(self, worker: str) -> bool:
         return any(each.name == worker for each in self.state.workers)
 
     def _report(self, node: str, told: jobs.Reported) -> None:
+        if node in self._withdrawals and self._withdrawals.is_out(node, told):
+            return
         if told.error:
+            if node not in self.placement.nodes:
+                return  # it may lead the job, but runs no workers of it
             tell = self.note if self.has_begun else self.refuse
             tell(f"{self._agent.names.called(node)} can't run the job: {told.error}")
             return
@@ -256,6 +295,7 @@ class JobController:
             where = ", ".join(map(self._agent.names.label, self.placement.nodes))
             count = len(self.placement.places)
             self.note(f"starting {count} worker{'s' if count > 1 else ''} on {where}")
+            self.placement.note_unfit(sorted(self._nodes), self.note)
         if self.spec.wire == PLAIN:
             self.note("links between workers are plain: whoever is on the wire reads along")
         self._act(self._first_actions)
@@ -269,14 +309,14 @@ class JobController:
         state, worker = self.state, self.state.worker(name)
         if worker.phase is Phase.STOPPING and state.world.is_fixed and not state.stopping:
             if is_alive:  # its node may not have heard of it
-                self._signal((name,), signal.SIGTERM if state.world.broken else SIGKILL)
+                self._orders.signal((name,), signal.SIGTERM if state.world.broken else SIGKILL)
             else:  # it ended with its agent, which is another now
                 self._journal.facts_of(name).exit_code = -SIGKILL
                 self._handle(jobs.Exited(name, -SIGKILL))
         elif is_alive or worker.phase in (Phase.GONE, Phase.WAITING, Phase.SPARE):
             pass
         elif worker.phase is Phase.STARTING:
-            self._start(name, worker.attempt)
+            self._orders.start(name, worker.attempt)
         elif worker.alive and worker.phase is not Phase.STOPPING:
             self._groups.ended(name)
             self._handle(events.Away((name,), f"worker {name} did not outlive its agent"))
@@ -287,6 +327,8 @@ class JobController:
     def _happened(self, event: jobs.Event, node: str) -> None:
         now, worker = time.monotonic(), self.state.worker(event.worker)
         facts = self._journal.facts_of(event.worker)
+        if node in self._withdrawals and not isinstance(event, jobs.Exited | jobs.OutputEnded):
+            return
         match event:
             case jobs.Started(_, attempt, pid):
                 if attempt == worker.attempt:
@@ -295,8 +337,8 @@ class JobController:
                 self._output.ended(name, attempt)
             case worker_link.Waiting(_, epoch):
                 self._look_at_members(epoch)
-            case worker_link.ChaosDue(name, epoch, step):
-                self._chaos_due(name, epoch, step)
+            case worker_link.ChaosDue():
+                self._faults.due(event, self.state)
             case worker_link.WorkerProgress():
                 for note in self._journal.progress(event, now):
                     self._output.note(note.text)
@@ -319,7 +361,10 @@ class JobController:
                     return
                 self._groups.ended(name)
                 facts.exit_code = code
-                self._handle(event)
+                if node in self._withdrawals:
+                    self.offers_changed()  # its owner may have given it again already
+                else:
+                    self._handle(event)
             case jobs.Stalled(name, reason):
                 label = self.placement.label(name)
                 where = f" on {label}" if label else ""
@@ -343,20 +388,7 @@ class JobController:
         group, now = self.state.group(epoch), time.monotonic()
         if group is not None and now - self._looked_at >= _LOOK_AGAIN_S:
             self._looked_at = now
-            self._tell(group.members, worker_link.Probe(_A_LOOK))
-
-    def _chaos_due(self, worker: str, epoch: int, step: int) -> None:
-        group = self.state.group(epoch)
-        rank = group.members.index(worker) if group and worker in group.members else -1
-        for fault in self._chaos.due(rank, step):
-            self.note(f"chaos: {fault}")
-            names = tuple(each.name for each in self.state.workers)
-            hit = (worker,) if fault.rank is not None else names
-            self._signal(hit, SIGSTOP if fault.seconds else SIGKILL)
-            if fault.seconds:
-                loop = asyncio.get_running_loop()
-                loop.call_later(fault.seconds, self._signal, hit, SIGCONT)
-        self._tell((worker,), worker_link.ChaosDone(step))
+            self._orders.tell(group.members, worker_link.Probe(_A_LOOK))
 
     def interrupted(self, message: jobs.InterruptJob) -> None:
         """The operator wants the job to end."""
@@ -378,24 +410,24 @@ class JobController:
                 case events.EndGroup():
                     self._end_group(action)
                 case events.SendProbe(probe, to):
-                    self._tell(to, worker_link.Probe(probe))
+                    self._orders.tell(to, worker_link.Probe(probe))
                 case events.BeginWorld():
                     self._begin_world(action)
                 case events.EndWorld(workers, lost, cause, reason):
                     for worker in lost:
-                        self._journal.lost(worker, _lost_text(worker, cause), time.monotonic())
-                    self.note(_first_line(reason))
+                        self._journal.lost(worker, lost_text(worker, cause), time.monotonic())
+                    self.note(first_line(reason))
                     self._endings.terminate(workers)
                 case events.Start(worker, attempt, reason, alone):
                     if attempt and alone:
                         self.note(f"starting worker {worker} again ({reason})")
                     self._journal.started(worker)
-                    self._start(worker, attempt)
+                    self._orders.start(worker, attempt)
                 case events.Kill(workers, reason):
                     self.note(reason)
-                    self._signal(workers, SIGKILL)
+                    self._orders.signal(workers, SIGKILL)
                 case events.EndWorkers(workers, number, reason):
-                    self.note(f"stopping worker {', '.join(workers)}: {_first_line(reason)}")
+                    self.note(f"stopping worker {', '.join(workers)}: {first_line(reason)}")
                     if number:
                         self._endings.interrupt(workers, number)
                     else:
@@ -422,29 +454,15 @@ class JobController:
 
     def _end_group(self, action: events.EndGroup) -> None:
         if not self.state.stopping:
-            why = _first_line(action.reason).split(";")[0]
+            why = first_line(action.reason).split(";")[0]
             text = f"epoch {action.epoch} ended ({why})"
             if action.worker:
-                text = _lost_text(action.worker, why)
+                text = lost_text(action.worker, why)
             self._journal.lost(action.worker, text, time.monotonic())
             self.note(action.reason)
         cause = worker_link.clip(action.reason)
         over = worker_link.GroupOver(action.epoch, action.worker, action.certain, cause)
-        self._tell(action.to, over)
-
-    # Orders to the nodes of workers.
-
-    def _start(self, worker: str, attempt: int) -> None:
-        for node in self.placement.by_node((worker,)):
-            self._agent.links.send(node, jobs.StartWorker(self.spec.job, worker, attempt))
-
-    def _tell(self, names: Sequence[str], message: worker_link.FromAgent) -> None:
-        for node, here in self.placement.by_node(names).items():
-            self._agent.links.send(node, jobs.TellWorkers(self.spec.job, here, message))
-
-    def _signal(self, workers: Sequence[str], number: int) -> None:
-        for node, names in self.placement.by_node(workers).items():
-            self._agent.links.send(node, jobs.SignalWorkers(self.spec.job, names, number))
+        self._orders.tell(action.to, over)
 
     # For people.
 
@@ -464,9 +482,6 @@ class JobController:
             now=time.monotonic(),
         )
 
-    def _missing(self) -> str:
-        return missing_workers(self.state, self._journal, self.placement.label)
-
     async def all_read(self) -> None:
         """Return when the output of all ended workers was passed on; see ``OutputRelay``."""
         await self._output.all_read(lambda worker: self.placement.node_of(worker) in self._nodes)
@@ -478,16 +493,7 @@ class JobController:
             script=self.spec.script,
             state=self.state,
             journal=self._journal,
-            unfired=[str(fault) for fault in self._chaos.waiting],
+            unfired=self._faults.unfired,
             python=sys.executable,
             now=time.monotonic(),
         )
-
-
-def _lost_text(worker: str, why: str) -> str:
-    """``worker 2 lost (killed by SIGKILL (9))``, from a reason that may begin with the worker."""
-    return f"worker {worker} lost ({_first_line(why).removeprefix(f'worker {worker} ')})"
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else ""

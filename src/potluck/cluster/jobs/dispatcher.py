@@ -75,6 +75,7 @@ class JobDispatcher:
         agent.links.on(jobs.JobMessage, self.received)
         agent.links.on_linked.append(lambda node, introduction, namespace: self.linked(node))
         agent.plane.listeners.append(self.act)
+        agent.offers.listeners.append(self._offers_changed)
         agent.commands.on(local.RunRequest, self._run_asked)
         agent.commands.on(local.InterruptRequest, self._interrupt_asked)
         agent.commands.on(local.JobsRequest, self._status_asked)
@@ -128,17 +129,19 @@ class JobDispatcher:
         """Return when the view has as many nodes as ``request`` asks for."""
 
         def here() -> str:
-            nodes = () if self._agent.plane.view is None else self._agent.plane.view.nodes
-            names = ", ".join(self._agent.names.label(node) for node in nodes)
-            return f"{len(nodes)} of at least {request.min_nodes} machines ({names})"
+            names = ", ".join(self._agent.names.label(node) for node in self._willing(me))
+            count = f"{len(self._willing(me))} of at least {request.min_nodes} machines"
+            return f"{count} ({names})" if names else count
 
         def are_enough() -> bool:
-            view = self._agent.plane.view
-            return view is not None and len(view.nodes) >= request.min_nodes
+            return len(self._willing(me)) >= request.min_nodes
+
+        me = self._agent.me
 
         if are_enough():
             return
         note = f"in the cluster: {here()}; waiting {request.wait_s:g} s for the others"
+        note += self._refusals(me)
         client.take(jobs.JobNote(job, note))
         try:
             async with asyncio.timeout(request.wait_s):
@@ -148,13 +151,33 @@ class JobDispatcher:
             raise ConfigurationError(
                 f"in the cluster: {here()}, after {request.wait_s:g} s; start `potluck up` on the "
                 "others, or give fewer with --min-nodes (POTLUCK_MIN_PEERS), or a longer --wait"
+                f"{self._refusals(me)}"
             ) from None
 
     def _receivers(self) -> list[str]:
-        """The names of the other nodes of the view: a job's folder goes to all."""
-        view, me = self._agent.plane.view, self._agent.me
-        nodes = () if view is None else view.nodes
-        return [self._agent.names.label(node) for node in nodes if node != me]
+        """The names of the other nodes that get a job's folder: those that run this node's jobs."""
+        me = self._agent.me
+        return [self._agent.names.label(node) for node in self._willing(me) if node != me]
+
+    def _willing(self, starter: str) -> tuple[str, ...]:
+        """The nodes of the view that run jobs of ``starter``."""
+        nodes = () if self._agent.plane.view is None else self._agent.plane.view.nodes
+        return tuple(n for n in nodes if not self._agent.offers.objection(n, starter))
+
+    def _refusals(self, starter: str) -> str:
+        """Why the other nodes of the view run no jobs of ``starter``, to be put after a text."""
+        nodes = () if self._agent.plane.view is None else self._agent.plane.view.nodes
+        told = ((node, self._agent.offers.objection(node, starter)) for node in nodes)
+        return "".join(f". {self._agent.names.called(node)}: {why}" for node, why in told if why)
+
+    def _offers_changed(self) -> None:
+        """This machine's owner, or another's, changed whose jobs run there."""
+        self._view_changed.set()
+        self._view_changed = asyncio.Event()
+        for controller in list(self._controllers.values()):
+            controller.offers_changed()
+        for runner in list(self.runners.values()):
+            runner.offers_changed()
 
     def _must_wait(self) -> bool:
         return any(watched.client.is_behind for watched in self._watched.values())
@@ -304,9 +327,11 @@ class JobDispatcher:
                 raise ConfigurationError("this node does not lead the cluster, or not for you")
             if len(self._controllers) >= jobs.MAX_JOBS:
                 raise ConfigurationError(f"the cluster runs {jobs.MAX_JOBS} jobs already")
-            controller = JobController(
-                self._agent, spec, place(spec, view.nodes, ()), view, is_new=True
-            )
+            places = place(spec, self._willing(spec.starter), ())
+            if not places:
+                refusals = self._refusals(spec.starter)
+                raise ConfigurationError(f"no machine runs this job{refusals}")
+            controller = JobController(self._agent, spec, places, view, is_new=True)
             objection = controller.placement.objection(view)
             if objection:
                 raise ConfigurationError(objection)

@@ -208,3 +208,13 @@ class Journal:
             parts.append(f"step {recovery.step} run again")
         parts.append(f"training on after {recovery.recovered_s:.2f} s")
         self.note(", ".join(parts), now)
+
+
+def lost_text(worker: str, why: str) -> str:
+    """``worker 2 lost (killed by SIGKILL (9))``, from a reason that may begin with the worker."""
+    return f"worker {worker} lost ({first_line(why).removeprefix(f'worker {worker} ')})"
+
+
+def first_line(text: str) -> str:
+    """The first line of ``text`` that is not empty."""
+    return text.strip().splitlines()[0] if text.strip() else ""

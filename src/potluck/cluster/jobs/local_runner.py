@@ -38,6 +38,7 @@ _MAX_KEPT_LINES = 1000
 _BRING_S = 10.0
 _BRING_AGAIN_S = 0.2
 _LAST_MESSAGES_S = 1.0
+_WITHDRAW_S = 3.0
 
 _Link = aio.MessageLink[worker_link.FromWorker, worker_link.FromAgent]
 
@@ -66,6 +67,7 @@ class LocalRunner:
         self._must_wait = must_wait
         self._launch: Launch | None = None
         self._error = ""
+        self._is_withdrawing = False
         self._reports = WorkerReports()
         self._unsent: deque[jobs.Output] = deque(maxlen=_MAX_KEPT_LINES)
         self._processes: dict[str, WorkerProcess] = {}
@@ -106,6 +108,8 @@ class LocalRunner:
         spec = self.spec
         folder: Path | None = None
         try:
+            if refusal := self._refusal():
+                raise ConfigurationError(refusal)
             if spec.package is not None:
                 if not self._code_store.has(spec.package):
                     await self._bring(spec.package)
@@ -172,6 +176,8 @@ class LocalRunner:
         """Start ``worker``. If it can't be started, its exit code is 127."""
         if worker in self._alive or not self._reports.is_new(worker, attempt):
             return
+        if self._refusal():
+            return  # the leader has not heard of it yet
         self._reports.starting(worker, attempt, self.world.number)
         unlinked = self._unlinked[worker] = asyncio.Event()
         unlinked.set()
@@ -189,6 +195,34 @@ class LocalRunner:
         self._processes[worker] = process
         self._alive.add(worker)
         self._happened(jobs.Started(worker, attempt, process.pid))
+
+    # Whether the owner of this machine lets the job run here.
+
+    def _refusal(self) -> str:
+        return self._agent.offers.refusal(self._agent.me, self.spec.starter)
+
+    def offers_changed(self) -> None:
+        """The owner may have changed that: end the workers here, or take part again."""
+        if self._refusal():
+            if self._alive and not self._is_withdrawing:
+                self._is_withdrawing = True
+                self._tasks.start(self._withdraw())
+        elif self._error:
+            self._error = ""
+            self._preparing = self._tasks.start(self._prepare())
+        elif self._launch is not None:
+            self._report()
+
+    async def _withdraw(self) -> None:
+        """End the workers here by SIGTERM, those that are left by SIGKILL."""
+        leaving = {name: self._processes[name] for name in self._alive}
+        for process in leaving.values():
+            process.signal(signal.SIGTERM)
+        await asyncio.sleep(_WITHDRAW_S)
+        for name in leaving.keys() & self._alive:
+            if self._processes[name] is leaving[name]:
+                leaving[name].signal(SIGKILL)
+        self._is_withdrawing = False
 
     def _variables(self, worker: str, attempt: int) -> dict[str, str]:
         """The variables that tell ``worker`` its place in its world. Workers that came later have

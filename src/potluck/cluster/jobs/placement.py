@@ -33,7 +33,8 @@ def place(
 
 class Placement:
     """The ``places`` of the workers of the job of ``spec``. ``introduction(node)`` is that of a
-    node with a link."""
+    node with a link; ``unwilling(node)`` says why a node runs no jobs of this starter, and is empty
+    if it does."""
 
     def __init__(
         self,
@@ -41,13 +42,15 @@ class Placement:
         places: Places,
         names: NodeNames,
         introduction: Callable[[str], Introduction | None],
+        unwilling: Callable[[str], str],
     ) -> None:
         self.places = places
         self._names = names
         self._introduction = introduction
         self._spec = spec
         self._node_of = {each.worker: each.node for each in places}
-        self._unfit: set[str] = set()
+        self._unwilling = unwilling
+        self._unfit: dict[str, str] = {}
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -75,6 +78,12 @@ class Placement:
         node = self.node_of(worker)
         return "" if node is None or self._spec.is_local else self._names.label(node)
 
+    def sayer(self, worker: str, node: str) -> str:
+        """What to put before a line that ``node`` tells people, about ``worker`` or no worker."""
+        if not self._spec.is_local:
+            return f"{self._names.label(node)}: "
+        return f"worker {worker}: " if worker else ""
+
     def objection(self, view: View) -> str:
         """Why the job can't be begun in ``view``; empty if it can."""
         texts = [text for node in sorted(self.nodes) for text in self._differences(node)]
@@ -87,14 +96,29 @@ class Placement:
         others can't."""
         fitting, taken = [], set(self.nodes)
         for node in nodes:
-            if node in taken or not (texts := self._differences(node)):
+            if node in taken or self._is_fit(node, note):
                 fitting.append(node)
-            elif node not in self._unfit:
-                self._unfit.add(node)
-                note(f"a node can't take part: {'; '.join(texts)}")
         added = place(self._spec, fitting, self.places)
         self.places += added
         self._node_of |= {each.worker: each.node for each in added}
+
+    def note_unfit(self, nodes: Iterable[str], note: Callable[[str], None]) -> None:
+        """Tell which of ``nodes`` have no place and can't take part, and why."""
+        for node in nodes:
+            if node not in self.nodes:
+                self._is_fit(node, note)
+
+    def _is_fit(self, node: str, note: Callable[[str], None]) -> bool:
+        """Whether ``node`` can take part; ``note`` gets the reason if not, once."""
+        text, unwilling = "; ".join(self._differences(node)), self._unwilling(node)
+        if text:
+            text = f"a node can't take part: {text}"
+        elif unwilling:
+            text = f"{self._names.called(node)} takes no part: {unwilling}"
+        if text and text != self._unfit.get(node):
+            note(text)
+        self._unfit[node] = text
+        return not text
 
     def _differences(self, node: str) -> list[str]:
         called, said = self._names.called(node), self._introduction(node)

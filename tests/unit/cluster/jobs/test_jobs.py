@@ -43,6 +43,7 @@ class Machine:
         self.listeners: list[object] = []
         self.launched: list[str] = []
         self.unreachable: set[str] = set()
+        self.refusals: dict[str, str] = {}
         self.names = NodeNames(ME, ME)
         for node in (LEADER, EVE):
             self.names.met(node, node)
@@ -58,6 +59,7 @@ class Machine:
             links=me,
             plane=me,
             surveyor=me,
+            offers=me,
             commands=me,
             log=me,
             note=self.note,
@@ -87,6 +89,11 @@ class Machine:
 
     def introduction(self, node: str) -> peers.Introduction:
         return peers.Introduction(1, node, 1, own_versions())
+
+    def refusal(self, node: str, starter: str) -> str:
+        return self.refusals.get(node, "")
+
+    objection = refusal
 
     def unsent(self, node: str) -> int:
         return 0
@@ -217,6 +224,117 @@ def test_an_order_of_anybody_else_is_refused_and_said(tmp_path: Path) -> None:
         "eve (eve) does not lead the cluster, and ordered a job: nothing is run for it"
     ]
     assert not [m for _, m in machine.sent if isinstance(m, peers.PartWanted | jobs.Reported)]
+
+
+def test_nothing_runs_that_the_owner_does_not_allow_whatever_the_leader_orders(
+    tmp_path: Path,
+) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
+        machine.refusals[ME] = "its owner does not let it run jobs of leader"
+        install(machine, all_jobs, view(LEADER, ME))
+        order = jobs.Order(spec(package, LEADER), (jobs.WorkerPlace("0", ME, 0),))
+        all_jobs.received(LEADER, order)
+        all_jobs.received(LEADER, jobs.StartWorker("job", "0", 0))
+        async with asyncio.timeout(20):
+            while not reports(machine):
+                await asyncio.sleep(0)
+        all_jobs.received(LEADER, jobs.StartWorker("job", "0", 0))
+        assert machine.launched == []
+        machine.refusals.clear()
+        all_jobs._offers_changed()
+        async with asyncio.timeout(20):
+            while not machine.launched:
+                await asyncio.sleep(0)
+
+    machine = play(tmp_path, story)
+    said = [message for _, message in machine.sent if isinstance(message, jobs.Reported)]
+    assert said[0].error == "its owner does not let it run jobs of leader"
+    assert machine.launched == ["job"], "it is allowed now"
+
+
+def placed(all_jobs: JobDispatcher) -> list[str]:
+    return sorted(place.node for place in all_jobs._controllers["job"].placement.places)
+
+
+def phases(all_jobs: JobDispatcher) -> dict[str, str]:
+    """The phase of the worker at each node, as the leader sees it."""
+    [controller] = all_jobs._controllers.values()
+    places = {place.worker: place.node for place in controller.placement.places}
+    return {places[each.worker]: each.phase for each in controller.status().workers}
+
+
+def test_the_leader_leaves_out_a_machine_whose_owner_does_not_allow_the_starter(
+    tmp_path: Path,
+) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
+        machine.refusals[EVE] = "its owner does not let it run jobs of leader"
+        install(machine, all_jobs, view(ME, LEADER, EVE))
+        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
+        assert placed(all_jobs) == [LEADER, ME]
+        for node in (ME, LEADER):
+            all_jobs.received(node, jobs.Reported("job"))
+        notes = [each.text for _, each in machine.sent if isinstance(each, jobs.JobNote)]
+        assert "eve (eve) takes no part: its owner does not let it run jobs of leader" in notes
+        all_jobs.received(EVE, jobs.Reported("job", error=machine.refusals[EVE]))
+        assert phases(all_jobs) == {LEADER: "starting", ME: "starting"}
+        machine.refusals.clear()
+        all_jobs._offers_changed()
+        assert placed(all_jobs) == [EVE, LEADER, ME], "the job grows"
+
+    play(tmp_path, story)
+
+
+def test_a_job_that_no_owner_allows_is_refused_with_each_reason(tmp_path: Path) -> None:
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        machine.refusals = {ME: "not for you", LEADER: "its owner paused it"}
+        install(machine, all_jobs, view(ME, LEADER))
+        machine.sent.clear()
+        all_jobs.received(LEADER, jobs.Submit(spec(bytes(32), LEADER)))
+        [(to, answer)] = machine.sent
+        assert to == LEADER
+        assert answer == jobs.Submitted(
+            "job",
+            "no machine runs this job. me (me): not for you. leader (leader): its owner paused it",
+        )
+
+    play(tmp_path, story)
+
+
+def test_a_paused_machine_leaves_the_job_and_comes_back(tmp_path: Path) -> None:
+    """What its workers say once it has left changes nothing, also if they end by their signal."""
+
+    async def story(machine: Machine, all_jobs: JobDispatcher, code_store: CodeStore) -> None:
+        package = await package_of(code_store, tmp_path / "code")
+        install(machine, all_jobs, view(ME, LEADER, EVE))
+        all_jobs.received(LEADER, jobs.Submit(spec(package, LEADER)))
+        for node in (ME, LEADER, EVE):
+            all_jobs.received(node, jobs.Reported("job"))
+        [worker] = all_jobs._controllers["job"].placement.at(EVE)
+        machine.refusals[EVE] = "its owner paused it"
+        all_jobs._offers_changed()
+        others = {LEADER: "starting", ME: "starting"}
+        assert phases(all_jobs) == others | {EVE: "away"}
+        for late in (
+            worker_link.Ready(worker, port=1, pid=1),
+            worker_link.Failed(worker, "terminated"),
+        ):
+            all_jobs.received(EVE, jobs.Happened("job", late))
+        busy = jobs.Reported("job", (jobs.Seen(worker, 0, 0, True),))
+        all_jobs.received(EVE, busy)
+        assert phases(all_jobs)[EVE] == "away"
+        machine.refusals.clear()
+        all_jobs._offers_changed()
+        all_jobs.received(EVE, busy)
+        assert phases(all_jobs)[EVE] == "away", "its old worker is still ending"
+        all_jobs.received(EVE, jobs.Happened("job", jobs.Exited(worker, -15, 0)))
+        all_jobs.received(EVE, jobs.Reported("job", (jobs.Seen(worker, 0, 0, False),)))
+        assert phases(all_jobs) == others | {EVE: "starting"}
+        [controller] = all_jobs._controllers.values()
+        assert controller.state.worker(worker).restarts == 0, "that was no failure"
+
+    play(tmp_path, story)
 
 
 def test_nobody_outside_the_view_or_in_anothers_name_can_submit_a_job(tmp_path: Path) -> None:

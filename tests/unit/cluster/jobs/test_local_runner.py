@@ -51,6 +51,7 @@ class Machine:
             links=me,
             plane=me,
             surveyor=me,
+            offers=me,
             commands=me,
             log=me,
             note=print,
@@ -69,6 +70,9 @@ class Machine:
         self, worker: str, variables: dict[str, str], on_exit: Callable[[int], None]
     ) -> Machine:
         return self
+
+    def refusal(self, node: str, starter: str) -> str:
+        return ""
 
     def signal(self, number: int) -> None:
         pass

@@ -1,0 +1,80 @@
+"""``Questions``: asks the owner at the terminal of ``potluck up`` whose scripts may run here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from potluck.system import has_terminal
+
+_MAX_LINE = 1024
+
+
+class Undecided(Protocol):
+    """The owner's decisions, as ``Offers`` has them."""
+
+    def undecided(self) -> tuple[str, ...]:
+        """The nodes about which the owner is to be asked."""
+
+    def decide(self, node: str, *, is_allowed: bool) -> None:
+        """The owner's answer."""
+
+
+class Questions:
+    """Asks about one node at a time. ``look`` when there may be new ones, ``answer`` with each line
+    of the owner; ``say`` prints."""
+
+    def __init__(
+        self,
+        offers: Undecided,
+        called: Callable[[str], str],
+        user: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._offers = offers
+        self._called = called
+        self._user = user
+        self._say = say
+        self._asked = ""
+
+    def look(self) -> None:
+        """Ask about the first node that is undecided, unless it was asked about last."""
+        waiting = self._offers.undecided()
+        if self._asked in waiting:
+            return
+        self._asked = waiting[0] if waiting else ""
+        if self._asked:
+            self._ask()
+
+    def answer(self, line: str) -> None:
+        """The owner wrote ``line``."""
+        word, node = line.strip().lower(), self._asked
+        if not node:
+            return
+        if word not in ("y", "yes", "n", "no"):
+            self._ask()
+            return
+        self._asked = ""
+        self._offers.decide(node, is_allowed=word.startswith("y"))
+
+    def _ask(self) -> None:
+        name = self._called(self._asked)
+        self._say(f"may scripts of {name} run on this machine, as {self._user}? y or n, then Enter")
+
+
+def read_answers(take: Callable[[str], None]) -> None:
+    """Give each line that the owner writes to ``take``, in the event loop, until there is no
+    terminal in the foreground any more."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        # A process in the background that reads from the terminal is stopped by it.
+        line = os.read(0, _MAX_LINE) if has_terminal() else b""
+        if not line:
+            loop.remove_reader(0)
+            return
+        take(line.decode(errors="replace"))
+
+    loop.add_reader(0, read)

@@ -1,0 +1,101 @@
+"""``potluck allow``, ``deny``, ``pause`` and ``resume``: what the owner of this machine lets others
+do here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from potluck.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from potluck.settings import Settings
+
+_Node = Annotated[
+    str,
+    typer.Argument(
+        metavar="NODE",
+        help="The node's name, its id, or at least the first 8 digits of its id.",
+        show_default=False,
+    ),
+]
+
+
+def allow(node: _Node) -> None:
+    """Let scripts that NODE starts run on this machine.
+
+    Holds until `potluck deny`, or until `potluck up --run-for` gives another rule. A running agent
+    takes part in the node's jobs at once.
+    """
+    _decide(node, is_allowed=True)
+
+
+def deny(node: _Node) -> None:
+    """Let no script that NODE starts run on this machine.
+
+    A running agent ends the workers of the node's jobs here; the jobs go on without this machine.
+    The node stays a member of the cluster; `potluck ban` takes it out.
+    """
+    _decide(node, is_allowed=False)
+
+
+def pause() -> None:
+    """Take this machine back: end all workers here, and take no new ones until `potluck resume`.
+
+    Jobs go on without this machine, those that it leads as well, and it stays in the cluster. A job
+    that runs nowhere else waits. The pause holds when the agent is started anew.
+    """
+    _ask("pause")
+
+
+def resume() -> None:
+    """Let this machine take part in jobs again, after `potluck pause`."""
+    _ask("resume")
+
+
+def find_node(settings: Settings, text: str) -> str:
+    """The id of the node that ``text`` names, by its name or its id. ConfigurationError if it names
+    none, or several."""
+    from potluck.cluster.trust.store import TrustStore
+
+    store = TrustStore(settings.home)
+    named = [each.node for each in store.nodes() if each.name == text]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        ids = ", ".join(node[:8] for node in named)
+        raise ConfigurationError(
+            f"{len(named)} nodes are called {text!r}: name one by its id: {ids}"
+        )
+    try:
+        return store.find(text)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"no node is called {text!r} here, and {error}") from None
+
+
+def _decide(text: str, *, is_allowed: bool) -> None:
+    from potluck.cluster.home.node_state import find_agent
+    from potluck.cluster.sharing.rules import decided
+    from potluck.cluster.sharing.store import SharingStore
+    from potluck.cluster.trust.credentials import load_credentials
+    from potluck.settings import load_settings
+
+    settings = load_settings()
+    node = find_node(settings, text)
+    if node == load_credentials(settings).node_id:
+        raise ConfigurationError("that is this machine, which always runs its own jobs")
+    if find_agent(settings.home) is not None:
+        _ask("allow" if is_allowed else "deny", node)
+        return
+    store = SharingStore(settings.home)
+    store.write(decided(store.read(), node, is_allowed=is_allowed))
+    word = "run" if is_allowed else "do not run"
+    typer.echo(f"potluck: jobs of {text} {word} here, once `potluck up` runs")
+
+
+def _ask(change: Literal["allow", "deny", "pause", "resume"], node: str = "") -> None:
+    from potluck.cli.agent_commands import ask
+    from potluck.wire.local import ShareRequest
+
+    ask(ShareRequest(change, node))

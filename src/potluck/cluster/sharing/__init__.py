@@ -1,0 +1,1 @@
+"""What the owner of a machine lets the other members of the cluster do there."""
