@@ -127,7 +127,7 @@ def view(*nodes: str, epoch: int = 3) -> View:
 def play(tmp_path: Path, story: Callable[[Machine, JobDispatcher, CodeStore], object]) -> Machine:
     async def run() -> Machine:
         machine = Machine()
-        code_store = CodeStore(tmp_path / "code_store", machine.send)
+        code_store = CodeStore(tmp_path / "home", ME, machine.send)
         all_jobs = JobDispatcher(machine.parts(), code_store)
         try:
             await story(machine, all_jobs, code_store)  # type: ignore[misc]
@@ -146,7 +146,8 @@ def install(machine: Machine, all_jobs: JobDispatcher, new: View) -> None:
 async def package_of(code_store: CodeStore, folder: Path) -> bytes:
     folder.mkdir()
     (folder / "train.py").write_text("print('hello')")
-    return await code_store.take_in(folder, "train.py")
+    package, _ = await code_store.take_in(folder, "train.py", ())
+    return package
 
 
 def reports(machine: Machine) -> list[str]:
@@ -425,7 +426,7 @@ def test_what_jobs_leave_behind_is_bounded(tmp_path: Path) -> None:
             code_store.close(f"job-{number}")
 
     play(tmp_path, story)
-    assert len(list((tmp_path / "code_store" / "jobs").iterdir())) == KEPT_JOBS
+    assert len(list((tmp_path / "home" / "code_store" / "jobs").iterdir())) == KEPT_JOBS
 
 
 def test_a_jobs_folder_is_kept_by_its_own_age_not_by_its_scripts(tmp_path: Path) -> None:
@@ -434,12 +435,12 @@ def test_a_jobs_folder_is_kept_by_its_own_age_not_by_its_scripts(tmp_path: Path)
         for number in range(KEPT_JOBS):
             code_store.open(package, f"job-{number}")
             code_store.close(f"job-{number}")
-        os.utime(tmp_path / "code_store" / "packages" / package.hex(), (1, 1))
+        os.utime(tmp_path / "home" / "code_store" / "packages" / package.hex(), (1, 1))
         code_store.open(package, "last")
         code_store.close("last")
 
     play(tmp_path, story)
-    assert (tmp_path / "code_store" / "jobs" / "last").is_dir()
+    assert (tmp_path / "home" / "code_store" / "jobs" / "last").is_dir()
 
 
 def test_a_folder_that_was_not_copied_whole_is_copied_again(
