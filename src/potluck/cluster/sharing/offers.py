@@ -2,7 +2,7 @@
 
 Every agent tells the others its ``Offer``, so that the leader places no worker where it would be
 refused. That is a courtesy: each machine holds to its own rules whatever the leader orders
-(``jobs/local_runner.py``).
+(``cluster/jobs/local_runner.py``).
 """
 
 from __future__ import annotations
