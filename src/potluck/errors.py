@@ -27,9 +27,14 @@ Caller's mistakes (a wrong dtype, a rank out of range) are ``TypeError`` and ``V
 
 from __future__ import annotations
 
+from potluck.printable import lines_of
+
 
 class PotluckError(Exception):
-    """Base of all errors raised by potluck."""
+    """Base of all errors raised by potluck. Its text may quote a peer, and is safe to print."""
+
+    def __str__(self) -> str:
+        return lines_of(super().__str__())
 
 
 class ConfigurationError(PotluckError):

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from potluck.errors import ConfigurationError
+from potluck.printable import MAX_NAME, PRINTABLE, name_of
 
 PREFIX = "POTLUCK_"
 
@@ -50,7 +51,14 @@ class Settings:
     home: Annotated[Path, About("directory of the node's key and the cluster's secret")] = field(
         default_factory=_default_home
     )
-    name: Annotated[str, About("what people call this machine; by default its host name")] = ""
+    name: Annotated[
+        str,
+        Meta(max_length=MAX_NAME, pattern=PRINTABLE),
+        About(
+            f"what people call this machine, at most {MAX_NAME} printable characters; by default "
+            "its host name"
+        ),
+    ] = ""
     psk: Annotated[
         str | None, About("the cluster secret, 64 hexadecimal digits; instead of the file")
     ] = field(default=None, repr=False)
@@ -119,8 +127,8 @@ class Settings:
 
     @property
     def machine_name(self) -> str:
-        """``name``, or the host name if that is empty; at most 256 characters."""
-        return (self.name or socket.gethostname())[:256]
+        """``name``, or the host name if that is empty; at most ``MAX_NAME`` characters."""
+        return name_of(self.name or socket.gethostname())
 
 
 def environment_name(setting: str) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from potluck.background import start_thread
+from potluck.printable import plain
 
 FIRST_S = 3.0
 EVERY_S = 10.0
@@ -21,7 +22,7 @@ EVERY_S = 10.0
 def to_stderr(text: str) -> None:
     """Write one line to stderr, with ``potluck`` in front."""
     with contextlib.suppress(OSError, ValueError):  # stderr is closed, here or by its reader
-        print(f"potluck: {text}", file=sys.stderr, flush=True)
+        print(f"potluck: {plain(text)}", file=sys.stderr, flush=True)
 
 
 class Reminder:

@@ -116,3 +116,70 @@ def test_a_script_that_reports_no_samples_shows_none(tmp_path: Path) -> None:
         assert terminal.finish() == 0, terminal.drawn
         assert "script.py" in terminal.drawn
         assert " samples (" not in terminal.drawn
+
+
+EVIL = r"""
+import sys
+clipboard, clear, title = "\x1b]52;c;cm0gLXJmIH4=\x07", "\x1b[2J\x1b[H", "\x9b1;1H\u202e"
+print("colours \x1b[31mred\x1b[0m stay", clipboard, clear, title)
+print("half\rpotluck: the job succeeded")
+sys.stdout.flush()
+import potluck
+ctx = potluck.init()
+ctx.report(step=1)
+raise RuntimeError("bad " + clipboard + clear + title + "\npotluck: the job succeeded")
+"""
+
+
+def obeyed(drawn: str) -> list[str]:
+    """Escape sequences in ``drawn`` that are neither colours nor those that draw the table."""
+    own = r"\x1b\[(\d*[AK]|\?25[hl])"
+    rest = re.sub(rf"\x1b\[[0-9;]*m|{own}", "", drawn)
+    return re.findall(r"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e].{0,8}", rest)
+
+
+@pytest.mark.parametrize("options", [[], ["--plain"]], ids=["table", "lines"])
+def test_a_worker_that_writes_escape_sequences_only_colours_its_lines(
+    tmp_path: Path, options: list[str]
+) -> None:
+    script = tmp_path / "evil.py"
+    script.write_text(EVIL)
+    with Terminal(*potluck_command(), "run", *options, str(script)) as terminal:
+        assert terminal.finish() == 1, terminal.drawn
+    assert obeyed(terminal.drawn) == []
+    assert "\x1b[31mred\x1b[0m stay" in terminal.drawn.replace("\x1b[39m", "")
+    assert r"\x1b]52;c;cm0gLXJmIH4=\x07" in terminal.drawn
+    lines = terminal.drawn.replace("\r", "").split("\n")
+    forged = [line for line in lines if line.startswith("potluck: the job succeeded")]
+    assert forged == [], "each line of others is in its place"
+
+
+WAITS = """
+import pathlib, sys, time
+import potluck
+ctx = potluck.init()
+print("it is up")
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+ctx.close()
+"""
+
+
+def test_status_shows_the_names_of_others_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POTLUCK_HOME", str(tmp_path / "home"))
+    script, go = tmp_path / "a\x1b]52;c;eA==\x07\x1b[2J\u202eb.py", tmp_path / "go"
+    script.write_text(WAITS)
+    with Terminal(*potluck_command(), "run", str(script), str(go)) as run:
+        run.read_until(lambda drawn: "it is up" in drawn)
+        with Terminal(*potluck_command(), "status") as status:
+            assert status.finish() == 0
+        with Terminal(*potluck_command(), "status", "--json") as json:
+            assert json.finish() == 0
+        go.touch()
+        assert run.finish() == 0, run.drawn
+    for drawn in (run.drawn, status.drawn, json.drawn):
+        assert obeyed(drawn) == []
+    assert r"\x1b]52;c;eA==" in status.drawn
+    assert r"\u202e" in json.drawn

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from potluck.cli.terminal import say
+
 if TYPE_CHECKING:
     from potluck.wire.local import Request
 
@@ -54,6 +56,6 @@ def ask(request: Request) -> None:
 
     answer = asyncio.run(ask_agent(load_settings(), request, timeout_s=_ANSWER_S))
     assert isinstance(answer, CommandResult)
-    typer.echo(f"potluck: {answer.text}", err=not answer.ok)
+    say(f"potluck: {answer.text}", err=not answer.ok)
     if not answer.ok:
         raise typer.Exit(1)

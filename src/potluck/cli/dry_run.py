@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
-
 from potluck.cli.files import as_json, check_writable, print_json
 from potluck.cli.nodes import ask_nodes
+from potluck.cli.terminal import say
 from potluck.cluster.code_store.selection import Selection, check_script, select
 from potluck.cluster.code_store.wording import in_words, links_in_words, size_in_words
 from potluck.settings import Settings
@@ -58,14 +57,16 @@ async def _other_machines(settings: Settings) -> list[str] | None:
 
 def _show(selection: Selection, machines: list[str] | None) -> None:
     for file in selection.files:
-        typer.echo(f"{size_in_words(file.size):>11}  {file.path}")
+        say(f"{size_in_words(file.size):>11}  {file.path}")
     if selection.staying:
-        typer.echo("\nNot sent:")
+        say("")
+        say("Not sent:")
     width = max((len(each.path) for each in selection.staying), default=0)
     for each in selection.staying:
-        typer.echo(f"  {each.path:<{min(width, 40)}}  {each.reason}")
-    typer.echo(f"\n{in_words(selection, machines or ())}")
+        say(f"  {each.path:<{min(width, 40)}}  {each.reason}")
+    say("")
+    say(f"{in_words(selection, machines or ())}")
     if links := links_in_words(selection):
-        typer.echo(links)
+        say(links)
     if machines is None:
-        typer.echo("This machine is in no cluster (potluck up): the job would run here, in place.")
+        say("This machine is in no cluster (potluck up): the job would run here, in place.")

@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 from potluck.errors import ConfigurationError
+from potluck.printable import json_text
 
 
 def check_writable(option: str, path: Path | None) -> None:
@@ -26,8 +27,8 @@ def check_writable(option: str, path: Path | None) -> None:
 
 
 def as_json(value: Any) -> bytes:
-    """``value`` as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=2)
+    """``value`` as indented JSON, safe to show on a terminal."""
+    return json_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()).encode()
 
 
 def print_json(value: Any) -> None:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, TextIO
 import typer
 
 from potluck.background import start_thread
+from potluck.cli.terminal import console_on, say
+from potluck.printable import coloured, paragraph, plain
 from potluck.system import SIGPIPE
 from potluck.waiting import to_stderr
 
@@ -43,9 +45,7 @@ def watcher_for(stream: TextIO, *, plain: bool) -> Watcher:
     """The live view if ``stream`` is a terminal that supports it, else plain lines."""
     if plain or not stream.isatty():
         return PlainView()
-    from rich.console import Console as TerminalConsole
-
-    console = TerminalConsole(file=stream, markup=False)
+    console = console_on(stream)
     return PlainView() if console.is_dumb_terminal else LiveView(console)
 
 
@@ -137,11 +137,12 @@ class PlainView(_View):
         assert self._job is not None
         width = max(map(len, self._job.workers), default=0)
         file = sys.stderr if stream == "stderr" else sys.stdout
-        self.write(lambda: print(f"[{worker:>{width}}] {text}", file=file, flush=True))
+        line = f"[{plain(worker):>{width}}] {coloured(text)}"
+        self.write(lambda: print(line, file=file, flush=True))
 
     def note(self, text: str) -> None:
-        for line in text.splitlines():
-            self.write(lambda line=line: print(f"potluck: {line}", flush=True))  # type: ignore[misc]
+        line = f"potluck: {paragraph(text)}"
+        self.write(lambda: print(line, flush=True))
 
 
 class LiveView(_View):
@@ -173,14 +174,14 @@ class LiveView(_View):
 
         number = worker.split(" ")[0]
         color = self._COLORS[int(number) % len(self._COLORS) if number.isdigit() else 0]
-        line = Text(f"[{worker}] ", style=color)
-        line.append(text, style="default")
+        line = Text(f"[{plain(worker)}] ", style=color)
+        line.append(Text.from_ansi(coloured(text), style="default"))
         self.write(lambda: self._console.print(line, soft_wrap=True))
 
     def note(self, text: str) -> None:
         from rich.text import Text
 
-        line = Text(f"potluck: {text}", style="bold")
+        line = Text(f"potluck: {paragraph(text)}", style="bold")
         self.write(lambda: self._console.print(line, soft_wrap=True))
 
     def end(self) -> None:
@@ -201,12 +202,12 @@ class LiveView(_View):
         state = job.status()
         loss = "" if state.loss is None or math.isnan(state.loss) else f" · loss {state.loss:.4f}"
         step = f" · step {state.step}" if state.step >= 0 else ""
-        plain = " · links not encrypted" if state.wire == PLAIN else ""
+        wire = " · links not encrypted" if state.wire == PLAIN else ""
         is_narrow = self._console.width < _WIDE
         lines = [] if state.samples is None else [_bar(state.samples, is_narrow=is_narrow)]
         table = Table(
             title=f"{Path(state.script).name} · {duration(time.time() - state.started)} · "
-            f"group {state.epoch}{step}{loss}{plain}",
+            f"group {state.epoch}{step}{loss}{wire}",
             title_justify="left",
             title_style="bold",
             box=None if is_narrow else HEAVY_HEAD,
@@ -302,12 +303,9 @@ def print_summary(summary: Summary) -> None:
     if lines:
         typer.echo("")
         for line in lines:
-            typer.echo(line)
+            say(line)
     for problem in summary.problems:
-        first, *rest = problem.strip().splitlines() or ["failed"]
-        typer.echo(f"potluck: {first}", err=True)
-        for line in rest:
-            typer.echo(f"    {line}", err=True)
+        say(f"potluck: {problem.strip() or 'failed'}", err=True)
 
 
 def _lines(summary: Summary) -> list[str]:

@@ -23,6 +23,7 @@ from potluck.cli.pair import pair
 from potluck.cli.run import run
 from potluck.cli.sharing import allow, deny, pause, resume
 from potluck.cli.status import status
+from potluck.cli.terminal import say
 from potluck.cli.up import up
 from potluck.errors import PotluckError
 from potluck.system import need_posix
@@ -35,7 +36,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except PotluckError as error:
-            typer.echo(f"potluck: {error}", err=True)
+            say(f"potluck: {error}", err=True)
             raise typer.Exit(2) from None
 
 

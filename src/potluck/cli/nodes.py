@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from potluck.cli.terminal import console_on
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ async def ask_jobs(settings: Settings, agent: AgentRecord | None = None) -> tupl
 
 def show_jobs(jobs: Sequence[JobState]) -> None:
     """Print a table of jobs: epoch, step, number of ranks, and nodes of each."""
-    from rich.console import Console
     from rich.table import Table
 
     if not jobs:
@@ -64,15 +64,14 @@ def show_jobs(jobs: Sequence[JobState]) -> None:
         table.add_row(
             job.job, str(job.epoch), str(max(job.step, 0)), str(len(members)), ", ".join(nodes)
         )
-    Console(markup=False).print(table)
+    console_on().print(table)
 
 
 def show_nodes(cluster: NodesReply) -> None:
     """Print tables of the nodes and of the links between them, with the last events below."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(markup=False)  # names of nodes are no markup
+    console = console_on()
     state = f"paused: {cluster.paused}" if cluster.paused else f"epoch {cluster.epoch}"
     table = Table(
         title=f"cluster {cluster.namespace[:8]} · {state}",

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from potluck.cli.files import print_json
 from potluck.cli.nodes import ask_jobs, ask_nodes, show_jobs, show_nodes
+from potluck.cli.terminal import console_on, say
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def status(
     settings = load_settings()
     cluster, jobs, silent = asyncio.run(_ask_all(settings))
     for reason in silent:
-        typer.echo(f"potluck: {reason}", err=True)
+        say(f"potluck: {reason}", err=True)
     if json:
         print_json({"version": SCHEMA_VERSION, "cluster": cluster, "jobs": jobs})
         return
@@ -91,13 +92,12 @@ async def _ask_all(
 
 
 def _show(jobs: list[JobState]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from potluck.cli.job_display import duration, how_far, number
     from potluck.wire.greeting import PLAIN
 
-    console = Console(markup=False)
+    console = console_on()
     for job in jobs:
         loss = "-" if job.loss is None or math.isnan(job.loss) else f"{job.loss:.4f}"
         table = Table(

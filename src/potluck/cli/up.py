@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from potluck.background import why
+from potluck.cli.terminal import log_to_stderr
 from potluck.errors import ConfigurationError, PotluckError
+from potluck.printable import plain
 from potluck.system import has_terminal, is_root, user_name
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ def up(
     """
     from potluck.settings import load_settings
 
+    log_to_stderr()
     try:
         settings = load_settings(
             discovery_port=port, peers=peers, run_for=run_for, allow_root=allow_root or None
@@ -110,7 +113,7 @@ def keep_rule(settings: Settings) -> None:
 def _say(line: str) -> None:
     """Write a line to stdout. The agent goes on if it can't be written."""
     with contextlib.suppress(OSError):
-        typer.echo(f"potluck: {line}")
+        typer.echo(f"potluck: {plain(line)}")
 
 
 async def _run(settings: Settings) -> None:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from potluck.printable import plain
+
 
 class RateLimitedLog:
     """Writes at most one line per ``interval_s``; the next line counts those left out."""
@@ -34,4 +36,4 @@ class RateLimitedLog:
             self._next = now + self._interval_s
             left_out, self._left_out = self._left_out, 0
         more = f" (and {left_out} more since the last line)" if left_out else ""
-        self._logger.warning("%s%s", text, more)
+        self._logger.warning("%s%s", plain(text), more)

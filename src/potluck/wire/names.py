@@ -6,7 +6,10 @@ from typing import Annotated
 
 import msgspec
 
-Name = Annotated[str, msgspec.Meta(max_length=256)]
+from potluck.printable import MAX_NAME, PRINTABLE
+
+Name = Annotated[str, msgspec.Meta(max_length=256, pattern=PRINTABLE)]
+MachineName = Annotated[str, msgspec.Meta(max_length=MAX_NAME, pattern=PRINTABLE)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from potluck.errors import ProtocolError
-from potluck.wire.names import Name
+from potluck.wire.names import MachineName
 
 VERSION = 1
 ELEMENT_BYTES = 33
@@ -35,7 +35,7 @@ class Newcomer(msgspec.Struct, frozen=True):
     """The joiner's identity, sent sealed."""
 
     node: Annotated[str, msgspec.Meta(max_length=64)]
-    name: Name
+    name: MachineName
 
 
 class Handover(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Handover(msgspec.Struct, frozen=True):
 
     psk: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     node: Annotated[str, msgspec.Meta(max_length=64)]
-    name: Name
+    name: MachineName
 
     def __repr__(self) -> str:
         return f"Handover(node={self.node!r}, name={self.name!r})"

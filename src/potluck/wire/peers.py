@@ -16,7 +16,7 @@ import msgspec
 from potluck.wire.facts import Facts, Measured
 from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import JobMessage
-from potluck.wire.names import Digest, Name, Text, Versions
+from potluck.wire.names import Digest, MachineName, Name, Text, Versions
 from potluck.wire.nodes import NodeMessage
 from potluck.wire.sharing import Offer
 
@@ -33,7 +33,7 @@ class Introduction(msgspec.Struct, frozen=True, tag=True):
     its machine, the port of its listener, and the versions of its workers."""
 
     incarnation: int
-    name: Name
+    name: MachineName
     port: int
     versions: Versions
 

@@ -73,7 +73,7 @@ def test_plain_lines_have_their_worker_in_front(
 ) -> None:
     watch(PlainView(), job)
     shown = capsys.readouterr()
-    assert shown.out == "[0] a [bold]line[/bold]\npotluck: worker 1 lost\npotluck: and found\n"
+    assert shown.out == "[0] a [bold]line[/bold]\npotluck: worker 1 lost\n    and found\n"
     assert shown.err == "[1] a warning\n"
 
 

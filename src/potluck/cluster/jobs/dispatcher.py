@@ -30,6 +30,7 @@ from potluck.cluster.links.local import Client
 from potluck.cluster.membership import events
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, PotluckError
+from potluck.printable import name_of
 from potluck.system import SIGHUP
 from potluck.transport import aio
 from potluck.wire import jobs, local, worker_link
@@ -98,7 +99,7 @@ class JobDispatcher:
             raise ConfigurationError(
                 f"this node is {agent.plane.stands_still}; `potluck continue --alone` overrides"
             )
-        job = f"{PurePosixPath(request.script).stem[:64]}-{secrets.token_hex(4)}"
+        job = f"{name_of(PurePosixPath(request.script).stem)}-{secrets.token_hex(4)}"
         await self._await_nodes(job, request, client)
         package, below = None, ""
         if request.folder:

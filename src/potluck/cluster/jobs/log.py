@@ -6,6 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from potluck.printable import coloured
+
 MAX_BYTES = 4 << 20
 KEPT_LOGS = 8
 
@@ -21,7 +23,8 @@ class JobLog:
         return self._folder / f"{job}.log"
 
     def write(self, job: str, line: str) -> None:
-        """Add one line. A disk that is full costs the line, not the job."""
+        """Add one line; what follows a line end in it is indented. A disk that is full costs the
+        line, not the job."""
         path = self.path(job)
         with contextlib.suppress(OSError):
             if not path.exists():
@@ -30,7 +33,7 @@ class JobLog:
                 return
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             with open(os.open(path, flags, 0o600), "a", errors="replace") as file:
-                file.write(line + "\n")
+                file.write("\n    ".join(map(coloured, line.split("\n"))) + "\n")
 
     def _begin(self) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -121,7 +121,7 @@ class TrustStore:
         with self._changing() as nodes:
             known = nodes.get(node) or KnownNode(node=node, since=time.time())
             if not known.banned:
-                nodes[node] = msgspec.structs.replace(known, name=name[:256] or known.name)
+                nodes[node] = msgspec.structs.replace(known, name=name or known.name)
 
     def ban(self, node: str, reason: str = "") -> bool:
         """Refuse ``node`` from now on; False if it was banned already."""
