@@ -1,4 +1,4 @@
-// Python binding of the kernels: reduction, codecs and checksums, as functions over buffers. All
+// Python binding of the kernels: reduction and codecs, as functions over buffers. All
 // sizes and codes are checked here; the core trusts them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -9,7 +9,6 @@
 #include "bind.hpp"
 #include "bind_buffer.hpp"
 #include "bind_reduction.hpp"
-#include "core/kernels/checksum.hpp"
 #include "core/kernels/codec.hpp"
 #include "core/kernels/kernels.hpp"
 #include "core/kernels/reduce.hpp"
@@ -104,14 +103,6 @@ void decode_buffer(int code, nb::handle target, nb::handle encoded) {
     without_lock(to.size(), [&] { Decode(codec, to.data(), from.data(), to.size() / 4); });
 }
 
-template <std::uint32_t (*Checksum)(std::uint32_t, const void*, std::size_t)>
-std::uint32_t checksum_buffer(nb::handle data, std::uint32_t before) {
-    const Buffer bytes(data, false);
-    std::uint32_t crc = 0;
-    without_lock(bytes.size(), [&] { crc = Checksum(before, bytes.data(), bytes.size()); });
-    return crc;
-}
-
 }  // namespace
 
 void kernels(nb::module_& m) {
@@ -125,9 +116,6 @@ void kernels(nb::module_& m) {
     m.def("decode", decode_buffer<decode>, "codec"_a, "target"_a, "encoded"_a);
     m.def("decode_accumulate", decode_buffer<decode_accumulate>, "codec"_a, "target"_a,
           "encoded"_a);
-    m.def("crc32c", checksum_buffer<crc32c>, "data"_a, "before"_a = 0);
-    m.def("crc32c_lanes", checksum_buffer<crc32c_lanes>, "data"_a, "before"_a = 0);
-    m.def("crc32c_portable", checksum_buffer<crc32c_portable>, "data"_a, "before"_a = 0);
     m.def("kernel_sets", kernel_sets, "The instruction sets that kernels exist for and run here.");
     m.def("kernel_set", [] { return std::string(potluck::kernels().name); });
     m.def("use_kernel_set", use_kernel_set, "name"_a);

@@ -19,7 +19,7 @@
 
 #ifdef POTLUCK_OPENSSL
 #include "core/loop/progress.hpp"
-#include "core/tls/plain.hpp"
+#include "core/tls/signed.hpp"
 #include "core/tls/tls.hpp"
 #endif
 
@@ -162,6 +162,16 @@ void adopt(ProgressLoop& loop, uint64_t id, int rank, std::shared_ptr<Stream> st
     loop.adopt(std::move(link));
 }
 
+std::shared_ptr<SignedStream> sign(int fd, nb::bytes sends, nb::bytes receives,
+                                   uint64_t records_per_key, std::string peer) {
+    if (sends.size() != key_bytes || receives.size() != key_bytes || records_per_key == 0) {
+        throw nb::value_error("a signed link has keys of 32 bytes");
+    }
+    return std::make_shared<SignedStream>(fd, static_cast<const uint8_t*>(sends.data()),
+                                          static_cast<const uint8_t*>(receives.data()),
+                                          records_per_key, std::move(peer));
+}
+
 const char* name_of(Event::Kind kind) {
     switch (kind) {
         case Event::Kind::operation_ended: return "operation ended";
@@ -245,8 +255,22 @@ void loop(nb::module_& m) {
 
     nb::class_<Stream>(m, "Stream");
 
-    nb::class_<PlainStream, Stream>(m, "PlainStream")
-        .def(nb::new_([](int fd) { return std::make_shared<PlainStream>(fd); }), nb::arg("fd"));
+    nb::class_<SignedStream, Stream>(m, "SignedStream")
+        .def(nb::new_(&sign), nb::arg("fd"), nb::arg("sends"), nb::arg("receives"),
+             nb::arg("records_per_key"), nb::arg("peer"))
+        .def("send",
+             [](SignedStream& stream, nb::handle source) {
+                 const Buffer buffer(source, false);
+                 const Unlocked unlocked;
+                 return stream.send(static_cast<const uint8_t*>(buffer.data()), buffer.size());
+             })
+        .def("recv_into",
+             [](SignedStream& stream, nb::handle target) {
+                 const Buffer buffer(target, true);
+                 const Unlocked unlocked;
+                 return stream.recv(static_cast<uint8_t*>(buffer.data()), buffer.size());
+             })
+        .def_prop_ro("is_readable", &SignedStream::is_readable);
 
     nb::class_<TlsStream, Stream>(m, "TlsStream")
         .def(nb::new_([](std::shared_ptr<TlsContext> context, int fd, std::string peer) {

@@ -30,9 +30,6 @@ public:
         return call("recv_into", view(buffer, count, true));
     }
     bool is_readable() const override { return nb::cast<bool>(link_.attr("readable")); }
-    bool needs_checksums() const override {
-        return nb::cast<bool>(link_.attr("needs_checksums"));
-    }
 
 private:
     // Calls a method of the link; Python's LinkError becomes the core's.

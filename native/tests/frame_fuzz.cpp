@@ -1,5 +1,6 @@
-// A fuzzer of the code that reads a link: the frame parser, and the connection that cuts a stream
-// into frames.
+// A fuzzer of the code that reads a link: the frame parser, the connection that cuts a stream into
+// frames, and the signed stream that cuts bytes into records: hostile frames in records with right
+// tags, records with a wrong tag, and bytes that are no records.
 //
 //     frame_fuzz [SECONDS [SEED]]      5 minutes by default; prints its seed and its counts
 //
@@ -20,10 +21,16 @@
 #include <string>
 #include <vector>
 
-#include "core/kernels/checksum.hpp"
 #include "core/loop/frame.hpp"
 #include "core/loop/connection.hpp"
 #include "core/tls/stream.hpp"
+#ifdef POTLUCK_OPENSSL
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "core/tls/signed.hpp"
+#endif
 
 using namespace potluck;
 using Input = std::vector<uint8_t>;
@@ -40,8 +47,8 @@ namespace {
 // A stream that returns the input in pieces of changing size, and now and then would block.
 class Pieces : public Stream {
 public:
-    Pieces(const uint8_t* data, size_t size, size_t rhythm, bool has_checksums)
-        : data_(data), left_(size), rhythm_(rhythm), has_checksums_(has_checksums) {}
+    Pieces(const uint8_t* data, size_t size, size_t rhythm)
+        : data_(data), left_(size), rhythm_(rhythm) {}
 
     void take_over(std::string) override {}
     int fd() const override { return -1; }
@@ -50,7 +57,6 @@ public:
     void flush() override {}
     size_t unsent() const override { return 0; }
     bool is_readable() const override { return left_ > 0; }
-    bool needs_checksums() const override { return has_checksums_; }
     bool is_empty() const { return left_ == 0; }
 
     size_t recv(uint8_t* buffer, size_t count) override {
@@ -69,8 +75,68 @@ private:
     size_t left_;
     size_t rhythm_;
     size_t calls_ = 0;
-    bool has_checksums_;
 };
+
+#ifdef POTLUCK_OPENSSL
+
+enum class Tags { right, one_wrong, none };
+
+// Whether the fuzzer came as far, in all inputs so far.
+uint64_t num_signed_frames = 0, num_wrong_tags = 0;
+
+// What comes of an input over a signed link.
+struct Signed {
+    Input bytes;
+    size_t num_right = 0;  // bytes of the input before the first wrong tag
+};
+
+Signed sign(const Input& input, const uint8_t* key, size_t rhythm, Tags tags) {
+    if (tags == Tags::none) return {input, 0};
+    RecordTags made(key, 3);
+    Signed found;
+    const size_t wrong_at = tags == Tags::one_wrong ? input.size() / 2 : input.size() + 1;
+    for (size_t at = 0; at < input.size();) {
+        const size_t count = std::min(input.size() - at, 1 + at * 7919 % (1 + rhythm * 97));
+        const size_t begin = found.bytes.size();
+        for (size_t i = 0; i < signed_length_bytes; ++i) {
+            found.bytes.push_back(static_cast<uint8_t>(count >> 8 * i));
+        }
+        found.bytes.insert(found.bytes.end(), input.begin() + static_cast<std::ptrdiff_t>(at),
+                           input.begin() + static_cast<std::ptrdiff_t>(at + count));
+        made.begin();
+        made.add(found.bytes.data() + begin, found.bytes.size() - begin);
+        Tag tag = made.end();
+        const bool is_wrong = at <= wrong_at && wrong_at < at + count;
+        if (is_wrong) tag[at % tag_bytes] ^= 1;
+        found.bytes.insert(found.bytes.end(), tag.begin(), tag.end());
+        at += count;
+        if (is_wrong) return found;
+        found.num_right = at;
+    }
+    return found;
+}
+
+// Both ends of a socket, one of which has sent all that it ever will.
+struct Sockets {
+    explicit Sockets(const Input& bytes) {
+        if (::socketpair(AF_UNIX, SOCK_STREAM, 0, fds) != 0) std::abort();
+        const int size = 1 << 20;
+        ::setsockopt(fds[1], SOL_SOCKET, SO_SNDBUF, &size, sizeof size);
+        ::fcntl(fds[0], F_SETFL, O_NONBLOCK);
+        ::fcntl(fds[1], F_SETFL, O_NONBLOCK);
+        if (!bytes.empty() && ::write(fds[1], bytes.data(), bytes.size()) !=
+                                  static_cast<ssize_t>(bytes.size())) {
+            std::abort();
+        }
+        ::shutdown(fds[1], SHUT_WR);
+    }
+    ~Sockets() {
+        for (const int fd : fds) ::close(fd);
+    }
+    int fds[2];
+};
+
+#endif
 
 // The outcome of an input as text: the corpus keeps one input for each outcome.
 std::string read_header(const Input& input) {
@@ -99,14 +165,26 @@ std::string read_request(const Input& input) {
 
 std::string read_stream(const Input& input, unsigned how) {
     constexpr uint32_t slot_bytes = 256;
-    const bool has_link_memory = how & 1, has_checksums = how & 2;
+    const bool has_link_memory = how & 1;
     const size_t rhythm = how >> 2 & 7;
     const size_t place = how >> 5 & 3;
     static std::vector<uint8_t> slots(4 * slot_bytes, 0x5a);
     AdoptedLink link;
     link.rank = 1;
-    auto stream = std::make_shared<Pieces>(input.data(), input.size(), rhythm, has_checksums);
-    link.stream = stream;
+    auto pieces = std::make_shared<Pieces>(input.data(), input.size(), rhythm);
+    link.stream = pieces;
+#ifdef POTLUCK_OPENSSL
+    const bool is_signed = how & 2;
+    static const uint8_t keys[2][key_bytes] = {{1}, {2}};
+    const auto tags = static_cast<Tags>((how >> 7 & 3) % 3);
+    const Signed bytes = is_signed ? sign(input, keys[1], rhythm, tags) : Signed{};
+    const Sockets sockets(bytes.bytes);
+    if (is_signed) {
+        link.stream = std::make_shared<SignedStream>(sockets.fds[0], keys[0], keys[1], 3, "the peer");
+    }
+#else
+    const bool is_signed = false;
+#endif
     if (has_link_memory) {
         link.memory.slot_bytes = slot_bytes;
         for (size_t slot = 0; slot < 2; ++slot) {
@@ -150,7 +228,7 @@ std::string read_stream(const Input& input, unsigned how) {
     std::string end = "end";
     try {
         // The stream would block at most every other time, so this ends.
-        for (size_t i = 0; i < 2 * input.size() + 16 && !stream->is_empty(); ++i)
+        for (size_t i = 0; i < 2 * input.size() + 16 && (is_signed || !pieces->is_empty()); ++i)
             connection.read(route);
         while (!connection.control.empty()) {
             if (connection.control.front().sent) connection.control.front().sent();
@@ -161,6 +239,14 @@ std::string read_stream(const Input& input, unsigned how) {
     } catch (const LinkError& error) {
         end = std::string(error.what()).substr(0, 24);
     }
+#ifdef POTLUCK_OPENSSL
+    if (is_signed && num_frames * frame_bytes > bytes.num_right) {
+        finding("a frame whose tag was not right", input);
+    }
+    if (is_signed) end += std::to_string(static_cast<int>(tags));
+    num_signed_frames += is_signed ? num_frames : 0;
+    num_wrong_tags += is_signed && end.find("link to the peer broke") == 0;
+#endif
     return end + std::to_string(how & 3) + "." + std::to_string(std::min<size_t>(num_frames, 4));
 }
 
@@ -177,7 +263,7 @@ public:
     uint64_t below(uint64_t bound) { return bound ? random_() % bound : 0; }
 
     // Frames that potluck might send, with their payloads.
-    Input fresh(bool has_checksums) {
+    Input fresh() {
         Input input;
         for (uint64_t left = 1 + below(4); left > 0; --left) {
             Frame frame;
@@ -197,26 +283,22 @@ public:
             if (frame.kind == Kind::rts) {
                 const std::vector<uint8_t> body = encode_rts(random_() >> below(64));
                 frame.length = static_cast<uint32_t>(body.size());
-                add_header(input, frame, has_checksums);
-                add_payload(input, body, has_checksums);
+                add_header(input, frame);
+                add_payload(input, body);
                 continue;
             }
-            add_header(input, frame, has_checksums);
+            add_header(input, frame);
             if (frame.flags & in_link_memory) continue;
             Input payload(frame.length);
             for (uint8_t& byte : payload) byte = static_cast<uint8_t>(random_());
-            add_payload(input, payload, has_checksums);
+            add_payload(input, payload);
         }
         if (below(8) == 0) return encode_rts(random_() >> below(64));
         return input;
     }
 
-    void change(Input& input, const std::vector<Input>& corpus, bool has_checksums) {
+    void change(Input& input, const std::vector<Input>& corpus) {
         for (uint64_t left = 1 + below(5); left > 0; --left) change_once(input, corpus);
-        // A wrong checksum ends the input there: half of the headers get a right one.
-        if (has_checksums && below(2) && input.size() >= frame_bytes + checksum_bytes) {
-            put_checksum(input, 0, frame_bytes, frame_bytes);
-        }
     }
 
 private:
@@ -278,23 +360,14 @@ private:
         if (input.size() > 4096) input.resize(4096);
     }
 
-    static void put_checksum(Input& input, size_t begin, size_t count, size_t at) {
-        const uint32_t crc = crc32c(0, input.data() + begin, count);
-        for (size_t i = 0; i < checksum_bytes; ++i) input[at + i] = static_cast<uint8_t>(crc >> 8 * i);
-    }
-
-    static void add_payload(Input& input, const std::vector<uint8_t>& payload, bool has_checksum) {
-        const size_t begin = input.size();
+    static void add_payload(Input& input, const std::vector<uint8_t>& payload) {
         input.insert(input.end(), payload.begin(), payload.end());
-        if (!has_checksum || payload.empty()) return;
-        input.resize(input.size() + checksum_bytes);
-        put_checksum(input, begin, payload.size(), begin + payload.size());
     }
 
-    static void add_header(Input& input, const Frame& frame, bool has_checksum) {
+    static void add_header(Input& input, const Frame& frame) {
         uint8_t header[frame_bytes];
         encode(frame, header);
-        add_payload(input, std::vector<uint8_t>(header, header + frame_bytes), has_checksum);
+        input.insert(input.end(), header, header + frame_bytes);
     }
 
     std::mt19937_64 random_;
@@ -313,11 +386,10 @@ int drive(double seconds, uint64_t seed) {
     };
     for (double now = 0; now < seconds; now = passed()) {
         for (int i = 0; i < 256; ++i, ++count) {
-            const auto how = static_cast<unsigned>(mutator.below(128));
-            const bool has_checksums = how & 2;
+            const auto how = static_cast<unsigned>(mutator.below(512));
             const bool is_fresh = corpus.empty() || mutator.below(4) == 0;
-            Input input = is_fresh ? mutator.fresh(has_checksums) : corpus[mutator.below(corpus.size())];
-            if (mutator.below(16)) mutator.change(input, corpus, has_checksums);
+            Input input = is_fresh ? mutator.fresh() : corpus[mutator.below(corpus.size())];
+            if (mutator.below(16)) mutator.change(input, corpus);
             bool is_new = false;
             for (const std::string& place : run(input, how)) is_new |= reached.insert(place).second;
             if (is_new && corpus.size() < 4096) corpus.push_back(input);
@@ -325,6 +397,12 @@ int drive(double seconds, uint64_t seed) {
     }
     std::printf("frame_fuzz: no finding in %llu inputs; %zu kinds of outcome\n",
                 static_cast<unsigned long long>(count), reached.size());
+#ifdef POTLUCK_OPENSSL
+    if (num_signed_frames == 0 || num_wrong_tags == 0) {
+        std::fputs("frame_fuzz: never read a signed frame or a wrong tag: it is broken\n", stderr);
+        return 1;
+    }
+#endif
     for (const char* kind : {"DATA", "EAGER", "RTS", "ABORT", "BEGUN", "request"}) {
         if (reached.count(kind) == 0) {
             std::fprintf(stderr, "frame_fuzz: never came as far as %s: the fuzzer is broken\n", kind);
@@ -342,7 +420,7 @@ int drive(double seconds, uint64_t seed) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (size == 0) return 0;
-    run(Input(data + 1, data + size), data[0] & 127);
+    run(Input(data + 1, data + size), data[0]);
     return 0;
 }
 

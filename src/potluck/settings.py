@@ -36,7 +36,7 @@ Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
 SlotBytes = Annotated[int, Meta(ge=4096, le=1 << 28, multiple_of=4096)]
-Wire = Literal["sealed", "plain"]
+Wire = Literal["sealed", "signed"]
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -112,7 +112,8 @@ class Settings:
         1 << 20
     )
     wire: Annotated[
-        Wire, About("links between workers: sealed (TLS), or plain: clear text with checksums")
+        Wire,
+        About("least protection of links between workers: sealed (TLS), or signed: readable"),
     ] = "sealed"
     allow_root: Annotated[
         bool, About("whether potluck up runs as root, which gives root to scripts of other members")

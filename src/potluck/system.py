@@ -14,7 +14,9 @@ import getpass
 import os
 import select
 import signal
+import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -117,6 +119,14 @@ def wait_ready(fd: int, *, write: bool, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLOUT if write else select.POLLIN)
     return bool(poll.poll(timeout_s * 1000))
+
+
+def send_parts(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> int:
+    """Send what follows each other in ``parts``, as far as the kernel takes it. The socket's own
+    bytes, also where ``sock`` is one of TLS."""
+    if sys.platform == "win32":
+        return socket.socket.send(sock, b"".join(parts))
+    return socket.socket.sendmsg(sock, parts)
 
 
 def wait_for_exit(pid: int) -> None:

@@ -21,7 +21,7 @@ from potluck.collectives import doubling
 from potluck.collectives.plan import Algorithm, Operation
 from potluck.collectives.registry import algorithms_for
 from potluck.context import DistributedContext, all_reduce_mean, all_reduce_sum
-from support.worlds import PLAIN_KINDS, WORLD_KINDS, World, join_world, open_world
+from support.worlds import SIGNED_KINDS, WORLD_KINDS, World, join_world, open_world
 
 DTYPES = [
     np.dtype(name) for name in ("float16", "float32", "float64", "int8", "int32", "int64", "uint8")
@@ -41,7 +41,7 @@ SEGMENT_BYTES = 6 * 1024
 
 SIZES = (1, 2, 3, 5)
 WORLDS = [(kind, size) for kind in WORLD_KINDS for size in SIZES] + [("inproc", 8)]
-WORLDS += [(kind, 3) for kind in PLAIN_KINDS]
+WORLDS += [(kind, 3) for kind in SIGNED_KINDS]
 BACKEND = os.environ.get("POTLUCK_CONFORMANCE", "")
 if BACKEND:
     WORLDS = [(BACKEND, 0)]

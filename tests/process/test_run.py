@@ -254,14 +254,14 @@ def test_links_that_are_not_encrypted_are_named_wherever_one_looks(script) -> No
         "print('sum', ctx.all_reduce(np.ones(1)).item(), os.environ['POTLUCK_WIRE'], flush=True)\n"
         "time.sleep(600)\n"
     )
-    with run_command("--workers", "2", "--wire", "plain", path) as run:
-        run.wait_for("links between workers are plain: whoever is on the wire reads along")
+    with run_command("--workers", "2", "--wire", "signed", path) as run:
+        run.wait_for("links between workers are signed, not encrypted: the network can read along")
         for rank in range(2):
-            run.wait_for(lambda line, r=rank: line == f"[{r}] sum 2.0 plain")
-            run.wait_for(lambda line, r=rank: f"[{r}] POTLUCK_WIRE=plain: links between" in line)
+            run.wait_for(lambda line, r=rank: line == f"[{r}] sum 2.0 signed")
+            run.wait_for(lambda line, r=rank: f"[{r}] POTLUCK_WIRE=signed: links between" in line)
         for options, words in [
-            ((), "links not encrypted (plain)"),
-            (("--json",), '"wire": "plain"'),
+            ((), "links not encrypted (signed)"),
+            (("--json",), '"wire": "signed"'),
         ]:
             done = subprocess.run(
                 [*potluck_command(), "status", *options], capture_output=True, text=True, timeout=60

@@ -6,9 +6,11 @@ import contextlib
 import functools
 import hashlib
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -20,8 +22,10 @@ from potluck.transport.inproc import inproc_pair
 from potluck.transport.link import Link
 from potluck.transport.link_memory import NUM_SLOTS, SLOT_BYTES
 from potluck.transport.listener import Admission, Listener
+from potluck.transport.record_tags import KEY_BYTES, Keys
+from potluck.transport.signed import NativeSignedLink, SignedLink
 from potluck.transport.tcp import TcpLink
-from potluck.wire.greeting import PLAIN, SEALED, Hello, Welcome
+from potluck.wire.greeting import SEALED, SIGNED, Hello, Welcome
 
 
 def psk(cluster: str = "ours") -> bytes:
@@ -32,6 +36,20 @@ def psk(cluster: str = "ours") -> bytes:
 def new_credentials(cluster: str = "ours", *, use_native: bool = True) -> Credentials:
     """A new node of a cluster; ``use_native``: its links are the native core's, where it is."""
     return make_credentials(psk(cluster), Ed25519PrivateKey.generate(), use_native=use_native)
+
+
+def signed_ends(
+    mine: socket.socket, theirs: socket.socket, *, native: tuple[bool, bool], **options: Any
+) -> tuple[TcpLink, TcpLink]:
+    """Both ends of a signed link over sockets that no greeting has gone over. ``native``: whether
+    each end is the native core's."""
+    keys = Keys(b"1" * KEY_BYTES, b"2" * KEY_BYTES)
+    first, second = (NativeSignedLink if each else SignedLink for each in native)
+    ends: tuple[Any, Any] = mine, theirs
+    return (
+        first(ends[0], keys, peer="the second end", peer_node="", **options),
+        second(ends[1], keys.of_peer, peer="the first end", peer_node="", **options),
+    )
 
 
 class Blocking:
@@ -121,7 +139,7 @@ LINK_KINDS: dict[str, Callable[[], contextlib.AbstractContextManager[tuple[Link,
     "inproc": inproc_ends,
     "tls": functools.partial(tls_pair, memory=None),
     "tls+shm": tls_pair,
-    "plain": functools.partial(tls_pair, memory=None, wire=PLAIN),
+    "signed": functools.partial(tls_pair, memory=None, wire=SIGNED),
 }
 if native_tls.is_available():
     LINK_KINDS |= {
@@ -129,9 +147,9 @@ if native_tls.is_available():
         "native+shm": functools.partial(tls_pair, native=(True, True)),
         "native to tls": functools.partial(tls_pair, memory=None, native=(True, False)),
         "tls to native": functools.partial(tls_pair, memory=None, native=(False, True)),
-        "native plain": functools.partial(tls_pair, memory=None, native=(True, True), wire=PLAIN),
-        "plain to native": functools.partial(
-            tls_pair, memory=None, native=(False, True), wire=PLAIN
+        "native signed": functools.partial(tls_pair, memory=None, native=(True, True), wire=SIGNED),
+        "signed to native": functools.partial(
+            tls_pair, memory=None, native=(False, True), wire=SIGNED
         ),
     }
 """Every implementation of Link, for the conformance suite."""

@@ -36,7 +36,7 @@ ranks on one node, calls through shared memory (with the native core, else as be
 native kinds.
 """
 
-PLAIN_KINDS = ("plain", *(("native plain", "mixed plain") if is_available() else ()))
+SIGNED_KINDS = ("signed", *(("native signed", "mixed signed") if is_available() else ()))
 """The same over loopback in clear text: the Python loop, the native one, every second rank either.
 """
 
@@ -134,7 +134,7 @@ def open_world(
     nodes: Sequence[int] | None = None,
     timeout_s: float = 30.0,
 ) -> Iterator[World]:
-    """A world of ``world_size`` ranks on links of one of ``WORLD_KINDS`` or ``PLAIN_KINDS``.
+    """A world of ``world_size`` ranks on links of one of ``WORLD_KINDS`` or ``SIGNED_KINDS``.
 
     Over TCP the ranks spread over ``num_nodes`` identities, or as ``nodes`` says, the number of
     every rank's node (in process there is one node). The early bound holds over TCP only.
@@ -155,7 +155,7 @@ def open_world(
                     shared_memory_slots=2,
                     shared_memory_slot_bytes=64 * 1024,
                     peer_timeout_s=timeout_s,
-                    wire="plain" if kind.endswith("plain") else "sealed",
+                    wire="signed" if kind.endswith("signed") else "sealed",
                 ),
                 kind=kind,
                 nodes=nodes,

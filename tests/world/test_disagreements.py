@@ -14,10 +14,10 @@ import torch.distributed as dist
 from potluck.context import DistributedContext
 from potluck.errors import Desync
 from support.process_groups import process_group
-from support.worlds import PLAIN_KINDS, WORLD_KINDS, open_world
+from support.worlds import SIGNED_KINDS, WORLD_KINDS, open_world
 
 Act = Callable[[DistributedContext], Any]
-KINDS = (*WORLD_KINDS, *PLAIN_KINDS)
+KINDS = (*WORLD_KINDS, *SIGNED_KINDS)
 
 
 CALLS: dict[str, tuple[Act, str]] = {

@@ -14,7 +14,6 @@ import pytest
 from potluck.collectives.plan import Operation
 from potluck.engine.communicator import Communicator
 from potluck.engine.connector import Deliver, Fail
-from potluck.engine.loop.connection import as_bytes
 from potluck.engine.request import Request
 from potluck.engine.work import Work
 from potluck.errors import Desync, GroupError, LinkError, OperationTimeout, PeerLost
@@ -22,9 +21,8 @@ from potluck.transport.link import Link
 from potluck.transport.tcp import TcpLink
 from potluck.types import Group, Member, ReduceOp
 from potluck.wire import frames
-from potluck.wire.checksum import crc32c
 from potluck.wire.dtypes import code_of
-from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
+from potluck.wire.frames import FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
 from support.links import LINK_KINDS, Blocking, inproc_ends
 
 EPOCH = 3
@@ -32,7 +30,7 @@ GROUP = Group(EPOCH, 0, (Member("a"), Member("b"), Member("c")))
 
 NATIVE = [kind for kind in ("native", "native+shm") if kind in LINK_KINDS]
 """Links whose near end the native loop runs, where it is."""
-PLAIN = [kind for kind in ("plain", "native plain") if kind in LINK_KINDS]
+SIGNED = [kind for kind in ("signed", "native signed") if kind in LINK_KINDS]
 """Links in clear text: anybody on the wire could be the enemy."""
 
 
@@ -70,24 +68,17 @@ class Enemy:
 
     def say(self, kind: Kind, payload: bytes = b"", **fields: int) -> None:
         frame = Frame(kind, EPOCH, length=len(payload), source=1)._replace(**fields)
-        self.blocking.send_all(as_bytes(frame, payload, are_checked=self.link.needs_checksums))
+        self.blocking.send_all(frames.encode(frame) + payload)
 
     def say_header(self, header: bytes) -> None:
-        is_checked = self.link.needs_checksums
-        checksum = crc32c(header).to_bytes(CHECKSUM_BYTES, "little") if is_checked else b""
-        self.blocking.send_all(header + checksum)
+        self.blocking.send_all(header)
 
     def hear(self) -> tuple[Frame, bytes]:
         frame = frames.decode(self.blocking.receive(FRAME_BYTES))
-        if self.link.needs_checksums:
-            self.blocking.receive(CHECKSUM_BYTES)
         if frame.flags & IN_LINK_MEMORY:
             assert self.link.memory is not None
             return frame, bytes(self.link.memory.incoming(frame.tag)[: frame.length])
-        payload = self.blocking.receive(frame.length)
-        if self.link.needs_checksums and payload:
-            self.blocking.receive(CHECKSUM_BYTES)
-        return frame, payload
+        return frame, self.blocking.receive(frame.length)
 
 
 @contextlib.contextmanager
@@ -175,7 +166,7 @@ ATTACKS: dict[str, Callable[[Enemy, Frame], None]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("kind", ["inproc", "tls", *NATIVE[:1], *PLAIN])
+@pytest.mark.parametrize("kind", ["inproc", "tls", *NATIVE[:1], *SIGNED])
 def test_nonsense_costs_its_sender_the_membership(
     kind: str, attack: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,7 +242,7 @@ def test_slots_of_a_shared_memory_that_are_not_theirs_to_name(kind: str) -> None
             lost(work)
 
 
-@pytest.mark.parametrize("kind", ["inproc", "tls", "tls+shm", *NATIVE, *PLAIN])
+@pytest.mark.parametrize("kind", ["inproc", "tls", "tls+shm", *NATIVE, *SIGNED])
 def test_random_frames_never_break_the_loop(
     kind: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,9 +268,7 @@ def test_random_frames_never_break_the_loop(
                         flags=choose.choice([0] * 9 + [1, 255]),
                         tag=choose.choice([0, 0, 1, -1, 2**31 - 1]),
                     )
-                    enemy.blocking.send_all(
-                        as_bytes(frame, payload, are_checked=enemy.link.needs_checksums)
-                    )
+                    enemy.blocking.send_all(frames.encode(frame) + payload)
             enemy.link.close()
             with pytest.raises(GroupError) as caught:
                 work.wait(10)

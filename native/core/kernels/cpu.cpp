@@ -1,10 +1,6 @@
 #include "core/kernels/cpu.hpp"
 
 #include <fstream>
-#if defined(__aarch64__) && defined(__linux__)
-#include <asm/hwcap.h>
-#include <sys/auxv.h>
-#endif
 
 namespace potluck {
 
@@ -30,20 +26,12 @@ Cpu detect() {
     found.last_cache = last_cache();
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
     __builtin_cpu_init();
-    found.sse42 = __builtin_cpu_supports("sse4.2");
-    found.pclmul = __builtin_cpu_supports("pclmul");
     found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     found.avx512 = found.avx2 && __builtin_cpu_supports("avx512f") &&
                    __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512vl");
-    found.vpclmul = found.avx512 && __builtin_cpu_supports("vpclmulqdq");
 #elif defined(__aarch64__)
     found.neon = true;
-#if defined(__linux__)
-    found.arm_crc32 = (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
-#elif defined(__APPLE__)
-    found.arm_crc32 = true;
-#endif
 #endif
     return found;
 }
@@ -58,13 +46,9 @@ const Cpu& cpu() {
 std::vector<std::string> cpu_features() {
     const Cpu& found = cpu();
     std::vector<std::string> names;
-    if (found.sse42) names.emplace_back("sse4.2");
-    if (found.pclmul) names.emplace_back("pclmul");
     if (found.avx2) names.emplace_back("avx2");
     if (found.avx512) names.emplace_back("avx512");
-    if (found.vpclmul) names.emplace_back("vpclmul");
     if (found.neon) names.emplace_back("neon");
-    if (found.arm_crc32) names.emplace_back("crc32");
     return names;
 }
 

@@ -10,11 +10,7 @@ namespace potluck {
 struct Cpu {
     bool avx2 = false;        // with FMA and F16C, as every AVX2 machine has them
     bool avx512 = false;      // F, BW, DQ and VL, and the operating system saves their registers
-    bool sse42 = false;       // with the crc32 instruction
-    bool pclmul = false;      // carry-less multiply
-    bool vpclmul = false;     // the same on AVX-512 registers
     bool neon = false;        // always there on aarch64
-    bool arm_crc32 = false;
     std::size_t last_cache = 0;  // bytes of the last-level cache, which cores share
 };
 

@@ -5,8 +5,6 @@
 #include <string>
 #include <utility>
 
-#include "core/kernels/checksum.hpp"
-
 namespace potluck {
 
 namespace {
@@ -19,18 +17,6 @@ constexpr size_t link_memory_bytes = 4 * 1024;
 // part by part: the buffer stays in the L2 cache, where a whole segment would not. It is a multiple
 // of every element size, so no element is cut.
 constexpr size_t part_bytes = 64 * 1024;
-// A payload with a checksum is loaded from memory once: the checksum is computed over parts of this
-// size, which the kernel then copies from the cache. The same on the way in.
-constexpr size_t checked_bytes = 128 * 1024;
-
-void put32(uint8_t* at, uint32_t value) {
-    for (int index = 0; index < 4; ++index) at[index] = static_cast<uint8_t>(value >> (8 * index));
-}
-
-uint32_t get32(const uint8_t* at) {
-    return static_cast<uint32_t>(at[0]) | static_cast<uint32_t>(at[1]) << 8 |
-           static_cast<uint32_t>(at[2]) << 16 | static_cast<uint32_t>(at[3]) << 24;
-}
 
 void add(std::atomic<uint64_t>& counter, uint64_t count) {
     counter.fetch_add(count, std::memory_order_relaxed);
@@ -40,9 +26,7 @@ void add(std::atomic<uint64_t>& counter, uint64_t count) {
 
 Connection::Connection(AdoptedLink link, std::shared_ptr<Counters> counters)
     : link_(std::move(link)),
-      counters_(std::move(counters)),
-      has_checksums_(link_.stream->needs_checksums()),
-      header_bytes_(frame_bytes + (has_checksums_ ? checksum_bytes : 0)) {
+      counters_(std::move(counters)) {
     for (uint32_t slot = 0; slot < link_.memory.num_slots(); ++slot) slots_.push_back(slot);
 }
 
@@ -73,7 +57,7 @@ bool Connection::write(const NextOutgoing& next_outgoing) {
             }
             budget -= std::min(budget, start(std::move(outgoing)));
         }
-        while (piece_ < num_pieces_ || refill()) {
+        while (piece_ < num_pieces_) {
             const size_t taken = link_.stream->send(pieces_ + piece_, num_pieces_ - piece_);
             add(counters_->bytes_sent, taken);
             budget -= std::min(budget, taken);
@@ -116,54 +100,22 @@ size_t Connection::start(Outgoing outgoing) {
         add(counters_->bytes_in_shared_memory, nbytes);
         frame.flags |= in_link_memory;
         frame.tag = static_cast<int32_t>(slot);
-        encode_head(frame);
+        head_.resize(frame_bytes);
+        encode(frame, head_.data());
         pieces_[num_pieces_++] = {head_.data(), head_.size()};
         if (outgoing.sent) outgoing.sent();  // the payload has been copied: its memory is free
         return nbytes;
     }
-    encode_head(frame);
+    head_.resize(frame_bytes);
+    encode(frame, head_.data());
     if (nbytes <= merge_bytes) {
         head_.insert(head_.end(), outgoing.payload, outgoing.payload + nbytes);
-        if (has_checksums_ && nbytes > 0) {
-            put32(trailer_, crc32c(0, outgoing.payload, nbytes));
-            head_.insert(head_.end(), trailer_, trailer_ + checksum_bytes);
-        }
     }
     pieces_[num_pieces_++] = {head_.data(), head_.size()};
-    if (nbytes > merge_bytes) {
-        checksum_out_ = 0;
-        rest_ = {outgoing.payload, nbytes};
-        if (!has_checksums_) {
-            pieces_[num_pieces_++] = std::exchange(rest_, {});
-        } else {
-            refill();
-        }
-    }
+    if (nbytes > merge_bytes) pieces_[num_pieces_++] = {outgoing.payload, nbytes};
     sent_ = std::move(outgoing.sent);
     owned_ = std::move(outgoing.owned);
     return 0;
-}
-
-void Connection::encode_head(const Frame& frame) {
-    head_.resize(header_bytes_);
-    encode(frame, head_.data());
-    if (has_checksums_) put32(head_.data() + frame_bytes, crc32c(0, head_.data(), frame_bytes));
-}
-
-// Add the next part of a payload with a checksum, and the checksum after the last one. Returns
-// false if there is no more.
-bool Connection::refill() {
-    if (rest_.count == 0) return false;
-    if (piece_ == num_pieces_) num_pieces_ = piece_ = 0;
-    const Piece part{rest_.data, std::min(rest_.count, checked_bytes)};
-    checksum_out_ = crc32c(checksum_out_, part.data, part.count);
-    pieces_[num_pieces_++] = part;
-    rest_ = {part.data + part.count, rest_.count - part.count};
-    if (rest_.count == 0) {
-        put32(trailer_, checksum_out_);
-        pieces_[num_pieces_++] = {trailer_, checksum_bytes};
-    }
-    return true;
 }
 
 // The stream has taken `count` bytes of the pieces.
@@ -184,13 +136,12 @@ bool Connection::read(const Route& route) {
     while (budget > 0) {
         size_t taken = 0;
         if (!frame_) {
-            taken = link_.stream->recv(header_ + filled_, header_bytes_ - filled_);
+            taken = link_.stream->recv(header_ + filled_, frame_bytes - filled_);
             if (taken == 0) return false;
             add(counters_->bytes_received, taken);
             filled_ += taken;
-            if (filled_ < header_bytes_) continue;
+            if (filled_ < frame_bytes) continue;
             filled_ = 0;
-            if (has_checksums_) check(header_ + frame_bytes, crc32c(0, header_, frame_bytes));
             begin(decode(header_), route);
         } else if (filled_ < frame_->length) {
             taken = read_payload(budget);
@@ -198,20 +149,7 @@ bool Connection::read(const Route& route) {
             add(counters_->bytes_received, taken);
         }
         budget -= std::min(budget, taken);
-        if (frame_ && filled_ == frame_->length) {
-            if (has_checksums_ && filled_ > 0 && !read_checksum()) return false;
-            finish();
-        }
-    }
-    return true;
-}
-
-bool Connection::drain() {
-    part_buffer_.resize(part_bytes);
-    for (size_t budget = budget_bytes; budget > 0;) {
-        const size_t taken = link_.stream->recv(part_buffer_.data(), part_bytes);
-        if (taken == 0) return false;
-        budget -= std::min(budget, taken);
+        if (frame_ && filled_ == frame_->length) finish();
     }
     return true;
 }
@@ -220,8 +158,6 @@ bool Connection::drain() {
 // memory taken here is bounded whatever the peer sends.
 void Connection::begin(const Frame& frame, const Route& route) {
     add(counters_->messages_received, 1);
-    checksum_in_ = 0;
-    trailer_filled_ = 0;
     if (frame.kind == Kind::slot_free) {
         free_slot(frame.tag);
         return;
@@ -283,7 +219,6 @@ size_t Connection::read_payload(size_t budget) {
     if (sink_.consume) {
         uint8_t* part = part_buffer_.data() + part_filled_;
         taken = link_.stream->recv(part, std::min(left, part_bytes - part_filled_));
-        if (has_checksums_) checksum_in_ = crc32c(checksum_in_, part, taken);
         filled_ += taken;
         part_filled_ += taken;
         if (part_filled_ == part_bytes || filled_ == frame_->length) {
@@ -293,32 +228,9 @@ size_t Connection::read_payload(size_t budget) {
         return taken;
     }
     uint8_t* target = (sink_.buffer ? sink_.buffer : payload_.data()) + filled_;
-    taken = link_.stream->recv(target, has_checksums_ ? std::min(left, checked_bytes) : left);
-    if (has_checksums_) checksum_in_ = crc32c(checksum_in_, target, taken);
+    taken = link_.stream->recv(target, left);
     filled_ += taken;
     return taken;
-}
-
-// Whether the payload's checksum has arrived; ProtocolError if it does not match.
-bool Connection::read_checksum() {
-    while (trailer_filled_ < checksum_bytes) {
-        const size_t taken = link_.stream->recv(trailer_in_ + trailer_filled_,
-                                                checksum_bytes - trailer_filled_);
-        if (taken == 0) return false;
-        add(counters_->bytes_received, taken);
-        trailer_filled_ += taken;
-    }
-    check(trailer_in_, checksum_in_);
-    return true;
-}
-
-// After a mismatch nothing more can be read from this link, since the length of the next frame may
-// be wrong too. But the bytes were changed on the way, not by the peer, so the link is still good
-// for an ABORT that tells the peer why the group ends.
-void Connection::check(const uint8_t* theirs, uint32_t mine) {
-    if (get32(theirs) == mine) return;
-    is_garbled = true;
-    throw ProtocolError("bytes were changed on the way: the checksum of a frame does not match");
 }
 
 // The state is reset before `complete` is called, which may end the group and throw.

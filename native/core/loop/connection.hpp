@@ -20,7 +20,6 @@
 
 namespace potluck {
 
-constexpr size_t checksum_bytes = 4;
 // Bytes that one call of `read` or `write` moves at most, about. Tuned for this loop; the Python
 // loop's is 8 MiB (docs/dev/found-out.md).
 constexpr size_t budget_bytes = 2 * 1024 * 1024;
@@ -39,8 +38,7 @@ struct Outgoing {
 // Called with bytes `offset` to `offset + count` of a payload.
 using Consume = std::function<void(const uint8_t* part, size_t offset, size_t count)>;
 
-// Where the payload of an arriving frame goes. `complete` is called once all of it has come (and
-// its checksum, if any, has been found right). With neither `buffer` nor `consume` the payload is
+// Where the payload of an arriving frame goes. `complete` is called once all of it has come. With neither `buffer` nor `consume` the payload is
 // kept in the connection's own memory, valid during `complete`.
 struct Sink {
     uint8_t* buffer = nullptr;
@@ -72,7 +70,6 @@ public:
     bool is_acknowledged = false;  // CLOSE_ACK was received: the peer has read all up to our CLOSE
     bool is_blocked = false;       // the link took less than offered; wait until it is writable
     bool is_writable = false;      // the poller has found a blocked link writable
-    bool is_garbled = false;       // a checksum did not match: nothing more can be read
     bool has_aborted = false;      // ABORT was received, or is not to be waited for
 
     bool is_writing() const;
@@ -88,57 +85,41 @@ public:
     // payload. Returns true if there may be more to read at once. ProtocolError, LinkError.
     bool read(const Route& route);
 
-    // Read and discard. Returns true if there may be more to read at once.
-    bool drain();
-
 private:
     // Whether the payload of a DATA or PIECE frame would travel through link memory.
     bool uses_link_memory(size_t nbytes) const;
     size_t start(Outgoing outgoing);
-    void encode_head(const Frame& frame);
-    bool refill();
     void skip(size_t count);
     void begin(const Frame& frame, const Route& route);
     void begin_in_link_memory(const Frame& frame, const Route& route);
     size_t read_payload(size_t budget);
-    bool read_checksum();
-    void check(const uint8_t* theirs, uint32_t mine);
     void finish();
     void free_slot(int32_t slot);
 
     AdoptedLink link_;
     std::shared_ptr<Counters> counters_;
-    // Where TLS does not guard the bytes, a CRC-32C follows each header and each payload.
-    const bool has_checksums_;
-    const size_t header_bytes_;
 
     std::deque<uint32_t> slots_;     // outgoing slots that are free
     std::set<uint32_t> unreleased_;  // incoming slots whose SLOT_FREE has not been sent yet
 
     // The frame that is being written: pieces_[piece_] to pieces_[num_pieces_] are left. They point
-    // into `head_`, the payload and `trailer_`, which must not move meanwhile.
+    // into `head_` and the payload, which must not move meanwhile.
     std::vector<uint8_t> head_;  // the header, with a small payload behind it
-    Piece pieces_[3] = {};
+    Piece pieces_[2] = {};
     size_t num_pieces_ = 0;
     size_t piece_ = 0;
-    Piece rest_;  // the part of a checked payload that is in no piece yet
-    uint32_t checksum_out_ = 0;
-    uint8_t trailer_[checksum_bytes] = {};
     std::function<void()> sent_;
     Bytes owned_;
 
     // The frame that is being read; `frame_` is empty until its header is complete. `filled_`
     // counts bytes of the header, then of the payload.
-    uint8_t header_[frame_bytes + checksum_bytes] = {};
+    uint8_t header_[frame_bytes] = {};
     size_t filled_ = 0;
     std::optional<Frame> frame_;
     Sink sink_;
     std::vector<uint8_t> payload_;      // where the sink names no memory
     std::vector<uint8_t> part_buffer_;  // where the sink consumes parts
     size_t part_filled_ = 0;
-    uint32_t checksum_in_ = 0;
-    uint8_t trailer_in_[checksum_bytes] = {};
-    size_t trailer_filled_ = 0;
 };
 
 }  // namespace potluck

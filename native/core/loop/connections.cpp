@@ -173,7 +173,7 @@ void Connections::release(int rank, uint64_t nbytes) {
 // Nothing more is read from a peer that broke the protocol. After a wrong checksum the bytes are
 // skipped, up to the end of the link (ProgressLoop::flush_abort).
 void Connections::violated(int rank, const std::string& text) {
-    if (Connection* connection = find(rank)) connection->has_aborted = !connection->is_garbled;
+    if (Connection* connection = find(rank)) connection->has_aborted = true;
     lose(rank, GroupFailure::Kind::violated, text);
 }
 

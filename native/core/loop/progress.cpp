@@ -392,9 +392,7 @@ bool ProgressLoop::flush_abort(Connection& connection) {
     bool has_more = false;
     try {
         has_more = connection.write([](Connection&, Outgoing&) { return false; });
-        if (connection.is_garbled) {
-            has_more |= connection.drain();
-        } else if (!connection.has_aborted) {
+        if (!connection.has_aborted) {
             has_more |= connection.read([this](Connection& from, const Frame& frame) {
                 return discard(from, frame);
             }) || connection.link().stream->is_readable();

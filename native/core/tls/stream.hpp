@@ -1,5 +1,6 @@
 // A connection that the loop moves bytes over: non-blocking, in order, authenticated when it was
-// made. Implementations: tls.hpp (TLS 1.3), plain.hpp (clear text, after a greeting under TLS).
+// made. Implementations: tls.hpp (TLS 1.3), signed.hpp (clear text with tags, after a greeting
+// under TLS).
 #pragma once
 
 #include <cstddef>
@@ -58,9 +59,6 @@ public:
 
     // Whether there are bytes that the descriptor does not show.
     virtual bool is_readable() const = 0;
-
-    // Whether every frame carries a checksum (where TLS does not guard the bytes).
-    virtual bool needs_checksums() const { return false; }
 };
 
 }  // namespace potluck

@@ -24,7 +24,7 @@ from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Listener
 from potluck.types import Engine, Group
 from potluck.waiting import Reminder, reminding
-from potluck.wire.greeting import PLAIN
+from potluck.wire.greeting import SIGNED
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +45,6 @@ class TcpBase:
     ) -> None:
         self.settings = settings
         self.credentials = credentials or load_credentials(settings)
-        if settings.wire == PLAIN:
-            _say_that_links_are_plain()
         self.metrics = Metrics()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
@@ -91,6 +89,8 @@ class TcpBase:
         deadline. GroupError if the listener of this process has broken.
         """
         settings = self.settings
+        if settings.wire == SIGNED:
+            _say_that_links_are_readable()
         with self._lock:
             if self._failure is not None:
                 raise self._error(self._failure, group)
@@ -178,12 +178,12 @@ class TcpBase:
 
 
 @functools.cache
-def _say_that_links_are_plain() -> None:
+def _say_that_links_are_readable() -> None:
     """Log a warning, once per process."""
     _log.warning(
-        "POTLUCK_WIRE=plain: links between workers are not encrypted. Only holders of the secret "
-        "can join, but an attacker on the network can read and change tensors; use it on a cable "
-        "that you trust"
+        "POTLUCK_WIRE=signed: links between workers are not encrypted. Only members can join, and "
+        "a changed byte ends the link, but the network can read tensors, and objects that torch "
+        "pickles; use it where everybody on the network may read them"
     )
 
 

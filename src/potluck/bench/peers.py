@@ -59,10 +59,10 @@ PEERS = {
             environment={"POTLUCK_NATIVE": "0"},
         ),
         Competitor(
-            "potluck-plain",
+            "potluck-signed",
             "ours",
-            "plain mode: TCP with checksums, not encrypted; for a cable between trusted machines",
-            environment=NO_SHARED_MEMORY | {"POTLUCK_WIRE": "plain"},
+            "signed mode: TCP with an authenticated tag on every record, not encrypted",
+            environment=NO_SHARED_MEMORY | {"POTLUCK_WIRE": "signed"},
         ),
         *(
             Competitor(

@@ -33,8 +33,8 @@ def bench(
         typer.Option(
             help="Peers to compare with, separated by commas: gloo, mpi, mlx; potluck with other "
             "settings: potluck-tls (no shared memory), potluck-python (no native core), "
-            "potluck-plain (not encrypted), potluck-bf16, potluck-int8 (compressed), potluck-ring, "
-            "potluck-hierarchical (always that algorithm); or none.",
+            "potluck-signed (not encrypted), potluck-bf16, potluck-int8 (compressed), "
+            "potluck-ring, potluck-hierarchical (always that algorithm); or none.",
         ),
     ] = "gloo,mpi,mlx",
     workers: Annotated[

@@ -194,7 +194,7 @@ class LiveView(_View):
         from rich.table import Table
         from rich.text import Text
 
-        from potluck.wire.greeting import PLAIN
+        from potluck.wire.greeting import SIGNED
 
         job = self._job
         if job is None:
@@ -202,7 +202,7 @@ class LiveView(_View):
         state = job.status()
         loss = "" if state.loss is None or math.isnan(state.loss) else f" · loss {state.loss:.4f}"
         step = f" · step {state.step}" if state.step >= 0 else ""
-        wire = " · links not encrypted" if state.wire == PLAIN else ""
+        wire = " · links not encrypted" if state.wire == SIGNED else ""
         is_narrow = self._console.width < _WIDE
         lines = [] if state.samples is None else [_bar(state.samples, is_narrow=is_narrow)]
         table = Table(

@@ -39,7 +39,7 @@ def status(
     deviation_s, bandwidth (bytes per second; 0: not measured), interface, address (of the
     source). Its stragglers are sentences, one for each node or link that is far behind the best
     link. Each job has job, node, pid, script, started (Unix time), epoch, step, loss, events,
-    wire (sealed or plain), samples (null unless the script reports them) with committed, total
+    wire (sealed or signed), samples (null unless the script reports them) with committed, total
     and per_s (null: not known yet), and workers with worker, rank (-1: not in the group now),
     phase, pid, restarts, device, step, samples_per_s, node (its name, empty for a job of this
     machine alone). In a job of the cluster `node` leads it. Fields may be added, none will change.
@@ -95,7 +95,7 @@ def _show(jobs: list[JobState]) -> None:
     from rich.table import Table
 
     from potluck.cli.job_display import duration, how_far, number
-    from potluck.wire.greeting import PLAIN
+    from potluck.wire.greeting import SIGNED
 
     console = console_on()
     for job in jobs:
@@ -104,7 +104,7 @@ def _show(jobs: list[JobState]) -> None:
             title=f"{Path(job.script).name} · {job.job} · {_where(job)} · "
             f"{duration(time.time() - job.started)}",
             caption=f"group {job.epoch} · step {max(job.step, 0)} · loss {loss}"
-            + (" · links not encrypted (plain)" if job.wire == PLAIN else "")
+            + (" · links not encrypted (signed)" if job.wire == SIGNED else "")
             + ("" if job.samples is None else f"\n{how_far(job.samples)}"),
             title_justify="left",
             caption_justify="left",

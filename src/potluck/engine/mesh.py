@@ -124,7 +124,7 @@ class Mesh:
     ) -> None:
         """``connect_s``: how long to try for a link before its rank counts as lost.
 
-        ``wire``: what links are after their greeting, sealed or plain; the same on all ranks.
+        ``wire``: what links are after their greeting, sealed or signed; the same on all ranks.
         """
         self.group = group
         self._switchboard = switchboard

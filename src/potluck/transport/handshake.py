@@ -28,13 +28,14 @@ from potluck.transport.credentials import Credentials, node_id_of_certificate
 from potluck.transport.failures import translated
 from potluck.transport.link_memory import NUM_SLOTS, SLOT_BYTES, offer_link_memory
 from potluck.transport.native_tls import TlsSocket
-from potluck.transport.plain import PlainLink, check_nothing_is_left
+from potluck.transport.record_tags import agree, fresh_secret
+from potluck.transport.signed import check_nothing_is_left, signed_link
 from potluck.transport.tcp import TcpLink, secured, tune
 from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.greeting import (
     GREETING,
-    PLAIN,
     PROTOCOL_VERSION,
+    SIGNED,
     Greeting,
     Hello,
     Refusal,
@@ -73,8 +74,8 @@ def connect(
     ``memory`` = (num_slots, slot_bytes) per direction; None offers none. ``cancelled`` is asked
     every 0.1 s; once it says True, the call ends with LinkError.
 
-    Both sides must want the same ``wire``: sealed (TLS throughout) or plain (clear text after
-    WELCOME, a PlainLink); neither gives in.
+    Both sides must want the same ``wire``: sealed (TLS throughout) or signed (clear text with
+    tags after WELCOME, ``signed.py``); neither gives in.
 
     Raises WrongSecret (no Hello was sent, or none was read), Refused (the peer said no: ``code``
     and text are its; or it is banned here), ProtocolError (not a potluck peer), LinkError (no
@@ -141,7 +142,11 @@ def _connect_once(
         check_node(node, peer, credentials)
         if hello.kind == "data" and memory is not None:
             offered = offer_link_memory(*memory)
-        said = msgspec.structs.replace(hello, memory=None if offered is None else offered.offer)
+        said = msgspec.structs.replace(
+            hello,
+            memory=None if offered is None else offered.offer,
+            secret=fresh_secret() if hello.wire == SIGNED else None,
+        )
         drive(write_all(tls, GREETING.encode(said)), tls, limit, "sending HELLO", peer, cancelled)
         # The server may hold a newcomer back until it is ready itself: the whole deadline counts.
         answer = drive(
@@ -154,8 +159,9 @@ def _connect_once(
                 "POTLUCK_WIRE to the same everywhere, and install the same potluck",
                 "wire",
             )
-        if welcome.wire == PLAIN:
+        if welcome.wire == SIGNED:
             check_nothing_is_left(tls, peer)
+            keys = agree(said, welcome, client=credentials.node_id, server=node)
     except OSError as error:  # from secured: the peer is gone already
         sock.close()
         raise translated(error, peer, "setting up TLS") from error
@@ -166,8 +172,9 @@ def _connect_once(
         shared = None
         if offered is not None:
             shared = offered.settle(welcome is not None and welcome.memory)
-    made = PlainLink if welcome.wire == PLAIN else TcpLink
-    return made(tls, peer=peer, peer_node=node, memory=shared), welcome
+    if welcome.wire == SIGNED:
+        return signed_link(tls, keys, peer=peer, peer_node=node, memory=shared), welcome
+    return TcpLink(tls, peer=peer, peer_node=node, memory=shared), welcome
 
 
 def welcomed(answer: Greeting, peer: str) -> Welcome:

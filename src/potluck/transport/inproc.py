@@ -38,7 +38,6 @@ class InprocLink:
     """One end of a pair; see ``link.py``. Safe to close from any thread."""
 
     memory: LinkMemory | None = None
-    needs_checksums = False
 
     def __init__(self, peer: str, lock: threading.Lock, outgoing: _Pipe, incoming: _Pipe) -> None:
         self._peer = peer

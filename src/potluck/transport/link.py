@@ -2,7 +2,7 @@
 
 Links never block. One thread, the progress loop of the engine, makes every call on a link after
 the handshake. Implementations: ``inproc.py`` (threads of one process), ``tcp.py`` (TLS 1.3),
-``plain.py`` (clear text, after a greeting under TLS).
+``signed.py`` (clear text with tags, after a greeting under TLS).
 A link between workers of one node may have memory that both map (``link_memory.py``), so
 that payloads need not cross the socket.
 """
@@ -18,9 +18,6 @@ from potluck.transport.link_memory import LinkMemory
 class Link(Protocol):
     memory: LinkMemory | None
     """Shared memory for payloads, when both ends run on one node and could map it."""
-
-    needs_checksums: bool
-    """Whether frames carry checksums, because nothing below guards the bytes (``plain.py``)."""
 
     @property
     def peer(self) -> str:

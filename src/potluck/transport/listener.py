@@ -22,16 +22,17 @@ from typing import TypeVar
 import msgspec
 
 from potluck.background import OnBroken, start_thread, why
-from potluck.errors import LinkError, PotluckError
+from potluck.errors import LinkError, PotluckError, ProtocolError
 from potluck.transport.acceptor import LIMITS, Acceptor, Caller, Limits, listening_socket, ready
 from potluck.transport.credentials import Credentials
 from potluck.transport.handshake import WRITE, Steps, drive, objection, receive_hello, write_all
 from potluck.transport.link_memory import map_link_memory
 from potluck.transport.native_tls import TlsSocket
-from potluck.transport.plain import PlainLink, check_nothing_is_left
 from potluck.transport.rate import RateLimitedLog
+from potluck.transport.record_tags import agree, fresh_secret
+from potluck.transport.signed import check_nothing_is_left, signed_link
 from potluck.transport.tcp import TcpLink, secured
-from potluck.wire.greeting import GREETING, PLAIN, Hello, Refusal, Welcome
+from potluck.wire.greeting import GREETING, SIGNED, Hello, Refusal, Welcome
 
 _log = logging.getLogger(__name__)
 
@@ -227,16 +228,23 @@ class Listener:
         try:
             if isinstance(answer, Welcome):
                 _check_still_there(sock)
-                if answer.wire == PLAIN:
+                if answer.wire == hello.wire == SIGNED:
                     check_nothing_is_left(sock, peer)
+                    answer = msgspec.structs.replace(answer, secret=fresh_secret())
+                    keys = agree(hello, answer, client=node, server=self._credentials.node_id)
                 if hello.memory is not None and self._use_shared_memory:
                     memory = map_link_memory(hello.memory)
                 answer = msgspec.structs.replace(answer, memory=memory is not None)
             deadline = time.monotonic() + self._limits.timeout_s
             drive(write_all(sock, GREETING.encode(answer)), sock, deadline, "answering", peer)
             if isinstance(answer, Welcome):
-                made = PlainLink if answer.wire == PLAIN else TcpLink
-                return made(sock, peer=peer, peer_node=node, memory=memory)
+                if answer.wire != hello.wire:  # the client ends this link, as it must
+                    raise ProtocolError(
+                        f"{peer} has a {hello.wire} link, this worker {answer.wire}"
+                    )
+                if answer.wire == SIGNED:
+                    return signed_link(sock, keys.of_peer, peer=peer, peer_node=node, memory=memory)
+                return TcpLink(sock, peer=peer, peer_node=node, memory=memory)
             _log.debug("refused %s: %s", peer, answer.reason)
             sock.close()
             return None

@@ -31,8 +31,6 @@ class TcpLink:
     switches off its own tuning, which a link of 1 Gbit/s and 50 ms needs.
     """
 
-    needs_checksums = False
-
     def __init__(
         self, sock: TlsSocket, *, peer: str, peer_node: str, memory: LinkMemory | None = None
     ) -> None:

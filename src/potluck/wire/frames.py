@@ -21,9 +21,7 @@ flags          u8    bit 0: the payload lies in link-memory slot ``tag``, not in
 tag            i32   p2p: the message's tag; otherwise see flags; SLOT_FREE: the slot
 =============  ====  ========================================================================
 
-All integers are little-endian, and so are payloads. On a link that TLS does not guard (``plain``) a
-CRC-32C of the header follows it (u32), and one of the payload follows that, if there is any and it
-is in the stream.
+All integers are little-endian, and so are payloads.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ from potluck.wire.greeting import PROTOCOL_VERSION
 
 _FRAME = struct.Struct("<2sBBIIIQIIQHBBi")
 FRAME_BYTES = _FRAME.size
-CHECKSUM_BYTES = 4
 _MAGIC = b"PL"
 
 MAX_PAYLOAD = 16 * 1024 * 1024

@@ -10,6 +10,8 @@ Unknown fields are ignored, so that peers of different versions can report the d
 
 from __future__ import annotations
 
+from typing import Annotated, Final
+
 import msgspec
 
 from potluck.types import Engine
@@ -18,8 +20,19 @@ from potluck.wire.format import MessageFormat
 PROTOCOL_VERSION = 1
 MAX_GREETING = 64 * 1024
 
-SEALED = "sealed"
-PLAIN = "plain"
+SEALED: Final = "sealed"
+SIGNED: Final = "signed"
+SECRET_BYTES = 32
+
+
+class LinkSecret(msgspec.Struct, frozen=True):
+    """Random bytes of one end, from which both ends make the keys of a signed link
+    (``transport/record_tags.py``). Not shown in any repr."""
+
+    value: Annotated[bytes, msgspec.Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
+
+    def __repr__(self) -> str:
+        return "LinkSecret(...)"
 
 
 class LinkMemoryOffer(msgspec.Struct, frozen=True):
@@ -46,8 +59,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     ``world_size`` the size that it expects), ``store`` (a process group's store), ``meet`` and
     ``join`` (discovery). To an agent: ``node`` (another agent), ``worker``, ``client``
     (a command of the same machine). To either: ``measure`` (one measurement of the path). ``wire``
-    is the form of a data link after WELCOME: ``sealed`` (TLS) or ``plain``. ``engine`` is the
-    engine of the client (``rendezvous`` and ``join`` only).
+    is the form of a data link after WELCOME: ``sealed`` (TLS) or ``signed`` (clear text with tags;
+    ``secret`` is the client's part of its keys). ``engine`` is the engine of the client
+    (``rendezvous`` and ``join`` only).
     """
 
     kind: str
@@ -63,6 +77,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     world_size: int = 0
     local_rank: int = 0
     wire: str = SEALED
+    secret: LinkSecret | None = None
     engine: Engine = Engine.NATIVE
 
 
@@ -71,12 +86,14 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     ``memory``: the server has mapped the offered memory; otherwise neither peer uses it. ``wire``
     is the form that the server uses; a client with another ``wire`` ends the connection.
+    ``secret``: the server's part of a signed link's keys.
     """
 
     rank: int = -1
     version: int = PROTOCOL_VERSION
     memory: bool = False
     wire: str = SEALED
+    secret: LinkSecret | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

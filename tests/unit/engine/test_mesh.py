@@ -81,7 +81,7 @@ REFUSALS = [
     ({"rank": -1}, "duplicate", "rank -1 can't call"),
     ({"rank": 2}, "identity", "rank 2 is on node"),
     ({"kind": "rendezvous"}, "kind", "does not take 'rendezvous' connections"),
-    ({"wire": "plain"}, "wire", "are sealed, the caller's plain: set POTLUCK_WIRE to the same"),
+    ({"wire": "signed"}, "wire", "are sealed, the caller's signed: set POTLUCK_WIRE to the same"),
     ({"namespace": "elsewhere"}, "namespace", "not to 'elsewhere'"),
 ]
 

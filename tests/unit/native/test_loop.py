@@ -34,7 +34,8 @@ def test_operations_end_while_another_thread_keeps_the_interpreter_lock() -> Non
     try:
         for rank, end in enumerate(ends):
             end.setblocking(False)
-            stream = native.core.PlainStream(end.fileno())
+            keys = (b"1" * 32, b"2" * 32) if rank else (b"2" * 32, b"1" * 32)
+            stream = native.core.SignedStream(end.fileno(), *keys, 1 << 24, "")
             loops[rank].adopt(rank, 1 - rank, stream, "the other", 0, (), ())
         for number in range(COUNT):
             source, target = arrays[number].ctypes.data, arrived[number].ctypes.data
@@ -66,7 +67,7 @@ def test_a_loop_that_breaks_says_why_and_lets_go_who_waits() -> None:
     deadline = time.monotonic() + 600.0
     loop.receive(waiting, "recv", 1, 0, [0, 1], 0, 0, target.ctypes.data, NBYTES, deadline)
     ends[0].setblocking(False)
-    stream = native.core.PlainStream(ends[0].fileno())
+    stream = native.core.SignedStream(ends[0].fileno(), bytes(32), bytes(32), 1 << 24, "")
     for end in ends:
         end.close()
     loop.adopt(2, 1, stream, "the other", 0, (), ())  # a descriptor that nobody can wait for

@@ -37,7 +37,7 @@ from potluck.cluster.jobs.summary import Summary, summarize
 from potluck.cluster.jobs.withdrawals import Withdrawals
 from potluck.system import SIGKILL
 from potluck.wire import jobs, worker_link
-from potluck.wire.greeting import PLAIN
+from potluck.wire.greeting import SIGNED
 from potluck.wire.nodes import JobGroup, View
 
 _log = logging.getLogger(__name__)
@@ -296,8 +296,8 @@ class JobController:
             count = len(self.placement.places)
             self.note(f"starting {count} worker{'s' if count > 1 else ''} on {where}")
             self.placement.note_unfit(sorted(self._nodes), self.note)
-        if self.spec.wire == PLAIN:
-            self.note("links between workers are plain: whoever is on the wire reads along")
+        if self.spec.wire == SIGNED:
+            self.note("links between workers are signed, not encrypted: the network can read along")
         self._act(self._first_actions)
 
     def _compare(self, name: str, is_alive: bool) -> None:

@@ -14,7 +14,6 @@ from potluck.codecs.codec import Bytes, Codec, Floats
 from potluck.engine.arrays import reduction
 from potluck.engine.arrays.layout import Array
 from potluck.types import ReduceOp
-from potluck.wire import checksum
 from potluck.wire.dtypes import code_of
 
 # NumPy's own loops are as fast for what processors compute with; 16-bit floats it takes one by one.
@@ -35,13 +34,6 @@ def conclude(op: ReduceOp, array: Array, world_size: int) -> None:
         native.core.divide(code_of(array.dtype), array.view(np.uint8), world_size)
     else:
         reduction.conclude(op, array, world_size)
-
-
-def crc32c(data: memoryview, before: int = 0) -> int:
-    """CRC-32C of ``data``, after bytes whose checksum is ``before``."""
-    if native.available:
-        return native.core.crc32c(data, before)
-    return checksum.crc32c(data, before)
 
 
 def encode(codec: Codec, encoded: Bytes, source: Floats) -> None:

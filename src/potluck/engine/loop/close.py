@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from potluck.engine.failures.group_errors import abort_of
 from potluck.engine.failures.group_state import GroupState
-from potluck.engine.loop.connection import Connection, Outgoing, Sink, as_bytes
+from potluck.engine.loop.connection import Connection, Outgoing, Sink
 from potluck.engine.loop.connections import Connections
 from potluck.errors import GroupClosed, GroupError, PotluckError
 from potluck.system import wait_ready
@@ -53,7 +53,7 @@ def reject(state: GroupState, link: Link) -> None:
     until = time.monotonic() + _FLUSH_S
     scratch = memoryview(bytearray(64 * 1024))
     with contextlib.suppress(PotluckError):
-        link.send(memoryview(_final_frame(state, link)))
+        link.send(memoryview(_final_frame(state)))
         if link.fileno() >= 0:  # in-process links keep what was sent when they are closed
             while (left := until - time.monotonic()) > 0:
                 wait_ready(link.fileno(), write=False, timeout_s=left)
@@ -67,9 +67,7 @@ def _flush_abort(connections: Connections, connection: Connection) -> bool:
     once."""
     try:
         more = connection.write(lambda _: None)
-        if connection.is_garbled:
-            more |= connection.drain()
-        elif not connection.has_aborted:
+        if not connection.has_aborted:
             more |= connection.read(_discard) or connection.link.readable
     except PotluckError:
         connections.drop(connection)
@@ -90,12 +88,12 @@ def _discard(connection: Connection, frame: Frame) -> Sink:
     return Sink(buffer, lambda _: None)
 
 
-def _final_frame(state: GroupState, link: Link) -> bytes:
+def _final_frame(state: GroupState) -> bytes:
     error, group = state.error, state.group
     frame, body = Frame(Kind.CLOSE, group.epoch, source=group.rank), b""
     if isinstance(error, GroupError) and not isinstance(error, GroupClosed):
         frame, body = _abort_frame(group, error)
-    return as_bytes(frame, body, are_checked=link.needs_checksums)
+    return frames.encode(frame) + body
 
 
 def _abort_frame(group: Group, error: GroupError) -> tuple[Frame, bytes]:

@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from potluck.engine.arrays.kernels import crc32c
 from potluck.errors import ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link
 from potluck.wire import frames
-from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
+from potluck.wire.frames import FRAME_BYTES, IN_LINK_MEMORY, Frame, Kind
 
 BUDGET = 8 * 1024 * 1024
 """Bytes that one call of ``read`` or ``write`` moves at most, about. Tuned for this loop; the
@@ -65,8 +64,6 @@ class Connection:
         """The peer has read all that this side sent before its own CLOSE."""
         self.is_blocked = False
         """The link took less than offered; wait until it is writable."""
-        self.is_garbled = False
-        """A checksum did not match: nothing more can be read."""
         self.has_aborted = False
         """ABORT was received, or is not to be waited for."""
         memory = link.memory
@@ -74,12 +71,8 @@ class Connection:
         self._unreleased: set[int] = set()
         self._writing: deque[memoryview] = deque()
         self._sent: Callable[[], None] | None = None
-        self._are_checked = link.needs_checksums
-        self._header = memoryview(
-            bytearray(FRAME_BYTES + (CHECKSUM_BYTES if self._are_checked else 0))
-        )
-        self._trailer = memoryview(bytearray(CHECKSUM_BYTES))
-        self._part = self._header  # what is being read: a header, a payload, its checksum
+        self._header = memoryview(bytearray(FRAME_BYTES))
+        self._part = self._header  # what is being read: a header or a payload
         self._filled = 0
         self._sink: Sink | None = None
         self._target = memoryview(b"")
@@ -152,19 +145,15 @@ class Connection:
             self.meter.bytes_sent += nbytes
             self.meter.bytes_in_shared_memory += nbytes
             frame = frame._replace(flags=frame.flags | IN_LINK_MEMORY, tag=slot)
-            self._writing.append(memoryview(_header(frame, are_checked=self._are_checked)))
+            self._writing.append(memoryview(frames.encode(frame)))
             if sent is not None:
                 sent()  # the payload has been copied: its memory is free
             return nbytes
         if nbytes <= _MERGE_BYTES:
-            self._writing.append(
-                memoryview(as_bytes(frame, payload, are_checked=self._are_checked))
-            )
+            self._writing.append(memoryview(b"".join((frames.encode(frame), payload))))
         else:
-            self._writing.append(memoryview(_header(frame, are_checked=self._are_checked)))
+            self._writing.append(memoryview(frames.encode(frame)))
             self._writing.append(payload)
-            if self._are_checked:
-                self._writing.append(memoryview(_checksum(payload)))
         self._sent = sent
         return 0
 
@@ -194,40 +183,10 @@ class Connection:
                 continue
             self._filled = 0
             if self._part is self._header:
-                self._begin(self._read_header(), route)
-            elif self._part is self._trailer:
-                self._check(self._target, self._trailer)
-                self._end()
-            elif self._are_checked:
-                self._part = self._trailer
+                self._begin(frames.decode(self._header), route)
             else:
                 self._end()
         return True
-
-    def drain(self) -> bool:
-        """Read and discard. Returns True if there may be more to read at once."""
-        budget = BUDGET
-        while budget > 0:
-            taken = self.link.recv_into(self._small)
-            if taken == 0:
-                return False
-            budget -= taken
-        return True
-
-    def _read_header(self) -> Frame:
-        header = self._header[:FRAME_BYTES]
-        if self._are_checked:
-            self._check(header, self._header[FRAME_BYTES:])
-        return frames.decode(header)
-
-    def _check(self, data: memoryview, checksum: memoryview) -> None:
-        if crc32c(data) == int.from_bytes(checksum, "little"):
-            return
-        # Nothing more can be read from this link, since the length of the next frame may be wrong
-        # too. But the bytes were changed on the way, not by the peer, so the link is still good for
-        # an ABORT that tells the peer why the group ends.
-        self.is_garbled = True
-        raise ProtocolError("bytes were changed on the way: the checksum of a frame does not match")
 
     def _begin(self, frame: Frame, route: Callable[[Connection, Frame], Sink]) -> None:
         self.meter.messages_received += 1
@@ -278,21 +237,6 @@ class Connection:
         if memory is None or not 0 <= slot < memory.num_slots or slot in self._slots:
             raise ProtocolError(f"link-memory slot {slot} was freed, which is not in use")
         self._slots.append(slot)
-
-
-def as_bytes(frame: Frame, payload: bytes | memoryview, *, are_checked: bool) -> bytes:
-    """A frame as it goes over the wire, all of it."""
-    header = _header(frame, are_checked=are_checked)
-    return b"".join((header, payload, _checksum(payload) if are_checked and payload else b""))
-
-
-def _header(frame: Frame, *, are_checked: bool) -> bytes:
-    header = frames.encode(frame)
-    return header + _checksum(header) if are_checked else header
-
-
-def _checksum(data: bytes | memoryview) -> bytes:
-    return crc32c(memoryview(data)).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

@@ -230,7 +230,7 @@ class Connections:
         """``rank`` has broken the protocol, so that nothing after it on its link can be trusted."""
         connection = self.by_rank.get(rank)
         if connection is not None:
-            connection.has_aborted = not connection.is_garbled
+            connection.has_aborted = True
         self.lose(rank, error)
 
     def lose(self, rank: int, error: Exception) -> None:

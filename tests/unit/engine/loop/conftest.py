@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck import native
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
 from potluck.engine import call as engine_call
 from potluck.engine.arrays.layout import Buffers, Layout
-from potluck.engine.loop import connection, mailbox
+from potluck.engine.loop import mailbox
 from potluck.engine.loop.compiled import CompiledPlan
 from potluck.engine.loop.native import NativeLoop, is_available
 from potluck.engine.loop.progress import ProgressLoop
 from potluck.engine.loop.running import as_bytes
 from potluck.engine.work import Work, deadline_after
+from potluck.errors import LinkError
 from potluck.metrics import LinkMeter
 from potluck.transport.link import Link
-from potluck.transport.plain import PlainLink
 from potluck.types import Group, Member, ReduceOp
 from potluck.wire import frames
 from potluck.wire.dtypes import code_of
-from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, Frame, Kind
+from potluck.wire.frames import FRAME_BYTES, Frame, Kind
+from support.links import Blocking, signed_ends
 
 EPOCH = 1
 SEGMENT = 64 << 10
@@ -33,25 +33,17 @@ PATIENCE_S = 60.0
 needs_native = pytest.mark.skipif(not is_available(), reason="no native loop")
 
 
-class _NativePlainLink(PlainLink):
-    """For a socket that no greeting has gone over."""
-
-    def __init__(self, sock: Any, *, peer: str, peer_node: str) -> None:
-        super().__init__(sock, peer=peer, peer_node=peer_node)
-        self._stream = native.core.PlainStream(sock.fileno())
-
-
 class Peer:
-    """The other end of one link: says and hears frames as bytes on a socket."""
+    """The other end of one link: says and hears frames."""
 
-    def __init__(self, rank: int, sock: socket.socket) -> None:
+    def __init__(self, rank: int, link: Link) -> None:
         self.rank = rank
-        self.sock = sock
-        sock.settimeout(PATIENCE_S)
+        self.link = link
+        self._blocking = Blocking(link, PATIENCE_S)
 
     def say(self, kind: Kind, payload: bytes = b"", **fields: int) -> None:
         frame = Frame(kind, EPOCH, length=len(payload), source=self.rank)._replace(**fields)
-        self.sock.sendall(connection.as_bytes(frame, payload, are_checked=True))
+        self._blocking.send_all(frames.encode(frame) + payload)
 
     def hear(self, kind: Kind) -> tuple[Frame, bytes]:
         """The next frame, which must be of this kind; but on a busy machine any call may stall."""
@@ -63,39 +55,28 @@ class Peer:
         return frame, payload
 
     def _next(self) -> tuple[Frame, bytes]:
-        frame = frames.decode(self._read(FRAME_BYTES))
-        self._read(CHECKSUM_BYTES)
-        payload = self._read(frame.length)
-        if payload:
-            self._read(CHECKSUM_BYTES)
-        return frame, payload
+        frame = frames.decode(self._blocking.receive(FRAME_BYTES))
+        return frame, self._blocking.receive(frame.length)
 
     def hears_end(self) -> bool:
-        return self.sock.recv(1) == b""
-
-    def _read(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            part = self.sock.recv(count - len(data))
-            assert part, "the link ended"
-            data += part
-        return data
+        with pytest.raises(LinkError, match="closed"):
+            self._blocking.receive(1)
+        return True
 
 
 class _Peers:
     """A Connector whose peers are the test."""
 
-    def __init__(self, kind: type[PlainLink], num_peers: int) -> None:
-        self._kind = kind
+    def __init__(self, is_native: bool, num_peers: int) -> None:
+        self._is_native = is_native
         self._num_peers = num_peers
         self.by_rank: dict[int, Peer] = {}
 
     def start(self, deliver: Callable[[int, Link], None], fail: Any) -> None:
         for rank in range(1, self._num_peers + 1):
-            mine, theirs = socket.socketpair()
+            mine, theirs = signed_ends(*socket.socketpair(), native=(self._is_native, False))
             self.by_rank[rank] = Peer(rank, theirs)
-            link: Any = mine
-            deliver(rank, self._kind(link, peer=f"rank {rank}", peer_node=""))
+            deliver(rank, mine)
 
     def request(self, rank: int) -> None:
         raise AssertionError(f"rank {rank} has a link")
@@ -150,7 +131,7 @@ class LoopOfRank0:
 
     def __init__(self, engine: str, num_peers: int, max_early_bytes: int) -> None:
         is_native = engine == "native"
-        self._connector = _Peers(_NativePlainLink if is_native else PlainLink, num_peers)
+        self._connector = _Peers(is_native, num_peers)
         members = tuple(Member(worker=str(rank)) for rank in range(num_peers + 1))
         self.loop: Any = (NativeLoop if is_native else ProgressLoop)(
             Group(epoch=EPOCH, rank=0, members=members),
@@ -198,7 +179,7 @@ class LoopOfRank0:
 
     def end(self) -> None:
         for peer in self.ranks.values():
-            peer.sock.close()
+            peer.link.close()
         self.loop.close()
 
 

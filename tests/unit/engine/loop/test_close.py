@@ -20,7 +20,7 @@ def test_a_close_is_acknowledged_and_the_group_goes_on(loop_of: LoopOf) -> None:
     rank0 = loop_of(num_peers=2)
     rank0.ranks[1].say(Kind.CLOSE)
     rank0.ranks[1].hear(Kind.CLOSE_ACK)
-    rank0.ranks[1].sock.close()
+    rank0.ranks[1].link.close()
     rank0.send(2, b"still here").wait(PATIENCE_S)
     assert rank0.ranks[2].hear(Kind.EAGER)[1] == b"still here"
 
@@ -45,7 +45,7 @@ def test_an_operation_that_needs_a_rank_that_left_ends(loop_of: LoopOf) -> None:
     work, _ = rank0.receive(1, 3)
     rank0.ranks[1].say(Kind.CLOSE)
     rank0.ranks[1].hear(Kind.CLOSE_ACK)
-    rank0.ranks[1].sock.close()
+    rank0.ranks[1].link.close()
     with pytest.raises(PeerLost, match=r"it left the group \(its context was closed\)") as caught:
         work.wait(PATIENCE_S)
     assert caught.value.rank == 1
@@ -76,7 +76,7 @@ def test_an_abort_is_raised_and_passed_on_with_its_cause(loop_of: LoopOf) -> Non
 def test_a_link_that_breaks_off_ends_the_group(loop_of: LoopOf) -> None:
     rank0 = loop_of(num_peers=2)
     work, _ = rank0.receive(2, 3)
-    rank0.ranks[1].sock.close()
+    rank0.ranks[1].link.close()
     with pytest.raises(PeerLost) as caught:
         work.wait(PATIENCE_S)
     assert (caught.value.rank, caught.value.certain) == (1, True)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from potluck.engine.loop.connection import Connection, Outgoing, Sink, as_bytes
+from potluck.engine.loop.connection import Connection, Outgoing, Sink
 from potluck.errors import LinkError, ProtocolError
 from potluck.metrics import LinkMeter
 from potluck.wire import frames
@@ -39,7 +39,6 @@ class FakeLink:
 
     peer = "fake"
     readable = False
-    needs_checksums = False
 
     def __init__(self, step: Callable[[], int], memory: FakeLinkMemory | None = None) -> None:
         self.step = step
@@ -220,61 +219,6 @@ def test_bytes_before_the_end_of_a_link_count(twin: SimpleNamespace) -> None:
     with pytest.raises(LinkError):
         connection.read(route)
     assert got == [b"abc"]
-
-
-# ---------------------------------------------------------------- checksums
-
-
-def checked(twin: SimpleNamespace, step: Callable[[], int]) -> tuple[Connection, FakeLink]:
-    link = FakeLink(step)
-    link.needs_checksums = True
-    return twin.Connection(1, link, LinkMeter()), link
-
-
-def listener(
-    twin: SimpleNamespace, wire: bytes, step: Callable[[], int]
-) -> tuple[list[bytes], Callable[[], None]]:
-    """The payloads that a connection takes from ``wire``, and what makes it read all."""
-    connection, link = checked(twin, step)
-    link.incoming += wire
-    arrived: list[bytes] = []
-
-    def route(_: Connection, frame: Frame) -> Sink:
-        buffer = memoryview(bytearray(frame.length))
-        return Sink(buffer, lambda payload: arrived.append(bytes(payload)))
-
-    def listen() -> None:
-        while link.incoming:
-            connection.read(route)
-
-    return arrived, listen
-
-
-def test_checked_frames_cross_a_link_that_takes_what_it_likes(
-    twin: SimpleNamespace, seed: int
-) -> None:
-    connection, link = checked(twin, steps_of(seed))
-    queue = deque(Outgoing(data_frame(each), memoryview(each)) for each in PAYLOADS)
-    while queue or connection.is_writing:
-        connection.write(source_of(queue))
-    whole = [as_bytes(data_frame(each), each, are_checked=True) for each in PAYLOADS]
-    assert bytes(link.wire) == b"".join(whole)
-    arrived, listen = listener(twin, bytes(link.wire), steps_of(seed + 1))
-    listen()
-    assert arrived == PAYLOADS
-
-
-def test_no_flipped_bit_goes_unseen_and_none_of_its_frame_is_delivered(
-    twin: SimpleNamespace,
-) -> None:
-    first, second = (as_bytes(data_frame(each), each, are_checked=True) for each in (b"one", b"2"))
-    for bit in range(8 * len(second)):
-        changed = bytearray(second)
-        changed[bit // 8] ^= 1 << bit % 8
-        arrived, listen = listener(twin, first + changed, lambda: 1 << 20)
-        with pytest.raises(ProtocolError, match="the checksum of a frame does not match"):
-            listen()
-        assert arrived == [b"one"], bit
 
 
 # ---------------------------------------------------------------- link memory

@@ -24,7 +24,6 @@ class FakeLink:
 
     peer = "fake"
     readable = False
-    needs_checksums = False
     memory = None
 
     def __init__(self) -> None:

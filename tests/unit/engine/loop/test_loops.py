@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from potluck import native
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan, Step
 from potluck.engine.arrays.layout import lay_out
 from potluck.engine.call import Call
@@ -25,40 +24,34 @@ from potluck.errors import PeerLost
 from potluck.metrics import LinkMeter
 from potluck.transport.inproc import inproc_pair
 from potluck.transport.link import Link
-from potluck.transport.plain import PlainLink
+from potluck.transport.signed import OVERHEAD
 from potluck.types import Group, Member
 from potluck.wire import frames
 from potluck.wire.frames import FRAME_BYTES, Abort, Frame, Kind
+from support.links import signed_ends
 
 SEGMENT, NUM_SEGMENTS = 64 << 10, 24
-FRAME = FRAME_BYTES + 4 + SEGMENT + 4  # with its two checksums
+FRAME = FRAME_BYTES + SEGMENT + OVERHEAD
 KERNEL_BYTES = 8 << 10
 PATIENCE_S = 20.0
 needs_native = pytest.mark.skipif(not is_available(), reason="no native loop")
 
 
-class NativePlainLink(PlainLink):
-    """For a socket that no greeting has gone over."""
-
-    def __init__(self, sock: Any, *, peer: str, peer_node: str) -> None:
-        super().__init__(sock, peer=peer, peer_node=peer_node)
-        self._stream = native.core.PlainStream(sock.fileno())
-
-
 class TwoPeers:
     """A Connector whose peers are the test."""
 
-    def __init__(self, kind: type[PlainLink]) -> None:
+    def __init__(self, is_native: bool) -> None:
         self.ends: dict[int, socket.socket] = {}
-        self._kind = kind
+        self._is_native = is_native
 
     def start(self, deliver: Callable[[int, Link], None], fail: Any) -> None:
         for rank in (1, 2):
             mine, self.ends[rank] = socket.socketpair()
             mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+            # The test takes records as they come, and looks into none.
+            link, _ = signed_ends(mine, self.ends[rank], native=(self._is_native, False))
             self.ends[rank].settimeout(PATIENCE_S)
-            link: Any = mine
-            deliver(rank, self._kind(link, peer=f"rank {rank}", peer_node=""))
+            deliver(rank, link)
 
     def request(self, rank: int) -> None:
         raise AssertionError(f"rank {rank} has a link")
@@ -71,7 +64,7 @@ class TwoPeers:
 @contextlib.contextmanager
 def sending_to_two(engine: str, nbytes: int) -> Iterator[tuple[Work, dict[int, socket.socket]]]:
     """Rank 0 of three sends one chunk of ``nbytes`` to both others."""
-    connector = TwoPeers(NativePlainLink if engine == "native" else PlainLink)
+    connector = TwoPeers(engine == "native")
     made = NativeLoop if engine == "native" else ProgressLoop
     with sending(made, connector, (1, 2), nbytes) as work:
         yield work, connector.ends

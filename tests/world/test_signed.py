@@ -1,4 +1,4 @@
-"""Links in clear text: what is on the wire, what its checksums find, and who refuses whom."""
+"""Signed links: what is on the wire, that no change goes unseen, and who refuses whom."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from potluck.errors import PeerLost
 from potluck.settings import Settings
 from potluck.testing.world import WorldError
 from potluck.transport.credentials import namespace_of
+from potluck.transport.record_tags import TAG_BYTES
+from potluck.transport.signed import RECORD_BYTES
 from potluck.types import Group, Member
-from potluck.wire.frames import CHECKSUM_BYTES, FRAME_BYTES, Kind
+from potluck.wire.frames import FRAME_BYTES, Kind
 from potluck.wire.greeting import PROTOCOL_VERSION
 from support.links import psk
 from support.proxy import Alter, RecordingProxy
-from support.worlds import PLAIN_KINDS, World, tcp_backends
+from support.worlds import SIGNED_KINDS, World, tcp_backends
 
 SETTINGS = Settings(
     psk=hashlib.sha256(b"unused").hexdigest(),
     use_shared_memory=False,
     peer_timeout_s=20,
-    wire="plain",
+    wire="signed",
 )
 SEALED = replace(SETTINGS, wire="sealed")
 MARKER = b"A-TENSOR-THAT-NOBODY-ELSE-SHOULD"
@@ -105,7 +107,7 @@ def errors_of(world: World) -> list[BaseException]:
     return [caught.value.errors[rank] for rank in range(2)]
 
 
-@pytest.mark.parametrize("kind", PLAIN_KINDS)
+@pytest.mark.parametrize("kind", SIGNED_KINDS)
 @pytest.mark.parametrize(("settings", "is_seen"), [(SETTINGS, True), (SEALED, False)])
 def test_the_wire_shows_tensors_only_where_it_was_asked_for(
     kind: str, settings: Settings, is_seen: bool
@@ -121,14 +123,14 @@ def test_the_wire_shows_tensors_only_where_it_was_asked_for(
     )
 
 
-@pytest.mark.parametrize("kind", PLAIN_KINDS)
+@pytest.mark.parametrize("kind", SIGNED_KINDS)
 @pytest.mark.parametrize(
     "behind",
     [
+        pytest.param(-3, id="length of a record"),
         pytest.param(20, id="header"),
-        pytest.param(FRAME_BYTES + 1, id="checksum of the header"),
-        pytest.param(FRAME_BYTES + CHECKSUM_BYTES + 50_000, id="payload"),
-        pytest.param(FRAME_BYTES + CHECKSUM_BYTES + TENSOR.nbytes, id="checksum of the payload"),
+        pytest.param(FRAME_BYTES + 50_000, id="payload"),
+        pytest.param(RECORD_BYTES + TAG_BYTES - 1, id="tag"),
     ],
 )
 def test_a_flipped_bit_ends_the_operation_with_an_error_that_says_where(
@@ -139,14 +141,16 @@ def test_a_flipped_bit_ends_the_operation_with_an_error_that_says_where(
         errors = errors_of(world)
     assert [flip.is_done for flip in flips].count(True) == 1
     assert all(isinstance(error, PeerLost) for error in errors)
-    for text in map(str, errors):  # the peer is told why, in the same words
+    texts = [str(error) for error in errors]
+    for text in texts:
         assert re.search(r"lost rank [01] \(worker [01] at 127.0.0.1:\d+\) in epoch 1", text), text
-        assert "during all_gather(uint8, shape (131072,), ring) #0 on rank" in text
-        assert "at step 2 of 2, COPY chunk" in text
-        assert "bytes were changed on the way: the checksum of a frame does not match" in text
+    # The other rank may have all that it wanted, and learns in the barrier that the link is closed.
+    found = [text for text in texts if re.search("a record's tag is wrong|a record of", text)]
+    assert len(found) == 1, texts
+    assert "during all_gather(uint8, shape (131072,), ring) #0 on rank" in found[0]
 
 
-@pytest.mark.parametrize("kind", PLAIN_KINDS)
+@pytest.mark.parametrize("kind", SIGNED_KINDS)
 @pytest.mark.parametrize("settings", [(SETTINGS, SEALED), (SEALED, SETTINGS)])
 def test_ranks_that_want_different_wires_refuse_each_other(
     kind: str, settings: tuple[Settings, Settings]

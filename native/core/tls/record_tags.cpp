@@ -1,0 +1,71 @@
+#include "core/tls/record_tags.hpp"
+
+#ifdef POTLUCK_OPENSSL
+
+#include <openssl/crypto.h>
+#include <openssl/hmac.h>
+
+#include <cstring>
+#include <stdexcept>
+
+namespace potluck {
+
+namespace {
+
+void check(bool is_done) {
+    if (!is_done) throw std::runtime_error("OpenSSL could not make the tag of a record");
+}
+
+}  // namespace
+
+RecordTags::RecordTags(const uint8_t* key, uint64_t records_per_key)
+    : context_(EVP_CIPHER_CTX_new()), records_per_key_(records_per_key) {
+    std::memcpy(key_.data(), key, key_bytes);
+    check(context_ && EVP_EncryptInit_ex(context_.get(), EVP_aes_256_gcm(), nullptr, key_.data(),
+                                         nullptr) == 1);
+}
+
+RecordTags::~RecordTags() { OPENSSL_cleanse(key_.data(), key_.size()); }
+
+// HKDF-Expand (RFC 5869) of the key by one block: the next key. OpenSSL keeps nothing of the last.
+void RecordTags::step() {
+    static constexpr unsigned char what[] = "potluck signed link 1 next key\x01";
+    std::array<uint8_t, key_bytes> next;
+    unsigned int count = 0;
+    check(HMAC(EVP_sha256(), key_.data(), key_bytes, what, sizeof what - 1, next.data(), &count) &&
+          EVP_EncryptInit_ex(context_.get(), nullptr, nullptr, next.data(), nullptr) == 1);
+    key_ = next;
+    OPENSSL_cleanse(next.data(), next.size());
+    number_ = 0;
+}
+
+void RecordTags::begin() {
+    if (number_ == records_per_key_) step();
+    std::array<uint8_t, 12> nonce{};
+    for (size_t index = 0; index < 8; ++index) {
+        nonce[11 - index] = static_cast<uint8_t>(number_ >> (8 * index));
+    }
+    ++number_;
+    check(EVP_EncryptInit_ex(context_.get(), nullptr, nullptr, nullptr, nonce.data()) == 1);
+}
+
+void RecordTags::add(const uint8_t* data, size_t count) {
+    int none = 0;
+    check(EVP_EncryptUpdate(context_.get(), nullptr, &none, data, static_cast<int>(count)) == 1);
+}
+
+Tag RecordTags::end() {
+    Tag tag;
+    int none = 0;
+    check(EVP_EncryptFinal_ex(context_.get(), tag.data(), &none) == 1 &&
+          EVP_CIPHER_CTX_ctrl(context_.get(), EVP_CTRL_AEAD_GET_TAG, tag_bytes, tag.data()) == 1);
+    return tag;
+}
+
+bool are_same(const Tag& mine, const uint8_t* theirs) {
+    return CRYPTO_memcmp(mine.data(), theirs, tag_bytes) == 0;
+}
+
+}  // namespace potluck
+
+#endif
