@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 from potluck.backends.agent_link import AgentLink, agent_address, check_free, leave
@@ -79,6 +80,8 @@ class AgentBackend:
         except BaseException:
             self._base.close()
             raise
+        # Not as this process' environment says, which a script can change.
+        self._base.settings = replace(self._base.settings, wire=self._talk.wire)
         self._exit_report = ExitReport(
             self._talk,
             describe=self._describe,

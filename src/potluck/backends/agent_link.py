@@ -21,10 +21,11 @@ from typing import Any
 from potluck.backends.agent_waits import LOOK_EVERY_S, LongWaits
 from potluck.background import Tasks, start_task, start_thread, stop, why
 from potluck.errors import AgentLost, ConfigurationError, LinkError, PotluckError
+from potluck.settings import Wire
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire import worker_link
-from potluck.wire.greeting import Hello
+from potluck.wire.greeting import SEALED, SIGNED, Hello
 
 _log = logging.getLogger(__name__)
 
@@ -167,6 +168,8 @@ class AgentLink:
         self._loop = asyncio.new_event_loop()
         self._link: _Link | None = None
         self._ending = False
+        self.wire: Wire = SEALED
+        """The form of the links of this job's workers, as the agent says."""
         self._finished = False
         self._is_over = False
         self._lock = threading.Lock()
@@ -240,13 +243,14 @@ class AgentLink:
         self._tasks = Tasks()
         self._done = asyncio.Event()
         try:
-            reader, writer, _ = await aio.connect(
+            reader, writer, welcome = await aio.connect(
                 self._host, self._port, self._hello, self._credentials
             )
         except (PotluckError, TimeoutError) as error:
             failure = LinkError(f"the agent at {self._host}:{self._port} can't be reached: {error}")
             self._failure = error if isinstance(error, PotluckError) else failure
             return
+        self.wire = SIGNED if welcome.wire == SIGNED else SEALED
         self._link = link = aio.MessageLink(
             reader, writer, received=worker_link.FROM_AGENT, sent=worker_link.TO_AGENT
         )

@@ -93,8 +93,9 @@ def run(
     wire: Annotated[
         str | None,
         typer.Option(
-            help="Links between workers: sealed (TLS, default), or plain: not encrypted, for a "
-            "cable that you trust.",
+            help="Links between workers: sealed (TLS, default), or signed: nobody can change a "
+            "byte, but the network can read them. Machines must allow it: POTLUCK_WIRE=signed "
+            "for their potluck up.",
             show_default=False,
         ),
     ] = None,
@@ -171,6 +172,7 @@ def run(
     from potluck.cluster.run import checked, run_job
     from potluck.cluster.topology.hardware import own_accelerators
     from potluck.settings import load_settings
+    from potluck.wire.greeting import SEALED
     from potluck.wire.local import RunRequest
 
     faults = parse_chaos(chaos)
@@ -187,7 +189,7 @@ def run(
         min_nodes=settings.min_peers + 1 if min_nodes is None else min_nodes,
         peer_timeout_s=settings.peer_timeout_s,
         chaos=chaos,
-        wire=settings.wire,
+        wire=settings.wire if wire else SEALED,
         environment=given_variables(env or (), os.environ),
         include=tuple(include or ()),
     )

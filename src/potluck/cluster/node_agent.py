@@ -179,6 +179,7 @@ class NodeAgent:
             me=me,
             port=self.port,
             bind=self._bind,
+            wire=settings.wire,
             names=names,
             launcher=partial(launcher_of, settings),
             links=links,

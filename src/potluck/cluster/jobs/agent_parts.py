@@ -18,13 +18,15 @@ from potluck.cluster.topology.surveyor import Surveyor
 @dataclass(frozen=True, slots=True)
 class AgentParts:
     """The parts of the agent of node ``me``. ``port`` is the agent's, ``bind`` the address on which
-    its workers listen (empty: all interfaces). ``launcher`` makes the launcher of a job's workers
+    its workers listen (empty: all interfaces), ``wire`` the least protection of their links that
+    this machine's settings allow. ``launcher`` makes the launcher of a job's workers
     (``process.launcher_of``). ``note`` shows a line to people at this machine; ``log`` keeps lines
     of jobs whose starter has gone."""
 
     me: str
     port: int
     bind: str
+    wire: str
     names: NodeNames
     launcher: Callable[..., Launch]
     links: PeerLinks

@@ -28,7 +28,7 @@ from potluck.errors import ConfigurationError, LinkError, PotluckError, Protocol
 from potluck.system import SIGKILL
 from potluck.transport import aio
 from potluck.wire import jobs, worker_link
-from potluck.wire.greeting import Hello, Refusal, Welcome
+from potluck.wire.greeting import SEALED, Hello, Refusal, Welcome
 from potluck.wire.nodes import JobGroup, View
 
 _log = logging.getLogger(__name__)
@@ -110,6 +110,12 @@ class LocalRunner:
         try:
             if refusal := self._refusal():
                 raise ConfigurationError(refusal)
+            if spec.wire != SEALED and self._agent.wire != spec.wire:
+                raise ConfigurationError(
+                    f"its settings allow only encrypted links (POTLUCK_WIRE={self._agent.wire}), "
+                    f"the run asks for --wire {spec.wire}: run it without --wire, or start "
+                    f"potluck up there with POTLUCK_WIRE={spec.wire}"
+                )
             if spec.package is not None:
                 if not self._code_store.has(spec.package):
                     await self._bring(spec.package)
@@ -359,7 +365,7 @@ class LocalRunner:
     ) -> None:
         """A worker of this job has connected: answer, and take its messages until the link ends."""
         refusal = self._objection(hello)
-        await aio.write_greeting(writer, refusal or Welcome())
+        await aio.write_greeting(writer, refusal or Welcome(wire=self.spec.wire))
         if refusal is not None:
             return
         worker = hello.worker

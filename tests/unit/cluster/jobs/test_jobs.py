@@ -54,6 +54,7 @@ class Machine:
             me=ME,
             port=1,
             bind="127.0.0.1",
+            wire="sealed",
             names=self.names,
             launcher=self.launcher,
             links=me,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.local_runner import LocalRunner
@@ -46,6 +49,7 @@ class Machine:
             me=ME,
             port=1,
             bind="127.0.0.1",
+            wire="sealed",
             names=NodeNames(ME, ME),
             launcher=lambda spec, folder, **how: self.launch,
             links=me,
@@ -109,3 +113,29 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
     _, _, said, complaint = machine.heard
     assert said == worker_link.Entered("0", 4)
     assert complaint == worker_link.Said("", "worker 0 was cut off: it spoke for worker '1'")
+
+
+def test_links_that_are_not_encrypted_need_the_settings_of_this_machine() -> None:
+    """Whoever starts the job, this node's leader too: no worker starts, no folder is fetched."""
+
+    async def story(allowed: str) -> tuple[str, bool]:
+        machine = Machine()
+        no_store: Any = None
+        spec = msgspec.structs.replace(SPEC, wire="signed")
+        parts = replace(machine.parts(), wire=allowed)
+        runner = LocalRunner(parts, no_store, jobs.Order(spec, ORDER.places), lambda: False)
+        async with asyncio.timeout(20):
+            await machine.is_prepared.wait()
+        runner.ordered(jobs.StartWorker("job", "0", 0))
+        has_started = bool(runner.alive)
+        await runner.put_away()
+        (report,) = (each for each in machine.sent if isinstance(each, jobs.Reported))
+        return report.error, has_started
+
+    error, has_started = asyncio.run(story("sealed"))
+    assert not has_started
+    assert error == (
+        "its settings allow only encrypted links (POTLUCK_WIRE=sealed), the run asks for --wire "
+        "signed: run it without --wire, or start potluck up there with POTLUCK_WIRE=signed"
+    )
+    assert asyncio.run(story("signed")) == ("", True)
