@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from potluck.cluster.home.directory import make_private
+
 _MAX_JOBS = 64
 """More than a node keeps folders of."""
 
@@ -67,7 +69,7 @@ class Origins:
             return _Origin()
 
     def _write(self, package: bytes, origin: _Origin) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self._folder)
         temporary = self._folder / f".{secrets.token_hex(8)}"
         try:
             temporary.write_bytes(msgspec.json.encode(origin))

@@ -20,6 +20,7 @@ from typing import Annotated
 
 import msgspec
 
+from potluck.cluster.home.directory import make_private
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.wire.names import Digest
 from potluck.wire.peers import MAX_FILES
@@ -129,7 +130,7 @@ class PackageFiles:
         self._objects = root / "objects"
         self._packages = root / "packages"
         for folder in (root, self._objects, self._packages):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
 
     def has(self, sha256: bytes) -> bool:
         """Whether the file is here."""

@@ -33,6 +33,7 @@ from potluck.cluster.code_store.package import (
     unpacked_manifest,
 )
 from potluck.cluster.code_store.selection import Selection, check_script, readable, select
+from potluck.cluster.home.directory import make_private
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 from potluck.wire import peers
 
@@ -159,7 +160,7 @@ class CodeStore:
         temporary = target.with_name(f".{secrets.token_hex(8)}")
         try:
             with self._saying_what_is_wrong():
-                target.parent.mkdir(mode=0o700, exist_ok=True)
+                make_private(target.parent)
                 shutil.copytree(source, temporary)
                 os.utime(temporary)  # the copy's age counts, not the package's
                 temporary.rename(target)

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from potluck.cluster.home.directory import check_private, make_private
 from potluck.errors import IdentityError
 from potluck.system import need_posix
 
@@ -20,7 +21,8 @@ def load_or_create(path: Path, what: str, make: Callable[[], bytes]) -> bytes:
 
     The file is created atomically with mode 0600; processes that create it at the same time all
     get the content of the first. ``what`` names the content in errors. IdentityError if other users
-    may read the file, if it belongs to another user, or can't be read or written.
+    may read the file or change its folder, if it belongs to another user, or can't be read or
+    written.
     """
     try:
         return read_private(path, what)
@@ -47,10 +49,11 @@ def replace_private(path: Path, what: str, data: bytes) -> None:
 def read_private(path: Path, what: str) -> bytes:
     """The content of ``path`` (at most 1 MiB).
 
-    FileNotFoundError if there is no file; IdentityError if other users may read or change it, if it
-    belongs to another user, or can't be read.
+    FileNotFoundError if there is no file; IdentityError if other users may read or change it or its
+    folder, if it belongs to another user, or can't be read.
     """
     need_posix("a file that only its owner can read")
+    check_private(path.parent)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -98,7 +101,7 @@ def _create(path: Path, what: str, data: bytes) -> bool:
 def _put(path: Path, data: bytes, place: Callable[[Path, Path], None]) -> None:
     """Write ``data`` to a temporary file and sync it, then ``place`` the file at ``path``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(path.parent)
     try:
         _write(temporary, data)
         place(temporary, path)

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from potluck import system
+from potluck.cluster.home.directory import make_private
 from potluck.cluster.home.keyfile import read_private, replace_private
 from potluck.errors import ConfigurationError, IdentityError
 from potluck.wire.nodes import StableRecord
@@ -48,7 +49,7 @@ class NodeState:
 
     def __init__(self, home: Path) -> None:
         self._home = home
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(home)
         self._lock = os.open(home / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             _take(self._lock, home)

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from potluck import system
+from potluck.cluster.home.directory import make_private
 from potluck.cluster.home.node_state import AgentRecord
 from potluck.errors import ConfigurationError
 from potluck.wire.nodes import StableRecord
@@ -43,7 +44,7 @@ class PrivateState:
         folder = self._path.parent
         temporary = self._path.with_suffix(".tmp")
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
             self._file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             system.lock(self._file)
             os.write(self._file, msgspec.json.encode(AgentRecord(os.getpid(), port)))

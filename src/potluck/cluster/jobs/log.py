@@ -6,6 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from potluck.cluster.home.directory import make_private
+from potluck.errors import IdentityError
 from potluck.printable import coloured
 
 MAX_BYTES = 4 << 20
@@ -23,10 +25,10 @@ class JobLog:
         return self._folder / f"{job}.log"
 
     def write(self, job: str, line: str) -> None:
-        """Add one line; what follows a line end in it is indented. A disk that is full costs the
-        line, not the job."""
+        """Add one line; what follows a line end in it is indented. A disk that is full, or a
+        folder that others may change, costs the line, not the job."""
         path = self.path(job)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IdentityError):
             if not path.exists():
                 self._begin()
             elif path.stat().st_size > MAX_BYTES:
@@ -36,7 +38,7 @@ class JobLog:
                 file.write("\n    ".join(map(coloured, line.split("\n"))) + "\n")
 
     def _begin(self) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self._folder)
         known = sorted(self._folder.glob("*.log"), key=lambda each: each.stat().st_mtime)
         for path in known[: max(0, len(known) - KEPT_LOGS + 1)]:
             path.unlink(missing_ok=True)

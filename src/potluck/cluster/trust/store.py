@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from potluck import system
+from potluck.cluster.home.directory import make_private
 from potluck.cluster.home.keyfile import read_private, replace_private
 from potluck.errors import ConfigurationError, IdentityError, PotluckError
 
@@ -138,7 +139,7 @@ class TrustStore:
         """The nodes as a dict to change, written to the file if the block raises no exception. One
         process at a time."""
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.path.parent)
             lock = os.open(self.path.with_name(_LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise IdentityError(f"{_WHAT} {self.path} can't be changed: {error}") from error
