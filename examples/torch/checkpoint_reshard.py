@@ -1,13 +1,15 @@
 """A checkpoint written by any number of workers, read by any other number.
 
-torchrun --nproc-per-node 4 examples/torch/checkpoint_reshard.py --folder /tmp/digits
-potluck run --workers 2 examples/torch/checkpoint_reshard.py --folder /tmp/digits    (goes on)
-python examples/torch/checkpoint_reshard.py --folder /tmp/digits    (goes on, alone)
+torchrun --nproc-per-node 4 examples/torch/checkpoint_reshard.py --folder ~/digits
+potluck run --workers 2 examples/torch/checkpoint_reshard.py --folder ~/digits    (goes on)
+python examples/torch/checkpoint_reshard.py --folder ~/digits    (goes on, alone)
+
+Torch's checkpoints hold pickled data: whoever may write to the folder can run code in the script
+that loads them, so the folder must not be one that others share, such as /tmp.
 """
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 try:
@@ -24,7 +26,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"this needs {package}: pip install 'potluck[torch,sklearn]'")
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir(), "potluck-digits"))
+parser.add_argument("--folder", type=Path, default=Path.home() / "potluck-digits")
 parser.add_argument("--steps", type=int, default=100)
 args = parser.parse_args()
 

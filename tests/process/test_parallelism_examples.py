@@ -54,7 +54,7 @@ def test_no_example_is_left_out() -> None:
 
 def test_every_example_runs_alone(tmp_path: Path) -> None:
     words = one_after_the_other(SHORT)
-    with Command([sys.executable, *words], env={"TMPDIR": str(tmp_path)}) as run:
+    with Command([sys.executable, *words], env={"HOME": str(tmp_path)}) as run:
         assert run.finish(100) == 0, run.text
     assert len(re.findall(r"^end of ", run.text, re.MULTILINE)) == len(SHORT)
     assert "test accuracy" in run.text
@@ -67,7 +67,7 @@ def test_every_example_runs_alone(tmp_path: Path) -> None:
 def test_potluck_run_starts_every_example(examples: list[list[str]], tmp_path: Path) -> None:
     """Each elastic example by itself: a worker that has left the cluster's group has finished."""
     command = ["--workers", "2", *one_after_the_other(examples)]
-    with run_command(*command, TMPDIR=str(tmp_path)) as run:
+    with run_command(*command, HOME=str(tmp_path)) as run:
         assert run.finish(200) == 0, run.text
         said = {str(EXAMPLES / name): "" for name, *_ in examples}
         for rank in range(2):
@@ -99,7 +99,7 @@ def test_torchrun_starts_every_example(tmp_path: Path) -> None:
     assert {run[0] for run in runs} == {run[0] for run in SHORT}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", "2", *one_after_the_other(runs)]
-    with Command(command, env={"TMPDIR": str(tmp_path)}) as run:
+    with Command(command, env={"HOME": str(tmp_path)}) as run:
         assert run.finish(200) == 0, run.text
     reached = accuracies(run.text)
     assert len(reached) == 12, run.text

@@ -1,25 +1,38 @@
-"""Durable files: written completely and flushed to the disk, or absent."""
+"""Durable files: written completely and flushed to the disk, or absent.
+
+Only their owner can read them. A directory may belong to others as well (``/tmp``, a shared disk),
+so temporary names are random and must be new, and a link in place of a file is not followed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
+import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from potluck import system
 from potluck.errors import CheckpointError
 
-TEMPORARY = ".writing"
-"""The suffix of a file that is being written."""
+_TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.writing\Z")
+
+
+def final_name(name: str) -> str:
+    """The name that the file ``name`` has, or will have once it is complete."""
+    return _TEMPORARY.sub("", name)
 
 
 def make_directory(path: Path) -> None:
-    """Make the directory ``path`` and its parents durably (fsync), unless it exists."""
+    """Make the directory ``path`` and its parents durably (fsync), for this user alone, unless it
+    exists."""
     if path.is_dir():
         return
     make_directory(path.parent)
-    path.mkdir(exist_ok=True)
+    path.mkdir(0o700, exist_ok=True)
     fd = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -54,9 +67,10 @@ def write(path: Path, data: bytes, directory_fd: int) -> None:
     The data goes to a temporary file, is flushed (fsync) and renamed; ``directory_fd`` is flushed
     after the rename.
     """
-    temporary = path.with_name(path.name + TEMPORARY)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.writing")
+    file = open(temporary, "xb", opener=_open)  # noqa: SIM115 (what it removes below is its own)
     try:
-        with open(temporary, "wb") as file:
+        with file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -69,13 +83,26 @@ def write(path: Path, data: bytes, directory_fd: int) -> None:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """The bytes of ``path``; CheckpointError if it can't be read or has more than ``limit``
-    bytes."""
+    """The bytes of ``path``; CheckpointError if it can't be read, is no file, or has more than
+    ``limit`` bytes."""
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > limit:
-                raise CheckpointError(f"{path} has {size} bytes; at most {limit} are expected")
-            return file.read()
+        with open(path, "rb", opener=_open) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is not a file")
+            if status.st_size > limit:
+                raise CheckpointError(
+                    f"{path} has {status.st_size} bytes; at most {limit} are expected"
+                )
+            return file.read(limit)
     except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
+        what = error.strerror or str(error)
+        if error.errno == errno.ELOOP:
+            what = "it is a link, and links are not followed; put the file itself there"
+        raise CheckpointError(f"{path} can't be read: {what}") from error
+
+
+def _open(path: str, flags: int) -> int:
+    # Without O_NONBLOCK a named pipe in place of a file would block for ever. Windows has neither.
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return os.open(path, flags, 0o600)

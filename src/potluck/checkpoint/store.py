@@ -10,7 +10,8 @@ If four ranks write it into a shared directory, it is four parts and the manifes
     000007-step-120.part-1-of-4.safetensors ... part-4-of-4.safetensors
     000007-step-120.json
 
-Each file is written under a temporary name, flushed to the disk and renamed. The manifest is
+Each file is written under a temporary name, flushed to the disk and renamed. Only the user of the
+training can read them. The manifest is
 written last: a checkpoint without a manifest does not count. Numbers only grow, so the newest
 checkpoint has the highest number, also after training went back to an earlier step. The process
 that writes the manifest holds a lock on the directory, and first removes the remains of a writer
@@ -30,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from potluck.checkpoint import files, manifest
-from potluck.checkpoint.files import TEMPORARY
 from potluck.checkpoint.manifest import File, Manifest
 from potluck.checkpoint.shards import assign
 from potluck.checkpoint.state import (
@@ -167,9 +167,7 @@ class CheckpointStore:
         """
         try:
             files.make_directory(self.directory)
-            numbers = [
-                _NAME.fullmatch(n.removesuffix(TEMPORARY)) for n in os.listdir(self.directory)
-            ]
+            numbers = [_NAME.fullmatch(files.final_name(n)) for n in os.listdir(self.directory)]
         except OSError as error:
             raise CheckpointError(
                 f"checkpoints can't be written to {self.directory}: {error.strerror or error}"
@@ -294,11 +292,12 @@ class CheckpointStore:
         a manifest."""
         complete = {stem for _, _, stem in self._manifests()}
         for name in os.listdir(self.directory):
-            match = _NAME.fullmatch(name.removesuffix(TEMPORARY))
+            final = files.final_name(name)
+            match = _NAME.fullmatch(final)
             if match is None or int(match[1]) > up_to:
                 continue
             stem = f"{match[1]}-step-{match[2]}"
-            if name.endswith(TEMPORARY) or stem not in complete:
+            if name != final or stem not in complete:
                 (self.directory / name).unlink(missing_ok=True)
 
     def _prune(self) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -149,15 +150,88 @@ def test_a_full_disk_is_an_error_and_the_previous_one_stays(
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
-def test_a_disk_that_is_really_full_is_an_error(tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = CheckpointStore(tmp_path)
     store.save(state(1), 1)
-    (tmp_path / "000002-step-2.safetensors.writing").symlink_to("/dev/full")
-    # The sweep would remove the link as a leftover; without it the write goes to the full device.
-    store._sweep = lambda names: None  # type: ignore[method-assign]
+    monkeypatch.setattr(
+        files_module, "_open", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
+    )
     with pytest.raises(CheckpointError, match="No space left on device"):
         store.save(state(2), 2)
+    monkeypatch.undo()
     assert loaded(store) == 1
+
+
+# ---------------------------------------------------------------- a directory of others, too
+
+
+def test_only_the_owner_can_read_a_checkpoint_whatever_the_umask_is(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = CheckpointStore(tmp_path / "new" / "below", sharded=True)
+        number = store.next_number()
+        for index in (1, 0):
+            store.save(state(1), 1, part=Part(index, 2, number))
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in store.directory.iterdir()}
+    assert modes == {0o600}
+    assert stat.S_IMODE(store.directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(store.directory.parent.stat().st_mode) == 0o700
+
+
+def test_a_link_that_waits_under_any_name_of_a_checkpoint_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user of the directory wants the training to overwrite a file of its user."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "folder"
+    store = CheckpointStore(folder)
+    store.save(state(1), 1)
+    monkeypatch.setattr(files_module.secrets, "token_hex", lambda nbytes: "0" * 2 * nbytes)
+    for name in ("000002-step-2.safetensors", "000002-step-2.json"):
+        (folder / f"{name}.writing").symlink_to(victim)
+        (folder / f"{name}.{'0' * 16}.writing").symlink_to(victim)  # guessed, and not swept
+    store._sweep = lambda up_to: None  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="File exists"):
+        store.save(state(2), 2)
+    assert victim.read_text() == "mine"
+    assert loaded(store) == 1
+
+
+def test_a_link_in_place_of_a_finished_file_is_replaced(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    store = CheckpointStore(tmp_path / "folder", sharded=True)
+    number = store.next_number()
+    for index in (1, 0):
+        suffix = f"part-{index + 1}-of-2.safetensors"
+        (store.directory / f"{number:06d}-step-1.{suffix}").symlink_to(victim)
+    for index in (1, 0):
+        store.save(state(1), 1, part=Part(index, 2, number))
+    assert victim.read_text() == "mine"
+    assert loaded(store) == 1
+
+
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_no_file_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, suffix: str
+) -> None:
+    store = CheckpointStore(tmp_path / "folder")
+    store.save(state(1), 1)
+    path = store.save(state(2), 2).with_suffix(f".{suffix}")
+    path.rename(tmp_path / "elsewhere")
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        os.mkfifo(path)
+    assert loaded(store) == 1
+    why = "it is a link, and links are not followed" if kind == "link" else "is not a file"
+    assert why in caplog.text
 
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
