@@ -21,9 +21,9 @@ class BridgeProgram:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == f"{ready}\n"
 
-    def finish(self) -> None:
-        """Tell it to end, by a line, and wait until it did."""
-        self._process.communicate("\n", timeout=30)
+    def finish(self) -> str:
+        """Tell it to end, by a line, and wait until it did; what it said since it was ready."""
+        return self._process.communicate("\n", timeout=30)[0]
 
     def kill(self) -> None:
         """End it, if it still runs."""
