@@ -121,6 +121,14 @@ class Settings:
     run_for: Annotated[
         str, About("whose scripts potluck up runs: all, ask, none, or nodes with commas between")
     ] = ""
+    cpus: Annotated[int, Meta(ge=0), About("processors that potluck up gives to jobs; 0: all")] = 0
+    memory: Annotated[str, About("memory that potluck up gives to jobs: 8GiB, 50%; empty: all")] = (
+        ""
+    )
+    nice: Annotated[
+        int, Meta(ge=0, le=19), About("priority of jobs under potluck up: 0, or 19, the lowest")
+    ] = 0
+    gpus: Annotated[str, About("GPUs that potluck up gives to jobs: 0,2, or none; empty: all")] = ""
     pass_env: Annotated[
         str, About("variables of potluck up that workers get beside the usual: NAME,PREFIX_*")
     ] = ""

@@ -21,10 +21,10 @@ def doctor(
     """Show which engine is in use, native or Python, and which optional packages are installed.
 
     With --json: {"potluck", "python", "platform", "engine", "reason", "kernels", "cpu", "tls",
-    "packages"}. ``engine`` is "native" or "python", ``reason`` why it is not native, ``kernels``
-    the instruction set of the arithmetic, ``cpu`` the features of the processor, ``tls`` the
-    library that encrypts ("openssl" or "python"), ``packages`` the versions by name (null: not
-    installed).
+    "limits", "packages"}. ``engine`` is "native" or "python", ``reason`` why it is not native,
+    ``kernels`` the instruction set of the arithmetic, ``cpu`` the features of the processor,
+    ``tls`` the library that encrypts ("openssl" or "python"), ``limits`` what would hold workers to
+    the limits of `potluck up`, ``packages`` the versions by name (null: not installed).
     """
     found = examine()
     if json:
@@ -34,6 +34,7 @@ def doctor(
     typer.echo(f"{'engine':<12}  {native.describe()}")
     if native.available:
         typer.echo(f"{'kernels':<12}  {found['kernels']}")
+    typer.echo(f"{'limits':<12}  {found['limits']}")
     for name, version in found["packages"].items():
         wanted = f"not installed: pip install 'potluck[{_OPTIONAL[name]}]'"
         typer.echo(f"{name:<12}  {version or wanted}")
@@ -50,5 +51,16 @@ def examine() -> dict[str, Any]:
         "kernels": native.core.kernel_set() if native.available else "numpy",
         "cpu": native.core.cpu_features() if native.available else [],
         "tls": "openssl" if native.available and native.core.has_openssl else "python",
+        "limits": _limits(),
         "packages": {name: installed(name) or None for name in _OPTIONAL},
     }
+
+
+def _limits() -> str:
+    """What would hold workers to ``potluck up --cpus`` and ``--memory`` on this machine."""
+    from potluck.cluster.sharing.cgroups import find_parent
+
+    parent = find_parent()
+    if isinstance(parent, str):
+        return f"of each worker ({parent})"
+    return f"by a control group below {parent}"

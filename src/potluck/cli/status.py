@@ -34,15 +34,16 @@ def status(
     nodes, banned, events; each node has node, name, role (leader, member or empty), link (self,
     new, up, suspect, cut, silent, dead, none), host, latency_ms, python, torch, potluck, cores,
     memory_bytes (0: not told yet), accelerators, samples_per_s (of the job here, all workers;
-    null: none), runs_for (whose jobs it runs, in words; empty: not told yet), paused (by its
-    owner). Its links are one entry per direction: source, target, latency_s (one way),
-    deviation_s, bandwidth (bytes per second; 0: not measured), interface, address (of the
-    source). Its stragglers are sentences, one for each node or link that is far behind the best
-    link. Each job has job, node, pid, script, started (Unix time), epoch, step, loss, events,
-    wire (sealed or signed), samples (null unless the script reports them) with committed, total
-    and per_s (null: not known yet), and workers with worker, rank (-1: not in the group now),
-    phase, pid, restarts, device, step, samples_per_s, node (its name, empty for a job of this
-    machine alone). In a job of the cluster `node` leads it. Fields may be added, none will change.
+    null: none), limits (what its owner gives to jobs, in words; empty: all), runs_for (whose jobs
+    it runs, in words; empty: not told yet), paused (by its owner).
+    Its links are one entry per direction: source, target, latency_s (one way), deviation_s,
+    bandwidth (bytes per second; 0: not measured), interface, address (of the source). Its
+    stragglers are sentences, one for each node or link that is far behind the best link. Each job
+    has job, node, pid, script, started (Unix time), epoch, step, loss, events, wire (sealed or
+    signed), samples (null unless the script reports them) with committed, total and per_s (null:
+    not known yet), and workers with worker, rank (-1: not in the group now), phase, pid, restarts,
+    device, step, samples_per_s, node (its name, empty for a job of this machine alone). In a job
+    of the cluster `node` leads it. Fields may be added, none will change.
     """
     from potluck.settings import load_settings
 

@@ -43,6 +43,27 @@ def up(
             show_default=False,
         ),
     ] = None,
+    cpus: Annotated[
+        int | None,
+        typer.Option(min=0, help="Processors for jobs (default: all).", show_default=False),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory for jobs: 8GiB, 50% (default: all).", show_default=False),
+    ] = None,
+    nice: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=19,
+            help="Priority of jobs, 19 is the lowest (default 0).",
+            show_default=False,
+        ),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="GPUs for jobs: 0,2, or none (default: all).", show_default=False),
+    ] = None,
     allow_root: Annotated[
         bool,
         typer.Option(
@@ -70,7 +91,14 @@ def up(
     log_to_stderr()
     try:
         settings = load_settings(
-            discovery_port=port, peers=peers, run_for=run_for, allow_root=allow_root or None
+            discovery_port=port,
+            peers=peers,
+            run_for=run_for,
+            cpus=cpus,
+            memory=memory,
+            nice=nice,
+            gpus=gpus,
+            allow_root=allow_root or None,
         )
         check_user(settings)
         keep_rule(settings)
@@ -152,6 +180,8 @@ def _say_who_may(agent: NodeAgent, *, is_asking: bool) -> None:
     if offer.rule == "ask" and not is_asking:
         hints = "`potluck allow NODE`; nobody can be asked here, this is no terminal"
     _say(f"members whose scripts run here, as {user}: {who_may(offer, called)} ({hints})")
+    if limits := agent.report.limits:
+        _say(f"jobs get {limits} here")
     if offer.is_paused:
         _say("paused: this machine runs no workers until `potluck resume`")
     if is_asking:

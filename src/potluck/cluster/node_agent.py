@@ -30,9 +30,12 @@ from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import NodeNames
 from potluck.cluster.report import Report
 from potluck.cluster.secret_change import SecretChange
+from potluck.cluster.sharing.confinement import Confinement, own_limits
+from potluck.cluster.sharing.limits import Limits
 from potluck.cluster.sharing.offers import Offers
 from potluck.cluster.sharing.store import SharingStore
 from potluck.cluster.topology import measure
+from potluck.cluster.topology.hardware import own_facts
 from potluck.cluster.topology.surveyor import Surveyor
 from potluck.cluster.topology.versions import own_versions
 from potluck.cluster.trust.credentials import load_credentials
@@ -147,8 +150,14 @@ class NodeAgent:
             on_note=self._note,
             on_broken=self._fail,
         )
+        confinement = Confinement(Limits() if self._is_private else own_limits(settings))
         surveyor = Surveyor(
-            credentials, links, protocol.detector, plane.busy, lambda: dispatcher.rate()
+            credentials,
+            links,
+            protocol.detector,
+            plane.busy,
+            lambda: dispatcher.rate(),
+            lambda: confinement.facts(own_facts(me)),
         )
         self.offers = offers = Offers(
             me,
@@ -181,7 +190,8 @@ class NodeAgent:
             bind=self._bind,
             wire=settings.wire,
             names=names,
-            launcher=partial(launcher_of, settings),
+            launcher=partial(launcher_of, settings, confinement),
+            confinement=confinement,
             links=links,
             plane=plane,
             surveyor=surveyor,
@@ -197,7 +207,14 @@ class NodeAgent:
         }
         if not self._is_private:
             self._callers |= {KIND: links.greeted, measure.KIND: surveyor.greeted}
-        return [dispatcher.close, surveyor.close, secret.close, plane.close, links.close]
+        return [
+            dispatcher.close,
+            confinement.close,
+            surveyor.close,
+            secret.close,
+            plane.close,
+            links.close,
+        ]
 
     def _serve(self) -> aio.Server:
         try:

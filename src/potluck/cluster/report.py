@@ -51,6 +51,11 @@ class Report:
     async def _asked(self, request: local.NodesRequest, client: Client) -> None:
         client.take(self.status())
 
+    @property
+    def limits(self) -> str:
+        """What the owner of this machine gives to jobs, in words; empty for all of it."""
+        return self._surveyor.survey.mine.limits
+
     def status(self) -> local.NodesReply:
         """The cluster as it is seen here now."""
         protocol = self._plane.protocol
@@ -98,6 +103,7 @@ class Report:
             memory_bytes=facts.memory_bytes,
             accelerators=facts.accelerators,
             samples_per_s=facts.samples_per_s,
+            limits=facts.limits,
             runs_for=who_may(offer, self._names.label) if offer else "",
             paused=offer is not None and offer.is_paused,
         )

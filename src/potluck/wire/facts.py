@@ -33,7 +33,8 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
-    """The hardware of a node, and its speed in the present training (None without one)."""
+    """The hardware that a node gives to jobs, by its owner's ``limits`` (in words), and its speed
+    in the present training (None without one)."""
 
     node: Name
     cores: int = 1
@@ -41,6 +42,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     accelerators: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)] = ()
     samples_per_s: Figure | None = None
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
+    limits: Name = ""
 
 
 class LinkFacts(msgspec.Struct, frozen=True):

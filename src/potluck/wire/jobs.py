@@ -229,12 +229,14 @@ class OutputEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """The process of ``worker`` ended with ``code``, negative for a signal, as in subprocess. An
-    earlier ``attempt`` than the present one is ignored; -1 stands for the present one."""
+    """The process of ``worker`` ended with ``code``, negative for a signal, as in subprocess, for a
+    ``reason`` that its node knows (empty: none). An earlier ``attempt`` than the present one is
+    ignored; -1 stands for the present one."""
 
     worker: Name
     code: int
     attempt: int = -1
+    reason: worker_link.Text = ""
 
 
 class Disconnected(msgspec.Struct, frozen=True, tag=True):

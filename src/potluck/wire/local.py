@@ -71,8 +71,8 @@ class JobsReply(msgspec.Struct, frozen=True, tag=True):
 
 class NodeInfo(msgspec.Struct, frozen=True):
     """A node as an agent sees it. ``role`` is leader, member, or empty outside the view;
-    ``latency_ms`` is one-way (0: not measured). ``runs_for``: whose jobs it runs, in words (empty:
-    not told)."""
+    ``latency_ms`` is one-way (0: not measured). ``limits``: what its owner gives to jobs, and
+    ``runs_for``: whose jobs it runs, both in words (empty: all of it; not told)."""
 
     node: Name
     name: Name
@@ -87,6 +87,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
     memory_bytes: int = 0
     accelerators: tuple[Name, ...] = ()
     samples_per_s: float | None = None
+    limits: Text = ""
     runs_for: Text = ""
     paused: bool = False
 

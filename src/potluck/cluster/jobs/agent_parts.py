@@ -11,6 +11,7 @@ from potluck.cluster.jobs.process import Launch
 from potluck.cluster.links.local import Commands
 from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.names import NodeNames
+from potluck.cluster.sharing.confinement import Confinement
 from potluck.cluster.sharing.offers import Offers
 from potluck.cluster.topology.surveyor import Surveyor
 
@@ -20,8 +21,8 @@ class AgentParts:
     """The parts of the agent of node ``me``. ``port`` is the agent's, ``bind`` the address on which
     its workers listen (empty: all interfaces), ``wire`` the least protection of their links that
     this machine's settings allow. ``launcher`` makes the launcher of a job's workers
-    (``process.launcher_of``). ``note`` shows a line to people at this machine; ``log`` keeps lines
-    of jobs whose starter has gone."""
+    (``process.launcher_of``), which ``confinement`` holds to the owner's limits. ``note`` shows a
+    line to people at this machine; ``log`` keeps lines of jobs whose starter has gone."""
 
     me: str
     port: int
@@ -29,6 +30,7 @@ class AgentParts:
     wire: str
     names: NodeNames
     launcher: Callable[..., Launch]
+    confinement: Confinement
     links: PeerLinks
     plane: ControlPlane
     surveyor: Surveyor

@@ -72,6 +72,7 @@ class LocalRunner:
         self._unsent: deque[jobs.Output] = deque(maxlen=_MAX_KEPT_LINES)
         self._processes: dict[str, WorkerProcess] = {}
         self._alive: set[str] = set()
+        self._short_of_memory: set[str] = set()
         self._links: dict[str, _Link] = {}
         self._unlinked: dict[str, asyncio.Event] = {}
         """By worker: set while it has no link here."""
@@ -349,6 +350,8 @@ class LocalRunner:
         self._happened(worker_link.Said("", worker_link.clip(text)))
 
     def _line(self, worker: str, stream: str, text: str) -> None:
+        if self._agent.confinement.is_memory_error(text):
+            self._short_of_memory.add(worker)
         line = jobs.Output(self.spec.job, worker, stream, text)
         if self._unsent or not self._agent.plane.to_leader(line):
             self._unsent.append(line)
@@ -426,6 +429,9 @@ class LocalRunner:
         link = self._links.pop(worker, None)
         if link is not None:
             link.abort()
-        self._happened(jobs.Exited(worker, code, attempt))
+        said_so = worker in self._short_of_memory
+        self._short_of_memory.discard(worker)
+        why_ended = self._agent.confinement.why_ended(code, said_so=said_so)
+        self._happened(jobs.Exited(worker, code, attempt, why_ended))
         await process.release()
         self._happened(jobs.OutputEnded(worker, attempt))

@@ -18,11 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from potluck.background import start_thread
 from potluck.cluster.jobs.environment import accepted, all_but_secrets, passed_on
+from potluck.cluster.sharing.confinement import Confinement
 from potluck.errors import ConfigurationError
 from potluck.settings import Settings
-from potluck.system import SIGKILL, need_posix, usable_cpus, wait_for_exit
+from potluck.system import SIGKILL, need_posix, wait_for_exit
 from potluck.wire.jobs import JobSpec
 
 _SHIM = Path(__file__).with_name("shim.py")
@@ -47,18 +50,21 @@ class WorkerProcess:
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
+        limits: Mapping[str, object],
         sink: Sink,
         is_behind: Callable[[], bool],
         on_exit: Callable[[int], None],
         directory: Path | None = None,
     ) -> None:
-        """``on_exit(code)`` is called in the event loop, the moment the process has ended. As long
-        as ``is_behind()``, its output is not read: it waits like any program with a full pipe."""
+        """``limits`` are for ``shim.py``. ``on_exit(code)`` is called in the event loop, the moment
+        the process has ended. As long as ``is_behind()``, its output is not read: it waits like any
+        program with a full pipe."""
         assert threading.current_thread() is threading.main_thread()
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
         self._is_behind = is_behind
-        shim = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid())]
+        orders = msgspec.json.encode(limits).decode()
+        shim = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), orders]
         try:
             self._popen = subprocess.Popen(
                 [*shim, *command],
@@ -233,6 +239,7 @@ Launch = Callable[[str, dict[str, str], Callable[[int], None]], WorkerProcess]
 
 def launcher_of(
     settings: Settings,
+    confinement: Confinement,
     spec: JobSpec,
     folder: Path | None,
     *,
@@ -256,14 +263,14 @@ def launcher_of(
         inherited = all_but_secrets(os.environ)
     else:
         inherited = passed_on(os.environ, settings.pass_env)
-    inherited |= accepted(spec.environment) | _secret_of(settings)
+    inherited |= accepted(spec.environment) | confinement.variables() | _secret_of(settings)
     given = {name: value for name, value in inherited.items() if value}
     environment = inherited | {
         "POTLUCK_HOME": str(settings.home.absolute()),
         "POTLUCK_PEER_TIMEOUT_S": repr(spec.peer_timeout_s),
         "PYTHONUNBUFFERED": given.get("PYTHONUNBUFFERED", "1"),
         "OMP_NUM_THREADS": given.get(
-            "OMP_NUM_THREADS", str(max(1, len(usable_cpus()) // spec.per_node))
+            "OMP_NUM_THREADS", str(max(1, confinement.processors() // spec.per_node))
         ),
     }
 
@@ -273,6 +280,7 @@ def launcher_of(
         return WorkerProcess(
             [sys.executable, script, *spec.arguments],
             environment | variables,
+            limits=confinement.orders(spec.per_node),
             sink=partial(sink, worker),
             is_behind=is_behind,
             on_exit=on_exit,

@@ -16,7 +16,6 @@ from potluck.background import stop
 from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.membership.failure_detector import FailureDetector, Status
 from potluck.cluster.topology.graph import Topology
-from potluck.cluster.topology.hardware import own_facts
 from potluck.cluster.topology.measure import (
     PathReading,
     Stopped,
@@ -44,7 +43,8 @@ _log = logging.getLogger(__name__)
 
 class Surveyor:
     """Runs in the agent's event loop from construction to ``close``. ``busy()`` are the nodes that
-    have workers of a job, ``rate()`` the samples per second of the workers here, 0 without any."""
+    have workers of a job, ``rate()`` the samples per second of the workers here, 0 without any,
+    ``facts()`` the hardware that this machine gives to jobs."""
 
     def __init__(
         self,
@@ -53,8 +53,10 @@ class Surveyor:
         detector: FailureDetector,
         busy: Callable[[], Collection[str]],
         rate: Callable[[], float],
+        facts: Callable[[], NodeFacts],
     ) -> None:
-        self.survey = Survey(own_facts(credentials.node_id))
+        self.survey = Survey(facts())
+        self._own_facts = facts
         self._credentials = credentials
         self._links = links
         self._detector = detector
@@ -155,7 +157,7 @@ class Surveyor:
         job is kept while no job runs."""
         before = self.survey.mine.samples_per_s
         rate = float(f"{self._rate():.2g}") or before
-        facts = own_facts(self._credentials.node_id)
+        facts = self._own_facts()
         self.survey.mine = msgspec.structs.replace(facts, samples_per_s=rate)
         peers = self._detector.peers
         self.survey.forget([node for node in peers if peers[node].status is not Status.DEAD])

@@ -19,6 +19,8 @@ from potluck.cluster.jobs.summary import Summary
 from potluck.cluster.membership import events
 from potluck.cluster.membership.events import WantGroup
 from potluck.cluster.names import NodeNames
+from potluck.cluster.sharing.confinement import Confinement
+from potluck.cluster.sharing.limits import Limits
 from potluck.cluster.topology.versions import own_versions
 from potluck.errors import ConfigurationError, ProtocolError
 from potluck.types import MeasuredPath
@@ -61,6 +63,7 @@ class Machine:
             plane=me,
             surveyor=me,
             offers=me,
+            confinement=Confinement(Limits()),
             commands=me,
             log=me,
             note=self.note,

@@ -12,6 +12,8 @@ import msgspec
 from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.local_runner import LocalRunner
 from potluck.cluster.names import NodeNames
+from potluck.cluster.sharing.confinement import Confinement
+from potluck.cluster.sharing.limits import Limits
 from potluck.cluster.topology.versions import own_versions
 from potluck.wire import jobs, worker_link
 from potluck.wire.greeting import Hello
@@ -56,6 +58,7 @@ class Machine:
             plane=me,
             surveyor=me,
             offers=me,
+            confinement=Confinement(Limits()),
             commands=me,
             log=me,
             note=print,

@@ -147,8 +147,8 @@ class _Turn(Turn):
                     self.fail(JobFailure(name, text, secondary=secondary))
             case Disconnected(name):
                 self.disconnected(self.state.worker(name))
-            case Exited(name, code):
-                self.exited(self.state.worker(name), code)
+            case Exited(name, code, _, why):
+                self.exited(self.state.worker(name), code, why)
             case Interrupted(number):
                 self.interrupted(number)
             case Agreed():
@@ -192,13 +192,13 @@ class _Turn(Turn):
             self.remove({worker.name}, Phase.EVICTED, certain=False, reason=reason)
             self.actions.append(Kill((worker.name,), reason))
 
-    def exited(self, worker: WorkerState, code: int) -> None:
+    def exited(self, worker: WorkerState, code: int, why: str) -> None:
         if not worker.alive:
             return
-        reason = f"worker {worker.name} {name_exit(code)}"
+        reason = f"worker {worker.name} {name_exit(code, why)}"
         phase = Phase.GONE
         if worker.phase is Phase.STOPPING:
-            self.judge_exit_of_stopped(worker, code, reason)
+            self.judge_exit_of_stopped(worker, code, reason, why)
         elif code > 0:
             self.update(worker.name, phase=phase)
             self.fail(JobFailure(worker.name, reason, code=code))
@@ -215,13 +215,14 @@ class _Turn(Turn):
         if code != 0 and worker.phase is not Phase.STOPPING:
             self.actions.append(Note(reason))
 
-    def judge_exit_of_stopped(self, worker: WorkerState, code: int, reason: str) -> None:
+    def judge_exit_of_stopped(self, worker: WorkerState, code: int, reason: str, why: str) -> None:
         """An exit that was asked for says nothing new, unless it is the cause of the failure."""
         failure = self.state.failure
         if failure is None or code <= 0:
             return
         if failure.worker == worker.name and failure.code is None:
-            self.change(failure=replace(failure, code=code))
+            text = f"{failure.text}; {why}" if why else failure.text
+            self.change(failure=replace(failure, code=code, text=text))
         elif failure.secondary and not worker.failed:
             self.change(failure=JobFailure(worker.name, reason, code=code))
 

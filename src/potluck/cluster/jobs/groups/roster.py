@@ -292,11 +292,13 @@ class State:
         return len(self.having(Phase.READY)) >= max(self.policy.min_workers, 1)
 
 
-def name_exit(code: int) -> str:
-    """``killed by SIGKILL (9)`` or ``exited with code 3``."""
+def name_exit(code: int, why: str = "") -> str:
+    """``killed by SIGKILL (9)`` or ``exited with code 3``, with ``: why`` if that is known."""
     if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name} ({-code})"
-    except ValueError:
-        return f"killed by signal {-code}"
+        text = f"exited with code {code}"
+    else:
+        try:
+            text = f"killed by {signal.Signals(-code).name} ({-code})"
+        except ValueError:
+            text = f"killed by signal {-code}"
+    return f"{text}: {why}" if why else text

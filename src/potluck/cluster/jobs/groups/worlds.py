@@ -81,8 +81,8 @@ def take(turn: Turn, event: Event) -> bool:
         case Stalled(name, reason) if state.worker(name).phase is Phase.MEMBER:
             end(turn, reason, (name,), JobFailure(name, reason, code=_KILLED))
             return True
-        case Exited(name, code):
-            return _exited(turn, state.worker(name), code)
+        case Exited(name, code, _, why):
+            return _exited(turn, state.worker(name), code, why)
         case Away(names, reason):
             _away(turn, names, reason)
             return True
@@ -193,8 +193,8 @@ def _given_up(turn: Turn, event: Failed) -> None:
         end(turn, f"worker {names} is lost", (), failure if is_counted else None)
 
 
-def _exited(turn: Turn, worker: WorkerState, code: int) -> bool:
-    reason = f"worker {worker.name} {name_exit(code)}"
+def _exited(turn: Turn, worker: WorkerState, code: int, why: str) -> bool:
+    reason = f"worker {worker.name} {name_exit(code, why)}"
     match worker.phase:
         case Phase.STOPPING | Phase.AWAY:  # of a world that is over, however it ended
             turn.update(worker.name, phase=Phase.SPARE)

@@ -1,0 +1,87 @@
+"""The part of a machine that its owner gives: what is written, and what the cluster sees of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from potluck.cluster.sharing.confinement import Confinement
+from potluck.cluster.sharing.limits import Limits, limits_of, parse_memory
+from potluck.errors import ConfigurationError
+from potluck.settings import Settings
+from potluck.wire.facts import NodeFacts
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 * GIB),
+        ("8 g", 8 * GIB),
+        ("8gb", 8 * GIB),
+        ("1.5G", 3 * GIB // 2),
+        ("500MiB", 500 << 20),
+        ("50%", 8 * GIB),
+        ("100%", 16 * GIB),
+        ("1073741824", GIB),
+    ],
+)
+def test_memory_is_a_size_or_a_part(text: str, size: int) -> None:
+    assert parse_memory(text, 16 * GIB) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("much", "write a size"),
+        ("-1G", "write a size"),
+        ("0%", "write a size"),
+        ("101%", "write a size"),
+        ("1P", "write a size"),
+        ("100MiB", "a worker needs at least 256 MiB"),
+        ("17G", "this machine has 16 GiB"),
+    ],
+)
+def test_memory_that_can_not_be_given_is_named(text: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--memory '?{text}.*{said}"):
+        parse_memory(text, 16 * GIB)
+
+
+def test_more_processors_than_there_are_can_not_be_given() -> None:
+    with pytest.raises(ConfigurationError, match="--cpus 9: this machine has 8"):
+        limits_of(Settings(cpus=9), cores=8, memory_bytes=GIB)
+    assert limits_of(Settings(cpus=8), cores=8, memory_bytes=GIB) == Limits(), "all of them"
+
+
+@pytest.mark.parametrize("text", [",", "0,", "0;1", "GPU 1"])
+def test_gpus_that_mean_nothing_are_named(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--gpus '.*write none, or the numbers or ids"):
+        limits_of(Settings(gpus=text), cores=8, memory_bytes=GIB)
+
+
+def test_the_cluster_sees_what_is_given() -> None:
+    facts = NodeFacts("ada", 8, 16 * GIB, ("A", "B", "C"))
+    settings = Settings(cpus=3, memory="25%", gpus="2,0,7", nice=5)
+    limits = limits_of(settings, cores=8, memory_bytes=16 * GIB)
+    assert limits.reduced(facts) == NodeFacts("ada", 3, 4 * GIB, ("C", "A"))
+    assert limits.describe() == "3 processors, 4 GiB of memory, GPU 2,0,7, nice 5"
+    assert limits.processors(range(8)) == [5, 6, 7]
+    assert Limits().reduced(facts) == facts
+    assert Limits().describe() == ""
+    assert Limits(gpus=()).reduced(facts).accelerators == ()
+    assert Limits(gpus=("GPU-8f2a",)).reduced(facts).accelerators == ("A",), (
+        "by its id: one of them"
+    )
+
+
+def test_libraries_see_the_gpus_that_are_given() -> None:
+    assert Confinement(Limits()).variables() == {}
+    given = Confinement(Limits(gpus=("0", "2"))).variables()
+    assert given == {"CUDA_VISIBLE_DEVICES": "0,2", "HIP_VISIBLE_DEVICES": "0,2"}
+    assert Confinement(Limits(gpus=())).variables()["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_no_limit_gives_no_order() -> None:
+    assert Confinement(Limits()).orders(2) == {}
+    assert Confinement(Limits()).describe() == ""
+    assert Confinement(Limits()).why_ended(-9, said_so=True) == ""
