@@ -18,8 +18,18 @@ MAX_GROUPS = 64
 MAX_WORKERS = 4096
 MAX_PATHS = 256
 
+MAX_VIEW_BYTES = 448 * 1024
+"""The size of a view. A message between agents (1 MiB) has room for two: ``RecoveryReport``."""
+MAX_EPOCH = (1 << 31) - 1
+"""The highest epoch. Frames between workers carry epochs in 32 bits (``frames.py``)."""
+
 Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_NODES)]
-Ballot = tuple[int, Name]
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
+Used = Annotated[int, msgspec.Meta(ge=-1, le=MAX_EPOCH)]
+"""The highest epoch that a node has used; -1 before the first of a private agent."""
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=16)]
+Ballot = tuple[Epoch, Name]
 """The ballot of an attempt to decide a view: its number and its proposer, compared in this
 order."""
 
@@ -29,8 +39,8 @@ class ViewMember(msgspec.Struct, frozen=True):
     epoch of its first view. A node whose agent starts again is a new member."""
 
     node: Name
-    incarnation: int
-    joined: int
+    incarnation: Count
+    joined: Epoch
 
     @property
     def seniority(self) -> tuple[int, str]:
@@ -50,12 +60,12 @@ class JobGroup(msgspec.Struct, frozen=True):
     """
 
     job: Name
-    epoch: int
+    epoch: Epoch
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_WORKERS)]
-    origin: int = 0
+    origin: Epoch = 0
     entering: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_WORKERS)] = ()
     paths: Annotated[tuple[MeasuredPath, ...], msgspec.Meta(max_length=MAX_PATHS)] = ()
-    world: int = 0
+    world: Count = 0
 
 
 class View(msgspec.Struct, frozen=True):
@@ -67,7 +77,7 @@ class View(msgspec.Struct, frozen=True):
     """
 
     history: Name
-    epoch: int
+    epoch: Epoch
     members: Annotated[tuple[ViewMember, ...], msgspec.Meta(max_length=MAX_NODES, min_length=1)]
     groups: Annotated[tuple[JobGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
     reason: Text = ""
@@ -104,7 +114,7 @@ class Proposal(msgspec.Struct, frozen=True):
     proposer's own, not one that other members had accepted before."""
 
     ballot: Ballot
-    parent: int
+    parent: Epoch
     view: View
     ended: Names = ()
     fresh: bool = False
@@ -122,7 +132,7 @@ class StableRecord(msgspec.Struct, frozen=True):
     """A node's record of the control plane on disk. ``installed`` is the highest epoch that the
     node ever used; ``histories`` are its latest histories, the newest last."""
 
-    installed: int = 0
+    installed: Used = 0
     histories: Annotated[tuple[HistoryRecord, ...], msgspec.Meta(max_length=16)] = ()
     banned: Names = ()
 
@@ -138,23 +148,25 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     ``links`` are the nodes with a working link to the sender. ``history`` and ``epoch`` are the
     sender's view, ``size`` its number of members; without a view ``history`` is empty and ``wants``
     is the history that the sender would join. ``installed`` is the highest epoch that the sender
-    ever used, ``bans`` a checksum of the bans that it knows.
+    ever used, ``bans`` a checksum of the bans that it knows. ``digest`` is a hash of
+    the sender's view, empty without one.
     """
 
-    number: int
-    echo: int = 0
-    held_s: float = 0.0
+    number: Count
+    echo: Count = 0
+    held_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
     lease: bool = True
     links: Names = ()
     history: Name = ""
-    epoch: int = 0
-    size: int = 0
+    epoch: Epoch = 0
+    size: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES)] = 0
     busy: bool = False
     paused: bool = False
     fork_of: Name = ""
     wants: Name = ""
-    installed: int = 0
-    bans: int = 0
+    installed: Used = 0
+    bans: Count = 0
+    digest: Digest = b""
 
 
 # Indirect probes, through another node.
@@ -192,7 +204,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     successor of view ``parent``."""
 
     history: Name
-    parent: int
+    parent: Epoch
     ballot: Ballot
 
 
@@ -212,9 +224,11 @@ class Propose(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """The sender has accepted the proposal of ``ballot``, and written it to its disk."""
+    """The sender has accepted the proposal of ``ballot``, and written it to its disk. ``digest`` is
+    a hash of the view. The proposer counts these; the other members check its count by them."""
 
     ballot: Ballot
+    digest: Digest = b""
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -240,7 +254,7 @@ class RecoveryRequest(msgspec.Struct, frozen=True, tag=True):
     view of ``epoch``."""
 
     history: Name
-    epoch: int
+    epoch: Epoch
 
 
 class RecoveryReport(msgspec.Struct, frozen=True, tag=True):
@@ -248,7 +262,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, tag=True):
     incarnation), and will not use a membership in it from ``epoch`` or before."""
 
     history: Name
-    epoch: int
+    epoch: Epoch
     found: HistoryRecord | None = None
 
 

@@ -17,7 +17,7 @@ from potluck.wire.facts import Facts, Measured
 from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import JobMessage
 from potluck.wire.names import Digest, MachineName, Name, Text, Versions
-from potluck.wire.nodes import NodeMessage
+from potluck.wire.nodes import Count, NodeMessage
 from potluck.wire.sharing import Offer
 
 MAX_MESSAGE = 1 << 20
@@ -32,9 +32,9 @@ class Introduction(msgspec.Struct, frozen=True, tag=True):
     """The first message in both directions: the incarnation (run) of the sending agent, the name of
     its machine, the port of its listener, and the versions of its workers."""
 
-    incarnation: int
+    incarnation: Count
     name: MachineName
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     versions: Versions
 
 
@@ -85,7 +85,7 @@ class PackagePart(msgspec.Struct, frozen=True, tag=True):
     package: Digest
     file: Annotated[bytes, msgspec.Meta(max_length=32)]
     offset: Offset
-    size: int
+    size: Offset
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_PART)]
 
 

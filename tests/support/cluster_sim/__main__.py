@@ -1,7 +1,9 @@
 """The soak: thousands of seeds over all cores; names those that fail and how to see one.
 
-python -m support.cluster_sim [--first N] [--count N] [--jobs N]
-python -m support.cluster_sim --show SEED
+Each seed is two worlds: hosts, disks and networks that fail, and a cluster with a liar.
+
+python -m support.cluster_sim [--first N] [--count N] [--jobs N] [--only WORLD]
+python -m support.cluster_sim --show SEED --only WORLD
 """
 
 from __future__ import annotations
@@ -14,35 +16,45 @@ import sys
 import time
 from collections.abc import Sequence
 
+from support.cluster_sim.liars import LiarWorld
 from support.cluster_sim.world import Broken, World
 
 MODULE = "support.cluster_sim"
+WORLDS: dict[str, type[World] | type[LiarWorld]] = {"faults": World, "liars": LiarWorld}
 
 
-def run_seed(seed: int) -> str:
-    """What is wrong with ``seed``, in one line; empty if nothing is."""
-    world = World(seed)
+def run_world(world: World) -> str:
+    """What is wrong with ``world``, in one line; empty if nothing is."""
     try:
         world.run()
     except Broken as error:
         return str(error).splitlines()[0]
+    except Exception as error:
+        return f"seed {world.seed}, at {world.queue.now:.2f} s: an agent ended: {error!r}"
     return ""
 
 
-def work(first: int, end: int, stride: int) -> None:
+def run_seed(seed: int, only: str) -> str:
+    """What is wrong with ``seed``, in one line; empty if nothing is."""
+    found = {name: run_world(kind(seed)) for name, kind in WORLDS.items() if only in (name, "")}
+    return "; ".join(f"{name}: {wrong}" for name, wrong in found.items() if wrong)
+
+
+def work(first: int, end: int, stride: int, only: str) -> None:
     """One process of the soak: a line per seed."""
     for seed in range(first, end, stride):
-        print(f"{seed}\t{run_seed(seed)}", flush=True)
+        print(f"{seed}\t{run_seed(seed, only)}", flush=True)
 
 
-def soak(first: int, count: int, jobs: int) -> int:
+def soak(first: int, count: int, jobs: int, only: str) -> int:
     """Run ``count`` seeds in ``jobs`` processes; 1 if any failed, 130 when interrupted."""
     started = time.monotonic()
     failed: dict[int, str] = {}
     done = 0
+    command = [sys.executable, "-m", MODULE, "--only", only]
     workers = [
         subprocess.Popen(
-            [sys.executable, "-m", MODULE, "--work", str(first + i), str(first + count), str(jobs)],
+            [*command, "--work", str(first + i), str(first + count), str(jobs)],
             stdout=subprocess.PIPE,
         )
         for i in range(jobs)
@@ -84,20 +96,16 @@ def soak(first: int, count: int, jobs: int) -> int:
     print(f"\r{done} of {count} seeds in {seconds:.0f} s, {len(failed)} failed")
     if failed:
         print("failing seeds:", " ".join(map(str, sorted(failed))))
-        print(f"to see one: python -m {MODULE} --show {min(failed)}")
+        print(f"to see one: python -m {MODULE} --show {min(failed)} --only WORLD")
     if interrupted:
         return 130
     return 1 if failed or crashed or done < count else 0
 
 
-def show(seed: int) -> int:
+def show(seed: int, only: str) -> int:
     """Play one seed and print all that happened."""
-    world = World(seed)
-    wrong = ""
-    try:
-        world.run()
-    except Broken as error:
-        wrong = str(error).splitlines()[0]
+    world = WORLDS[only or "faults"](seed)
+    wrong = run_world(world)
     print("\n".join(world.lines))
     print(wrong or f"seed {seed}: nothing wrong, {world.num_commits} commits")
     return 1 if wrong else 0
@@ -109,15 +117,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--count", type=int, default=10_000, help="how many seeds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--only", choices=["", *WORLDS], default="", help="one kind of world")
     parser.add_argument("--show", type=int, metavar="SEED", help="play one seed, tell all")
     parser.add_argument("--work", type=int, nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.show is not None:
-        return show(given.show)
+        return show(given.show, given.only)
     if given.work is not None:
-        work(*given.work)
+        first, end, stride = given.work
+        work(first, end, stride, given.only)
         return 0
-    return soak(given.first, given.count, given.jobs)
+    return soak(given.first, given.count, given.jobs, given.only)
 
 
 if __name__ == "__main__":

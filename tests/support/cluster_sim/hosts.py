@@ -12,7 +12,7 @@ from potluck.cluster.membership import events
 from potluck.cluster.membership.failure_detector import Timing
 from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.types import Member
-from potluck.wire.nodes import JobGroup, StableRecord, View
+from potluck.wire.nodes import JobGroup, NodeMessage, StableRecord, View
 from support.cluster_sim.network import Network, Queue
 from support.cluster_sim.training import Worker, WorkerMessage
 
@@ -49,6 +49,8 @@ class Host:
         self.frozen_until = 0.0
         self.timing = Timing()
         self.make_node: Callable[..., MembershipProtocol] = MembershipProtocol
+        self.judged: Callable[[events.Event, Callable[[], None]], None] | None = None
+        """Called with each event and what handles it, in place of the latter."""
         self._backlog: list[events.Event] = []
         self._generation = 0
         self._ready: dict[str, tuple[float, str, int]] = {}
@@ -168,18 +170,27 @@ class Host:
             if not isinstance(event, events.Tick):
                 self._backlog.append(event)
             return
+        if self.judged is None:
+            self._handle(event)
+        else:
+            self.judged(event, lambda: self._handle(event))
+
+    def _handle(self, event: events.Event) -> None:
+        assert self.node is not None
         for action in self.node.handle(event, self.now):
             self._act(action)
+
+    def send(self, node: str, message: NodeMessage) -> None:
+        """Send ``message`` to the agent of ``node``."""
+        other = self.others.get(node)
+        if other is not None:
+            source, incarnation = self.name, self.incarnation
+            self.network.send(source, node, lambda: other.receive(source, incarnation, message))
 
     def _act(self, action: events.Action) -> None:
         match action:
             case events.Send(node, message):
-                other = self.others.get(node)
-                if other is not None:
-                    source, incarnation = self.name, self.incarnation
-                    self.network.send(
-                        source, node, lambda: other.receive(source, incarnation, message)
-                    )
+                self.send(node, message)
             case events.Save(number, record):
                 self._write(number, record)
             case events.Install(view):

@@ -53,8 +53,18 @@ class Network:
         for a in hosts:
             for b in hosts:
                 if a != b:
-                    delay = chance.uniform(0.0002, 0.004)
-                    self.wires[a, b] = Wire(delay, delay * chance.random())
+                    self._lay(a, b)
+
+    def add(self, name: str) -> None:
+        """One more host, with wires to all others."""
+        for other in self.hosts:
+            self._lay(name, other)
+            self._lay(other, name)
+        self.hosts = [*self.hosts, name]
+
+    def _lay(self, a: str, b: str) -> None:
+        delay = self._chance.uniform(0.0002, 0.004)
+        self.wires[a, b] = Wire(delay, delay * self._chance.random())
 
     def send(self, source: str, target: str, deliver: Callable[[], None]) -> None:
         """Have ``deliver`` called when the message arrives: later, twice, or not at all."""

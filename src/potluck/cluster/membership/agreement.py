@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from potluck.cluster.membership.backoff import Backoff
+from potluck.cluster.membership.claims import digest_of
 from potluck.cluster.membership.events import Action, Install, Leave, Note, Send
 from potluck.cluster.membership.outbox import Outbox
 from potluck.cluster.membership.paxos import PaxosInstance
@@ -24,6 +25,8 @@ from potluck.wire.nodes import HistoryRecord, Proposal, View, ViewMember
 HoldsLease = Callable[[ViewMember, float], bool]
 """``holds_lease(member, now)``: whether the member may hold a lease from this node, which is the
 promise not to accept a view without it."""
+Hears = Callable[[ViewMember, float], bool]
+"""``hears(member, now)``: whether the member was heard just now, in this incarnation."""
 
 
 class ViewAgreement:
@@ -44,6 +47,7 @@ class ViewAgreement:
         now: float,
         *,
         holds_lease: HoldsLease,
+        hears: Hears = lambda member, now: True,
         on_installed: Callable[[View, float], tuple[Action, ...]] = lambda view, now: (),
         on_left: Callable[[float], None] = lambda now: None,
     ) -> None:
@@ -59,6 +63,7 @@ class ViewAgreement:
         self._storage = storage
         self._outbox = outbox
         self._holds_lease = holds_lease
+        self._hears = hears
         self._on_installed = on_installed
         self._on_left = on_left
 
@@ -78,6 +83,18 @@ class ViewAgreement:
         self.paxos.proposer.lost(member.node)
 
     # Paxos.
+
+    def tell_acceptance(self) -> None:
+        """Tell the members what this node accepted, once that is on disk: they believe no proposer
+        that a view is decided before all that stay have told so."""
+        view, paxos = self.view, self.paxos
+        accepted = None if paxos is None else paxos.acceptor.accepted
+        if view is None or accepted is None or self._storage.is_waiting(accepted):
+            return
+        told = wire.Accepted(accepted.ballot, digest_of(accepted.view))
+        for node in accepted.view.nodes:
+            if node not in (self.me, accepted.ballot[1]) and view.member(node) is not None:
+                self._outbox.send(node, told)
 
     def propose(
         self,
@@ -154,10 +171,15 @@ class ViewAgreement:
             if member.node in self._storage.record.banned:
                 return f"{member.node} is banned"
         for member in view.members:
-            if member in proposal.view.members or member.node in proposal.ended:
+            if member in proposal.view.members:
                 continue
+            if member.node in proposal.ended and not self._hears(member, now):
+                continue  # the proposer's word counts for a member that has fallen silent here, too
             if self._holds_lease(member, now):
                 return f"I hear {member.node}"
+        for member in proposal.view.members if proposal.fresh else ():
+            if member not in view.members and not self._hears(member, now):
+                return f"I do not hear {member.node}"
         return ""
 
     def _take(self, effects: Effects, now: float) -> None:
@@ -250,6 +272,22 @@ class ViewAgreement:
         if known is not None and known.view.epoch < view.epoch:
             storage.save(storage.with_history(HistoryRecord(view)))
 
+    def bring_up_to_date(self, node: str, beat: wire.Heartbeat) -> None:
+        """Send ``node`` the newest view of a history that it has missed."""
+        view = self.view
+        if view is not None and view.history == (beat.history or beat.wants):
+            known = view
+        else:
+            recorded = self._storage.history(beat.history or beat.wants)
+            if recorded is None:
+                return
+            known = recorded.view
+        if beat.history:
+            if beat.epoch < known.epoch:
+                self._outbox.send(node, wire.Decided(known))
+        elif known.member(node) is not None and beat.installed < known.epoch:
+            self._outbox.send(node, wire.Decided(known))
+
     def leave(self, now: float, reason: str) -> None:
         """Be in no view from now on."""
         if self.view is None:
@@ -260,6 +298,25 @@ class ViewAgreement:
         self._on_left(now)
 
     # Recovery: members that ended, and what they had accepted.
+
+    def ask_for_report(self, node: str, incarnation: int, beat: wire.Heartbeat) -> None:
+        """``node`` sent ``beat``: ask for its recovery report, if the report is missing here."""
+        view = self.view
+        member = None if view is None else view.member(node)
+        paxos = self.paxos
+        if view is None or paxos is None or member is None or beat.history == view.history:
+            return
+        # A member of my view uses another history, or none. What it had accepted here may be
+        # needed: ask for its recovery report. Not if that would tell nothing new: its end hides no
+        # decision and there is no proposal to recover, or the report has come.
+        if member in self.subtracted and (
+            paxos.acceptor.accepted is None or node in paxos.proposer.reports
+        ):
+            return
+        # A new member that has not installed the view yet: Decided is on its way.
+        is_coming = beat.wants == view.history and beat.installed < view.epoch
+        if incarnation != member.incarnation or not is_coming:
+            self._outbox.send(node, wire.RecoveryRequest(view.history, view.epoch))
 
     def asked_for_report(self, node: str, request: wire.RecoveryRequest) -> None:
         """``node`` counts this node as a member of its view. Answer with a newer view if there is

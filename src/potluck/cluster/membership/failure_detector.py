@@ -49,6 +49,7 @@ class Timing:
     cut_patience_s: float = 3.0
     round_s: float = 0.6
     settle_s: float = 1.0
+    fresh_s: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class PeerHealth:
     gap_s: float = 0.0
     gap_deviation_s: float = 0.0
     asked_at: float = 0.0
+    asked: tuple[str, ...] = ()
     reached: bool = False
     leased_death: bool = False
     last: Heartbeat | None = None
@@ -106,6 +108,7 @@ class PeerHealth:
 _GAIN = 0.125
 _DEVIATION_GAIN = 0.25
 _KEPT_BEATS = 64
+MAX_PEERS = 2048
 
 
 class FailureDetector:
@@ -115,6 +118,8 @@ class FailureDetector:
         self.timing = timing
         self.peers: dict[str, PeerHealth] = {}
         self.number = 0
+        self.members: frozenset[str] = frozenset()
+        """The nodes of this node's view: asked to reach each other, and never forgotten."""
         self._sent: dict[int, float] = {}
         self._excused_until = -1e9
 
@@ -141,7 +146,21 @@ class FailureDetector:
         """There is a link to this incarnation of ``node``: send it heartbeats from now on."""
         peer = self.peers.get(node)
         if peer is None or incarnation > peer.incarnation:
-            self.peers[node] = PeerHealth(node, incarnation)
+            self._know(node, incarnation)
+
+    def _know(self, node: str, incarnation: int) -> PeerHealth:
+        """A new incarnation of ``node``. At most ``MAX_PEERS`` are known: of those that do not work
+        and are no members, the one that was heard longest ago is forgotten."""
+        if node not in self.peers and len(self.peers) >= MAX_PEERS:
+            idle = [
+                peer
+                for name, peer in self.peers.items()
+                if peer.status is not Status.UP and name not in self.members
+            ]
+            if idle:
+                del self.peers[min(idle, key=lambda peer: peer.heard_at).node]
+        peer = self.peers[node] = PeerHealth(node, incarnation)
+        return peer
 
     # What is sent.
 
@@ -181,7 +200,7 @@ class FailureDetector:
         """
         peer = self.peers.get(node)
         if peer is None or incarnation > peer.incarnation:
-            peer = self.peers[node] = PeerHealth(node, incarnation)
+            peer = self._know(node, incarnation)
         if (
             incarnation < peer.incarnation
             or beat.number <= peer.number
@@ -208,10 +227,12 @@ class FailureDetector:
         peer.leased_death = self.has_lease(node, now)
         return self._set_status(peer, Status.DEAD, f"the agent of {node} has ended")
 
-    def reached(self, target: str, now: float) -> list[Finding]:
-        """Another peer, asked by this node, reached ``target``."""
+    def reached(self, target: str, via: str, now: float) -> list[Finding]:
+        """``via``, asked by this node, reached ``target``."""
         peer = self.peers.get(target)
         if peer is None or peer.status not in (Status.SUSPECT, Status.CUT, Status.SILENT):
+            return []
+        if via not in peer.asked:
             return []
         peer.reached = True
         if peer.status is Status.CUT:
@@ -240,8 +261,8 @@ class FailureDetector:
         return [*self._set_status(peer, Status.SUSPECT, reason), *self._ask(peer, now, reason)]
 
     def _ask(self, peer: PeerHealth, now: float, reason: str) -> list[Finding]:
-        peer.asked_at, peer.reached = now, False
-        via = self.up()[: self.timing.num_probes]
+        via = self._helpers()[: self.timing.num_probes]
+        peer.asked_at, peer.asked, peer.reached = now, via, False
         return [ProbeIndirectly(peer.node, via, reason)] if via else []
 
     def _after_asking(self, peer: PeerHealth, now: float) -> list[Finding]:
@@ -249,9 +270,12 @@ class FailureDetector:
         if peer.status is Status.CUT and peer.reached:
             again = waited >= self.timing.min_suspicion_s
             return self._ask(peer, now, f"{peer.node} is still cut off from here") if again else []
-        if waited < self.timing.probe_s and self.up():
+        if waited < self.timing.probe_s and self._helpers():
             return []
         return self._set_status(peer, Status.SILENT, f"{peer.node} is silent, to others as well")
+
+    def _helpers(self) -> tuple[str, ...]:
+        return tuple(node for node in self.up() if node in self.members)
 
     def _set_status(self, peer: PeerHealth, status: Status, reason: str) -> list[Finding]:
         peer.status = status

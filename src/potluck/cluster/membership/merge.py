@@ -4,7 +4,7 @@ peers' last heartbeats."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from potluck.cluster.membership.failure_detector import PeerHealth, Status
@@ -13,7 +13,8 @@ from potluck.wire.nodes import View
 
 @dataclass(frozen=True, slots=True)
 class ObservedCluster:
-    """A history as observed here. ``whole``: all its members have a link with this node."""
+    """A history as observed here: ``nodes`` are the peers that use its newest view, ``size`` is how
+    many members they say it has. ``whole``: all its members have a link with this node."""
 
     history: str
     fork_of: str
@@ -26,11 +27,35 @@ class ObservedCluster:
         return len(self.nodes) >= self.size
 
     def outranks(self, other: ObservedCluster) -> bool:
-        """Whether this cluster stays when it meets ``other``. In this order: it is no fork; it has
-        jobs; it is larger; its history has the lesser name."""
-        mine = (not self.fork_of, self.busy, self.size)
-        theirs = (not other.fork_of, other.busy, other.size)
-        return mine > theirs or (mine == theirs and self.history < other.history)
+        """Whether a newcomer joins this cluster rather than ``other``. In this order: more nodes
+        use it; it has jobs; it is no fork; its history has the lesser name."""
+        mine = (len(self.nodes), self.busy, not self.fork_of)
+        theirs = (len(other.nodes), other.busy, not other.fork_of)
+        names = (self.history, sorted(self.nodes)), (other.history, sorted(other.nodes))
+        return mine > theirs or (mine == theirs and names[0] < names[1])
+
+    def gives_way_to(
+        self, other: ObservedCluster, forked_from: Collection[str], *, is_fresh: bool
+    ) -> bool:
+        """Whether this cluster gives up its history for that of ``other``. ``forked_from``: the
+        last known members of the history that this one was forked from.
+
+        What one node claims does not end what several have agreed on: each node that counts says
+        for itself that it uses the history. So a cluster never gives way to a smaller one, and one
+        with jobs only to a larger one with jobs. Two exceptions. A fork is the operator's word: it
+        gives way to its origin, if a member of that is still there. A cluster without jobs that
+        ``is_fresh`` gives way to one with jobs: machines that start together find each other before
+        they find the machine that trains.
+        """
+        if self.fork_of == other.history and not set(forked_from).isdisjoint(other.nodes):
+            return True
+        if other.fork_of == self.history:
+            return False
+        if self.busy:
+            return other.busy and len(other.nodes) > len(self.nodes)
+        if is_fresh and other.busy:
+            return True
+        return other.outranks(self)
 
 
 def own_cluster(view: View) -> ObservedCluster:
@@ -41,20 +66,16 @@ def own_cluster(view: View) -> ObservedCluster:
 
 
 def observe(peers: Iterable[PeerHealth]) -> list[ObservedCluster]:
-    """The histories of peers with a working link, except those that are paused."""
-    newest: dict[str, list[PeerHealth]] = {}
+    """The histories of peers with a working link, except those that are paused; of each the view
+    that most of these peers use, and of equals the newest."""
+    users: dict[str, dict[int, list[PeerHealth]]] = {}
     for peer in peers:
         beat = peer.last
-        if peer.status is not Status.UP or beat is None or not beat.history or beat.paused:
-            continue
-        rivals = newest.setdefault(beat.history, [])
-        if rivals and rivals[0].last is not None and rivals[0].last.epoch != beat.epoch:
-            if rivals[0].last.epoch > beat.epoch:
-                continue
-            rivals.clear()
-        rivals.append(peer)
+        if peer.status is Status.UP and beat is not None and beat.history and not beat.paused:
+            users.setdefault(beat.history, {}).setdefault(beat.epoch, []).append(peer)
     observed = []
-    for history, members in newest.items():
+    for history, epochs in users.items():
+        members = max(epochs.items(), key=lambda item: (len(item[1]), item[0]))[1]
         last = members[0].last
         assert last is not None
         nodes = tuple(peer.node for peer in members)
@@ -63,10 +84,12 @@ def observe(peers: Iterable[PeerHealth]) -> list[ObservedCluster]:
 
 
 def history_to_join(observed: Iterable[ObservedCluster]) -> str:
-    """The history that a node without a view asks to join; empty if there is none."""
+    """The history that a node without a view asks to join; empty if there is none. Its members may
+    already count on this node, which then is the one that is not heard."""
     best: ObservedCluster | None = None
     for cluster in observed:
-        if cluster.whole and (best is None or cluster.outranks(best)):
+        is_whole = len(cluster.nodes) + 1 >= cluster.size
+        if is_whole and (best is None or cluster.outranks(best)):
             best = cluster
     return "" if best is None else best.history
 
@@ -81,18 +104,27 @@ def may_found(me: str, peers: Iterable[PeerHealth], observed: Iterable[ObservedC
 
 
 def cluster_to_join(
-    view: View, paused: bool, peers: dict[str, PeerHealth], observed: Iterable[ObservedCluster]
+    view: View,
+    paused: bool,
+    peers: dict[str, PeerHealth],
+    observed: Iterable[ObservedCluster],
+    forked_from: Collection[str] = (),
+    *,
+    is_fresh: bool,
 ) -> ObservedCluster | None:
     """The cluster that this node's cluster should merge into, None if it stays. All present members
-    of this one must be linked with all members of the other."""
+    of this one must be linked with all members of the other. A paused one merges only into a fork
+    that an operator ordered on one of its members."""
     mine = own_cluster(view)
     for cluster in observed:
-        if cluster.history == view.history or not cluster.whole:
+        # Of the same history, too: a newcomer that heard a liar alone may be in a view of its own.
+        is_mine = not set(view.nodes).isdisjoint(cluster.nodes) or paused
+        if (cluster.history == view.history and is_mine) or not cluster.whole:
             continue
         if paused:
-            if cluster.fork_of != view.history:
+            if cluster.fork_of != view.history or set(view.nodes).isdisjoint(cluster.nodes):
                 continue
-        elif not cluster.outranks(mine):
+        elif not mine.gives_way_to(cluster, forked_from, is_fresh=is_fresh):
             continue
         rows = []
         for node in view.nodes:

@@ -12,7 +12,7 @@ from potluck.cluster.membership.failure_detector import FailureDetector
 from potluck.cluster.membership.outbox import Outbox
 from potluck.cluster.membership.reachability import Reachability
 from potluck.cluster.membership.view import following, objection_to
-from potluck.wire.nodes import View
+from potluck.wire.nodes import MAX_NODES, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,4 +113,5 @@ def _who_may_join(
             candidates.append(node)
     if not candidates:
         return ()
-    return newcomers({node: set(row) for node, row in links.items()}, view.nodes, candidates)
+    chosen = newcomers({node: set(row) for node, row in links.items()}, view.nodes, candidates)
+    return chosen[: MAX_NODES - len(view.members)]

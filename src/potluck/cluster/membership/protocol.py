@@ -16,6 +16,7 @@ import msgspec
 
 from potluck.cluster.membership import merge
 from potluck.cluster.membership.agreement import ViewAgreement
+from potluck.cluster.membership.claims import digest_of
 from potluck.cluster.membership.election import explain_minority
 from potluck.cluster.membership.events import (
     Action,
@@ -36,6 +37,7 @@ from potluck.cluster.membership.events import (
     WantGroup,
 )
 from potluck.cluster.membership.failure_detector import (
+    MAX_PEERS,
     Changed,
     FailureDetector,
     Finding,
@@ -43,6 +45,7 @@ from potluck.cluster.membership.failure_detector import (
     Status,
     Timing,
 )
+from potluck.cluster.membership.guard import Guard
 from potluck.cluster.membership.outbox import Outbox
 from potluck.cluster.membership.paxos import PaxosInstance
 from potluck.cluster.membership.pending import PendingChanges
@@ -80,15 +83,20 @@ class MembershipProtocol:
             self._outbox,
             now,
             holds_lease=self._holds_lease,
+            hears=self._hears,
             on_installed=self._installed,
             on_left=self._left,
         )
+        self._guard = Guard(self.detector, self._agreement, self._storage)
         self._reachability = ReachabilityTracker(me, self.detector)
         self._pending = PendingChanges(self._outbox)
         self._alone_since = now
         self._installed_at = now
         self._due = now
         self._num_founded = 0
+        self._digest = b""
+        self._history, self._history_since = "", now
+        self._named: set[str] = set()
 
     @property
     def view(self) -> View | None:
@@ -128,6 +136,7 @@ class MembershipProtocol:
                 self._findings(self.detector.refused(node, incarnation, now), now)
             case Saved(number):
                 self._agreement.written(number, now)
+                self._agreement.tell_acceptance()
                 self._renew(now)
             case WantGroup():
                 self._want(event, now)
@@ -157,6 +166,7 @@ class MembershipProtocol:
             self._seek(now)
         else:
             self._renew(now)
+            self._agreement.tell_acceptance()
             self._meet(now)
 
     def _beat(self, now: float) -> None:
@@ -189,6 +199,7 @@ class MembershipProtocol:
                     wants=self.wants,
                     installed=self.record.installed,
                     bans=bans,
+                    digest=self._digest,
                 ),
             )
 
@@ -203,6 +214,13 @@ class MembershipProtocol:
             return
         if node in self.record.banned and not isinstance(message, wire.RecoveryReport):
             return
+        refusal = self._guard.refusal(node, incarnation, message, now)
+        if refusal is not None:
+            if refusal.is_false and node not in self._named and len(self._named) < MAX_PEERS:
+                self._named.add(node)
+                what = f"a message ({type(message).__name__}) of {node} is ignored"
+                self._outbox.act(Note(f"{what}: {refusal.reason}"))
+            return
         match message:
             case wire.Heartbeat():
                 self._heard(node, incarnation, message, now)
@@ -213,7 +231,7 @@ class MembershipProtocol:
             case wire.Pong(origin):
                 self._outbox.send(origin, wire.Reached(node))
             case wire.Reached(target):
-                self._findings(self.detector.reached(target, now), now)
+                self._findings(self.detector.reached(target, node, now), now)
             case wire.Decided(view):
                 self._agreement.learn(view, now, node)
             case wire.RecoveryRequest():
@@ -252,39 +270,8 @@ class MembershipProtocol:
             return
         if beat.bans != checksum(self.record.banned) and self.record.banned:
             self._outbox.send(node, wire.Bans(self.record.banned))
-        self._bring_up_to_date(node, beat)
-        view = self.view
-        member = None if view is None else view.member(node)
-        paxos = self._agreement.paxos
-        if view is None or paxos is None or member is None or beat.history == view.history:
-            return
-        # A member of my view uses another history, or none. What it had accepted here may be
-        # needed: ask for its recovery report. Not if that would tell nothing new: its end hides no
-        # decision and there is no proposal to recover, or the report has come.
-        if member in self._agreement.subtracted and (
-            paxos.acceptor.accepted is None or node in paxos.proposer.reports
-        ):
-            return
-        # A new member that has not installed the view yet: Decided is on its way.
-        is_coming = beat.wants == view.history and beat.installed < view.epoch
-        if incarnation != member.incarnation or not is_coming:
-            self._outbox.send(node, wire.RecoveryRequest(view.history, view.epoch))
-
-    def _bring_up_to_date(self, node: str, beat: wire.Heartbeat) -> None:
-        """Send ``node`` the newest view of a history that it has missed."""
-        view = self.view
-        if view is not None and view.history == (beat.history or beat.wants):
-            known = view
-        else:
-            recorded = self._storage.history(beat.history or beat.wants)
-            if recorded is None:
-                return
-            known = recorded.view
-        if beat.history:
-            if beat.epoch < known.epoch:
-                self._outbox.send(node, wire.Decided(known))
-        elif known.member(node) is not None and beat.installed < known.epoch:
-            self._outbox.send(node, wire.Decided(known))
+        self._agreement.bring_up_to_date(node, beat)
+        self._agreement.ask_for_report(node, incarnation, beat)
 
     # What the agreement asks and tells.
 
@@ -297,8 +284,20 @@ class MembershipProtocol:
         has_granted = self.detector.has_granted(member.node, now)
         return peer.incarnation == member.incarnation and has_granted
 
+    def _hears(self, member: ViewMember, now: float) -> bool:
+        """Whether ``member`` was heard in the time of the last two heartbeats."""
+        peer = self.detector.peers.get(member.node)
+        if peer is None or peer.incarnation != member.incarnation or peer.status is not Status.UP:
+            return False
+        return now - peer.heard_at <= 2.5 * self.timing.beat_s
+
     def _installed(self, view: View, now: float) -> tuple[Action, ...]:
         self._installed_at = now
+        if view.history != self._history:
+            self._history, self._history_since = view.history, now
+        self._digest = digest_of(view)
+        self.detector.members = frozenset(view.nodes)
+        self._guard.view_installed(now)
         self._pending.installed(view)
         if not self.paused:
             return ()
@@ -307,6 +306,8 @@ class MembershipProtocol:
 
     def _left(self, now: float) -> None:
         self.paused = ""
+        self._digest = b""
+        self.detector.members = frozenset()
         self._pending.clear()
         self._alone_since = now
 
@@ -449,7 +450,16 @@ class MembershipProtocol:
             return
         peers = self.detector.peers
         observed = merge.observe(peers.values())
-        other = merge.cluster_to_join(self.view, bool(self.paused), peers, observed)
+        origin = self._storage.history(self.view.fork_of)
+        forked_from = () if origin is None else origin.view.nodes
+        other = merge.cluster_to_join(
+            self.view,
+            bool(self.paused),
+            peers,
+            observed,
+            forked_from,
+            is_fresh=now - self._history_since <= self.timing.fresh_s,
+        )
         if other is not None:
             self._agreement.leave(now, f"this node's cluster joins {', '.join(other.nodes)}")
             self._agreement.wants = other.history

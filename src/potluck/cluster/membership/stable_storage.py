@@ -43,6 +43,10 @@ class StableStorage:
         self._waiting[self._num_saves] = then
         self._outbox.act(Save(self._num_saves, record))
 
+    def is_waiting(self, then: Continuation) -> bool:
+        """Whether ``then`` waits for the disk."""
+        return any(each is then for each in self._waiting.values())
+
     def written(self, number: int) -> list[Continuation]:
         """Save ``number`` and all before it are on disk: what follows, in their order."""
         done = sorted(each for each in self._waiting if each <= number)

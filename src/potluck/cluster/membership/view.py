@@ -8,7 +8,10 @@ import msgspec
 
 from potluck.cluster.membership.election import by_seniority
 from potluck.cluster.membership.events import WantGroup
-from potluck.wire.nodes import JobGroup, View, ViewMember
+from potluck.wire.nodes import MAX_GROUPS, MAX_VIEW_BYTES, JobGroup, View, ViewMember
+
+_ROOM = 160 * 1024
+"""Bytes of a view that groups leave free: for members that join, and names of entering workers."""
 
 
 def first_view(history: str, node: str, incarnation: int, epoch: int, reason: str) -> View:
@@ -47,6 +50,11 @@ def objection_to(want: WantGroup, view: View) -> str:
     away = sorted({member.node for member in want.members} - set(view.nodes))
     if away:
         return f"{', '.join(away)} is not in the cluster's view"
+    others = tuple(group for group in view.groups if group.job != want.job)
+    new = (*others, JobGroup(want.job, view.epoch, want.members, 0, (), want.paths))
+    size = len(msgspec.msgpack.encode(msgspec.structs.replace(view, groups=new)))
+    if len(new) > MAX_GROUPS or size > MAX_VIEW_BYTES - _ROOM:
+        return f"a view has no room for {len(new)} groups with {size} bytes"
     group = view.group(want.job)
     if group is None or want.fresh:
         return ""

@@ -11,8 +11,9 @@ from potluck.cluster.membership.failure_detector import FailureDetector
 from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.membership.stable_storage import StableStorage
 from potluck.wire.nodes import StableRecord, ViewMember
-from support.cluster_sim.__main__ import main
+from support.cluster_sim.__main__ import main, run_world
 from support.cluster_sim.faults import Fault
+from support.cluster_sim.liars import ALL, Attack, LiarWorld
 from support.cluster_sim.world import Broken, World
 
 SEEDS_PER_TEST = 20
@@ -34,6 +35,24 @@ def test_a_seed_is_the_same_world_every_time() -> None:
         world.run()
     assert worlds[0].lines == worlds[1].lines
     assert worlds[0].lines != World(18).lines
+
+
+# ---------------------------------------------------------------- liars
+
+
+@pytest.mark.parametrize("first", range(0, 100, SEEDS_PER_TEST))
+def test_a_liar_breaks_nothing(first: int) -> None:
+    """What must hold in spite of a liar: ``support.cluster_sim.liars``."""
+    for seed in range(first, first + SEEDS_PER_TEST):
+        assert run_world(LiarWorld(seed)) == ""
+
+
+@pytest.mark.parametrize(
+    "seed", range(4), ids=["outsider", "member", "outsider, cuts", "member, cuts"]
+)
+@pytest.mark.parametrize("attack", ALL, ids=lambda attack: attack.__name__)
+def test_an_attack_again_and_again_breaks_nothing(attack: Attack, seed: int) -> None:
+    assert run_world(LiarWorld(seed, attack)) == ""
 
 
 # ---------------------------------------------------------------- stories

@@ -28,6 +28,7 @@ class Story:
         self.deaf: set[str] = set()
         self.mute: set[str] = set()
         self.findings: list[tuple[float, Finding]] = []
+        self.detector.members = frozenset(peers)
         for peer in peers:
             self.detector.meet(peer, 1)
 
@@ -109,7 +110,7 @@ def test_whom_others_reach_is_cut_not_silent_and_asked_about_again() -> None:
     story.run(5)
     story.mute.add("b")
     story.run(1.8)
-    story.note(story.detector.reached("b", story.now))
+    story.note(story.detector.reached("b", "c", story.now))
     assert story.detector.status("b") is Status.CUT
     story.run(1.2)
     assert story.detector.status("b") is Status.CUT

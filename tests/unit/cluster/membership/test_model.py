@@ -83,6 +83,7 @@ def test_the_model_takes_all_of_the_state_along() -> None:
         "_storage",
         "_outbox",
         "_holds_lease",
+        "_hears",
         "_on_installed",
         "_on_left",
     }

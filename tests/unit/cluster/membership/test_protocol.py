@@ -18,71 +18,19 @@ from potluck.cluster.jobs.groups.roster import JobPolicy, Phase
 from potluck.cluster.membership import events
 from potluck.cluster.membership.events import (
     GroupRefused,
-    Install,
-    Received,
     Save,
     Saved,
     Send,
     WantGroup,
 )
-from potluck.cluster.membership.protocol import MembershipProtocol, checksum
+from potluck.cluster.membership.protocol import checksum
 from potluck.cluster.membership.view import following, objection_to
 from potluck.types import Member
 from potluck.wire import nodes as wire
 from potluck.wire.jobs import Exited, WorldSpec
 from potluck.wire.nodes import JobGroup, StableRecord, View, ViewMember
 from potluck.wire.worker_link import Entered, Finished, Ready
-
-
-class Story:
-    """A node whose disk is slow only when told so; ``sent`` and ``did`` hold what came of it."""
-
-    def __init__(
-        self, record: StableRecord | None = None, incarnation: int = 1, me: str = "a"
-    ) -> None:
-        self.now = 1000.0
-        self.node = MembershipProtocol(me, incarnation, record or StableRecord(), self.now)
-        self.disk = record or StableRecord()
-        self.slow_disk = False
-        self.sent: list[Send] = []
-        self.did: list[events.Action] = []
-
-    def tell(self, event: events.Event) -> list[events.Action]:
-        did = list(self.node.handle(event, self.now))
-        saves = [action for action in did if isinstance(action, Save)]
-        while saves and not self.slow_disk:
-            save = saves.pop(0)
-            self.disk = save.record
-            more = self.node.handle(Saved(save.number), self.now)
-            saves += [action for action in more if isinstance(action, Save)]
-            did += more
-        self.did = did
-        self.sent += [action for action in did if isinstance(action, Send)]
-        return did
-
-    def hear(
-        self, node: str, message: wire.NodeMessage, incarnation: int = 1
-    ) -> list[events.Action]:
-        return self.tell(Received(node, incarnation, message))
-
-    def run(self, seconds: float) -> None:
-        until = self.now + seconds
-        while self.node.next_wakeup() <= until:
-            self.now = max(self.now, self.node.next_wakeup())
-            self.tell(events.Tick())
-        self.now = until
-
-    def messages(self, kind: type, to: str) -> list[wire.NodeMessage]:
-        return [s.message for s in self.sent if s.node == to and isinstance(s.message, kind)]
-
-    def installed(self) -> list[View]:
-        return [action.view for action in self.did if isinstance(action, Install)]
-
-
-def view(names: str, epoch: int = 5, *groups: JobGroup, history: str = "L") -> View:
-    members = tuple(ViewMember(name, 1, joined) for joined, name in enumerate(names, 1))
-    return View(history, epoch, members, groups)
-
+from support.membership_story import Member3, Story, view, without_b
 
 # ---------------------------------------------------------------- one node
 
@@ -223,40 +171,6 @@ def test_which_group_may_follow(
 # ---------------------------------------------------------------- votes
 
 
-class Member3(Story):
-    """``b`` in the view of a, b, c, which it was told of; a and c beat."""
-
-    def __init__(self) -> None:
-        super().__init__(me="b")
-        self.numbers = {"a": 0, "c": 0}
-        for name in self.numbers:
-            self.tell(events.Linked(name, 1))
-        self.beats(3, history="L", epoch=4, size=2)
-        self.hear("a", wire.Decided(view("abc")))
-        self.beats(3)
-
-    def beats(self, count: int, who: str = "ac", **changes: object) -> None:
-        facts: dict[str, object] = {"history": "L", "epoch": 5, "size": 3} | changes
-        for _ in range(count):
-            self.now = self.node.next_wakeup()
-            self.tell(events.Tick())
-            for name in who:
-                self.numbers[name] += 1
-                links = tuple(sorted({"a", "b", "c"} - {name}))
-                beat = wire.Heartbeat(
-                    self.numbers[name], self.node.detector.number, links=links, **facts
-                )
-                self.hear(name, beat)
-
-    def propose(self, names: str, number: int = 6, dead: tuple[str, ...] = ()) -> wire.NodeMessage:
-        members = tuple(member for member in view("abc").members if member.node in names)
-        new = View("L", number, members)
-        self.sent.clear()
-        self.hear("a", wire.Prepare("L", 5, (number, "a")))
-        self.hear("a", wire.Propose(wire.Proposal((number, "a"), 5, new, dead)))
-        return self.sent[-1].message
-
-
 def test_a_member_does_not_leave_out_whom_it_hears() -> None:
     answer = Member3().propose("ab")
     assert isinstance(answer, wire.Rejected)
@@ -271,12 +185,19 @@ def test_it_does_once_its_lease_is_over() -> None:
     assert story.disk.histories[-1].accepted is not None, "on disk before it says so"
 
 
-def test_it_does_at_once_when_the_proposer_knows_the_death() -> None:
-    assert Member3().propose("ab", dead=("c",)) == wire.Accepted((6, "a"))
+def test_it_does_when_the_proposer_knows_the_death_and_it_is_silent_here_as_well() -> None:
+    """A proposer that only says so can't have a member left out that is heard by the others."""
+    story = Member3()
+    answer = story.propose("ab", dead=("c",))
+    assert isinstance(answer, wire.Rejected)
+    assert answer.reason == "I hear c"
+    story.beats(3, who="a")
+    assert story.propose("ab", 7, dead=("c",)) == wire.Accepted((7, "a"))
 
 
 def test_who_was_accepted_to_be_left_out_gets_no_lease() -> None:
     story = Member3()
+    story.beats(3, who="a")
     story.propose("ab", dead=("c",))
     story.sent.clear()
     story.beats(1)
@@ -296,6 +217,7 @@ def test_it_accepts_nothing_older_than_it_promised() -> None:
 
 def test_it_says_what_it_accepted_when_it_promises_again() -> None:
     story = Member3()
+    story.beats(3, who="a")
     story.propose("ab", dead=("c",))
     story.hear("c", wire.Prepare("L", 5, (9, "c")))
     promise = story.sent[-1].message
@@ -312,7 +234,9 @@ def test_who_proposes_from_an_older_view_is_told_the_newer() -> None:
 
 def test_a_view_without_it_means_it_is_out_and_asks_to_come_in() -> None:
     story = Member3()
-    did = story.hear("a", wire.Decided(View("L", 6, view("ac").members, reason="b is silent")))
+    six = View("L", 6, without_b(), reason="b is silent")
+    story.use(six)
+    did = story.hear("a", wire.Decided(six))
     (leave,) = (action for action in did if isinstance(action, events.Leave))
     assert "without this node: b is silent" in leave.reason
     assert story.node.wants == "L"
@@ -322,13 +246,17 @@ def test_a_view_without_it_means_it_is_out_and_asks_to_come_in() -> None:
 
 def test_it_vows_not_to_use_a_seat_that_it_was_asked_about() -> None:
     story = Member3()
-    story.hear("a", wire.Decided(View("L", 6, view("ac").members)))
+    six = View("L", 6, without_b())
+    story.use(six)
+    story.hear("a", wire.Decided(six))
+    seven = View("L", 7, (*without_b(), ViewMember("b", 1, 7)))
+    story.use(seven)
     story.hear("a", wire.RecoveryRequest("L", 7))
     assert isinstance(story.sent[-1].message, wire.RecoveryReport)
-    seven = View("L", 7, (*view("ac").members, ViewMember("b", 1, 7)))
     story.hear("a", wire.Decided(seven))
     assert story.node.view is None
-    eight = View("L", 8, (*view("ac").members, ViewMember("b", 1, 8)))
+    eight = View("L", 8, (*without_b(), ViewMember("b", 1, 8)))
+    story.use(eight)
     story.hear("a", wire.Decided(eight))
     assert story.node.view == eight
 
