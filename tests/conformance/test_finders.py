@@ -8,15 +8,17 @@ import logging
 import os
 import resource
 import socket
+import time
+from collections.abc import Callable
 
 import pytest
 from zeroconf import DNSOutgoing, DNSPointer, DNSService, DNSText
 from zeroconf.const import _CLASS_IN, _FLAGS_AA, _FLAGS_QR_RESPONSE
 
 from potluck.cluster.discovery.advert import (
+    WINDOW_S,
     Advert,
     Hint,
-    Presence,
     encode_beacon,
     make_advert,
     new_instance,
@@ -25,6 +27,7 @@ from potluck.cluster.discovery.beacon import GROUP4, Beacon
 from potluck.cluster.discovery.finder import Finder
 from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
 from potluck.cluster.discovery.mdns import SERVICE, Mdns
+from potluck.cluster.discovery.presence import Presence
 from potluck.cluster.discovery.static import StaticPeers
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -59,13 +62,25 @@ class Hall:
         return StaticPeers(peers)
 
     async def join(
-        self, port: int, key: bytes = KEY, peers: tuple[tuple[str, int], ...] = ()
+        self,
+        port: int,
+        key: bytes = KEY,
+        peers: tuple[tuple[str, int], ...] = (),
+        clock: Callable[[], float] = time.time,
     ) -> Guest:
-        guest = Guest(Presence(lambda: [key], port, new_instance()))
+        guest = Guest(Presence(lambda: [key], port, new_instance(), clock))
         finder = self.finder(peers)
         await finder.start(guest.presence, guest.heard)
         self._open.push_async_callback(finder.close)
         return guest
+
+    async def join_as(self, advert: Advert) -> None:
+        """Somebody who shows ``advert`` again and again."""
+        replay = Presence(lambda: [KEY], advert.port, advert.instance, lambda: then)
+        then = advert.window * WINDOW_S
+        finder = self.finder(())
+        await finder.start(replay, lambda hint: None)
+        self._open.push_async_callback(finder.close)
 
     def forge(self, sock: socket.socket, advert: Advert) -> None:
         if self.kind == "beacon":
@@ -75,7 +90,12 @@ class Hall:
         server = f"{advert.instance.hex()}.local."
         out = DNSOutgoing(_FLAGS_QR_RESPONSE | _FLAGS_AA)
         text = b"".join(
-            bytes([len(part)]) + part for part in (b"v=1", b"t=" + advert.tag.hex().encode())
+            bytes([len(part)]) + part
+            for part in (
+                b"v=%d" % advert.version,
+                b"w=%d" % advert.window,
+                b"t=" + advert.tag.hex().encode(),
+            )
         )
         out.add_answer_at_time(DNSPointer(SERVICE, 12, _CLASS_IN, 120, name), 0)
         out.add_answer_at_time(DNSService(name, 33, _CLASS_IN, 120, 0, 0, advert.port, server), 0)
@@ -173,7 +193,7 @@ def test_a_real_peer_is_found_in_spite_of_10_000_forged_adverts(
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 began = loop.time()
                 for number in range(10_000):
-                    forged = Advert(1, 6666, os.urandom(16), os.urandom(16))
+                    forged = Advert(2, 6666, os.urandom(16), 0, os.urandom(16))
                     hall.forge(attacker, forged)
                     if number % 20 == 0:
                         await asyncio.sleep(0)
@@ -209,11 +229,40 @@ def test_a_replayed_advert_is_only_a_hint() -> None:
                 attacker.bind(("127.0.0.9", 0))
                 local = socket.inet_aton("127.0.0.1")
                 attacker.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, local)
-                hall.forge(attacker, make_advert(OTHER, 7, new_instance()))
+                hall.forge(attacker, make_advert(OTHER, 7, new_instance(), 0))
                 hall.forge(attacker, bob.presence.advert())
             replayed = await ada.finds(1002, "127.0.0.9")
             assert replayed.instance == bob.presence.instance.hex()
             assert {each.port for each in ada.hints} == {1002}
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", ["mdns", "beacon"])
+def test_an_advert_that_is_replayed_later_is_no_current_hint(kind: str) -> None:
+    """Heard once, and sent again when its node has long gone; the clock of ada goes on."""
+
+    async def story() -> None:
+        async with Hall(kind) as hall:
+            later = time.time() + 2 * WINDOW_S
+            ada = await hall.join(1001, clock=lambda: later)
+            recorded = Presence(lambda: [KEY], 1666, new_instance()).advert()
+            await hall.join_as(recorded)
+            await hall.join(1002, clock=lambda: later)
+            assert (await ada.finds(1002)).is_current
+            assert not (await ada.finds(1666)).is_current
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", ["mdns", "beacon"])
+def test_a_machine_with_a_wrong_clock_and_a_right_one_hear_each_other(kind: str) -> None:
+    async def story() -> None:
+        async with Hall(kind) as hall:
+            ada = await hall.join(1001)
+            bob = await hall.join(1002, clock=lambda: 0.0)
+            assert not (await ada.finds(1002)).is_current
+            assert not (await bob.finds(1001)).is_current
 
     asyncio.run(story())
 

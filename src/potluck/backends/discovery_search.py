@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from potluck.backends.discovery_peers import FORMED, KnownPeers
 from potluck.background import start_thread, stop
-from potluck.cluster.discovery.advert import INSTANCE_BYTES, Hint, Presence
+from potluck.cluster.discovery.advert import INSTANCE_BYTES, Hint
 from potluck.cluster.discovery.caller import HintCaller
 from potluck.cluster.discovery.finder import Finder, running_finders
+from potluck.cluster.discovery.presence import Presence
 from potluck.errors import LinkError, PotluckError, Refused, WrongSecret
 from potluck.transport import aio
 from potluck.transport.blocking import send_all

@@ -15,8 +15,9 @@ from typing import Any
 
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.control_plane import ControlPlane
-from potluck.cluster.discovery.advert import Presence, new_instance
+from potluck.cluster.discovery.advert import new_instance
 from potluck.cluster.discovery.finder import Finder, running_finders
+from potluck.cluster.discovery.presence import Presence
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.home.private_state import PrivateState
 from potluck.cluster.jobs.agent_parts import AgentParts

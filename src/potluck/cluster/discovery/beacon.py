@@ -1,4 +1,4 @@
-"""The beacon: an advert of 40 bytes, sent by UDP multicast on every interface, IPv4 and IPv6.
+"""The beacon: an advert of 44 bytes, sent by UDP multicast on every interface, IPv4 and IPv6.
 
 It works if mDNS is filtered, or if another program uses the port of mDNS. A node sends a few
 beacons quickly at its start, then one every ``INTERVAL_S``, and one soon after it has received the
@@ -19,16 +19,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from potluck.background import stop, why
-from potluck.cluster.discovery.advert import (
-    BEACON_BYTES,
-    Advert,
-    Hint,
-    Presence,
-    decode_beacon,
-    encode_beacon,
-)
+from potluck.cluster.discovery.advert import BEACON_BYTES, Advert, decode_beacon, encode_beacon
 from potluck.cluster.discovery.finder import OnHint
 from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
+from potluck.cluster.discovery.presence import Presence
 from potluck.transport.rate import RateLimitedLog
 
 GROUP4 = "239.255.52.15"
@@ -182,7 +176,7 @@ class Beacon:
             if len(self._heard) > _MAX_HEARD:
                 del self._heard[next(iter(self._heard))]
             self._soon.set()
-        self._on_hint(Hint(host, advert.port, self.name, advert.instance.hex()))
+        self._on_hint(self._presence.hint(advert, host, self.name))
 
     def _shut(self) -> None:
         sockets, self._sockets = self._sockets, {}

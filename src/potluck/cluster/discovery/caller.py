@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from potluck.background import Tasks, stop
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.hints import HintBook
+from potluck.transport.rate import RateLimitedLog
 
 _MAX_CALLS = 16
+_SAY_AGAIN_S = 600.0
+
+_log = logging.getLogger(__name__)
 
 Call = Coroutine[Any, Any, None]
 
@@ -26,10 +31,16 @@ class HintCaller:
         self._call = call
         self._calls = Tasks()
         self._changed = asyncio.Event()
+        self._complain = RateLimitedLog(_log, interval_s=_SAY_AGAIN_S)
 
     def heard(self, hint: Hint) -> None:
         """Add a hint of a finder."""
-        self.book.heard(hint, asyncio.get_running_loop().time())
+        if not self.book.heard(hint, asyncio.get_running_loop().time()):
+            self._complain.warning(
+                f"an advert of this cluster, heard from {hint.host}, is of another time than this "
+                "machine's, and does not count: either the clock of the machine there is wrong, or "
+                "somebody sends an old advert again. To call it: POTLUCK_PEERS"
+            )
         self.wake()
 
     def wake(self) -> None:
@@ -50,7 +61,7 @@ class HintCaller:
                 for hint in self.book.due(now)[: max(0, _MAX_CALLS - len(self._calls))]:
                     self.book.calling(hint)
                     self.start(self._call(hint))
-                at = self.book.next_due() if len(self._calls) < _MAX_CALLS else None
+                at = self.book.next_due(now) if len(self._calls) < _MAX_CALLS else None
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(None if at is None else max(0.01, at - now)):
                         await self._changed.wait()

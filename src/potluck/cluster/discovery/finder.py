@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from potluck.cluster.discovery.advert import Hint, Presence
+from potluck.cluster.discovery.advert import Hint
+from potluck.cluster.discovery.presence import Presence
 
 OnHint = Callable[[Hint], None]
 """``on_hint(hint)`` is called in the event loop, repeatedly for the same address. Must not

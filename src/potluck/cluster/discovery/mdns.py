@@ -2,7 +2,8 @@
 interface.
 
 The service's name is the random instance id, so no host name is published. The records hold the
-advert: the port in SRV, version and tag in TXT; A and AAAA hold the addresses, as mDNS needs them.
+advert: the port in SRV, version, time and tag in TXT; A and AAAA hold the addresses, as mDNS needs
+them.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import logging
 import socket
 import string
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from zeroconf import IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from potluck.background import stop
-from potluck.cluster.discovery.advert import INSTANCE_BYTES, TAG_BYTES, Advert, Hint, Presence
+from potluck.cluster.discovery.advert import INSTANCE_BYTES, TAG_BYTES, WINDOW_S, Advert
 from potluck.cluster.discovery.finder import OnHint
 from potluck.cluster.discovery.interfaces import Interface, usable_interfaces
+from potluck.cluster.discovery.presence import Presence
 from potluck.transport.rate import RateLimitedLog
 
 SERVICE = "_potluck._tcp.local."
@@ -30,9 +32,18 @@ _TTL_S = 120
 _RESOLVE_MS = 1500
 _MAX_RESOLVING = 16
 _MAX_KNOWN = 256
+_KEPT_S = 2 * WINDOW_S
+"""The advert of a node that is there changes within ``WINDOW_S``; the sender of a record that is
+not changed may have given it any time to live."""
 
 _log = logging.getLogger(__name__)
 _zeroconf_log = logging.getLogger("zeroconf")
+
+
+class _Known(NamedTuple):
+    advert: Advert
+    addresses: Sequence[str]
+    changed: float
 
 
 class Mdns:
@@ -46,7 +57,7 @@ class Mdns:
     ) -> None:
         self._interfaces = interfaces
         self._complain = RateLimitedLog(_log, interval_s=30.0)
-        self._known: dict[str, tuple[Hint, ...]] = {}
+        self._known: dict[str, _Known] = {}
         self._resolving: dict[str, asyncio.Task[None]] = {}
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
@@ -75,9 +86,12 @@ class Mdns:
                 await self._update()
             except Exception as error:  # must not end the other finders
                 self._complain.warning(f"mDNS does not work at the moment: {error}")
-            for hints in list(self._known.values()):
-                for hint in hints:
-                    self._on_hint(hint)
+            now = asyncio.get_running_loop().time()
+            for name, known in list(self._known.items()):
+                if now - known.changed > _KEPT_S:
+                    del self._known[name]
+                else:
+                    self._tell(known)
             await asyncio.sleep(INTERVAL_S)
 
     async def _update(self) -> None:
@@ -110,7 +124,11 @@ class Mdns:
             SERVICE,
             f"{instance}.{SERVICE}",
             port=advert.port,
-            properties={"v": str(advert.version), "t": advert.tag.hex()},
+            properties={
+                "v": str(advert.version),
+                "w": str(advert.window),
+                "t": advert.tag.hex(),
+            },
             server=f"{instance}.local.",
             parsed_addresses=addresses,
             host_ttl=_TTL_S,
@@ -157,13 +175,14 @@ class Mdns:
             return
         addresses = info.parsed_scoped_addresses()[:16]
         self._known.pop(name, None)
-        self._known[name] = tuple(
-            Hint(each, advert.port, self.name, instance.hex()) for each in addresses
-        )
+        self._known[name] = known = _Known(advert, addresses, asyncio.get_running_loop().time())
         if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
-        for hint in self._known.get(name, ()):
-            self._on_hint(hint)
+        self._tell(known)
+
+    def _tell(self, known: _Known) -> None:
+        for address in known.addresses:
+            self._on_hint(self._presence.hint(known.advert, address, self.name))
 
 
 def _instance_of(name: str) -> bytes | None:
@@ -174,11 +193,15 @@ def _instance_of(name: str) -> bytes | None:
 
 def _advert_of(instance: bytes, info: AsyncServiceInfo) -> Advert | None:
     texts = info.decoded_properties
-    version, tag = texts.get("v") or "", texts.get("t") or ""
-    if not (version.isascii() and version.isdigit() and len(version) <= 4):
+    version, window, tag = (texts.get(key) or "" for key in "vwt")
+    if not (_is_number(version, 4) and _is_number(window, 9)):
         return None
     if len(tag) != 2 * TAG_BYTES or not set(tag) <= set(string.hexdigits):
         return None
     if info.port is None or not 0 < info.port < 65536:
         return None
-    return Advert(int(version), info.port, instance, bytes.fromhex(tag))
+    return Advert(int(version), info.port, instance, int(window), bytes.fromhex(tag))
+
+
+def _is_number(text: str, digits: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= digits

@@ -9,8 +9,9 @@ import socket
 from collections.abc import Sequence
 
 from potluck.background import stop
-from potluck.cluster.discovery.advert import Hint, Presence
+from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.finder import OnHint
+from potluck.cluster.discovery.presence import Presence
 from potluck.errors import ConfigurationError
 from potluck.transport.rate import RateLimitedLog
 

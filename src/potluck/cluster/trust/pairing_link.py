@@ -15,8 +15,9 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from potluck.background import start_task, stop, why
-from potluck.cluster.discovery.advert import Hint, Presence, new_instance
+from potluck.cluster.discovery.advert import Hint, new_instance
 from potluck.cluster.discovery.finder import Finder, running_finders
+from potluck.cluster.discovery.presence import Presence
 from potluck.cluster.trust.pairing import Code, Exchange, Sealing
 from potluck.errors import LinkError, PotluckError, ProtocolError, WrongCode
 from potluck.transport.acceptor import LIMITS, Acceptor, Caller, listening_socket

@@ -9,68 +9,97 @@ import pytest
 
 from potluck.cluster.discovery.advert import (
     BEACON_BYTES,
-    Presence,
+    WINDOW_S,
     decode_beacon,
     encode_beacon,
     make_advert,
     new_instance,
 )
+from potluck.cluster.discovery.presence import Presence
 from potluck.cluster.discovery.static import parse_peers
 from potluck.errors import ConfigurationError
 from potluck.transport.credentials import namespace_of
 from support.links import new_credentials, psk
 
 KEY, OTHER = b"k" * 32, b"o" * 32
-ME = Presence(lambda: [KEY], 1234, b"m" * 16)
+NOW = 3_000_000
+"""The number of a window, in 2027."""
+
+
+def clock() -> float:
+    return NOW * WINDOW_S + 10.0
+
+
+ME = Presence(lambda: [KEY], 1234, b"m" * 16, clock)
 
 
 def test_a_member_is_recognised_and_a_stranger_is_not() -> None:
-    friend = make_advert(KEY, 99, b"f" * 16)
+    friend = make_advert(KEY, 99, b"f" * 16, NOW)
     assert decode_beacon(encode_beacon(friend)) == friend
     assert ME.recognises(friend)
-    assert not ME.recognises(make_advert(OTHER, 99, b"f" * 16))
+    assert not ME.recognises(make_advert(OTHER, 99, b"f" * 16, NOW))
     assert not ME.recognises(ME.advert()), "a node must not take itself for a peer"
 
 
 def test_while_the_secret_changes_both_are_recognised() -> None:
-    both = Presence(lambda: [OTHER, KEY], 1, b"b" * 16)
+    both = Presence(lambda: [OTHER, KEY], 1, b"b" * 16, clock)
     assert both.recognises(ME.advert())
-    assert both.advert() == make_advert(OTHER, 1, b"b" * 16)
+    assert both.advert() == make_advert(OTHER, 1, b"b" * 16, NOW)
 
 
-@pytest.mark.parametrize("field", ["version", "port", "instance", "tag"])
+FIELDS = ("version", "port", "instance", "window", "tag")
+
+
+@pytest.mark.parametrize("field", FIELDS)
 def test_a_changed_field_is_a_forgery(field: str) -> None:
-    advert = make_advert(KEY, 99, b"f" * 16)
+    advert = make_advert(KEY, 99, b"f" * 16, NOW)
     value = getattr(advert, field)
     changed = value + 1 if isinstance(value, int) else bytes([value[0] ^ 1]) + value[1:]
-    forged = type(advert)(
-        **{name: getattr(advert, name) for name in ("version", "port", "instance", "tag")}
-        | {field: changed}
-    )
+    forged = type(advert)(**{name: getattr(advert, name) for name in FIELDS} | {field: changed})
     assert not ME.recognises(forged)
 
 
-def test_an_advert_holds_nothing_but_version_port_id_and_tag() -> None:
+@pytest.mark.parametrize(
+    ("windows", "is_current"), [(0, True), (1, True), (-1, True), (2, False), (-2, False)]
+)
+def test_an_advert_is_current_for_two_windows_and_known_for_ever(
+    windows: int, is_current: bool
+) -> None:
+    later = Presence(ME.keys, 7, b"l" * 16, lambda: clock() + windows * WINDOW_S)
+    assert later.recognises(ME.advert())
+    assert later.hint(ME.advert(), "attic", "beacon").is_current is is_current
+
+
+@pytest.mark.parametrize("seconds", [0.0, -5.0, 1e12, 1e300])
+def test_a_clock_that_is_any_number_of_years_wrong_makes_an_advert(seconds: float) -> None:
+    wrong = Presence(ME.keys, 7, b"w" * 16, lambda: seconds)
+    assert ME.recognises(decode_beacon(encode_beacon(wrong.advert())) or ME.advert())
+    assert not ME.hint(wrong.advert(), "attic", "beacon").is_current
+    assert not wrong.hint(ME.advert(), "attic", "beacon").is_current
+
+
+def test_an_advert_holds_nothing_but_version_port_id_time_and_tag() -> None:
     credentials = new_credentials()
-    presence = Presence(lambda: credentials.advert_keys, 52415, new_instance())
+    presence = Presence(lambda: credentials.advert_keys, 52415, new_instance(), clock)
     data = encode_beacon(presence.advert())
-    assert len(data) == BEACON_BYTES == 40
+    assert len(data) == BEACON_BYTES == 44
     for secret in (psk(), credentials.node_id.encode(), namespace_of(psk()).encode()):
         assert secret[:8] not in data
-    again = encode_beacon(Presence(presence.keys, 52415, new_instance()).advert())
+    again = encode_beacon(Presence(presence.keys, 52415, new_instance(), clock).advert())
     assert data[:8] == again[:8]
     assert data[8:24] != again[8:24]
-    assert data[24:] != again[24:], "tags of one cluster must have nothing in common"
+    assert data[24:28] == again[24:28] == NOW.to_bytes(4, "little")
+    assert data[28:] != again[28:], "tags of one cluster must have nothing in common"
 
 
 def test_junk_is_no_beacon(seed: int) -> None:
     rng = random.Random(seed)
-    good = encode_beacon(make_advert(KEY, 99, b"f" * 16))
+    good = encode_beacon(make_advert(KEY, 99, b"f" * 16, NOW))
     assert decode_beacon(b"") is None
     assert decode_beacon(good + b"x") is None
     assert decode_beacon(b"PLCK" + good[4:]) is None
     assert not any(
-        (advert := decode_beacon(b"plck" + rng.randbytes(36))) and ME.recognises(advert)
+        (advert := decode_beacon(b"plck" + rng.randbytes(40))) and ME.recognises(advert)
         for _ in range(1000)
     )
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from potluck.background import stop
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.caller import HintCaller
 
@@ -62,3 +65,28 @@ def test_calls_under_way_end_with_the_caller() -> None:
         assert ended.is_set()
 
     asyncio.run(story())
+
+
+def test_an_advert_of_another_time_that_does_not_count_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Else a machine with a wrong clock would be missing without a word."""
+
+    async def story() -> None:
+        async def call(hint: Hint) -> None:
+            caller.book.reached(hint, "node", asyncio.get_running_loop().time())
+            reached.set()
+
+        reached = asyncio.Event()
+        caller = HintCaller(call)
+        running = asyncio.create_task(caller.run())
+        caller.heard(Hint("real", 1, "beacon", "x"))
+        await reached.wait()
+        for _ in range(3):
+            caller.heard(Hint("attic", 1, "beacon", "y", is_current=False))
+        await stop(running)
+
+    asyncio.run(story())
+    [line] = caplog.messages
+    assert "heard from attic, is of another time" in line
+    assert "POTLUCK_PEERS" in line

@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from potluck.cluster.discovery.advert import Hint, Presence
+from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.finder import Finder, OnHint
+from potluck.cluster.discovery.presence import Presence
 from potluck.cluster.trust import pairing_link
 from potluck.cluster.trust.pairing import Code, Exchange, new_code, parse_code
 from potluck.cluster.trust.pairing_link import MAX_GUESSES, hand_over, take_over
