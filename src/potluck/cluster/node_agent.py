@@ -40,6 +40,8 @@ from potluck.cluster.topology.hardware import own_facts
 from potluck.cluster.topology.surveyor import Surveyor
 from potluck.cluster.topology.versions import own_versions
 from potluck.cluster.trust.credentials import load_credentials
+from potluck.cluster.trust.identity import load_or_create_identity
+from potluck.cluster.trust.signed_jobs import signed
 from potluck.cluster.trust.store import TrustStore
 from potluck.errors import ConfigurationError
 from potluck.settings import Settings
@@ -191,6 +193,7 @@ class NodeAgent:
             bind=self._bind,
             wire=settings.wire,
             names=names,
+            sign=partial(signed, key=load_or_create_identity(settings.home)),
             launcher=partial(launcher_of, settings, confinement),
             confinement=confinement,
             links=links,

@@ -53,13 +53,20 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
 
 
+class Proof(msgspec.Struct, frozen=True):
+    """The public key of a job's starter, and its signature of the job (``trust.signed_jobs``)."""
+
+    key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+
+
 class JobSpec(JobOptions, frozen=True, kw_only=True):
     """A job that is to be run.
 
     ``script`` is a path below the folder that is sent as ``package``; ``below`` is the directory in
     that folder in which the command was called (empty: outside of it). A job without a ``package``
     is local: ``script`` is a path on the ``starter``, and runs only there. ``versions`` are the
-    starter's. ``started`` is Unix time.
+    starter's. ``started`` is Unix time. Without a ``proof`` of the starter no node runs it.
     """
 
     job: Job
@@ -69,6 +76,7 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     below: Text = ""
     master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     started: float = 0.0
+    proof: Proof | None = None
 
     @property
     def is_local(self) -> bool:

@@ -14,21 +14,24 @@ from potluck.cluster.names import NodeNames
 from potluck.cluster.sharing.confinement import Confinement
 from potluck.cluster.sharing.offers import Offers
 from potluck.cluster.topology.surveyor import Surveyor
+from potluck.wire.jobs import JobSpec
 
 
 @dataclass(frozen=True, slots=True)
 class AgentParts:
     """The parts of the agent of node ``me``. ``port`` is the agent's, ``bind`` the address on which
     its workers listen (empty: all interfaces), ``wire`` the least protection of their links that
-    this machine's settings allow. ``launcher`` makes the launcher of a job's workers
-    (``process.launcher_of``), which ``confinement`` holds to the owner's limits. ``note`` shows a
-    line to people at this machine; ``log`` keeps lines of jobs whose starter has gone."""
+    this machine's settings allow. ``sign`` adds this node's signature to a job. ``launcher`` makes
+    the launcher of a job's workers (``process.launcher_of``), which ``confinement`` holds to the
+    owner's limits. ``note`` shows a line to people at this machine; ``log`` keeps lines of jobs
+    whose starter has gone."""
 
     me: str
     port: int
     bind: str
     wire: str
     names: NodeNames
+    sign: Callable[[JobSpec], JobSpec]
     launcher: Callable[..., Launch]
     confinement: Confinement
     links: PeerLinks

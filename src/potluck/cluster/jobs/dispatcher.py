@@ -122,6 +122,7 @@ class JobDispatcher:
             master_port=free_port(),
             started=time.time(),
         )
+        spec = agent.sign(spec)
         self._watched[job] = _Watched(spec, client)
         agent.plane.to_leader(jobs.Submit(spec))
         return job

@@ -206,7 +206,7 @@ class LocalRunner:
     # Whether the owner of this machine lets the job run here.
 
     def _refusal(self) -> str:
-        return self._agent.offers.refusal(self._agent.me, self.spec.starter)
+        return self._agent.offers.refuses(self.spec)
 
     def offers_changed(self) -> None:
         """The owner may have changed that: end the workers here, or take part again."""

@@ -16,8 +16,10 @@ from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.names import NodeNames
 from potluck.cluster.sharing import rules
 from potluck.cluster.sharing.store import SharingStore
+from potluck.cluster.trust.signed_jobs import is_by_starter
 from potluck.errors import PotluckError
 from potluck.wire import local
+from potluck.wire.jobs import JobSpec
 from potluck.wire.peers import Introduction
 from potluck.wire.sharing import Offer, Rule
 
@@ -78,6 +80,13 @@ class Offers:
         if self.of(node) is None:
             return "it has not told yet whose jobs it runs"
         return self.refusal(node, starter)
+
+    def refuses(self, spec: JobSpec) -> str:
+        """Why this machine does not run the job of ``spec``, and what to do; empty if it does."""
+        if not is_by_starter(spec):
+            starter = self._names.called(spec.starter)
+            return f"it is said to be started by {starter}, but has no signature of that node"
+        return self.refusal(self._me, spec.starter)
 
     def undecided(self) -> tuple[str, ...]:
         """The linked nodes about which the owner is to be asked."""

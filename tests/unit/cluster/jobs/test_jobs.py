@@ -64,6 +64,7 @@ class Machine:
             surveyor=me,
             offers=me,
             confinement=Confinement(Limits()),
+            sign=lambda spec: spec,
             commands=me,
             log=me,
             note=self.note,
@@ -98,6 +99,9 @@ class Machine:
         return self.refusals.get(node, "")
 
     objection = refusal
+
+    def refuses(self, spec: jobs.JobSpec) -> str:
+        return self.refusals.get(ME, "")
 
     def unsent(self, node: str) -> int:
         return 0

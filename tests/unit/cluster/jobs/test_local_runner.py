@@ -59,6 +59,7 @@ class Machine:
             surveyor=me,
             offers=me,
             confinement=Confinement(Limits()),
+            sign=lambda spec: spec,
             commands=me,
             log=me,
             note=print,
@@ -78,7 +79,7 @@ class Machine:
     ) -> Machine:
         return self
 
-    def refusal(self, node: str, starter: str) -> str:
+    def refuses(self, spec: jobs.JobSpec) -> str:
         return ""
 
     def signal(self, number: int) -> None:

@@ -1,0 +1,103 @@
+"""What machines tell each other of whose jobs they run, and what each holds to by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from potluck.cluster.names import NodeNames
+from potluck.cluster.sharing.offers import Offers
+from potluck.cluster.sharing.store import SharingStore
+from potluck.cluster.topology.versions import own_versions
+from potluck.cluster.trust.signed_jobs import signed
+from potluck.transport.credentials import node_id_of
+from potluck.wire import local
+from potluck.wire.jobs import JobSpec
+from potluck.wire.sharing import Offer, Rule
+
+MINE, ADAS, EVES = (Ed25519PrivateKey.generate() for _ in range(3))
+ME, ADA, EVE = (node_id_of(key.public_key()) for key in (MINE, ADAS, EVES))
+
+
+class Machine:
+    """Links and commands of an agent: what it sends is written down."""
+
+    def __init__(self, home: Path, rule: Rule) -> None:
+        self.nodes = (ADA, EVE)
+        self.sent: list[tuple[str, Offer]] = []
+        self.on_linked: list[Any] = []
+        self.changes = 0
+        self.replies: list[local.Reply] = []
+        names = NodeNames(ME, "me")
+        names.met(ADA, "ada")
+        names.met(EVE, "eve")
+        links: Any = self
+        store = SharingStore(home)
+        self.offers = Offers(
+            ME, names, links, links, store=store, default=rule, on_note=lambda text: None
+        )
+        self.offers.listeners.append(self.changed)
+
+    def on(self, message: object, take: object) -> None:
+        pass
+
+    def send(self, node: str, offer: Offer) -> bool:
+        self.sent.append((node, offer))
+        return True
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    def take(self, reply: local.Reply) -> None:
+        self.replies.append(reply)
+
+
+def job_of(starter: str, **options: Any) -> JobSpec:
+    given = {"package": bytes(32), "versions": own_versions(), **options}
+    return JobSpec(job="train-1", script="train.py", starter=starter, **given)
+
+
+def test_a_leader_can_not_pass_a_job_off_as_anothers(tmp_path: Path) -> None:
+    """Neither as one of a member that is allowed here, nor as this machine's own: with that a
+    leader would start any file here, with the owner's whole environment."""
+    offers = Machine(tmp_path, "none").offers
+    offers.decide(ADA, is_allowed=True)
+    assert offers.refuses(signed(job_of(ADA), ADAS)) == ""
+    assert offers.refuses(signed(job_of(ME), MINE)) == ""
+    forged = (job_of(ADA), signed(job_of(ADA), EVES), job_of(ME, package=None))
+    for spec in forged:
+        assert "has no signature of that node" in offers.refuses(spec)
+    assert "does not let it run jobs of eve" in offers.refuses(signed(job_of(EVE), EVES))
+
+
+def test_each_change_is_told_to_all_and_kept(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "ask")
+    assert machine.offers.undecided() == (ADA, EVE)
+    machine.offers.decide(ADA, is_allowed=True)
+    machine.offers.pause(True)
+    told = [offer for node, offer in machine.sent if node == EVE]
+    assert told == [Offer("ask", (ADA,)), Offer("ask", (ADA,), is_paused=True)]
+    assert machine.changes == 2
+    assert Machine(tmp_path, "all").offers.mine == Offer("all", (ADA,), is_paused=True)
+
+
+def test_a_node_that_told_nothing_is_not_used_and_does_not_leave_a_job(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "all")
+    assert machine.offers.objection(ADA, ME) == "it has not told yet whose jobs it runs"
+    assert machine.offers.refusal(ADA, ME) == ""
+    machine.offers._received(ADA, Offer("none"))
+    assert machine.offers.objection(ADA, ME) == machine.offers.refusal(ADA, ME) != ""
+
+
+def test_a_command_of_the_owner_is_answered(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "all")
+    client: Any = machine
+    for request in (local.ShareRequest("deny", ADA), local.ShareRequest("pause")):
+        asyncio.run(machine.offers._asked(request, client))
+    assert machine.replies == [
+        local.CommandResult(True, f"jobs of ada ({ADA[:8]}) are denied here"),
+        local.CommandResult(True, "paused"),
+    ]
