@@ -71,7 +71,7 @@ def main() -> int:
     need_posix("forking the ranks")
     fork = multiprocessing.get_context("fork")
     sockets = [listening_socket("127.0.0.1", 0) for _ in range(2)]
-    peers = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    peers = [f"127.0.0.1:{each.port}" for each in sockets]
     for each in sockets:
         each.close()
     pipes = [fork.Pipe() for _ in peers]

@@ -65,6 +65,9 @@ class Settings:
     passphrase: Annotated[
         str | None, About("words that the cluster secret is made from (scrypt); instead of a file")
     ] = field(default=None, repr=False)
+    bind: Annotated[
+        str, About("interface or address to listen on and look for others; by default all")
+    ] = ""
     gradient_port: Annotated[
         Port, About("TCP port of the first worker's links; the next worker's is one higher; 0: any")
     ] = 52416

@@ -90,7 +90,7 @@ def meet(
         raise ConfigurationError(f"RANK={rank} is taken: two processes were started with it")
     prefix = f"potluck/{attempt}"
     entry = RankEntry(
-        host=own_address(store),
+        host=(base.address_for_others if base else "") or own_address(store),
         port=base.port if base else 0,
         node=base.credentials.node_id if base else socket.gethostname(),
         namespace=base.credentials.namespace if base else "",

@@ -20,6 +20,7 @@ from potluck.errors import ConfigurationError, GroupError
 from potluck.metrics import Metrics
 from potluck.settings import Settings
 from potluck.transport.acceptor import Limits, is_port_taken
+from potluck.transport.binding import address_for_others
 from potluck.transport.credentials import Credentials
 from potluck.transport.listener import Listener
 from potluck.types import Engine, Group
@@ -51,7 +52,7 @@ class TcpBase:
         self._on_broken: Callable[[GroupError], None] | None = None
         self._newest: Callable[[], Communicator | None] = lambda: None
         self.listener = Listener(
-            host,
+            host or settings.bind,
             port,
             self.credentials,
             limits=Limits(settings.max_pending, settings.hello_timeout_s),
@@ -75,6 +76,11 @@ class TcpBase:
     @property
     def port(self) -> int:
         return self.listener.port
+
+    @property
+    def address_for_others(self) -> str:
+        """The address on which this process was told to listen; empty if on all."""
+        return address_for_others(self.settings.bind)
 
     @property
     def engine(self) -> Engine:

@@ -52,7 +52,7 @@ def pair(
 
 async def _wait(settings: Settings, code: Code, minutes: float, port: int, json: bool) -> Newcomer:
     from potluck.cluster.discovery.configured import all_finders
-    from potluck.cluster.discovery.interfaces import usable_interfaces
+    from potluck.cluster.discovery.interfaces import bound_interfaces
     from potluck.cluster.trust.credentials import load_credentials
     from potluck.cluster.trust.pairing_link import hand_over
     from potluck.cluster.trust.secret import load_secret
@@ -65,7 +65,7 @@ async def _wait(settings: Settings, code: Code, minutes: float, port: int, json:
     def show(bound: int) -> None:
         addresses = [
             f"[{each}]:{bound}" if ":" in each else f"{each}:{bound}"
-            for interface in usable_interfaces()
+            for interface in bound_interfaces(settings.bind)
             for each in (*interface.ipv4, *interface.ipv6)
             if not each.startswith("fe80:")
         ]
@@ -87,7 +87,13 @@ async def _wait(settings: Settings, code: Code, minutes: float, port: int, json:
 
     finders = all_finders(settings)
     newcomer = await hand_over(
-        code, secret, finders, port=port, expires_s=60 * minutes, on_waiting=show
+        code,
+        secret,
+        finders,
+        host=settings.bind,
+        port=port,
+        expires_s=60 * minutes,
+        on_waiting=show,
     )
     if len(newcomer.node) == 64:
         TrustStore(settings.home).meet(newcomer.node, newcomer.name)

@@ -35,6 +35,15 @@ def up(
             show_default=False,
         ),
     ] = None,
+    interface: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Listen and look for others on this network interface only (or one address), and "
+            "on the loopback: eth0, 10.0.0.7. Default: all.",
+            show_default=False,
+        ),
+    ] = None,
     run_for: Annotated[
         str | None,
         typer.Option(
@@ -92,6 +101,7 @@ def up(
     try:
         settings = load_settings(
             discovery_port=port,
+            bind=interface,
             peers=peers,
             run_for=run_for,
             cpus=cpus,

@@ -87,7 +87,7 @@ class NodeAgent:
         self._finders = finders
         self._is_private = is_private
         self._default_rule = default_rule
-        self._bind = "127.0.0.1" if is_private else host
+        self._bind = "127.0.0.1" if is_private else host or settings.bind
         self._name = settings.machine_name
         self.names = NodeNames(self.credentials.node_id, self._name)
         self._wanted_port = settings.discovery_port if port is None else port

@@ -12,11 +12,12 @@ import errno
 import logging
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from potluck.background import Tasks, stop, why
 from potluck.errors import ConfigurationError, PotluckError
+from potluck.transport.binding import listened_on
 from potluck.transport.failures import translated
 from potluck.transport.rate import RateLimitedLog
 from potluck.transport.tcp import tune
@@ -24,6 +25,7 @@ from potluck.transport.tcp import tune
 _PAUSE_S = 0.1
 _BURST = 64
 _BACKLOG = 256
+_PORTS_TO_TRY = 16
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class Acceptor:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: ListeningSocket,
         serve: Callable[[Caller], Awaitable[None]],
         limits: Limits,
         *,
@@ -95,7 +97,7 @@ class Acceptor:
         """Accept until cancelled; then stop listening and end all connections' tasks."""
         try:
             while True:
-                await ready(self._sock)
+                await self._sock.ready()
                 try:
                     self._accept()
                 except OSError as error:  # no descriptors, most likely
@@ -106,9 +108,13 @@ class Acceptor:
             await stop(*self._tasks)
 
     def _accept(self) -> None:
+        for listening in self._sock.sockets:
+            self._accept_from(listening)
+
+    def _accept_from(self, listening: socket.socket) -> None:
         for _ in range(_BURST):
             try:
-                sock, address = self._sock.accept()
+                sock, address = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             sock.setblocking(False)
@@ -186,31 +192,94 @@ async def ready(sock: socket.socket, *, write: bool = False) -> None:
             loop.remove_reader(sock)
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """A non-blocking listening socket; ConfigurationError if the port can't be had."""
+class ListeningSocket:
+    """A port that is listened on, at one address or at several."""
+
+    def __init__(self, *sockets: socket.socket) -> None:
+        self.sockets = sockets
+        self.port: int = sockets[0].getsockname()[1]
+        for each in sockets:
+            each.setblocking(False)
+
+    async def ready(self) -> None:
+        """Wait until a connection can be accepted."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        for each in self.sockets:
+            loop.add_reader(each, event.set)
+        try:
+            await event.wait()
+        finally:
+            for each in self.sockets:
+                loop.remove_reader(each)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        for each in self.sockets:
+            each.close()
+
+
+def listening_socket(host: str, port: int) -> ListeningSocket:
+    """Listen on ``port`` (0: any) of ``host``: an interface or address, and the loopback; ``""``:
+    everywhere. ConfigurationError if the port can't be had."""
+    if not host:
+        return ListeningSocket(listening_at("", port))
+    addresses = listened_on(host)
+    for _ in range(_PORTS_TO_TRY - 1):
+        try:
+            return _listening_at_all(addresses, port)
+        except ConfigurationError as error:
+            if port or not is_port_taken(error):
+                raise
+    return _listening_at_all(addresses, port)
+
+
+def _listening_at_all(addresses: Sequence[str], port: int) -> ListeningSocket:
+    sockets: list[socket.socket] = []
     try:
-        if host:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        elif socket.has_dualstack_ipv6():
-            sock = socket.create_server(
+        for address in addresses:
+            try:
+                sockets.append(listening_at(address, port))
+            except ConfigurationError as error:
+                # An address of IPv6 can't be used while the system looks for others that have it.
+                if (address is addresses[-1] and len(sockets) < 2) or _errno(
+                    error
+                ) != errno.EADDRNOTAVAIL:
+                    raise
+            port = sockets[0].getsockname()[1]
+    except BaseException:
+        for each in sockets:
+            each.close()
+        raise
+    return ListeningSocket(*sockets)
+
+
+def listening_at(address: str, port: int) -> socket.socket:
+    """A listening socket at ``address`` (``""``: at all); ConfigurationError if the port can't be
+    had."""
+    try:
+        if address:
+            family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            return socket.create_server(place, family=family, backlog=_BACKLOG)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
                 ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
             )
-        else:
-            sock = socket.create_server(("", port), backlog=_BACKLOG)
+        return socket.create_server(("", port), backlog=_BACKLOG)
     except OSError as error:
-        where = f"port {port} on {host or 'all interfaces'}"
+        where = f"port {port} on {address or 'all interfaces'}"
         if error.errno == errno.EADDRINUSE:
             raise ConfigurationError(
                 f"{where} is in use by another program; choose another with "
                 "POTLUCK_GRADIENT_PORT, or 0 for any free port"
             ) from error
         raise ConfigurationError(f"{where} can't be listened on: {error}") from error
-    sock.setblocking(False)
-    return sock
 
 
 def is_port_taken(error: ConfigurationError) -> bool:
-    """Whether ``listening_socket`` failed because another program has the port."""
+    """Whether ``listening_at`` failed because another program has the port."""
+    return _errno(error) == errno.EADDRINUSE
+
+
+def _errno(error: ConfigurationError) -> int | None:
     cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
+    return cause.errno if isinstance(cause, OSError) else None

@@ -127,7 +127,7 @@ class Server:
         on_broken: OnBroken = lambda error: None,
     ) -> None:
         self._sock = listening_socket(host, port)
-        self.port: int = self._sock.getsockname()[1]
+        self.port = self._sock.port
         self._credentials = credentials
         self._greeted = greeted
         self._limits = limits

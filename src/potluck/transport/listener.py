@@ -63,9 +63,10 @@ Admit = Callable[[Hello, str], Admission]
 class Listener:
     """Listens on ``host:port`` (port 0: any free one; see ``port``) from construction to close().
 
-    ``host`` "" means all interfaces. Until ``serve`` is called, peers that proved themselves wait.
-    ConfigurationError if the port can't be had. ``on_broken(error)`` is called, on the listener's
-    thread, with a LinkError if that thread breaks: the port is then closed, so no peer can call.
+    ``host`` is as in ``listening_socket``: "" means all interfaces. Until ``serve`` is called,
+    peers that proved themselves wait. ConfigurationError if the port can't be had.
+    ``on_broken(error)`` is called, on the listener's thread, with a LinkError if that thread
+    breaks: the port is then closed, so no peer can call.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Listener:
         self._answering: dict[threading.Thread, TlsSocket | None] = {}  # None: delivered
         self._sock = listening_socket(host, port)
         self.host = host
-        self.port: int = self._sock.getsockname()[1]
+        self.port = self._sock.port
         self._acceptor = Acceptor(self._sock, self._greet, limits, awaits="HELLO")
         self._loop = asyncio.SelectorEventLoop()
         self._accepting = self._loop.create_task(self._acceptor.run())

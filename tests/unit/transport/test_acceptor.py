@@ -32,7 +32,7 @@ async def accepting(
     sock = listening_socket("127.0.0.1", 0)
     task = asyncio.create_task(Acceptor(sock, serve, limits, awaits="a word").run())
     try:
-        yield sock.getsockname()[1]
+        yield sock.port
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -17,7 +17,7 @@ from potluck.backends.tcp import taking_master_port
 from potluck.background import start_thread, why
 from potluck.errors import GroupError, LinkError, PeerLost, PotluckError, RemoteError
 from potluck.optional import require
-from potluck.transport.acceptor import listening_socket
+from potluck.transport.acceptor import listening_at
 from potluck.waiting import Reminder, reminding
 
 _ROLL_CALL_S = 0.4
@@ -34,7 +34,7 @@ def open_store(launched: LaunchedRank, timeout_s: float, *, is_client: bool = Fa
     options: dict[str, Any] = {}
     if is_host:  # binding the port here gives a clear error if it is taken
         with taking_master_port(launched.port):
-            options["master_listen_fd"] = listening_socket("", launched.port).detach()
+            options["master_listen_fd"] = listening_at("", launched.port).detach()
     address = f"{launched.host}:{launched.port}"
     unreached = f"rank {launched.rank} can't reach rank 0 at {address}; is it started?"
     reminder = Reminder(

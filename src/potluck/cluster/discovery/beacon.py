@@ -36,6 +36,10 @@ _ANSWER_S = 0.2
 _BURST = 64
 _MAX_HEARD = 256
 
+_IP_MULTICAST_ALL = (socket.IPPROTO_IP, 49)
+_IPV6_MULTICAST_ALL = (socket.IPPROTO_IPV6, 29)
+"""Linux's numbers, which Python does not name."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -115,6 +119,10 @@ class Beacon:
             else:
                 sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 1)
                 sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+            if sys.platform == "linux":
+                # Else the datagrams of all groups that any program here has joined come in.
+                everybodys = _IPV6_MULTICAST_ALL if family == socket.AF_INET6 else _IP_MULTICAST_ALL
+                sock.setsockopt(*everybodys, 0)
             sock.bind(("", self._port))
         except OSError as error:
             sock.close()

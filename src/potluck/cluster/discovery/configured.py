@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from potluck.cluster.discovery.beacon import Beacon
 from potluck.cluster.discovery.finder import Finder
+from potluck.cluster.discovery.interfaces import bound_interfaces
 from potluck.cluster.discovery.mdns import Mdns
 from potluck.cluster.discovery.static import StaticPeers, parse_peers
 from potluck.errors import ConfigurationError
@@ -15,7 +18,8 @@ WAYS = ("mdns", "beacon", "static")
 def all_finders(settings: Settings, default_port: int = 0) -> list[Finder]:
     """The finders of ``settings.discovery``; static peers only if ``settings.peers`` is not empty.
 
-    ``default_port`` is the port of peers without a port (0: the settings' discovery port).
+    They work on the interface of ``settings.bind`` only, if it names one. ``default_port`` is the
+    port of peers without a port (0: the settings' discovery port).
     ConfigurationError for an unknown name, or for invalid peers.
     """
     wanted = [each.strip() for each in settings.discovery.split(",") if each.strip()]
@@ -28,9 +32,10 @@ def all_finders(settings: Settings, default_port: int = 0) -> list[Finder]:
     peers = parse_peers(settings.peers, default_port or settings.discovery_port)
     found: list[Finder] = []
     if "mdns" in wanted:
-        found.append(Mdns())
+        found.append(Mdns(interfaces=partial(bound_interfaces, settings.bind)))
     if "beacon" in wanted:
-        found.append(Beacon(settings.discovery_port))
+        interfaces = partial(bound_interfaces, settings.bind, loopback=True)
+        found.append(Beacon(settings.discovery_port, interfaces=interfaces))
     if "static" in wanted and peers:
         found.append(StaticPeers(peers))
     return found

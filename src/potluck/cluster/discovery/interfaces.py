@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from potluck.transport.binding import interface_named
+
 
 @dataclass(frozen=True, slots=True)
 class Interface:
@@ -26,6 +28,15 @@ def interface_of(host: str) -> str:
         if any(each.address.partition("%")[0] == host for each in addresses):
             return str(name)
     return ""
+
+
+def bound_interfaces(bind: str, *, loopback: bool = False) -> tuple[Interface, ...]:
+    """``usable_interfaces``, but only that of ``bind`` (an interface or an address, also the
+    loopback) if it is not empty."""
+    if not bind:
+        return usable_interfaces(loopback=loopback)
+    name = interface_named(bind)
+    return tuple(each for each in usable_interfaces(loopback=True) if each.name == name)
 
 
 def usable_interfaces(*, loopback: bool = False) -> tuple[Interface, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from potluck.background import start_task, stop, why
@@ -20,7 +19,7 @@ from potluck.cluster.discovery.finder import Finder, running_finders
 from potluck.cluster.discovery.presence import Presence
 from potluck.cluster.trust.pairing import Code, Exchange, Sealing
 from potluck.errors import LinkError, PotluckError, ProtocolError, WrongCode
-from potluck.transport.acceptor import LIMITS, Acceptor, Caller, listening_socket
+from potluck.transport.acceptor import LIMITS, Acceptor, Caller, ListeningSocket, listening_socket
 from potluck.transport.aio import end
 from potluck.wire import pairing as wire
 
@@ -39,40 +38,42 @@ async def hand_over(
     secret: wire.Handover,
     finders: Sequence[Finder],
     *,
+    host: str = "",
     port: int = 0,
     expires_s: float = 300.0,
     on_waiting: Callable[[int], None] = lambda port: None,
 ) -> wire.Newcomer:
     """Wait for a machine that has ``code``, and send it ``secret``; the machine's description.
 
-    ``on_waiting`` is called with the TCP port. WrongCode if a machine used a wrong code, or if no
-    machine used ``code`` within ``expires_s`` seconds; ConfigurationError if the port is in use or
-    forbidden. LinkError if the connection ended before the machine confirmed the secret.
+    ``host`` is an interface or address to wait on; ``on_waiting`` is called with the TCP port.
+    WrongCode if a machine used a wrong code, or if no machine used ``code`` within ``expires_s``
+    seconds; ConfigurationError if the port is in use or forbidden. LinkError if the connection
+    ended before the machine confirmed the secret.
     """
-    host = _Host(code, secret, listening_socket("", port))
-    presence = Presence(lambda: [code.advert_key], host.port, new_instance())
+    waiting = _Host(code, secret, listening_socket(host, port))
+    presence = Presence(lambda: [code.advert_key], waiting.port, new_instance())
     try:
         async with running_finders(finders, presence, lambda hint: None):
             try:
-                on_waiting(host.port)
+                on_waiting(waiting.port)
                 async with asyncio.timeout(expires_s):
-                    return await host.outcome
+                    return await waiting.outcome
             finally:  # first, because the code is void and the finders take a while to close
-                await host.close()
+                await waiting.close()
     except TimeoutError:
         raise WrongCode(
             f"the code has expired: no machine used it within {expires_s:g} s; "
             "run `potluck pair` again"
         ) from None
     finally:
-        await host.close()
+        await waiting.close()
 
 
 class _Host:
     """The host of a pairing; ``outcome`` is the machine that has proved the code."""
 
-    def __init__(self, code: Code, secret: wire.Handover, sock: socket.socket) -> None:
-        self.port: int = sock.getsockname()[1]
+    def __init__(self, code: Code, secret: wire.Handover, sock: ListeningSocket) -> None:
+        self.port = sock.port
         self.outcome: asyncio.Future[wire.Newcomer] = asyncio.get_running_loop().create_future()
         self._sock = sock
         self._code = code
