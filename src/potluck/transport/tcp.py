@@ -13,10 +13,15 @@ from potluck.errors import LinkError, PotluckError
 from potluck.transport.credentials import Credentials
 from potluck.transport.failures import translated
 from potluck.transport.link_memory import LinkMemory
-from potluck.transport.native_tls import NativeTlsSocket, TlsSocket
+from potluck.transport.native_tls import RECORDS_PER_KEY, NativeTlsSocket, TlsSocket
 
 _WRITE_BYTES = 64 * 1024
 """What one call hands to OpenSSL: four full TLS records."""
+BYTES_PER_KEY = RECORDS_PER_KEY * 16 * 1024
+"""AES-GCM's bound (RFC 8446, section 5.5), as bytes in full records. The native core changes its
+key before; Python's ``ssl`` can't, so its links end there."""
+_RECORD_COST = 64
+"""What a write counts beside its bytes: a short record takes blocks of its own."""
 TURN_BYTES = 1024 * 1024
 """At most this much per call of send or recv_into, so that one link can't starve the others."""
 UNSENT_BYTES = 256 * 1024
@@ -40,6 +45,7 @@ class TcpLink:
         self.peer_node = peer_node
         self.memory = memory
         self._owed = 0  # bytes OpenSSL has begun to write and must be shown again
+        self._num_encrypted = 0  # bytes sent by this object; the native core counts its own
         self._end: PotluckError | None = None
         """Why no more will be received."""
         self._send_end: PotluckError | None = None
@@ -79,6 +85,8 @@ class TcpLink:
         try:
             while total < limit:
                 size = self._owed or min(limit - total, _WRITE_BYTES)
+                if not self._owed:
+                    self._count(size)
                 assert total + size <= len(data), "a send that stopped short must be offered again"
                 # OpenSSL (without partial writes) takes all of ``size`` or asks for it again.
                 self._owed = size
@@ -111,6 +119,18 @@ class TcpLink:
                 if total == 0:
                     raise
         return total
+
+    def _count(self, nbytes: int) -> None:
+        """LinkError if one key would encrypt more than it may."""
+        self._num_encrypted += nbytes + _RECORD_COST
+        if self._num_encrypted > BYTES_PER_KEY:
+            self._send_end = LinkError(
+                f"link to {self._peer} was ended here: its key has encrypted {BYTES_PER_KEY >> 30} "
+                "GiB, as much as AES-GCM allows (RFC 8446, 5.5), and without the native core no "
+                "new one can be made. `potluck doctor` says what the native core needs; an "
+                "ElasticLoop goes on by itself with new links"
+            )
+            raise self._send_end
 
     def _check_sending(self) -> None:
         end = self._send_end or self._end
