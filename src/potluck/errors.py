@@ -50,7 +50,7 @@ class SecurityError(PotluckError):
 
 
 class WrongSecret(SecurityError):
-    """The certificates of this node and of the peer were issued under different cluster secrets.
+    """This node and the peer hold different cluster secrets, or the peer is no potluck.
 
     To add a machine to the cluster: ``potluck pair`` here, ``potluck join`` there.
     """

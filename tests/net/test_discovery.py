@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from potluck.cluster.trust.identity import load_or_create_identity
-from potluck.cluster.trust.store import TrustStore
 from potluck.transport.credentials import node_id_of
+from support.clusters import lock
 from support.figures import Figures
 from support.hosts import Host, Network
 from support.talking import TalkingProcess
@@ -128,14 +128,13 @@ def test_three_hosts_find_each_other_by_one_way_alone(
     figures.take(f"three hosts, {ways} alone", "in one group after", seconds, asked=FORM_S)
 
 
-def test_another_secret_no_secret_and_a_banned_node_stay_out_while_two_work(
+def test_another_secret_no_secret_and_a_key_not_on_the_list_stay_out_while_two_work(
     figures: Figures, tmp_path: Path
 ) -> None:
     with Network(5) as network:
         homes = [tmp_path / str(host.index) for host in network]
         banned = node_id_of(load_or_create_identity(homes[4]).public_key())
-        for home in homes[:2]:
-            TrustStore(home).ban(banned, "sold")
+        lock(*homes[:2], psk=PSK)
         peers = {"POTLUCK_PEERS": ",".join(host.address for host in network)}
         ways = "mdns,beacon,static"
         sniffer: subprocess.Popen[str] = network[1].start(

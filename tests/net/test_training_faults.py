@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cluster.trust.keyring import replace_secret
+from support.clusters import found_cluster
 from support.commands import Command
 from support.figures import Figures
 from support.machines import PSK, Machine, cluster_of, form, leader_of
@@ -95,16 +95,16 @@ def test_agents_with_their_workers_are_killed_and_a_host_is_cut_off(
 
 def test_a_new_secret_and_a_ban_while_training(figures: Figures, tmp_path: Path) -> None:
     with cluster_of(3, tmp_path / "homes", psk="") as machines:
-        for each in machines:
-            replace_secret(each.home, bytes.fromhex(PSK))
+        found_cluster(*(each.home for each in machines), psk=bytes.fromhex(PSK))
         form(*machines)
-        leader = leader_of(machines)
-        starter, other = (each for each in machines if each is not leader)
+        # The founder bans another machine, if it can one that does not lead the cluster.
+        starter, others = machines[0], machines[1:]
+        other = next(each for each in others if each is not leader_of(machines))
         with training(starter, tmp_path, 3) as story:
             views = sum(each.command.text.count("epoch ") for each in machines)
             rotated = starter.runs("rotate")
             assert rotated.returncode == 0, rotated.stderr
-            assert "3 nodes have the new secret" in rotated.stdout
+            assert "3 of 3 machines have it" in rotated.stdout
             story.goes_on(3, 20)
             changes = sum(each.command.text.count("epoch ") for each in machines) - views
             fault = "`potluck rotate` while training"

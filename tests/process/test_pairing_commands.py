@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +37,48 @@ def potluck(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def types(home: Path, said: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``potluck`` with ``said`` typed into it."""
+    return subprocess.run(
+        [POTLUCK, *arguments],
+        env=on(home),
+        input=said,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+
+
+@contextlib.contextmanager
+def running(home: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """``potluck`` with pipes; killed at the end, whatever happened."""
+    with subprocess.Popen(
+        [POTLUCK, *arguments],
+        env=on(home),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def says(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+
+
+def event(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next line of JSON that ``process`` writes."""
+    assert process.stdout is not None
+    told: dict[str, Any] = json.loads(process.stdout.readline())
+    return told
+
+
 def test_a_second_machine_joins_and_a_wrong_code_voids_the_next_one(environment: Path) -> None:
     first, second, third = (environment / name for name in ("first", "second", "third"))
     made = json.loads(potluck(first, "init", "--json").stdout)
@@ -41,43 +86,38 @@ def test_a_second_machine_joins_and_a_wrong_code_voids_the_next_one(environment:
     assert (made["made"], again["made"]) == (True, False)
     assert made["namespace"] == again["namespace"]
 
-    with subprocess.Popen(
-        [POTLUCK, "pair", "--json"], env=on(first), stdout=subprocess.PIPE, text=True
-    ) as pairing:
-        assert pairing.stdout is not None
-        waiting = json.loads(pairing.stdout.readline())
+    with running(first, "pair", "--json") as pairing:
+        waiting = event(pairing)
         where = f"127.0.0.1:{waiting['port']}"
-        joined = potluck(second, "join", waiting["code"], "--address", where, "--json")
-        assert joined.returncode == 0, joined.stderr
-        newcomer = json.loads(pairing.stdout.readline())
+        with running(second, "join", "--address", where, "--json") as joining:
+            says(joining, waiting["code"])
+            asked = event(pairing)
+            says(pairing, "y")
+            stdout, stderr = joining.communicate("y\n", timeout=WAIT_S)
+            assert joining.returncode == 0, stderr
+        newcomer = event(pairing)
         assert pairing.wait(WAIT_S) == 0
-    gave = json.loads(joined.stdout)
+    assert asked["words"] in stderr, "both screens show the same words"
+    gave = json.loads(stdout)
     assert gave["namespace"] == made["namespace"]
     assert gave["node"] == made["node"]
     second_node = json.loads(potluck(second, "init", "--json").stdout)["node"]
-    assert newcomer["node"] == second_node
+    assert newcomer["node"] == asked["node"] == second_node
     assert (gave["name"], newcomer["name"]) == ("first", "second")
     secrets = [(home / "cluster_secret").read_text() for home in (first, second)]
     assert secrets[0] == secrets[1]
-    assert secrets[0].strip() not in joined.stdout + joined.stderr
+    assert secrets[0].strip() not in stdout + stderr
 
     # A machine that has a secret is asked first; a wrong code ends the run on both sides.
-    refused = potluck(second, "join", "111-222-333")
+    refused = types(second, "111-222-333\n", "join", "--yes")
     assert refused.returncode == 2
     assert "join --replace" in refused.stderr
-    with subprocess.Popen(
-        [POTLUCK, "pair", "--json"],
-        env=on(first),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as pairing:
-        assert pairing.stdout is not None
-        waiting = json.loads(pairing.stdout.readline())
+    with running(first, "pair", "--json") as pairing:
+        waiting = event(pairing)
         code = waiting["code"]
         last = str((int(code[-1]) + 1) % 10)
         where = f"127.0.0.1:{waiting['port']}"
-        wrong = potluck(third, "join", code[:-1] + last, "--address", where)
+        wrong = types(third, f"{code[:-1]}{last}\n", "join", "--address", where, "--yes")
         _, said = pairing.communicate(timeout=WAIT_S)
     assert (wrong.returncode, pairing.returncode) == (2, 2)
     assert "wrong" in wrong.stderr
@@ -85,15 +125,63 @@ def test_a_second_machine_joins_and_a_wrong_code_voids_the_next_one(environment:
     assert not (third / "cluster_secret").exists()
     assert code not in said + wrong.stderr
 
-    # The node that joined is known by the beginning of its id.
-    banned = potluck(first, "ban", second_node[:8], "--reason", "sold")
-    assert banned.stdout == f"Node {second_node[:12]} is banned on this machine.\n"
+    # Who is in, and the ban of the machine by its name; a member has no say.
+    listed = json.loads(potluck(second, "nodes", "--json").stdout)["nodes"]
+    assert {each["node"]: each["role"] for each in listed} == {
+        made["node"]: "founder",
+        second_node: "member",
+    }
+    powerless = potluck(second, "ban", "first")
+    assert powerless.returncode == 2
+    assert "founded the cluster" in powerless.stderr
+    banned = potluck(first, "ban", "second", "--reason", "sold")
+    assert banned.returncode == 0, banned.stderr
+    assert f"second (node {second_node[:12]}) is banned." in banned.stdout
+    assert "when `potluck up` runs here" in banned.stdout
+    assert (first / "cluster_secret").read_text() != secrets[0]
     assert potluck(first, "ban", made["node"]).returncode == 2
+    shown = potluck(first, "nodes").stdout
+    assert "revoked (sold)" in shown
+    back = potluck(first, "unban", second_node[:8])
+    assert back.stdout == f"second (node {second_node[:12]}) is a member again.\n"
+    assert potluck(first, "admit", "second", "--admin").stdout.endswith("is admin.\n")
+    assert "is not banned" in potluck(first, "unban", "second").stderr
+
+
+def test_what_is_typed_wrong_is_explained_and_changes_nothing(environment: Path) -> None:
+    home = environment / "home"
+    told = {
+        ("join", "274-831-927"): "type it when asked",
+        ("join",): "no code came on stdin",
+        ("ban", "nobody"): "is no machine that is known here",
+        ("ban", "deadbeef"): "no node known here",
+        ("unban", "deadbeef" * 8): "is not banned",
+        ("admit", "deadbeef" * 8): "is not in the cluster",
+        ("pair", "--admin", "--days", "3"): "the admission of an admin can't end",
+        ("lock",): "closed already",
+    }
+    for arguments, text in told.items():
+        said = types(home, "", *arguments)
+        assert said.returncode == 2, (arguments, said.stdout)
+        assert text in said.stderr, (arguments, said.stderr)
+        assert "Traceback" not in said.stderr
+
+
+def test_an_open_cluster_says_so_and_is_not_paired(
+    environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POTLUCK_PSK", "ab" * 32)
+    home = environment / "home"
+    listed = potluck(home, "nodes")
+    assert "This cluster is open" in listed.stdout
+    assert "potluck lock" in potluck(home, "pair").stderr
+    assert "comes from POTLUCK_PSK" in potluck(home, "rotate").stderr
+    assert "start it with: potluck up" in potluck(home, "lock", "--yes").stderr
 
 
 def test_each_command_teaches_its_use(environment: Path) -> None:
-    commands = ("init", "pair", "join", "ban", "up", "rotate", "continue", "status")
-    for command in (*commands, "allow", "deny", "pause", "resume"):
+    commands = ("init", "pair", "join", "nodes", "ban", "unban", "admit", "lock", "up", "rotate")
+    for command in (*commands, "continue", "status", "allow", "deny", "pause", "resume"):
         shown = potluck(environment, command, "--help")
         assert shown.returncode == 0
         assert f"potluck {command}" in shown.stdout

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from potluck.transport.knock import CALL_BYTES
 from support.bridge import BridgeProgram
 from support.hosts import Host
 
@@ -37,8 +38,6 @@ with open(sys.argv[2], "wb") as file:
             break
 """
 _TCP, _IPV4, _IPV6 = 6, 0x0800, 0x86DD
-_HANDSHAKE_ALERT_BYTES = 24
-_APPLICATION_DATA = 23
 
 
 @dataclass(slots=True)
@@ -49,15 +48,10 @@ class Capture:
     num_frames: int
     streams: dict[Stream, bytes] = field(repr=False)
 
-    def said_after_tls(self) -> dict[Stream, int]:
-        """For each TCP connection, from who called: how many bytes of TLS records it sent that may
-        be more than an alert. 0: it did not finish its handshake, so no byte of a payload passed,
-        in either direction. (A client that proves itself sends at least its certificate.)"""
-        return {
-            stream: sum(size for size in _records(data) if size > _HANDSHAKE_ALERT_BYTES)
-            for stream, data in self.streams.items()
-            if data[:1] == b"\x16" and data[5:6] == b"\x01"  # it began with a ClientHello
-        }
+    def after_the_call(self) -> dict[Stream, int]:
+        """For each direction of each TCP connection in which bytes went: how many of them were more
+        than the first message of a knock. All 0: nobody was answered."""
+        return {stream: max(0, len(data) - CALL_BYTES) for stream, data in self.streams.items()}
 
 
 class Sniffer:
@@ -131,15 +125,3 @@ def _joined(pieces: dict[int, bytes]) -> bytes:
         if begin <= len(stream):
             stream[begin : begin + len(pieces[number])] = pieces[number]
     return bytes(stream)
-
-
-def _records(stream: bytes) -> list[int]:
-    """The lengths of the encrypted TLS records."""
-    sizes = []
-    at = 0
-    while at + 5 <= len(stream):
-        kind, _, size = struct.unpack_from("!BHH", stream, at)
-        if kind == _APPLICATION_DATA:
-            sizes.append(size)
-        at += 5 + size
-    return sizes

@@ -1,4 +1,4 @@
-"""``potluck rotate`` and ``potluck continue``: a request to this machine's agent."""
+"""``potluck continue``: a request to this machine's agent."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ if TYPE_CHECKING:
     from potluck.wire.local import Request
 
 _ANSWER_S = 30.0
-
-
-def rotate() -> None:
-    """Give all nodes a new secret while they work; the old secret is void 10 minutes later.
-
-    Run it after `potluck ban`, so that the banned machine can't come back under another id. All
-    nodes to which this machine's agent has a link get the new secret; no node uses it before all
-    hold it. A machine that is switched off meanwhile must join again, with `potluck pair` and
-    `potluck join`. Needs `potluck up` on this machine.
-    """
-    from potluck.wire.local import RotateRequest
-
-    ask(RotateRequest())
 
 
 def continue_(

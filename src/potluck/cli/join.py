@@ -1,4 +1,4 @@
-"""``potluck join``: receive the cluster's secret from the machine that shows a pairing code."""
+"""``potluck join``: enter the cluster of the machine that shows a pairing code."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ from potluck.cli.files import print_json
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from potluck.cli.asking import Asker
     from potluck.settings import Settings
     from potluck.wire.pairing import Handover
 
 
 def join(
-    code: Annotated[
-        str,
-        typer.Argument(
-            metavar="CODE",
-            help="The code that `potluck pair` shows on a machine of the cluster: 274-831-927.",
-            show_default=False,
-        ),
-    ],
+    code: Annotated[str, typer.Argument(hidden=True, show_default=False)] = "",
     address: Annotated[
         str,
         typer.Option(
@@ -35,6 +29,7 @@ def join(
         bool,
         typer.Option("--replace", help="Leave the cluster that this machine belongs to."),
     ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Join without asking, for scripts.")] = False,
     wait: Annotated[
         float, typer.Option(min=1, max=3600, help="Seconds to search for the other machine.")
     ] = 60,
@@ -42,26 +37,37 @@ def join(
 ) -> None:
     """Add this machine to a cluster, with the code that a machine of the cluster shows.
 
-    Run `potluck pair` on that machine first, then `potluck join` here. The secret of the cluster is
-    stored in ~/.potluck, where only you can read it. If this machine already has a secret,
-    --replace is needed; the old secret is then kept in a file beside the new one.
+    Run `potluck pair` on that machine first, then `potluck join` here, and type the code when asked
+    (scripts: as a line on stdin; as an argument other users of this machine would see it). Both
+    screens then show the same three words; say yes on both if they do. The secret and the list of
+    admitted keys are stored in ~/.potluck, where only you can read them.
 
-    With --json: {"version": 1, "node", "name", "namespace", "kept"}: id and name of the machine
-    that gave the secret, the cluster's public name, and the file that holds the old secret (or
-    null).
+    If this machine already belongs to a cluster, --replace is needed; its former secret is
+    removed.
+
+    With --json: {"version": 1, "node", "name", "namespace"}: id and name of the machine that
+    admitted this one, and the cluster's public name.
     """
+    from potluck.cli.asking import Asker
     from potluck.cluster.home.node_state import find_agent
+    from potluck.cluster.trust.admission_file import AdmissionFile
     from potluck.cluster.trust.keyring import replace_secret
-    from potluck.cluster.trust.store import TrustStore
+    from potluck.cluster.trust.known_nodes import KnownNodes
     from potluck.settings import load_settings
     from potluck.transport.credentials import namespace_of
 
+    if code:
+        raise ConfigurationError(
+            "the code is no argument: other users of this machine see those. Run `potluck join` "
+            "and type it when asked; in a script: echo CODE | potluck join --yes"
+        )
     try:
         settings = load_settings()
         _check(settings, replace)
-        given = asyncio.run(_ask(settings, code, address, wait))
-        kept = replace_secret(settings.home, given.psk)
-        TrustStore(settings.home).meet(given.node, given.name)
+        given = asyncio.run(_ask(settings, Asker(), address, wait, yes))
+        AdmissionFile(settings.home).take_over(given.founding, given.records)
+        replace_secret(settings.home, given.psk)
+        KnownNodes(settings.home).meet(given.node, given.name)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if json:
@@ -70,13 +76,10 @@ def join(
             "node": given.node,
             "name": given.name,
             "namespace": namespace_of(given.psk),
-            "kept": str(kept) if kept else None,
         }
         print_json(facts)
         return
     typer.echo(f"This machine is in the cluster of {given.name or 'node ' + given.node[:12]} now.")
-    if kept is not None:
-        typer.echo(f"The secret of its former cluster is in {kept}.")
     if find_agent(settings.home) is not None:
         typer.echo("Its agent still serves the former cluster: end `potluck up`, start it again.")
     else:
@@ -86,9 +89,9 @@ def join(
 def _check(settings: Settings, replace: bool) -> None:
     """ConfigurationError if this machine can't store a new secret. Checked first, since an attempt
     to join spends the code."""
-    from potluck.cluster.trust.secret import SECRET_FILE
+    from potluck.cluster.trust.secret import SECRET_FILE, is_secret_given
 
-    if settings.psk is not None or settings.passphrase is not None:
+    if is_secret_given(settings):
         raise ConfigurationError(
             "POTLUCK_PSK or POTLUCK_PASSPHRASE gives this machine its secret, so it can't take "
             "over another; unset the variable first"
@@ -97,27 +100,39 @@ def _check(settings: Settings, replace: bool) -> None:
     if path.exists() and not replace:
         raise ConfigurationError(
             f"this machine already has a cluster secret ({path}). To leave that cluster and join "
-            "the other: potluck join --replace CODE"
+            "the other: potluck join --replace"
         )
 
 
-async def _ask(settings: Settings, text: str, address: str, wait_s: float) -> Handover:
+async def _ask(
+    settings: Settings, asker: Asker, address: str, wait_s: float, yes: bool
+) -> Handover:
     from potluck.cluster.discovery.configured import all_finders
     from potluck.cluster.discovery.static import parse_peers
     from potluck.cluster.trust.identity import load_or_create_identity
     from potluck.cluster.trust.pairing import parse_code
-    from potluck.cluster.trust.pairing_link import take_over
-    from potluck.transport.credentials import node_id_of
-    from potluck.wire.pairing import Newcomer
+    from potluck.cluster.trust.pairing_link import Me, take_over
 
-    code = parse_code(text)
-    node = node_id_of(load_or_create_identity(settings.home).public_key())
-    me = Newcomer(node, settings.machine_name)
+    place = None
     if address:
         places = parse_peers(address, 0) if ":" in address else ()
         if len(places) != 1 or not places[0][1]:
             raise ConfigurationError(
                 f"--address {address!r}: write HOST:PORT as `potluck pair` shows it"
             )
-        return await take_over(code, me, [], address=places[0])
-    return await take_over(code, me, all_finders(settings), timeout_s=wait_s)
+        place = places[0]
+    text = await asker.line("The code that `potluck pair` shows on the other machine: ")
+    if not text:
+        raise ConfigurationError(
+            "no code came on stdin; run `potluck pair` on a machine of the cluster, and type its "
+            "code here"
+        )
+    code = parse_code(text)
+    me = Me(load_or_create_identity(settings.home), settings.machine_name)
+
+    async def confirm(words: str, name: str, node: str) -> bool:
+        typer.echo(f"The other screen must show the same words:\n\n    {words}\n", err=True)
+        return yes or await asker.says_yes("Join?")
+
+    finders = [] if place is not None else all_finders(settings)
+    return await take_over(code, me, finders, confirm, address=place, timeout_s=wait_s)

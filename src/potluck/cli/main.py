@@ -12,18 +12,19 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from potluck.cli.agent_commands import continue_, rotate
-from potluck.cli.ban import ban
+from potluck.cli.agent_commands import continue_
 from potluck.cli.bench import bench
 from potluck.cli.doctor import doctor
 from potluck.cli.init import init
 from potluck.cli.job_display import silence
 from potluck.cli.join import join
 from potluck.cli.pair import pair
+from potluck.cli.roster import nodes
 from potluck.cli.run import run
 from potluck.cli.sharing import allow, deny, pause, resume
 from potluck.cli.status import status
 from potluck.cli.terminal import say
+from potluck.cli.trust import admit, ban, lock, rotate, unban
 from potluck.cli.up import up
 from potluck.errors import PotluckError
 from potluck.system import need_posix
@@ -106,11 +107,18 @@ app.command(epilog="Examples:\n\npotluck pair\n\npotluck pair --minutes 1 --port
 app.command(
     epilog=(
         "Examples:\n\n"
-        "potluck join 274-831-927\n\n"
-        "potluck join 274-831-927 --address 192.168.1.20:41234"
+        "potluck join\n\n"
+        "potluck join --address 192.168.1.20:41234\n\n"
+        "echo 274-831-927 | potluck join --yes"
     )
 )(join)
-app.command(epilog='Examples:\n\npotluck ban 3f2a91c0\n\npotluck ban 3f2a91c0 --reason "sold"')(ban)
+app.command(epilog="Examples:\n\npotluck nodes\n\npotluck nodes --json")(nodes)
+app.command(epilog='Examples:\n\npotluck ban attic\n\npotluck ban 3f2a91c0 --reason "sold"')(ban)
+app.command(epilog="Example:\n\npotluck unban attic")(unban)
+app.command(epilog="Examples:\n\npotluck admit attic --admin\n\npotluck admit attic --days 30")(
+    admit
+)
+app.command(epilog="Example:\n\npotluck lock")(lock)
 app.command(
     epilog=(
         "Examples:\n\n"

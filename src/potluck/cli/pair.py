@@ -1,4 +1,4 @@
-"""``potluck pair``: show a code with which another machine receives the cluster's secret."""
+"""``potluck pair``: show a code with which another machine is admitted to the cluster."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from potluck.errors import ConfigurationError
+
 if TYPE_CHECKING:
+    from potluck.cluster.trust.admission_file import AdmissionFile
     from potluck.cluster.trust.pairing import Code
     from potluck.settings import Settings
-    from potluck.wire.pairing import Newcomer
+    from potluck.wire.admissions import Verdict
+    from potluck.wire.pairing import Handover, Newcomer
 
 
 def pair(
@@ -21,46 +25,80 @@ def pair(
         int,
         typer.Option(min=0, max=65535, help="TCP port to wait on; 0: any free port."),
     ] = 0,
+    yes: Annotated[bool, typer.Option("--yes", help="Admit without asking, for scripts.")] = False,
+    admin: Annotated[
+        bool,
+        typer.Option("--admin", help="The machine may admit and ban others, as this one may."),
+    ] = False,
+    days: Annotated[
+        float,
+        typer.Option(min=0, help="Days after which the admission ends; 0: never."),
+    ] = 0,
     json: Annotated[
         bool, typer.Option("--json", help="As lines of JSON, for programs; the code is in them.")
     ] = False,
 ) -> None:
-    """Show a code, and give the cluster's secret to the machine that uses it.
+    """Show a code, and admit the machine that uses it to the cluster.
 
-    On the other machine run `potluck join` with the code while this command waits. The code is good
-    for one machine and one attempt: it becomes void after a wrong guess, and after --minutes.
-    Eavesdroppers and machines in the middle learn nothing from the exchange (SPAKE2). Creates the
-    cluster's secret if there is none.
+    On the other machine run `potluck join` while this command waits, and type the code there. Both
+    screens then show the same three words; when the person at each of them has said yes, the key of
+    the other machine is on the cluster's list, and the machine has the cluster's secret.
+
+    The code is good for one machine and one attempt: it becomes void after a wrong guess, and after
+    --minutes. Eavesdroppers and machines in the middle learn nothing from the exchange (SPAKE2).
+    Creates a cluster, with this machine as its founder, if there is none.
 
     With --json, one object per line: {"event": "waiting", "code", "port", "addresses"}, then
-    {"event": "joined", "node", "name"}.
+    {"event": "words", "words", "name", "node"} (answer with a line `y` on stdin, unless --yes),
+    then {"event": "joined", "node", "name"}.
     """
     from potluck.cluster.trust.pairing import new_code
     from potluck.settings import load_settings
+    from potluck.transport.credentials import node_id_of_bytes
 
-    code = new_code()
+    if admin and days:
+        raise ConfigurationError("the admission of an admin can't end: leave --days or --admin out")
+    settings, code = load_settings(), new_code()
+    verdict: Verdict = "admin" if admin else "member"
     try:
-        newcomer = asyncio.run(_wait(load_settings(), code, minutes, port, json))
+        newcomer = asyncio.run(_wait(settings, code, minutes, port, yes, verdict, days, json))
     except KeyboardInterrupt:
         typer.echo("potluck: interrupted; the code is void", err=True)
         raise typer.Exit(130) from None
+    node = node_id_of_bytes(newcomer.key)
     if json:
-        _line({"event": "joined", "node": newcomer.node, "name": newcomer.name})
+        _line({"event": "joined", "node": node, "name": newcomer.name})
     else:
-        typer.echo(f"{newcomer.name or 'A machine'} is in: node {newcomer.node[:12]}.")
+        typer.echo(f"{newcomer.name or 'A machine'} is in, as {verdict}: node {node[:12]}.")
 
 
-async def _wait(settings: Settings, code: Code, minutes: float, port: int, json: bool) -> Newcomer:
+async def _wait(
+    settings: Settings,
+    code: Code,
+    minutes: float,
+    port: int,
+    yes: bool,
+    verdict: Verdict,
+    days: float,
+    json: bool,
+) -> Newcomer:
+    from potluck.cli.asking import Asker
     from potluck.cluster.discovery.configured import all_finders
     from potluck.cluster.discovery.interfaces import bound_interfaces
-    from potluck.cluster.trust.credentials import load_credentials
+    from potluck.cluster.trust import operator
+    from potluck.cluster.trust.credentials import load_admissions, load_credentials
+    from potluck.cluster.trust.identity import load_or_create_identity
+    from potluck.cluster.trust.known_nodes import KnownNodes
     from potluck.cluster.trust.pairing_link import hand_over
     from potluck.cluster.trust.secret import load_secret
-    from potluck.cluster.trust.store import TrustStore
+    from potluck.transport.credentials import node_id_of_bytes
     from potluck.wire.pairing import Handover
 
-    node = load_credentials(settings).node_id
-    secret = Handover(load_secret(settings), node, settings.machine_name)
+    me = load_credentials(settings).node_id
+    key = load_or_create_identity(settings.home)
+    admissions = load_admissions(settings)
+    _check(admissions, me)
+    asker = Asker()
 
     def show(bound: int) -> None:
         addresses = [
@@ -79,25 +117,60 @@ async def _wait(settings: Settings, code: Code, minutes: float, port: int, json:
                 }
             )
             return
-        typer.echo(f"On the other machine, within {minutes:g} minutes:\n")
-        typer.echo(f"    potluck join {code.spoken()}\n")
+        typer.echo(f"On the other machine, within {minutes:g} minutes, run `potluck join` and type")
+        typer.echo(f"\n    {code.spoken()}\n")
         if addresses:
-            typer.echo(f"If it does not find this machine, add: --address {addresses[0]}")
+            typer.echo(f"If it does not find this machine: potluck join --address {addresses[0]}")
         typer.echo("Waiting (Ctrl-C ends it) ...")
 
+    async def confirm(words: str, name: str, node: str) -> bool:
+        if json:
+            _line({"event": "words", "words": words, "name": name, "node": node})
+        else:
+            typer.echo(f"{name or 'A machine'} (node {node[:12]}) has the code.")
+            typer.echo(f"Its screen must show the same words:\n\n    {words}\n")
+        return yes or await asker.says_yes("" if json else f"Admit it as {verdict}?")
+
+    async def admit(newcomer: Newcomer) -> Handover:
+        def admitted() -> Handover:
+            node = node_id_of_bytes(newcomer.key)
+            operator.admit(
+                admissions, key, newcomer.key, name=newcomer.name, verdict=verdict, days=days
+            )
+            KnownNodes(settings.home).meet(node, newcomer.name, newcomer.key)
+            found = admissions.load()
+            assert found is not None, "the list that was written is gone"
+            psk = load_secret(settings)
+            return Handover(psk, me, settings.machine_name[:64], found.founding, found.records)
+
+        return await asyncio.to_thread(admitted)
+
     finders = all_finders(settings)
-    newcomer = await hand_over(
+    return await hand_over(
         code,
-        secret,
+        admit,
         finders,
+        confirm,
         host=settings.bind,
         port=port,
         expires_s=60 * minutes,
         on_waiting=show,
     )
-    if len(newcomer.node) == 64:
-        TrustStore(settings.home).meet(newcomer.node, newcomer.name)
-    return newcomer
+
+
+def _check(admissions: AdmissionFile, me: str) -> None:
+    """ConfigurationError if this machine can't admit others. Checked before a code is shown."""
+    if admissions.load() is None:
+        raise ConfigurationError(
+            "this cluster is open: its secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE, and "
+            "whoever holds it is in. Set the variable on the other machine; or close the cluster "
+            "first: potluck lock"
+        )
+    if not admissions.roster.is_admin(me):
+        raise ConfigurationError(
+            "this machine is no admin of the cluster, so it can't admit others. Run `potluck pair` "
+            f"on an admin (`potluck nodes` shows them), or there: potluck admit {me[:12]} --admin"
+        )
 
 
 def _line(facts: dict[str, object]) -> None:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from potluck.cli.trust import find_known
 from potluck.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from potluck.settings import Settings
+    pass
 
 _Node = Annotated[
     str,
@@ -54,26 +55,6 @@ def resume() -> None:
     _ask("resume")
 
 
-def find_node(settings: Settings, text: str) -> str:
-    """The id of the node that ``text`` names, by its name or its id. ConfigurationError if it names
-    none, or several."""
-    from potluck.cluster.trust.store import TrustStore
-
-    store = TrustStore(settings.home)
-    named = [each.node for each in store.nodes() if each.name == text]
-    if len(named) == 1:
-        return named[0]
-    if named:
-        ids = ", ".join(node[:8] for node in named)
-        raise ConfigurationError(
-            f"{len(named)} nodes are called {text!r}: name one by its id: {ids}"
-        )
-    try:
-        return store.find(text)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"no node is called {text!r} here, and {error}") from None
-
-
 def _decide(text: str, *, is_allowed: bool) -> None:
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.sharing.rules import decided
@@ -82,7 +63,7 @@ def _decide(text: str, *, is_allowed: bool) -> None:
     from potluck.settings import load_settings
 
     settings = load_settings()
-    node = find_node(settings, text)
+    node = find_known(settings, text)
     if node == load_credentials(settings).node_id:
         raise ConfigurationError("that is this machine, which always runs its own jobs")
     if find_agent(settings.home) is not None:

@@ -138,13 +138,13 @@ def check_user(settings: Settings) -> None:
 
 def keep_rule(settings: Settings) -> None:
     """Keep whose scripts run here, if the owner says it now."""
-    from potluck.cli.sharing import find_node
+    from potluck.cli.trust import find_known
     from potluck.cluster.sharing.rules import ruled
     from potluck.cluster.sharing.store import SharingStore
 
     if settings.run_for:
         store = SharingStore(settings.home)
-        kept = ruled(store.read(), settings.run_for, lambda text: find_node(settings, text))
+        kept = ruled(store.read(), settings.run_for, lambda text: find_known(settings, text))
         store.write(kept)
 
 

@@ -7,10 +7,10 @@ Each folder may import those below it; the last five do not know each other:
 - ``report.py``: the cluster as this node sees it, for the commands
 - ``jobs``: running a script's workers
 - ``jobs/groups``: which workers make a job's next group (pure)
-- ``control_plane.py``, ``secret_change.py``: the I/O of ``membership`` and of a change of secret
+- ``control_plane.py``: the I/O of ``membership``; ``admission_exchange.py``: of ``trust``
 - ``topology``: the machines and the links between them, as measured
 - ``links``: connections to an agent: of its workers, of other agents, of commands
-- ``trust``: the cluster's secret, this node's identity, bans and pairing
+- ``trust``: which keys are in the cluster, its secret, this node's identity, pairing
 - ``membership``: which nodes are in the cluster (pure)
 - ``code_store``: a script's folder on its way to the nodes
 - ``discovery``: where other nodes may be

@@ -2,13 +2,12 @@
 
 The actions of ``MembershipProtocol`` are carried out here: messages are sent to other nodes,
 records are written to disk, views are given to the parts of the agent that registered for them. The
-protocol gets messages, time and bans as events.
+protocol gets messages, time and the nodes that are barred as events.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from potluck.background import Alarm, OnBroken, start_task, stop
@@ -18,14 +17,9 @@ from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.membership import events
 from potluck.cluster.membership.failure_detector import Status
 from potluck.cluster.membership.protocol import MembershipProtocol
-from potluck.cluster.names import is_node_id
-from potluck.cluster.trust.store import TrustStore
-from potluck.errors import PotluckError, ProtocolError
 from potluck.wire.jobs import ToLeader
-from potluck.wire.nodes import Bans, NodeMessage, View
+from potluck.wire.nodes import NodeMessage, View
 from potluck.wire.peers import Introduction
-
-_TRUST_S = 0.5
 
 
 class ControlPlane:
@@ -37,7 +31,6 @@ class ControlPlane:
         protocol: MembershipProtocol,
         links: PeerLinks,
         state: NodeState | PrivateState,
-        trust: TrustStore,
         *,
         on_note: Callable[[str], None],
         on_broken: OnBroken,
@@ -48,7 +41,6 @@ class ControlPlane:
         self.listeners: list[Callable[[events.Action], None]] = []
         self._links = links
         self._state = state
-        self._trust = trust
         self._on_note = on_note
         self._on_broken = on_broken
         self._saves: asyncio.Queue[events.Save] = asyncio.Queue()
@@ -62,7 +54,6 @@ class ControlPlane:
         """Take part from now on."""
         self._tasks = [
             start_task(self._save, name="keeping the view", on_broken=self._on_broken),
-            start_task(self._watch_trust, name="watching the bans", on_broken=self._on_broken),
         ]
         self._tick()
 
@@ -97,6 +88,15 @@ class ControlPlane:
         """Send to the leader of the view; False without one."""
         return self.view is not None and self._links.send(self.view.leader, message)
 
+    def bar(self, nodes: frozenset[str]) -> None:
+        """``nodes`` may not take part, and no others are kept out."""
+        self.handle(events.Barred(nodes))
+
+    def watched(self) -> set[str]:
+        """The nodes of this node's view, and those that it hears or heard."""
+        view = self.protocol.view
+        return {*self.protocol.detector.peers, *(() if view is None else view.nodes)}
+
     def handle(self, event: events.Event) -> None:
         """Have the protocol decide about ``event``, and do what it decided."""
         try:
@@ -107,12 +107,10 @@ class ControlPlane:
 
     # What happens.
 
-    def _linked(self, node: str, introduction: Introduction, namespace: str) -> None:
+    def _linked(self, node: str, introduction: Introduction) -> None:
         self.handle(events.Linked(node, introduction.incarnation))
 
     def _received(self, node: str, message: NodeMessage) -> None:
-        if isinstance(message, Bans) and not all(map(is_node_id, message.nodes)):
-            raise ProtocolError("it bans what is no node id")
         said = self._links.introduction(node)
         assert said is not None, "a message came over a link that is not there"
         self.handle(events.Received(node, said.incarnation, message))
@@ -131,22 +129,7 @@ class ControlPlane:
         while True:
             save = await self._saves.get()
             await asyncio.to_thread(self._state.write, save.record)
-            for node in set(save.record.banned) - self._trust.banned():
-                self._trust.ban(node, "told by another node")
-                self._links.drop(node, "it was banned")
             self.handle(events.Saved(save.number))
-
-    async def _watch_trust(self) -> None:
-        """A ban ordered by ``potluck ban`` arrives by the file."""
-        known: frozenset[str] = frozenset()
-        while True:
-            with contextlib.suppress(PotluckError):  # a damaged list refuses all nodes already
-                banned = self._trust.banned()
-                for node in sorted(banned - known - set(self.protocol.record.banned)):
-                    self.handle(events.Ban(node))
-                    self._links.drop(node, "it was banned")
-                known = banned
-            await asyncio.sleep(_TRUST_S)
 
     # What was decided.
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
+from potluck.background import Tasks
+from potluck.cluster.admission_exchange import AdmissionExchange
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.discovery.advert import new_instance
@@ -30,7 +32,6 @@ from potluck.cluster.membership import events
 from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import NodeNames
 from potluck.cluster.report import Report
-from potluck.cluster.secret_change import SecretChange
 from potluck.cluster.sharing.confinement import Confinement, own_limits
 from potluck.cluster.sharing.limits import Limits
 from potluck.cluster.sharing.offers import Offers
@@ -39,11 +40,11 @@ from potluck.cluster.topology import measure
 from potluck.cluster.topology.hardware import own_facts
 from potluck.cluster.topology.surveyor import Surveyor
 from potluck.cluster.topology.versions import own_versions
-from potluck.cluster.trust.credentials import load_credentials
+from potluck.cluster.trust.credentials import load_admissions, load_credentials
 from potluck.cluster.trust.identity import load_or_create_identity
+from potluck.cluster.trust.known_nodes import KnownNodes
 from potluck.cluster.trust.signed_jobs import signed
-from potluck.cluster.trust.store import TrustStore
-from potluck.errors import ConfigurationError
+from potluck.errors import ConfigurationError, PotluckError
 from potluck.settings import Settings
 from potluck.transport import aio
 from potluck.transport.acceptor import is_port_taken
@@ -52,7 +53,6 @@ from potluck.wire.greeting import Hello, Refusal
 from potluck.wire.sharing import Rule
 
 _MAX_EVENTS = 20
-_GIVEN = "its secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE: change it there, on all nodes"
 _OF_THIS_MACHINE = (CLIENT, "worker")
 """Kinds of connections that only this node's own identity may make."""
 
@@ -91,7 +91,9 @@ class NodeAgent:
         self._name = settings.machine_name
         self.names = NodeNames(self.credentials.node_id, self._name)
         self._wanted_port = settings.discovery_port if port is None else port
-        self._trust = TrustStore(settings.home)
+        self._admissions = load_admissions(settings)
+        self._known = KnownNodes(settings.home)
+        self._tasks = Tasks()
         self._notes: deque[str] = deque(maxlen=_MAX_EVENTS)
         self._callers: dict[str, aio.Greeted] = {}
         self._crash: asyncio.Future[None] | None = None
@@ -114,6 +116,7 @@ class NodeAgent:
             state.listening(self.port)
             presence = Presence(lambda: self.credentials.advert_keys, self.port, new_instance())
             async with running_finders(self._finders, presence, self.links.heard):
+                self.exchange.start()
                 self.plane.start()
                 if self._is_private:
                     self.plane.handle(events.FoundHistory())
@@ -133,23 +136,27 @@ class NodeAgent:
         me = credentials.node_id
 
         def introduction() -> peers.Introduction:
-            return peers.Introduction(state.incarnation, self._name, self.port, own_versions())
+            return peers.Introduction(
+                state.incarnation, self._name, credentials.public_key, self.port, own_versions()
+            )
 
         self.links = links = PeerLinks(credentials, introduction, on_broken=self._fail)
         links.on_linked.append(self._met)
         now = asyncio.get_running_loop().time()
         protocol = MembershipProtocol(me, state.incarnation, state.record, now)
         self.plane = plane = ControlPlane(
-            protocol, links, state, self._trust, on_note=self._note, on_broken=self._fail
+            protocol, links, state, on_note=self._note, on_broken=self._fail
         )
         commands = Commands()
         commands.on(local.ContinueRequest, self._continue_alone)
-        is_given = settings.psk is not None or settings.passphrase is not None
-        secret = SecretChange(
-            settings.home,
+        self.exchange = exchange = AdmissionExchange(
+            settings,
+            load_or_create_identity(settings.home),
+            self._admissions,
+            credentials,
             links,
-            commands,
-            fixed=_GIVEN if is_given else "",
+            watched=plane.watched,
+            on_barred=plane.bar,
             on_note=self._note,
             on_broken=self._fail,
         )
@@ -177,7 +184,8 @@ class NodeAgent:
             links,
             plane,
             surveyor,
-            self._trust,
+            self._admissions,
+            exchange,
             offers,
             commands,
             port=self.port,
@@ -215,9 +223,10 @@ class NodeAgent:
             dispatcher.close,
             confinement.close,
             surveyor.close,
-            secret.close,
+            exchange.close,
             plane.close,
             links.close,
+            self._tasks.close,
         ]
 
     def _serve(self) -> aio.Server:
@@ -249,9 +258,15 @@ class NodeAgent:
             text = "this is the agent of one `potluck run`: it takes only that job's workers"
         await aio.write_greeting(writer, Refusal("kind", text))
 
-    def _met(self, node: str, introduction: peers.Introduction, namespace: str) -> None:
+    def _met(self, node: str, introduction: peers.Introduction) -> None:
         self.names.met(node, introduction.name)
-        self._trust.meet(node, introduction.name)
+        self._tasks.start(self._remember(node, introduction))
+
+    async def _remember(self, node: str, said: peers.Introduction) -> None:
+        try:
+            await asyncio.to_thread(self._known.meet, node, said.name, said.key)
+        except PotluckError as error:
+            self._note(str(error))
 
     async def _continue_alone(self, request: local.ContinueRequest, client: Client) -> None:
         self.plane.handle(events.ContinueAlone())

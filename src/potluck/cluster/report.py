@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection
 
+from potluck.cluster.admission_exchange import AdmissionExchange
 from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.links.local import Client, Commands
 from potluck.cluster.links.peers import PeerLinks
@@ -13,7 +15,8 @@ from potluck.cluster.sharing.offers import Offers
 from potluck.cluster.sharing.rules import who_may
 from potluck.cluster.topology.stragglers import stragglers
 from potluck.cluster.topology.surveyor import Surveyor
-from potluck.cluster.trust.store import TrustStore
+from potluck.cluster.trust.admission_file import AdmissionFile
+from potluck.errors import PotluckError
 from potluck.transport.credentials import Credentials
 from potluck.wire import local
 from potluck.wire.facts import NodeFacts
@@ -30,7 +33,8 @@ class Report:
         links: PeerLinks,
         plane: ControlPlane,
         surveyor: Surveyor,
-        trust: TrustStore,
+        admissions: AdmissionFile,
+        exchange: AdmissionExchange,
         offers: Offers,
         commands: Commands,
         *,
@@ -42,7 +46,8 @@ class Report:
         self._links = links
         self._plane = plane
         self._surveyor = surveyor
-        self._trust = trust
+        self._admissions = admissions
+        self._exchange = exchange
         self._offers = offers
         self._port = port
         self._notes = notes
@@ -72,9 +77,21 @@ class Report:
             nodes=nodes,
             links=links,
             stragglers=stragglers(links, self._names.label),
-            banned=tuple(sorted(self._trust.banned())),
+            banned=self._banned(),
+            is_open=self._is_open(),
             events=tuple(self._notes()),
         )
+
+    def _banned(self) -> tuple[str, ...]:
+        with contextlib.suppress(PotluckError):  # a list that can't be read: nobody is admitted
+            entries = self._admissions.roster.entries
+            return tuple(sorted(node for node, each in entries.items() if each.role == "revoked"))
+        return ()
+
+    def _is_open(self) -> bool:
+        with contextlib.suppress(PotluckError):
+            return self._admissions.load() is None
+        return False
 
     def _nodes(self, view: View | None) -> tuple[local.NodeInfo, ...]:
         """This node, those of ``view``, and those there is a link to; the members first."""
@@ -106,6 +123,9 @@ class Report:
             limits=facts.limits,
             runs_for=who_may(offer, self._names.label) if offer else "",
             paused=offer is not None and offer.is_paused,
+            secret=self._credentials.namespace
+            if is_me
+            else self._exchange.namespaces.get(node, ""),
         )
 
 

@@ -14,13 +14,17 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from potluck.background import Tasks, stop, why
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.transport.binding import listened_on
 from potluck.transport.failures import translated
+from potluck.transport.handshake import WRITE, Steps
 from potluck.transport.rate import RateLimitedLog
 from potluck.transport.tcp import tune
+
+T = TypeVar("T")
 
 _PAUSE_S = 0.1
 _BURST = 64
@@ -173,6 +177,17 @@ class Acceptor:
 
     def _dropped(self, caller: Caller, reason: str) -> None:
         self._complain.warning(f"dropped {caller.peer}: {reason}")
+
+
+async def finish(steps: Steps[T], sock: socket.socket) -> T:
+    """Run ``steps`` to their end in the event loop; errors are those of sockets."""
+    while True:
+        try:
+            event = next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        await ready(sock, write=event == WRITE)
 
 
 async def ready(sock: socket.socket, *, write: bool = False) -> None:

@@ -10,21 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from potluck.background import OnBroken, start_task, stop
-from potluck.errors import LinkError, ProtocolError
-from potluck.transport.acceptor import LIMITS, Acceptor, Caller, Limits, listening_socket
-from potluck.transport.credentials import (
-    Credentials,
-    namespace_of_certificate,
-    node_id_of_certificate,
-)
-from potluck.transport.failures import translated
-from potluck.transport.handshake import check_node, objection, welcomed
+from potluck.errors import LinkError, ProtocolError, Refused, WrongSecret
+from potluck.transport.acceptor import LIMITS, Acceptor, Caller, Limits, finish, listening_socket
+from potluck.transport.credentials import Credentials, Era, node_id_of_certificate
+from potluck.transport.failures import hung_up_at_knock, translated
+from potluck.transport.handshake import check_node, hear_knock, objection, welcomed
+from potluck.transport.knock import ANSWER_BYTES, Knock
 from potluck.wire.format import PREFIX_BYTES, MessageFormat
-from potluck.wire.greeting import GREETING, Greeting, Hello, Welcome
+from potluck.wire.greeting import GREETING, Greeting, Hello, Refusal, Welcome
 
 T = TypeVar("T")
 Received = TypeVar("Received")
@@ -61,12 +58,6 @@ def peer_node(writer: asyncio.StreamWriter) -> str:
     return node_id_of_certificate(tls.getpeercert(binary_form=True))
 
 
-def shown_namespace(writer: asyncio.StreamWriter) -> str:
-    """The cluster under whose secret the peer's certificate was issued."""
-    tls = writer.get_extra_info("ssl_object")
-    return namespace_of_certificate(tls.getpeercert(binary_form=True))
-
-
 class Unwanted(Exception):
     """``connect`` found a node that its caller does not want; nothing was said to it."""
 
@@ -88,9 +79,9 @@ async def connect(
     writer = None
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(
-                host, port, ssl=credentials.client_context, server_hostname=""
-            )
+            reader, writer = await asyncio.open_connection(host, port)
+            await _knock(reader, writer, credentials.eras)
+            await writer.start_tls(credentials.client_context, server_hostname="")
             node = peer_node(writer)
             peer = f"{peer} (node {node[:12]})"
             check_node(node, peer, credentials)
@@ -104,7 +95,23 @@ async def connect(
             await end(writer)
         if isinstance(error, OSError):
             raise translated(error, peer, "connecting") from error
+        if isinstance(error, WrongSecret):
+            raise WrongSecret(f"{peer}, knocking: {error}") from None
         raise
+
+
+async def _knock(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, eras: Sequence[Era]
+) -> None:
+    """The client's knock; WrongSecret if the server hangs up at it."""
+    knock = Knock(eras)
+    writer.write(knock.call)
+    try:
+        answer = await reader.readexactly(ANSWER_BYTES)
+    except asyncio.IncompleteReadError:
+        raise WrongSecret(hung_up_at_knock()) from None
+    writer.write(knock.proof(answer))
+    await writer.drain()
 
 
 class Server:
@@ -142,9 +149,14 @@ class Server:
         self._sock.close()  # for a task that had not begun
 
     async def _greet(self, caller: Caller) -> None:
+        await finish(hear_knock(caller.sock, self._credentials.eras), caller.sock)
         reader, writer = await _secure(caller.sock, self._credentials, self._limits.timeout_s)
         try:
             node = peer_node(writer)
+            why = self._credentials.objects_to(node)
+            if why is not None:  # before anything that it says is read
+                await write_greeting(writer, Refusal("banned", why))
+                raise Refused(f"node {node[:12]} was refused: {why}", "banned")
             hello = await read_greeting(reader)
             if not isinstance(hello, Hello):
                 raise ProtocolError("the peer began with something else than HELLO")

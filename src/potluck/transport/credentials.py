@@ -1,12 +1,13 @@
-"""Credentials: TLS 1.3 contexts made from the cluster's secret and the node's own key.
+"""Credentials: who this node is, and whom it talks to.
 
-The cluster's certificate authority is not stored anywhere: its Ed25519 key is derived (HKDF) from
-the pre-shared key, so every holder of the secret arrives at the same, bit-identical CA certificate.
-A node's certificate holds the node's own Ed25519 key and is signed by that CA. Both sides verify
-the other (mutual TLS); the name a certificate carries means nothing, the key is the identity.
+A node is its Ed25519 key. Both sides of each connection show a certificate for their key (mutual
+TLS 1.3), and each asks ``objects_to`` whether it wants to talk to the key that the other side has
+proved. The certificate says nothing else: no name, no date that matters, and an issuer that is the
+same for all potlucks in the world. Its private key is public (``_AUTHORITY``): TLS libraries want
+a chain to check, and the check that counts is that of the key.
 
-Certificates are valid from 1970 to 9999: a laptop with a flat clock battery must still be able to
-join, and taking a node out is done by banning its id and changing the secret, not by expiry.
+Before TLS a caller *knocks* (``knock.py``) with a key derived from the cluster's secret. The secret
+keeps strangers out of earshot; it makes nobody a member.
 """
 
 from __future__ import annotations
@@ -36,28 +37,26 @@ T = TypeVar("T")
 
 PSK_BYTES = 32
 
-_CA_LABEL = b"potluck certificate authority v1"
 _ADVERT_LABEL = b"potluck adverts v1"
+_KNOCK_LABEL = b"potluck knock v1"
 _NAMESPACE_LABEL = b"potluck namespace v1"
-_CA_NAME = "potluck cluster "
+_AUTHORITY = Ed25519PrivateKey.from_private_bytes(
+    hashlib.sha3_256(b"potluck issuer of certificates v1: this key is public").digest()
+)
 _ALWAYS = datetime.datetime(1970, 1, 1)
 _FOREVER = datetime.datetime(9999, 12, 31, 23, 59, 59)
 
 
 @dataclass(frozen=True, slots=True)
-class CredentialSet:
-    """What a node shows and accepts at one moment. Safe to print: it shows no secret."""
+class Era:
+    """What follows from one of the cluster's secrets. From none of it can the secret be computed,
+    or what follows from the next secret. Safe to print."""
 
     namespace: str
-    """The cluster's public name, 32 hex digits; says nothing about the secret."""
-    namespaces: frozenset[str]
-    """The names whose holders are accepted: more than one while the secret is being changed."""
-    server_context: ssl.SSLContext = field(repr=False)
-    client_context: ssl.SSLContext = field(repr=False)
-    native: Callable[[bool], NativeContext] = field(repr=False)
-    """The native core's context, for the server side or for the client's; made when needed."""
-    advert_keys: tuple[bytes, ...] = field(repr=False)
-    """Keys of the tags in adverts: own adverts use the first, all are recognised."""
+    """The cluster's public name under this secret, 32 hex digits."""
+    knock_key: bytes = field(repr=False)
+    advert_key: bytes = field(repr=False)
+    """The key of the tags in adverts."""
 
 
 def _objects_to_nobody(node: str) -> str | None:
@@ -67,56 +66,55 @@ def _objects_to_nobody(node: str) -> str | None:
 class Credentials:
     """A node's credentials in one cluster, as they are now. Safe to print: it shows no secret.
 
-    ``current`` is asked anew for each connection, so that a changed secret holds from the next
-    one on. ``objects_to(node)`` says why a node is refused although it holds the secret (it was
-    banned), or None.
+    ``eras()`` is asked anew for each connection, so that a changed secret holds from the next one
+    on: the present era, then earlier ones, under which a machine that was away may still knock.
+    ``objects_to(node)`` says why this node does not talk to ``node``, or None.
     """
 
     def __init__(
         self,
-        node_id: str,
-        current: Callable[[], CredentialSet],
+        key: Ed25519PrivateKey,
+        eras: Callable[[], Sequence[Era]],
         objects_to: Callable[[str], str | None] = _objects_to_nobody,
         *,
         use_native: bool = True,
     ) -> None:
         """``use_native``: let the native core do the TLS of links, where it can."""
-        self.node_id = node_id
+        self.public_key = key.public_key().public_bytes_raw()
+        self.node_id = node_id_of_bytes(self.public_key)
         self.is_native = use_native and native_tls.is_available()
         """Whether links made with these credentials are the native core's."""
         self.objects_to = objects_to
-        self._current = current
+        self._eras = eras
+        authority = _issuer().public_bytes(serialization.Encoding.PEM)
+        chain = _chain(key)
+        self.server_context = _context(ssl.PROTOCOL_TLS_SERVER, authority, chain)
+        self.client_context = _context(ssl.PROTOCOL_TLS_CLIENT, authority, chain)
+        self._native = functools.cache(
+            lambda server_side: NativeContext(authority, chain, server_side=server_side)
+        )
 
     def __repr__(self) -> str:
         return f"Credentials(node_id={self.node_id!r}, namespace={self.namespace!r})"
 
     @property
+    def eras(self) -> tuple[Era, ...]:
+        """The present era, then earlier ones that are still heard."""
+        return tuple(self._eras())
+
+    @property
     def namespace(self) -> str:
         """The cluster's public name, 32 hex digits; says nothing about the secret."""
-        return self._current().namespace
-
-    @property
-    def server_context(self) -> ssl.SSLContext:
-        """For the accepting side of a connection that begins now."""
-        return self._current().server_context
-
-    @property
-    def client_context(self) -> ssl.SSLContext:
-        """For the calling side of a connection that begins now."""
-        return self._current().client_context
+        return self._eras()[0].namespace
 
     def native_context(self, *, server_side: bool) -> NativeContext | None:
         """For one side of a link that begins now, None if links are left to ``ssl``."""
-        return self._current().native(server_side) if self.is_native else None
+        return self._native(server_side) if self.is_native else None
 
     @property
     def advert_keys(self) -> tuple[bytes, ...]:
         """Keys of the tags in adverts: own adverts use the first, all are recognised."""
-        return self._current().advert_keys
-
-    def accepts(self, namespace: str) -> bool:
-        """Whether a peer that calls itself a member of ``namespace`` is in this cluster."""
-        return namespace in self._current().namespaces
+        return tuple(era.advert_key for era in self._eras())
 
 
 def make_credentials(
@@ -127,44 +125,15 @@ def make_credentials(
     use_native: bool = True,
 ) -> Credentials:
     """Credentials for the holder of ``psk`` (32 bytes) whose own key is ``key``. About 1 ms."""
-    credentials = make_credential_set(psk, key)
-    node_id = node_id_of(key.public_key())
-    return Credentials(node_id, lambda: credentials, objects_to, use_native=use_native)
+    eras = (era_of(psk),)
+    return Credentials(key, lambda: eras, objects_to, use_native=use_native)
 
 
-def make_credential_set(
-    psk: bytes, key: Ed25519PrivateKey, *, also: Sequence[bytes] = ()
-) -> CredentialSet:
-    """Show a certificate under ``psk``; accept those issued under it or under a secret in ``also``.
-
-    ValueError if a secret has another length than 32 bytes.
-    """
-    secrets = (psk, *also)
-    for secret in secrets:
-        if len(secret) != PSK_BYTES:
-            raise ValueError(f"a cluster secret has {PSK_BYTES} bytes, this one {len(secret)}")
-    ca_key = _derive_ca_key(psk)
-    own_ca = _ca_certificate(ca_key, namespace_of(psk))
-    authorities = [own_ca] + [_ca_certificate(_derive_ca_key(s), namespace_of(s)) for s in also]
-    node_id = node_id_of(key.public_key())
-    chain = _node_certificate(key.public_key(), node_id, ca_key, own_ca).public_bytes(
-        serialization.Encoding.PEM
-    ) + key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    trusted = b"".join(each.public_bytes(serialization.Encoding.PEM) for each in authorities)
-    return CredentialSet(
-        namespace=namespace_of(psk),
-        namespaces=frozenset(map(namespace_of, secrets)),
-        server_context=_context(ssl.PROTOCOL_TLS_SERVER, trusted, chain),
-        client_context=_context(ssl.PROTOCOL_TLS_CLIENT, trusted, chain),
-        native=functools.cache(
-            lambda server_side: NativeContext(trusted, chain, server_side=server_side)
-        ),
-        advert_keys=tuple(_derive(s, _ADVERT_LABEL) for s in secrets),
-    )
+def era_of(psk: bytes) -> Era:
+    """The era of a secret; ValueError unless it has 32 bytes."""
+    if len(psk) != PSK_BYTES:
+        raise ValueError(f"a cluster secret has {PSK_BYTES} bytes, this one {len(psk)}")
+    return Era(namespace_of(psk), _derive(psk, _KNOCK_LABEL), _derive(psk, _ADVERT_LABEL))
 
 
 def namespace_of(psk: bytes) -> str:
@@ -174,7 +143,12 @@ def namespace_of(psk: bytes) -> str:
 
 def node_id_of(key: Ed25519PublicKey) -> str:
     """The identity that a public key stands for."""
-    return hashlib.sha3_256(key.public_bytes_raw()).hexdigest()
+    return node_id_of_bytes(key.public_bytes_raw())
+
+
+def node_id_of_bytes(key: bytes) -> str:
+    """The identity that a public Ed25519 key of 32 bytes stands for."""
+    return hashlib.sha3_256(key).hexdigest()
 
 
 def node_id_of_certificate(der: bytes | None) -> str:
@@ -183,17 +157,6 @@ def node_id_of_certificate(der: bytes | None) -> str:
     if not isinstance(key, Ed25519PublicKey):
         raise SecurityError("the peer's certificate does not hold an Ed25519 key")
     return node_id_of(key)
-
-
-def namespace_of_certificate(der: bytes | None) -> str:
-    """The cluster under whose secret a peer's verified certificate (DER) was issued.
-
-    While the secret is being changed this says which one the peer shows. SecurityError if the
-    certificate can't be read.
-    """
-    issuer = _read_certificate(der, lambda certificate: certificate.issuer)
-    names = issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(names[0].value).removeprefix(_CA_NAME) if names else ""
 
 
 def _read_certificate(der: bytes | None, read: Callable[[x509.Certificate], T]) -> T:
@@ -206,17 +169,9 @@ def _read_certificate(der: bytes | None, read: Callable[[x509.Certificate], T]) 
         raise SecurityError(f"the peer's certificate can't be read: {error}") from error
 
 
-def _derive_ca_key(psk: bytes) -> Ed25519PrivateKey:
-    return Ed25519PrivateKey.from_private_bytes(_derive(psk, _CA_LABEL))
-
-
 def _derive(psk: bytes, label: bytes) -> bytes:
     """32 bytes for one purpose, from which nothing about those for another can be learned."""
     return HKDF(hashes.SHA256(), length=32, salt=None, info=label).derive(psk)
-
-
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
 def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
@@ -233,34 +188,37 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _ca_certificate(key: Ed25519PrivateKey, namespace: str) -> x509.Certificate:
-    """The same bytes on every node: fixed serial and dates, and Ed25519 signs deterministically."""
-    name = _name(_CA_NAME + namespace)
-    return _certificate(name, name, key.public_key(), 1, is_ca=True).sign(key, None)
+@functools.cache
+def _issuer() -> x509.Certificate:
+    """The certificate of ``_AUTHORITY``: the same bytes everywhere."""
+    return _certificate(_AUTHORITY.public_key(), 1, is_ca=True).sign(_AUTHORITY, None)
 
 
-def _node_certificate(
-    public: Ed25519PublicKey, node_id: str, ca_key: Ed25519PrivateKey, ca: x509.Certificate
-) -> x509.Certificate:
+def _chain(key: Ed25519PrivateKey) -> bytes:
+    """A certificate for ``key`` and the key itself (PEM)."""
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
-    name, serial = _name(f"potluck node {node_id[:16]}"), int(node_id[:30], 16) + 2
-    return (
-        _certificate(name, ca.subject, public, serial, is_ca=False)
+    authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(_AUTHORITY.public_key())
+    serial = int(node_id_of(key.public_key())[:30], 16) + 2
+    certificate = (
+        _certificate(key.public_key(), serial, is_ca=False)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         .add_extension(authority, critical=False)
-        .sign(ca_key, None)
+        .sign(_AUTHORITY, None)
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
     )
 
 
-def _certificate(
-    subject: x509.Name, issuer: x509.Name, public: Ed25519PublicKey, serial: int, *, is_ca: bool
-) -> x509.CertificateBuilder:
-    """What the certificates of the authority and of the nodes have in common."""
+def _certificate(public: Ed25519PublicKey, serial: int, *, is_ca: bool) -> x509.CertificateBuilder:
+    """What the certificates of the issuer and of the nodes have in common."""
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "potluck")])
     constraints = x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None)
     return (
         x509.CertificateBuilder()
-        .subject_name(subject)
+        .subject_name(issuer if is_ca else x509.Name([]))
         .issuer_name(issuer)
         .public_key(public)
         .serial_number(serial)

@@ -7,7 +7,7 @@ import errno
 import ssl
 import sys
 
-from potluck.errors import LinkError, PotluckError, ProtocolError, WrongSecret
+from potluck.errors import LinkError, PotluckError, ProtocolError, SecurityError
 
 # Parts of OpenSSL's reason names that mean: one side did not accept the other's certificate.
 _DISTRUST = (
@@ -21,28 +21,36 @@ _DISTRUST = (
 )
 
 
+def hung_up_at_knock() -> str:
+    """What it means that a server hung up before it answered a knock."""
+    return (
+        "it hung up without a word: it holds another cluster secret, or is no potluck, or has "
+        "just ended. To bring a machine into the cluster: `potluck pair` on a machine of the "
+        "cluster, `potluck join` on the other"
+    )
+
+
 def translated(error: OSError, peer: str, doing: str) -> PotluckError:
     """The potluck error for ``error``, met while ``doing`` something with ``peer``.
 
-    WrongSecret when a certificate was not accepted, by us or by the peer; ProtocolError when the
+    SecurityError when a certificate was not accepted, by us or by the peer; ProtocolError when the
     peer's bytes are not TLS 1.3; LinkError for all that may pass or that ended the connection.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
-        return WrongSecret(
-            f"{peer} holds another cluster secret: its certificate was refused while {doing} "
-            f"({error.verify_message})"
+        return SecurityError(
+            f"{peer} showed a certificate that no potluck makes ({error.verify_message}; {doing})"
         )
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return LinkError(f"{peer} closed the connection while {doing}")
     if isinstance(error, ssl.SSLError):
         reason = error.reason or str(error)
         if any(part in reason for part in _DISTRUST):
-            return WrongSecret(
-                f"{peer} holds another cluster secret: it refused this node's certificate while "
-                f"{doing} ({reason})"
+            return SecurityError(
+                f"{peer} refused this node's certificate: it is no potluck, or of another version "
+                f"({reason}; {doing})"
             )
         if "DID_NOT_RETURN_A_CERTIFICATE" in reason:
-            return WrongSecret(f"{peer} showed no certificate while {doing}")
+            return SecurityError(f"{peer} showed no certificate while {doing}")
         return ProtocolError(f"{peer} does not speak TLS 1.3 as potluck does ({reason}; {doing})")
     if isinstance(error, TimeoutError):
         return LinkError(f"{peer} did not answer in time while {doing}")

@@ -1,10 +1,10 @@
-"""How a connection becomes a link: TCP, mutual TLS 1.3, ``Hello``, ``Welcome``.
+"""How a connection becomes a link: TCP, knock, mutual TLS 1.3, ``Hello``, ``Welcome``.
 
 The steps are generators that yield what they wait for (``READ`` or ``WRITE``), so that the blocking
-``connect`` and the listener's loop share them. The server's half is ``receive_hello`` and, once
-admitted, ``Listener._conclude``. The client sends nothing but ``Hello`` before it has read
-``Welcome``: a TLS 1.3 client finishes its handshake before the server has looked at its
-certificate, so a refusal arrives as an alert on the first read.
+``connect`` and the listener's loop share them. The server's half is ``hear_knock``,
+``receive_hello`` and, once admitted, ``Listener._conclude``. The client sends nothing but ``Hello``
+before it has read ``Welcome``: a TLS 1.3 client finishes its handshake before the server has looked
+at its certificate.
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ import selectors
 import socket
 import ssl
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 
-from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, SecurityError
+from potluck.errors import (
+    LinkError,
+    PotluckError,
+    ProtocolError,
+    Refused,
+    SecurityError,
+    WrongSecret,
+)
 from potluck.system import wait_ready
-from potluck.transport.credentials import Credentials, node_id_of_certificate
-from potluck.transport.failures import translated
+from potluck.transport.credentials import Credentials, Era, node_id_of_certificate
+from potluck.transport.failures import hung_up_at_knock, translated
+from potluck.transport.knock import ANSWER_BYTES, CALL_BYTES, PROOF_BYTES, Heard, Knock
 from potluck.transport.link_memory import NUM_SLOTS, SLOT_BYTES, offer_link_memory
 from potluck.transport.native_tls import TlsSocket
 from potluck.transport.record_tags import agree, fresh_secret
@@ -52,6 +60,7 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _CONNECT_TIMEOUT_S = 5.0
 _CANCEL_S = 0.1
+_MAX_SILENCES = 5
 
 
 def connect(
@@ -84,11 +93,17 @@ def connect(
     peer = f"{host}:{port}"
     patience = _Patience(deadline, connection_timeout_s, cancelled)
     backoff_s = _FIRST_BACKOFF_S
-    attempts = 0
+    attempts = silences = 0
     while True:
         attempts += 1
         try:
             return _connect_once(host, port, hello, credentials, memory, patience)
+        except WrongSecret:
+            # A process that ends, and a crowded port, hang up at the knock as well.
+            silences += 1
+            is_last = silences > _MAX_SILENCES if max_retries is None else attempts > max_retries
+            if is_last or not patience.sleep(backoff_s):
+                raise
         except Refused:
             raise
         except LinkError as error:
@@ -135,6 +150,7 @@ def _connect_once(
     offered = None
     welcome = None
     try:
+        drive(knock(sock, credentials.eras), sock, limit, "knocking", peer, cancelled)
         sock = tls = secured(sock, credentials, server_side=False)
         drive(tls_handshake(tls), tls, limit, "setting up TLS", peer, cancelled)
         node = node_id_of_certificate(tls.getpeercert(binary_form=True))
@@ -225,10 +241,63 @@ def _tcp_connect(sock: socket.socket, address: tuple[object, ...]) -> Steps[None
         raise OSError(code, os.strerror(code))
 
 
-def receive_hello(tls: TlsSocket) -> Steps[tuple[Hello, str]]:
-    """The server's half up to HELLO: what the client said, and the node id it proved."""
+def knock(sock: socket.socket, eras: Sequence[Era]) -> Steps[None]:
+    """The client's knock; WrongSecret if the server hangs up at it."""
+    mine = Knock(eras)
+    yield from _write_raw(sock, mine.call)
+    answer = yield from _read_raw(sock, ANSWER_BYTES)
+    if len(answer) < ANSWER_BYTES:
+        raise WrongSecret(hung_up_at_knock())
+    yield from _write_raw(sock, mine.proof(answer))
+
+
+def hear_knock(sock: socket.socket, eras: Sequence[Era]) -> Steps[None]:
+    """The server's half of the knock. Reads not a byte further: TLS begins right after it.
+    WrongSecret, with nothing sent, if the client does not hold the secret."""
+    call = yield from _read_raw(sock, CALL_BYTES)
+    if len(call) < CALL_BYTES:
+        raise LinkError("it hung up before its knock was whole")
+    heard = Heard(call, eras)
+    yield from _write_raw(sock, heard.answer)
+    proof = yield from _read_raw(sock, PROOF_BYTES)
+    heard.check(proof)
+
+
+def _read_raw(sock: socket.socket, count: int) -> Steps[bytes]:
+    """``count`` bytes from under TLS; fewer at the end of the connection."""
+    data = bytearray()
+    while len(data) < count:
+        try:
+            some = socket.socket.recv(sock, count - len(data))
+        except BlockingIOError:
+            yield READ
+            continue
+        if not some:
+            break
+        data += some
+    return bytes(data)
+
+
+def _write_raw(sock: socket.socket, data: bytes) -> Steps[None]:
+    while data:
+        try:
+            data = data[socket.socket.send(sock, data) :]
+        except BlockingIOError:
+            yield WRITE
+
+
+def receive_hello(tls: TlsSocket, credentials: Credentials) -> Steps[tuple[Hello, str]]:
+    """The server's half after the knock: what the client said, and the node id it proved.
+
+    Refused, after the client was told, if this side does not want to talk to that node: nothing
+    that the node says is read.
+    """
     yield from tls_handshake(tls)
     node = node_id_of_certificate(tls.getpeercert(binary_form=True))
+    why = credentials.objects_to(node)
+    if why is not None:
+        yield from write_all(tls, GREETING.encode(Refusal("banned", why)))
+        raise Refused(f"node {node[:12]} was refused: {why}", "banned")
     hello = yield from read_greeting(tls)
     if not isinstance(hello, Hello):
         raise ProtocolError("the peer began with something else than HELLO")
@@ -245,16 +314,8 @@ def check_node(node: str, peer: str, credentials: Credentials) -> None:
 def objection(hello: Hello, node: str, credentials: Credentials) -> Refusal | None:
     """Why a server must refuse ``hello`` from ``node``, whatever the kind of connection, or
     None."""
-    why = credentials.objects_to(node)
-    if why is not None:
-        return Refusal("banned", why)
     if hello.version != PROTOCOL_VERSION:
         return Refusal("version", _version_text("this node", PROTOCOL_VERSION, hello.version))
-    if not credentials.accepts(hello.namespace):
-        return Refusal(
-            "namespace",
-            f"this node belongs to cluster {credentials.namespace}, not to {hello.namespace!r}",
-        )
     return None
 
 
@@ -328,5 +389,7 @@ def drive(
         return value
     except OSError as error:
         raise translated(error, peer, doing) from error
+    except WrongSecret as error:
+        raise WrongSecret(f"{peer}, {doing}: {error}") from None
     except (ProtocolError, SecurityError) as error:
         raise type(error)(f"{peer}, {doing}: {error}") from error

@@ -17,15 +17,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 
 from potluck.background import OnBroken, start_thread, why
-from potluck.errors import LinkError, PotluckError, ProtocolError
-from potluck.transport.acceptor import LIMITS, Acceptor, Caller, Limits, listening_socket, ready
+from potluck.errors import LinkError, PotluckError, ProtocolError, Refused
+from potluck.transport.acceptor import (
+    LIMITS,
+    Acceptor,
+    Caller,
+    Limits,
+    finish,
+    listening_socket,
+    ready,
+)
 from potluck.transport.credentials import Credentials
-from potluck.transport.handshake import WRITE, Steps, drive, objection, receive_hello, write_all
+from potluck.transport.handshake import (
+    drive,
+    hear_knock,
+    objection,
+    receive_hello,
+    write_all,
+)
 from potluck.transport.link_memory import map_link_memory
 from potluck.transport.native_tls import TlsSocket
 from potluck.transport.rate import RateLimitedLog
@@ -35,8 +48,6 @@ from potluck.transport.tcp import TcpLink, secured
 from potluck.wire.greeting import GREETING, SIGNED, Hello, Refusal, Welcome
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 ADMIT_S = 30.0
 _MAX_ADMITTING = 1024
@@ -144,11 +155,13 @@ class Listener:
             self._loop.close()
 
     async def _greet(self, caller: Caller) -> None:
-        """TLS and HELLO, on the descriptor itself: the link's owner will read and write there."""
+        """Knock, TLS and HELLO, on the descriptor itself: the link's owner will read and write
+        there."""
+        await finish(hear_knock(caller.sock, self._credentials.eras), caller.sock)
         caller.sock = sock = secured(caller.sock, self._credentials, server_side=True)
         try:
-            hello, node = await _finish(receive_hello(sock), sock)
-        except ssl.SSLError:
+            hello, node = await finish(receive_hello(sock, self._credentials), sock)
+        except (ssl.SSLError, Refused):
             caller.has_spoken = False  # the first to go where room is needed
             await self._drain(sock)
             raise
@@ -254,17 +267,6 @@ class Listener:
             if memory is not None:
                 memory.close()
             raise
-
-
-async def _finish(steps: Steps[T], sock: TlsSocket) -> T:
-    """Run ``steps`` to their end on the listener's loop; errors are those of sockets."""
-    while True:
-        try:
-            event = next(steps)
-        except StopIteration as stop:
-            value: T = stop.value
-            return value
-        await ready(sock, write=event == WRITE)
 
 
 def _check_still_there(sock: TlsSocket) -> None:

@@ -21,11 +21,6 @@ class NodesRequest(msgspec.Struct, frozen=True, tag=True):
     """A request for the nodes of the cluster, answered with NodesReply."""
 
 
-class RotateRequest(msgspec.Struct, frozen=True, tag=True):
-    """A request to change the cluster's secret, answered with CommandResult when the change has
-    succeeded or failed."""
-
-
 class ContinueRequest(msgspec.Struct, frozen=True, tag=True):
     """A request to let this paused node go on without the other nodes, answered with
     CommandResult."""
@@ -72,7 +67,8 @@ class JobsReply(msgspec.Struct, frozen=True, tag=True):
 class NodeInfo(msgspec.Struct, frozen=True):
     """A node as an agent sees it. ``role`` is leader, member, or empty outside the view;
     ``latency_ms`` is one-way (0: not measured). ``limits``: what its owner gives to jobs, and
-    ``runs_for``: whose jobs it runs, both in words (empty: all of it; not told)."""
+    ``runs_for``: whose jobs it runs, both in words (empty: all of it; not told). ``secret`` is the
+    namespace of the secret that the node has."""
 
     node: Name
     name: Name
@@ -90,11 +86,13 @@ class NodeInfo(msgspec.Struct, frozen=True):
     limits: Text = ""
     runs_for: Text = ""
     paused: bool = False
+    secret: Name = ""
 
 
 class NodesReply(msgspec.Struct, frozen=True, tag=True):
     """The cluster as this node's agent sees it. ``epoch`` is 0 without a view; ``stragglers`` has a
-    sentence for each node or link that is much slower than the best link."""
+    sentence for each node or link that is much slower than the best link. ``is_open``: whoever
+    holds the secret is in the cluster."""
 
     node: Name
     pid: int
@@ -107,6 +105,7 @@ class NodesReply(msgspec.Struct, frozen=True, tag=True):
     events: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
     links: Annotated[tuple[LinkFacts, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
     stragglers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
+    is_open: bool = False
 
 
 class CommandResult(msgspec.Struct, frozen=True, tag=True):
@@ -118,13 +117,7 @@ class CommandResult(msgspec.Struct, frozen=True, tag=True):
 
 JobReply = JobNote | Shown | JobStatus | JobEnded
 Request = (
-    NodesRequest
-    | RotateRequest
-    | ContinueRequest
-    | ShareRequest
-    | RunRequest
-    | InterruptRequest
-    | JobsRequest
+    NodesRequest | ContinueRequest | ShareRequest | RunRequest | InterruptRequest | JobsRequest
 )
 Reply = NodesReply | CommandResult | JobsReply | JobReply
 

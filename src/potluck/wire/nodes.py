@@ -134,7 +134,6 @@ class StableRecord(msgspec.Struct, frozen=True):
 
     installed: Used = 0
     histories: Annotated[tuple[HistoryRecord, ...], msgspec.Meta(max_length=16)] = ()
-    banned: Names = ()
 
 
 # Failure detection, every 200 ms.
@@ -148,8 +147,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     ``links`` are the nodes with a working link to the sender. ``history`` and ``epoch`` are the
     sender's view, ``size`` its number of members; without a view ``history`` is empty and ``wants``
     is the history that the sender would join. ``installed`` is the highest epoch that the sender
-    ever used, ``bans`` a checksum of the bans that it knows. ``digest`` is a hash of
-    the sender's view, empty without one.
+    ever used. ``digest`` is a hash of the sender's view, empty without one.
     """
 
     number: Count
@@ -165,7 +163,6 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     fork_of: Name = ""
     wants: Name = ""
     installed: Used = 0
-    bans: Count = 0
     digest: Digest = b""
 
 
@@ -266,12 +263,6 @@ class RecoveryReport(msgspec.Struct, frozen=True, tag=True):
     found: HistoryRecord | None = None
 
 
-class Bans(msgspec.Struct, frozen=True, tag=True):
-    """The nodes that the sender knows to be banned."""
-
-    nodes: Names
-
-
 NodeMessage = (
     Heartbeat
     | IndirectProbe
@@ -286,5 +277,4 @@ NodeMessage = (
     | Decided
     | RecoveryRequest
     | RecoveryReport
-    | Bans
 )

@@ -1,8 +1,9 @@
-"""The messages of pairing: a machine of a cluster (host) gives the cluster's secret to a joiner.
+"""The messages of pairing: a machine of a cluster (host) admits the key of a joiner.
 
 The first three messages are unauthenticated, so they have fixed lengths and are not decoded:
 ``OPENING`` (joiner), ``ANSWER`` (host), ``PROOF`` (joiner). All later messages are sealed under the
-agreed key. Every message begins with a magic number, the version and its kind.
+agreed key, or tagged with it (``YES``: the joiner's person agrees). Every message begins with a
+magic number, the version and its kind.
 """
 
 from __future__ import annotations
@@ -12,38 +13,46 @@ from typing import Annotated
 import msgspec
 
 from potluck.errors import ProtocolError
+from potluck.wire.admissions import MAX_RECORDS, Founding, Key, Record
 from potluck.wire.names import MachineName
 
-VERSION = 1
+VERSION = 2
 ELEMENT_BYTES = 33
 PROOF_BYTES = 32
 MAX_SEALED = 4096
-PREFIX_BYTES = 8
+MAX_HANDOVER = 4 << 20
+PREFIX_BYTES = 10
 
 _MAGIC = b"plpr"
-OPENING, ANSWER, PROOF, SEALED, BUSY = range(1, 6)
+OPENING, ANSWER, PROOF, SEALED, BUSY, YES, HANDOVER = range(1, 8)
 
 _LENGTHS = {
     OPENING: ELEMENT_BYTES,
     ANSWER: ELEMENT_BYTES + PROOF_BYTES,
     PROOF: PROOF_BYTES,
+    YES: PROOF_BYTES,
     BUSY: 0,
 }
 
 
 class Newcomer(msgspec.Struct, frozen=True):
-    """The joiner's identity, sent sealed."""
+    """The joiner's key, sent sealed; ``signature`` is the key's, over the bytes that only this run
+    of the protocol has (``Sealing.session``)."""
 
-    node: Annotated[str, msgspec.Meta(max_length=64)]
+    key: Key
     name: MachineName
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 class Handover(msgspec.Struct, frozen=True):
-    """The cluster's secret, with the identity of the host; sent sealed."""
+    """The cluster's secret and its list of admitted keys, with the joiner's in it, from the host
+    ``node``; sent sealed."""
 
     psk: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
     node: Annotated[str, msgspec.Meta(max_length=64)]
     name: MachineName
+    founding: Founding
+    records: Annotated[tuple[Record, ...], msgspec.Meta(max_length=MAX_RECORDS)]
 
     def __repr__(self) -> str:
         return f"Handover(node={self.node!r}, name={self.name!r})"
@@ -52,9 +61,9 @@ class Handover(msgspec.Struct, frozen=True):
 def encode(kind: int, body: bytes = b"") -> bytes:
     """A message of ``kind`` with its prefix."""
     expected = _LENGTHS.get(kind)
-    if len(body) > MAX_SEALED or (expected is not None and len(body) != expected):
+    if len(body) > _limit(kind) or (expected is not None and len(body) != expected):
         raise ProtocolError(f"a pairing message of kind {kind} can't have {len(body)} bytes")
-    return _MAGIC + bytes([VERSION, kind]) + len(body).to_bytes(2, "little") + body
+    return _MAGIC + bytes([VERSION, kind]) + len(body).to_bytes(4, "little") + body
 
 
 def decode_prefix(prefix: bytes, *kinds: int) -> tuple[int, int]:
@@ -67,8 +76,12 @@ def decode_prefix(prefix: bytes, *kinds: int) -> tuple[int, int]:
             f"the other machine has version {prefix[4]} of the pairing protocol, this machine "
             f"{VERSION}: install the same release of potluck on both"
         )
-    kind, length = prefix[5], int.from_bytes(prefix[6:8], "little")
+    kind, length = prefix[5], int.from_bytes(prefix[6:10], "little")
     expected = _LENGTHS.get(kind)
-    if kind not in kinds or length > MAX_SEALED or (expected is not None and length != expected):
+    if kind not in kinds or length > _limit(kind) or (expected is not None and length != expected):
         raise ProtocolError(f"a pairing message of kind {kind} and {length} bytes, out of turn")
     return kind, length
+
+
+def _limit(kind: int) -> int:
+    return MAX_HANDOVER if kind == HANDOVER else MAX_SEALED

@@ -3,8 +3,9 @@
 Each message is a tagged msgpack struct with a little-endian u32 length in front, of at most
 ``MAX_MESSAGE`` (1 MiB), which is checked before memory is allocated. Messages of the membership
 protocol are in ``nodes.py``, about jobs in ``jobs.py``, about nodes and links in ``facts.py``,
-about whose jobs a node runs in ``sharing.py``. This file has introductions, changes of the secret,
-and code packages.
+protocol are in ``nodes.py``, about jobs in ``jobs.py``, about nodes and links in ``facts.py``,
+about whose jobs a node runs in ``sharing.py``, about admitted keys in ``admissions.py``. This file
+has introductions and code packages.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Annotated
 
 import msgspec
 
+from potluck.wire.admissions import AdmissionMessage, Key
 from potluck.wire.facts import Facts, Measured
 from potluck.wire.format import MessageFormat
 from potluck.wire.jobs import JobMessage
-from potluck.wire.names import Digest, MachineName, Name, Text, Versions
+from potluck.wire.names import Digest, MachineName, Text, Versions
 from potluck.wire.nodes import Count, NodeMessage
 from potluck.wire.sharing import Offer
 
@@ -24,49 +26,18 @@ MAX_MESSAGE = 1 << 20
 MAX_PART = 256 * 1024
 MAX_FILES = 20_000
 
-Psk = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
 class Introduction(msgspec.Struct, frozen=True, tag=True):
-    """The first message in both directions: the incarnation (run) of the sending agent, the name of
-    its machine, the port of its listener, and the versions of its workers."""
+    """The first message in both directions: the incarnation (run) of the sending agent, the name
+    and the key of its machine, the port of its listener, and the versions of its workers."""
 
     incarnation: Count
     name: MachineName
+    key: Key
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     versions: Versions
-
-
-class NewSecret(msgspec.Struct, frozen=True, tag=True):
-    """An instruction to accept ``psk``, but not to use it yet; answered with SecretStored."""
-
-    rotation: Name
-    psk: Psk
-
-    def __repr__(self) -> str:
-        return f"NewSecret(rotation={self.rotation!r})"
-
-
-class SecretStored(msgspec.Struct, frozen=True, tag=True):
-    """The answer to NewSecret: the secret is stored and accepted, or could not be, with
-    ``error``."""
-
-    rotation: Name
-    error: Text = ""
-
-
-class UseSecret(msgspec.Struct, frozen=True, tag=True):
-    """An instruction to use the new secret from now on, and to accept the old one for a grace
-    period."""
-
-    rotation: Name
-
-
-class DropSecret(msgspec.Struct, frozen=True, tag=True):
-    """The rotation failed; its secret is to be forgotten."""
-
-    rotation: Name
 
 
 class PartWanted(msgspec.Struct, frozen=True, tag=True):
@@ -101,10 +72,7 @@ PackageMessage = PartWanted | PackagePart | NotHere
 PeerMessage = (
     NodeMessage
     | Introduction
-    | NewSecret
-    | SecretStored
-    | UseSecret
-    | DropSecret
+    | AdmissionMessage
     | PackageMessage
     | JobMessage
     | Facts

@@ -44,6 +44,8 @@ class Host:
         self.others: dict[str, Host] = {}
         self.incarnation = 0
         self.disk = StableRecord()
+        self.barred: frozenset[str] = frozenset()
+        """The file of admitted keys: who is out, as far as this host knows."""
         self.node: MembershipProtocol | None = None
         self.worker: Worker | None = None
         self.frozen_until = 0.0
@@ -67,6 +69,8 @@ class Host:
         self.incarnation += 1
         self._backlog, self._ready, self.frozen_until = [], {}, 0.0
         self.node = self.make_node(self.name, self.incarnation, self.disk, self.now, self.timing)
+        if self.barred:
+            self.handle(events.Barred(self.barred))
         self._new_worker()
         incarnation = self.incarnation
         for other in self.others.values():
@@ -159,8 +163,24 @@ class Host:
 
     # Events and actions.
 
+    def bar(self, nodes: frozenset[str]) -> None:
+        """The list of admitted keys says that ``nodes`` are out."""
+        if not nodes <= self.barred:
+            self.barred |= nodes
+            self.handle(events.Barred(self.barred))
+
     def receive(self, source: str, incarnation: int, message: object) -> None:
-        """A message of another host's agent arrived."""
+        """A message of another host's agent arrived. The list of admitted keys comes with it; from
+        a host that is out nothing is heard, but that host hears why."""
+        if self.node is None:
+            return
+        other = self.others[source]
+        if source in self.barred:
+            self.network.send(self.name, source, lambda: other.bar(self.barred))
+            return
+        self.bar(other.barred)
+        if source in self.barred:
+            return
         self.handle(events.Received(source, incarnation, message))  # type: ignore[arg-type]
 
     def handle(self, event: events.Event) -> None:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -266,7 +266,7 @@ class LyingMember(Host):
             message = self.hostile.changed(self.chance.choice(self.seen))
         else:
             message = self.hostile.anything(NodeMessage)
-        return None if isinstance(message, wire.Bans) else message
+        return cast("NodeMessage", message)
 
 
 class Outsider(LyingMember):
@@ -439,7 +439,7 @@ class LiarWorld(World):
         if self.ban:
             up = [host for host in self.honest if host.node is not None]
             for host in up[:1]:
-                host.handle(events.Ban(self.liar.name))
+                host.bar(frozenset({self.liar.name}))
         self._crash([self.liar], 0.5 if self.is_member else 1e9, is_seen=True)
 
 

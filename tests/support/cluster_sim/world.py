@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from potluck.cluster.membership import events
@@ -51,7 +51,7 @@ class World:
         self.lines: list[str] = []
         self.views: dict[tuple[str, int], View] = {}
         self.changes: list[tuple[float, str, View]] = []
-        self.commits: dict[str, dict[int, int]] = {}
+        self.commits: dict[str, dict[int, tuple[int, str]]] = {}
         self.num_commits = 0
         self.is_job = job
         self._newest_branch = ""
@@ -66,7 +66,9 @@ class World:
             raise self.broken(f"{host.name} went from epoch {before} back to {view.epoch}")
         self._epochs[host.name] = view.epoch
         known = self.views.setdefault((view.history, view.epoch), view)
-        if known != view:
+        if known != view and self._is_void(host, known.nodes):
+            known = self.views[view.history, view.epoch] = view
+        if known != view and not self._is_out(host):
             raise self.broken(f"two views in epoch {view.epoch}: {known} and {view}")
         if host.disk.installed < view.epoch:
             raise self.broken(f"{host.name} uses epoch {view.epoch}, which is not on its disk")
@@ -78,10 +80,15 @@ class World:
 
     def committed(self, host: Host, branch: str, step: int, epoch: int) -> None:
         self.num_commits += 1
+        if self._is_out(host):
+            return
         steps = self.commits.setdefault(branch, {})
-        if steps.setdefault(step, epoch) != epoch:
+        before, by = steps.setdefault(step, (epoch, host.name))
+        if before != epoch and self._is_void(host, [by]):
+            before, _ = steps[step] = (epoch, host.name)
+        if before != epoch:
             raise self.broken(
-                f"{host.name} commits step {step} in epoch {epoch}, others in {steps[step]}"
+                f"{host.name} commits step {step} in epoch {epoch}, others in {before}"
             )
         if "/" in branch or branch == self._newest_branch:
             return
@@ -90,6 +97,14 @@ class World:
         if self._newest_branch:
             self._old_branches.add(self._newest_branch)
         self._newest_branch = branch
+
+    def _is_out(self, host: Host) -> bool:
+        """Whether ``host`` was banned, though it may not know: what it does alone is void."""
+        return any(host.name in other.barred for other in self.hosts.values())
+
+    def _is_void(self, host: Host, nodes: Collection[str]) -> bool:
+        """Whether what ``nodes`` did by themselves is void for ``host``, which knows of a ban."""
+        return set(nodes) <= host.barred
 
     def noted(self, host: Host, action: events.Action) -> None:
         if isinstance(action, events.Save):
@@ -136,7 +151,7 @@ class World:
                             wire.delay_s, wire.jitter_s = 0.03, self.chance.choice([0.04, 0.5])
             case "ban":
                 if first.node is not None:
-                    first.handle(events.Ban(fault.hosts[1]))
+                    first.bar(frozenset(fault.hosts[1:2]))
             case "continue alone":
                 for host in self.hosts.values():
                     if host.node is not None and host.node.paused:
@@ -203,7 +218,7 @@ class World:
 
     def check_converged(self) -> None:
         """All hosts that are not banned are in one view, and none is paused."""
-        banned = {node for host in self.hosts.values() for node in host.disk.banned}
+        banned = {node for host in self.hosts.values() for node in host.barred}
         alive = [host for host in self.hosts.values() if host.name not in banned]
         found = {
             host.name: None

@@ -46,11 +46,11 @@ def replace_private(path: Path, what: str, data: bytes) -> None:
         raise _cannot_create(path, what, error) from error
 
 
-def read_private(path: Path, what: str) -> bytes:
-    """The content of ``path`` (at most 1 MiB).
+def read_private(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> bytes:
+    """The content of ``path``.
 
     FileNotFoundError if there is no file; IdentityError if other users may read or change it or its
-    folder, if it belongs to another user, or can't be read.
+    folder, if it belongs to another user, is longer than ``max_bytes``, or can't be read.
     """
     need_posix("a file that only its owner can read")
     check_private(path.parent)
@@ -77,7 +77,11 @@ def read_private(path: Path, what: str) -> bytes:
                 f"{what} {path} can be read or changed by other users "
                 f"(mode {stat.S_IMODE(status.st_mode):04o}); run: chmod 600 {path}"
             )
-        return os.read(fd, _MAX_BYTES)
+        if status.st_size > max_bytes:
+            raise IdentityError(
+                f"{what} {path} has {status.st_size} bytes; at most {max_bytes} are read"
+            )
+        return os.read(fd, max_bytes)
     except OSError as error:
         raise IdentityError(f"{what} {path} can't be read: {error.strerror}") from error
     finally:

@@ -74,7 +74,7 @@ class JobDispatcher:
         self._submitting: dict[Client, asyncio.Task[None]] = {}
         self._tasks.start(self._tell_status())
         agent.links.on(jobs.JobMessage, self.received)
-        agent.links.on_linked.append(lambda node, introduction, namespace: self.linked(node))
+        agent.links.on_linked.append(lambda node, introduction: self.linked(node))
         agent.plane.listeners.append(self.act)
         agent.offers.listeners.append(self._offers_changed)
         agent.commands.on(local.RunRequest, self._run_asked)

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import UnionType
 from typing import Any, get_args
 
@@ -26,7 +26,7 @@ from potluck.cluster.discovery.caller import HintCaller
 from potluck.cluster.discovery.interfaces import interface_of
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused, WrongSecret
 from potluck.transport import aio
-from potluck.transport.credentials import Credentials
+from potluck.transport.credentials import Credentials, node_id_of_bytes
 from potluck.transport.rate import RateLimitedLog
 from potluck.wire import peers
 from potluck.wire.greeting import Hello, Refusal, Welcome
@@ -42,15 +42,15 @@ _CALL_S = 3.0
 _INTRODUCTION_S = 5.0
 _YOUNG_S = 1.0
 _PASSING = ("duplicate", "collision", "self")
+_LAST_WORDS_S = 0.5
 _MAX_UNSENT = 8 << 20
 _MAX_LINKS = 1024
 
 _log = logging.getLogger(__name__)
 
 
-Linked = Callable[[str, peers.Introduction, str], None]
-"""``(node, introduction, namespace)``: there is a link to ``node``, which proved that it has the
-secret of ``namespace``."""
+Linked = Callable[[str, peers.Introduction], None]
+"""``(node, introduction)``: there is a link to ``node``."""
 Ended = Callable[[str, int, str], None]
 """``(node, incarnation, reason)``: the link has ended; its address is called again."""
 Unreachable = Callable[[str, int], None]
@@ -165,11 +165,24 @@ class PeerLinks:
             return False
         return link.send(message)
 
-    def drop(self, node: str, reason: str) -> None:
-        """End the link to ``node``, if there is one."""
+    def drop(self, node: str, reason: str, last_words: Sequence[peers.PeerMessage] = ()) -> None:
+        """End the link to ``node``, if there is one. From now on nothing of what the node says is
+        heard; ``last_words`` are still sent, for ``_LAST_WORDS_S`` at most."""
         link = self._links.get(node)
-        if link is not None:
+        if link is None:
+            return
+        link.reason = reason
+        if link.introduction is None:
             link.abort(reason)
+            return
+        for message in last_words:
+            link.send(message)
+        self._forget(link)
+        self._tasks.start(self._end(link, reason))
+
+    async def _end(self, link: _Link, reason: str) -> None:
+        await link.flush(_LAST_WORDS_S)
+        link.abort(reason)
 
     async def close(self) -> None:
         """End all links and calls. Nothing more is told."""
@@ -295,11 +308,13 @@ class PeerLinks:
                 first = await link.receive()
             if not isinstance(first, peers.Introduction):
                 raise ProtocolError(f"it began with {type(first).__name__}, not an introduction")
+            if node_id_of_bytes(first.key) != link.node:
+                raise ProtocolError("it introduced itself with another key than its own")
             link.introduction = first
             self._incarnations[link.node] = first.incarnation
             self._addresses[link.node] = link.host
             for tell in self.on_linked:
-                tell(link.node, first, aio.shown_namespace(link.writer))
+                tell(link.node, first)
             while True:
                 async with asyncio.timeout(IDLE_S):
                     message = await link.receive()

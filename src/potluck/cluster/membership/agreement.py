@@ -35,7 +35,7 @@ class ViewAgreement:
     ``subtracted`` are members whose end is certain and hides no decision. ``wants`` is the history
     that a node without a view asks to join. ``resigned``: in each history the epoch up to which
     this node has said that it uses no membership; it told then what it had accepted, so it must
-    not act on that membership afterwards.
+    not act on that membership afterwards. ``barred`` are the nodes that may be in no view.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class ViewAgreement:
         self.subtracted: set[ViewMember] = set()
         self.resigned: dict[str, int] = {}
         self.wants = ""
+        self.barred: frozenset[str] = frozenset()
         self.backoff = Backoff(me, now)
         self._storage = storage
         self._outbox = outbox
@@ -70,6 +71,12 @@ class ViewAgreement:
     def subtracted_nodes(self) -> Collection[str]:
         """The nodes of ``subtracted``."""
         return {member.node for member in self.subtracted}
+
+    def bar(self, nodes: frozenset[str]) -> None:
+        """``nodes`` may be in no view from now on, and have no part in deciding one."""
+        self.barred = nodes
+        if self.paxos is not None:
+            self.paxos.proposer.barred = nodes
 
     def subtract(self, node: str, incarnation: int) -> None:
         """This ``incarnation`` of ``node`` ended while its lease for this node was good."""
@@ -168,7 +175,7 @@ class ViewAgreement:
         if accepted is not None and accepted.view == proposal.view:
             return ""  # it has accepted this view before, which may be decided: too late to object
         for member in proposal.view.members:
-            if member.node in self._storage.record.banned:
+            if member.node in self.barred:
                 return f"{member.node} is banned"
         for member in view.members:
             if member in proposal.view.members:
@@ -216,8 +223,7 @@ class ViewAgreement:
 
     def _is_barred(self, action: Action) -> bool:
         """A view with a node that was banned meanwhile is not used; the next one will be."""
-        banned = self._storage.record.banned
-        return isinstance(action, Install) and not set(banned).isdisjoint(action.view.nodes)
+        return isinstance(action, Install) and not self.barred.isdisjoint(action.view.nodes)
 
     # Decided views.
 
@@ -226,6 +232,7 @@ class ViewAgreement:
         ``told``: another node told of the view, and tells the other nodes as well."""
         before = self.view
         self.view, self.paxos = view, PaxosInstance(self.me, view)
+        self.paxos.proposer.barred = self.barred
         self.subtracted &= set(view.members)
         self.wants = ""
         self.backoff.reset(now)

@@ -73,10 +73,11 @@ class JobOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Ban:
-    """The operator bans ``node``."""
+class Barred:
+    """``nodes`` are all nodes that may not take part: the list of admitted keys revokes them, or
+    their admission has ended."""
 
-    node: str
+    nodes: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ Event = (
     | Saved
     | WantGroup
     | JobOver
-    | Ban
+    | Barred
     | ContinueAlone
     | FoundHistory
     | Tick

@@ -59,7 +59,6 @@ MAY_SAY: dict[type, frozenset[Sender]] = {
     wire.Decided: _ALL,
     wire.RecoveryRequest: _ALL,
     wire.RecoveryReport: _NODES,
-    wire.Bans: _ALL,
 }
 """Who may send each message. A node without a view has outsiders only."""
 

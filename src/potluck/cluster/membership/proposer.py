@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from potluck.cluster.membership.election import explain_minority, has_majority
+from potluck.cluster.membership.election import are_all, explain_minority, has_majority
 from potluck.cluster.membership.events import Action
 from potluck.cluster.membership.recovery import Evidence, quorum, recover
 from potluck.wire.nodes import Ballot, Prepare, Promise, Proposal, Rejected, View
@@ -49,7 +49,8 @@ class Round:
 
 class Proposer:
     """Attempts of ``me`` to decide the successor of ``view``. ``highest`` is the newest number that
-    any ballot was seen to have; ``reports`` what was found on the disks of members that ended."""
+    any ballot was seen to have; ``reports`` what was found on the disks of members that ended;
+    ``barred`` are the nodes that have no part in it."""
 
     def __init__(self, me: str, view: View) -> None:
         self.me = me
@@ -57,6 +58,7 @@ class Proposer:
         self.highest = view.epoch
         self.round: Round | None = None
         self.reports: dict[str, Proposal | None] = {}
+        self.barred: frozenset[str] = frozenset()
 
     def begin(
         self,
@@ -83,9 +85,11 @@ class Proposer:
         round_.evidence.promised_to[node] = frozenset(message.promised_to)
         if round_.proposal is not None or not round_.asked <= round_.evidence.promises.keys():
             return NO_EFFECTS
-        if not has_majority(self.view.members, round_.asked, subtracted):
+        are_all_left = are_all(self.view.members, round_.asked, subtracted, self.barred)
+        if not are_all_left and not has_majority(self.view.members, round_.asked, subtracted):
             return self._fail(explain_minority(self.view.members, round_.asked, subtracted))
-        recovered = recover(round_.evidence, subtracted)
+        barred = self.barred if are_all_left else frozenset()
+        recovered = recover(round_.evidence, subtracted, barred)
         if recovered.blocked:
             return self._fail(recovered.blocked)
         if recovered.is_decided:
@@ -106,7 +110,8 @@ class Proposer:
         view = round_.proposal.view
         if not quorum(self.view, view, subtracted) <= round_.accepted:
             return NO_EFFECTS
-        if not has_majority(self.view.members, round_.accepted, subtracted):
+        are_all_left = are_all(self.view.members, round_.accepted, subtracted, self.barred)
+        if not are_all_left and not has_majority(self.view.members, round_.accepted, subtracted):
             return self._fail(explain_minority(self.view.members, round_.accepted, subtracted))
         self.round = None
         return Effects(decided=view)

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 from typing import assert_never
 
@@ -20,7 +19,7 @@ from potluck.cluster.membership.claims import digest_of
 from potluck.cluster.membership.election import explain_minority
 from potluck.cluster.membership.events import (
     Action,
-    Ban,
+    Barred,
     ConnectionRefused,
     ContinueAlone,
     Event,
@@ -115,8 +114,8 @@ class MembershipProtocol:
 
     @property
     def banned(self) -> frozenset[str]:
-        """The nodes that this one knows to be banned."""
-        return frozenset(self.record.banned)
+        """The nodes that may not take part."""
+        return self._agreement.barred
 
     def next_wakeup(self) -> float:
         """When a Tick is due."""
@@ -143,8 +142,8 @@ class MembershipProtocol:
             case JobOver(job):
                 self._pending.end(job)
                 self._renew(now)
-            case Ban(node):
-                self._learn_bans((node,), now)
+            case Barred(nodes):
+                self._bar(nodes, now)
             case ContinueAlone():
                 self._continue_alone(now)
             case FoundHistory():
@@ -171,15 +170,10 @@ class MembershipProtocol:
 
     def _beat(self, now: float) -> None:
         view = self.view
-        number, bans = self.detector.next_beat(now), checksum(self.record.banned)
+        number = self.detector.next_beat(now)
         links = self.detector.up()
         for node, peer in self.detector.peers.items():
-            if peer.status is Status.DEAD:
-                continue
-            if node in self.record.banned:
-                if view is not None and view.member(node) is not None:
-                    self._outbox.send(node, wire.Bans(self.record.banned))
-                    self._outbox.send(node, wire.RecoveryRequest(view.history, view.epoch))
+            if peer.status is Status.DEAD or node in self.banned:
                 continue
             echo, held_s, lease = self.detector.echo(node, now)
             self._outbox.send(
@@ -198,7 +192,6 @@ class MembershipProtocol:
                     fork_of="" if view is None else view.fork_of,
                     wants=self.wants,
                     installed=self.record.installed,
-                    bans=bans,
                     digest=self._digest,
                 ),
             )
@@ -212,7 +205,7 @@ class MembershipProtocol:
             or (incarnation == peer.incarnation and self._has_ended(node))
         ):
             return
-        if node in self.record.banned and not isinstance(message, wire.RecoveryReport):
+        if node in self.banned:
             return
         refusal = self._guard.refusal(node, incarnation, message, now)
         if refusal is not None:
@@ -239,8 +232,6 @@ class MembershipProtocol:
             case wire.RecoveryReport():
                 self._agreement.reported(node, incarnation, message, now)
                 self._renew(now)
-            case wire.Bans(banned):
-                self._learn_bans(banned, now)
             case wire.Prepare() | wire.Promise() | wire.Propose():
                 self._agreement.heard(node, incarnation, message, now)
             case wire.Accepted() | wire.Rejected():
@@ -268,8 +259,6 @@ class MembershipProtocol:
         peer = self.detector.peers[node]
         if peer.last is not beat:
             return
-        if beat.bans != checksum(self.record.banned) and self.record.banned:
-            self._outbox.send(node, wire.Bans(self.record.banned))
         self._agreement.bring_up_to_date(node, beat)
         self._agreement.ask_for_report(node, incarnation, beat)
 
@@ -321,7 +310,7 @@ class MembershipProtocol:
         reachability = self._reachability.assess(
             view,
             subtracted=self._agreement.subtracted,
-            banned=self.record.banned,
+            banned=self.banned,
             installed_at=self._installed_at,
             now=now,
         )
@@ -385,18 +374,14 @@ class MembershipProtocol:
             out |= set(view.nodes) - set(paxos.acceptor.accepted.view.nodes)
         self.detector.withhold_leases(out)
 
-    def _learn_bans(self, nodes: Iterable[str], now: float) -> None:
-        new = sorted(set(nodes) - self.banned)
-        if not new:
-            return
-        known = tuple(sorted({*self.record.banned, *new}))
-        self._storage.save(msgspec.structs.replace(self.record, banned=known))
-        self._outbox.act(Note(f"banned: {', '.join(new)}"))
+    def _bar(self, nodes: frozenset[str], now: float) -> None:
+        new = nodes - self.banned
+        self._agreement.bar(nodes)
+        if new:
+            self._outbox.act(Note(f"banned: {', '.join(sorted(new))}"))
         if self.me in new:
             self._agreement.leave(now, "this node is banned from the cluster")
             return
-        for node in self.detector.up():
-            self._outbox.send(node, wire.Bans(known))
         self._renew(now)
 
     def _findings(self, findings: Iterable[Finding], now: float, *, renew: bool = True) -> None:
@@ -417,7 +402,7 @@ class MembershipProtocol:
 
     def _seek(self, now: float) -> None:
         """In no view: ask to be let in somewhere, or found a history."""
-        if self.me in self.record.banned:
+        if self.me in self.banned:
             return
         peers = self.detector.peers.values()
         observed = merge.observe(peers)
@@ -489,8 +474,3 @@ class MembershipProtocol:
             return
         self._pending.want(want)
         self._renew(now)
-
-
-def checksum(banned: Iterable[str]) -> int:
-    """What two nodes compare to see whether they know of the same bans; 0 for none."""
-    return zlib.crc32("\n".join(banned).encode()) if banned else 0

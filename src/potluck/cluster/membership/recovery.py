@@ -9,7 +9,7 @@ it certainly was not. ``docs/membership.md`` has them with a worked example. Pur
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from potluck.cluster.membership.election import has_majority
 from potluck.wire.nodes import Proposal, View
@@ -50,15 +50,28 @@ def quorum(parent: View, view: View, subtracted: Collection[str]) -> set[str]:
     return {m.node for m in parent.members if m in view.members and m.node not in subtracted}
 
 
-def recover(evidence: Evidence, subtracted: Collection[str]) -> Recovered:
-    """Whether a proposer that has its promises is free, or bound to an older proposal."""
+def recover(
+    evidence: Evidence, subtracted: Collection[str], barred: Collection[str] = ()
+) -> Recovered:
+    """Whether a proposer that has its promises is free, or bound to an older proposal.
+
+    ``barred``: members that may not take part, if *all* others that live have promised. Then only
+    barred members can have used a view that none of the others has heard of, and what they do is
+    void: they count as members that ended and had accepted nothing, and a proposal that keeps one
+    of them is dropped.
+    """
     view, promises = evidence.view, evidence.promises
+    if barred:
+        nothing: dict[str, Proposal | None] = dict.fromkeys(barred)
+        evidence = replace(evidence, reports={**evidence.reports, **nothing})
+        subtracted = {*subtracted, *barred}
     known = {**evidence.reports, **promises}
     accepted = [proposal for proposal in known.values() if proposal is not None]
     newest = max(accepted, key=lambda proposal: proposal.ballot, default=None)
     # Only the newest counts, as in Paxos: its proposer had looked at those before it.
     if (
         newest is None
+        or not set(barred).isdisjoint(newest.view.nodes)
         or _is_void(newest, evidence)
         or not _may_be_decided(newest, evidence, subtracted)
     ):

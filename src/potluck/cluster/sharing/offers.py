@@ -135,7 +135,7 @@ class Offers:
 
     # Other nodes.
 
-    def _linked(self, node: str, introduction: Introduction, namespace: str) -> None:
+    def _linked(self, node: str, introduction: Introduction) -> None:
         self._links.send(node, self.mine)
         self._tell()
 

@@ -77,7 +77,7 @@ class Surveyor:
 
     # Messages and links.
 
-    def _linked(self, node: str, introduction: Introduction, namespace: str) -> None:
+    def _linked(self, node: str, introduction: Introduction) -> None:
         now = asyncio.get_running_loop().time()
         self.survey.linked(node, self._links.address(node), introduction.port, now)
         self._links.send(node, self.row())

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from potluck.cluster.trust.admission_file import ADMISSIONS_FILE, AdmissionFile
 from potluck.cluster.trust.identity import load_or_create_identity
 from potluck.cluster.trust.keyring import Keyring
-from potluck.cluster.trust.secret import load_secret
-from potluck.cluster.trust.store import TrustStore
+from potluck.cluster.trust.secret import is_secret_given, load_secret
 from potluck.settings import Settings
-from potluck.transport.credentials import Credentials, make_credentials, node_id_of
+from potluck.transport.credentials import Credentials, era_of, namespace_of
 
 
 def load_credentials(settings: Settings) -> Credentials:
-    """This node's credentials: its key certified with the cluster's secret, and the bans.
+    """This node's credentials: its key, the cluster's secret, and the list of admitted keys.
 
-    Creates missing files in ``settings.home``, and reads changed files again at each connection.
-    A secret from POTLUCK_PSK or POTLUCK_PASSPHRASE never changes.
-    IdentityError or ConfigurationError as for ``load_or_create_identity`` and ``load_secret``.
+    Creates missing files in ``settings.home``, with this node as the founder of a cluster of its
+    own, and reads changed files again at each connection. A secret from POTLUCK_PSK or
+    POTLUCK_PASSPHRASE never changes. IdentityError or ConfigurationError as for
+    ``load_or_create_identity`` and ``load_secret``.
     """
     key = load_or_create_identity(settings.home)
-    trust = TrustStore(settings.home)
-    if settings.psk is not None or settings.passphrase is not None:
-        return make_credentials(load_secret(settings), key, trust.objects_to)
-    keyring = Keyring(settings.home, key)
-    return Credentials(node_id_of(key.public_key()), keyring.current, trust.objects_to)
+    admissions = load_admissions(settings)
+    if is_secret_given(settings):
+        eras = (era_of(load_secret(settings)),)
+        return Credentials(key, lambda: eras, admissions.objects_to)
+    keyring = Keyring(settings.home)
+    admissions.found(key)
+    return Credentials(key, keyring.eras, admissions.objects_to)
+
+
+def load_admissions(settings: Settings) -> AdmissionFile:
+    """The list of admitted keys of the cluster that ``settings`` name. Makes no file."""
+    if not is_secret_given(settings):
+        return AdmissionFile(settings.home)
+    # A home may take part in several clusters whose secrets come from variables.
+    namespace = namespace_of(load_secret(settings))
+    return AdmissionFile(settings.home, f"{ADMISSIONS_FILE}.{namespace[:16]}")

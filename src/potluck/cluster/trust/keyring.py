@@ -1,164 +1,99 @@
-"""The files of the cluster's secrets: the current secret, and during a rotation the next or the
-previous secret.
+"""The files of the cluster's secret: the secret, and what is left of earlier secrets.
 
-``cluster_secret`` is shown and accepted. ``cluster_secret.next`` is accepted as soon as the file
-exists, so that all nodes accept the new secret before the first node shows it.
-``cluster_secret.previous`` is accepted for ``GRACE_S`` seconds after the rotation. Processes check
-the files at each connection (three stats), so a rotation needs no message to running workers.
+``cluster_secret`` is the present secret. ``cluster_secret.earlier`` holds, of the last secrets, the
+keys by which a machine that was away during a change is heard (``Era``); no secret can be computed
+from them, and they make nobody a member. Processes check both files at each connection (two stats),
+so a change needs no message to running workers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+import msgspec
 
 from potluck.cluster.home.keyfile import read_private, replace_private
-from potluck.cluster.trust.secret import SECRET_FILE, load_or_create_secret, parse_psk
+from potluck.cluster.trust.secret import SECRET_FILE, load_or_create_secret
 from potluck.errors import IdentityError, PotluckError
-from potluck.transport.credentials import CredentialSet, make_credential_set, namespace_of
+from potluck.transport.credentials import Era, era_of
+from potluck.transport.knock import MAX_ERAS
 
-NEXT_FILE = SECRET_FILE + ".next"
-PREVIOUS_FILE = SECRET_FILE + ".previous"
-GRACE_S = 600.0
+EARLIER_FILE = SECRET_FILE + ".earlier"
 
+_WHAT = "what is left of earlier secrets"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Secrets:
-    """The secrets that a node holds. The repr shows the namespace, and no secret."""
-
-    current: bytes
-    next: bytes | None = None
-    previous: bytes | None = None
-
-    def __repr__(self) -> str:
-        return f"Secrets({namespace_of(self.current)})"
-
-    @property
-    def accepted(self) -> tuple[bytes, ...]:
-        """The secrets that are accepted in addition to the current secret."""
-        others = (self.next, self.previous)
-        return tuple(s for s in others if s is not None and s != self.current)
-
-
 class Keyring:
-    """The secrets in ``home``, and the credentials of ``key`` under them.
+    """The eras of the secret in ``home``. Creates a missing secret; IdentityError as for
+    ``load_or_create_secret``."""
 
-    Creates a missing secret. IdentityError as for ``load_or_create_secret``.
-    """
-
-    def __init__(self, home: Path, key: Ed25519PrivateKey, *, grace_s: float = GRACE_S) -> None:
+    def __init__(self, home: Path) -> None:
         self._home = home
-        self._key = key
-        self._grace_s = grace_s
         self._lock = threading.Lock()
         load_or_create_secret(home)
         self._stamp: object = self._look()
-        self._expires = float("inf")
-        self._current = self._load()
+        self._eras = read_eras(home)
 
-    def current(self) -> CredentialSet:
-        """The credentials to show and accept now. If changed files can't be read, the credentials
-        stay, and a warning is logged."""
+    def eras(self) -> tuple[Era, ...]:
+        """The present era and earlier ones, as the files have them now. If changed files can't be
+        read, the eras stay, and a warning is logged."""
         with self._lock:
             stamp = self._look()
-            if stamp != self._stamp or time.monotonic() >= self._expires:
+            if stamp != self._stamp:
                 self._stamp = stamp
                 try:
-                    self._current = self._load()
+                    self._eras = read_eras(self._home)
                 except PotluckError as error:
                     _log.warning("the cluster's secret was not taken over: %s", error)
-            return self._current
+            return self._eras
 
     def _look(self) -> tuple[tuple[int, int] | None, ...]:
-        return tuple(map(_stamp, (self._home / f for f in (SECRET_FILE, NEXT_FILE, PREVIOUS_FILE))))
-
-    def _load(self) -> CredentialSet:
-        secrets = read_secrets(self._home, grace_s=self._grace_s)
-        self._expires = float("inf")
-        if secrets.previous is not None:
-            left = self._grace_s - _age(self._home / PREVIOUS_FILE)
-            self._expires = time.monotonic() + max(0.0, left)
-        return make_credential_set(secrets.current, self._key, also=secrets.accepted)
+        return tuple(_stamp(self._home / name) for name in (SECRET_FILE, EARLIER_FILE))
 
 
-def read_secrets(home: Path, *, grace_s: float = GRACE_S) -> Secrets:
-    """The secrets in the files of ``home``; the previous secret only for ``grace_s`` seconds."""
-    current = load_or_create_secret(home)
-    previous = None
-    if 0 <= _age(home / PREVIOUS_FILE) < grace_s:
-        previous = _read(home / PREVIOUS_FILE)
-    return Secrets(current, _read(home / NEXT_FILE), previous)
+def read_eras(home: Path) -> tuple[Era, ...]:
+    """The present era, and earlier ones, the newest first."""
+    present = era_of(load_or_create_secret(home))
+    earlier = [each for each in _read_earlier(home) if each.namespace != present.namespace]
+    return (present, *earlier)[:MAX_ERAS]
 
 
-def store_next(home: Path, psk: bytes) -> None:
-    """Store ``psk`` as the next secret, which is accepted from now on."""
-    replace_private(home / NEXT_FILE, "the cluster's next secret", _text(psk))
+def change_secret(home: Path, psk: bytes) -> None:
+    """Make ``psk`` the cluster's secret on this machine; the old secret is gone after that."""
+    eras = read_eras(home)
+    if eras[0].namespace == era_of(psk).namespace:
+        return
+    earlier = [_Earlier(era.namespace, era.knock_key, era.advert_key) for era in eras]
+    replace_private(home / EARLIER_FILE, _WHAT, msgspec.msgpack.encode(earlier[: MAX_ERAS - 1]))
+    replace_private(home / SECRET_FILE, "the cluster's secret", psk.hex().encode() + b"\n")
 
 
-def use_next(home: Path) -> bool:
-    """Make the next secret current and the current secret previous; False without a next secret.
-
-    After a crash between the steps, a second call finishes the rotation.
-    """
-    next_psk = _read(home / NEXT_FILE)
-    if next_psk is None:
-        return False
-    current = load_or_create_secret(home)
-    if current != next_psk:
-        replace_private(home / PREVIOUS_FILE, "the cluster's previous secret", _text(current))
-        replace_private(home / SECRET_FILE, "the cluster's secret", _text(next_psk))
-    (home / NEXT_FILE).unlink(missing_ok=True)
-    return True
+def replace_secret(home: Path, psk: bytes) -> None:
+    """Make ``psk`` the secret of this machine, which so changes to another cluster. Nothing of the
+    former cluster's secrets is left."""
+    (home / EARLIER_FILE).unlink(missing_ok=True)
+    replace_private(home / SECRET_FILE, "the cluster's secret", psk.hex().encode() + b"\n")
 
 
-def drop_next(home: Path) -> None:
-    """Remove the next secret, after a rotation that failed."""
-    (home / NEXT_FILE).unlink(missing_ok=True)
+class _Earlier(msgspec.Struct, frozen=True):
+    namespace: str
+    knock: bytes
+    advert: bytes
 
 
-def drop_previous(home: Path) -> None:
-    """Remove the previous secret before the end of its grace time."""
-    (home / PREVIOUS_FILE).unlink(missing_ok=True)
-
-
-def replace_secret(home: Path, psk: bytes) -> Path | None:
-    """Make ``psk`` the secret of this node, which so changes to another cluster.
-
-    Returns the path of a copy of the old secret, or None if there was none. The next and the
-    previous secret of the old cluster are removed, so its nodes are no longer accepted.
-    """
-    kept = None
-    with contextlib.suppress(FileNotFoundError):
-        old = parse_psk(read_private(home / SECRET_FILE, "the cluster's secret").decode())
-        if old != psk:
-            kept = home / f"{SECRET_FILE}.{namespace_of(old)[:8]}.old"
-            replace_private(kept, "the old cluster's secret", _text(old))
-    drop_next(home)
-    drop_previous(home)
-    replace_private(home / SECRET_FILE, "the cluster's secret", _text(psk))
-    return kept
-
-
-def _text(psk: bytes) -> bytes:
-    return psk.hex().encode() + b"\n"
-
-
-def _read(path: Path) -> bytes | None:
+def _read_earlier(home: Path) -> list[Era]:
+    path = home / EARLIER_FILE
     try:
-        return parse_psk(read_private(path, "the cluster's secret").decode())
+        found = msgspec.msgpack.decode(read_private(path, _WHAT), type=list[_Earlier])
     except FileNotFoundError:
-        return None
-    except ValueError:
-        raise IdentityError(f"the cluster's secret {path} is damaged: remove the file") from None
+        return []
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise IdentityError(f"{_WHAT} {path} is damaged ({error}): remove the file") from error
+    return [Era(each.namespace, each.knock, each.advert) for each in found]
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
@@ -167,11 +102,3 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino
-
-
-def _age(path: Path) -> float:
-    """Seconds (wall clock) since ``path`` was written; below 0 if there is no file."""
-    try:
-        return max(0.0, time.time() - os.stat(path).st_mtime)
-    except OSError:
-        return -1.0

@@ -1,10 +1,13 @@
-"""Pairing: a host shows a short code, with which a joining machine receives the cluster's secret.
+"""Pairing: a host shows a short code, with which the key of a joining machine is admitted.
 
 The code has nine digits. The first three identify the host's adverts and are public. From all nine,
-SPAKE2 (RFC 9382; the package ``spake2``) derives a strong key on both machines; a man in the
-middle learns only whether one guess of the code is right. Each machine then proves that it has the
-key, and the secret is sent encrypted with the key. A wrong proof voids the code, so an attacker has
-one guess for each code.
+SPAKE2 (the package ``spake2``, as in magic-wormhole) derives a strong key on both machines; a man
+in the middle learns only whether one guess of the code is right. Each machine then proves that it
+has the key. A wrong proof voids the code, so an attacker has one guess for each code.
+
+Under the agreed key the joining machine proves its own Ed25519 key. Both screens then show the same
+three words (``Sealing.words``), which depend on the run and on that key, and a person on each side
+says yes. Only then the host admits the key, and sends the secret and the list of admitted keys.
 
 No I/O here: ``pairing_link.py`` sends and receives the messages.
 """
@@ -18,17 +21,20 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
-from cryptography.exceptions import InvalidTag
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from spake2 import SPAKE2_A, SPAKE2_B, SPAKEError
 from spake2.ed25519_basic import NotOnCurve
 
+from potluck.cluster.trust.words import word_list
 from potluck.errors import ConfigurationError, ProtocolError, WrongCode
+from potluck.wire import pairing as wire
 
 DIGITS = 9
 PLATE_DIGITS = 3
 
-_JOINER, _HOST = b"potluck joiner v1", b"potluck host v1"
+_JOINER, _HOST = b"potluck joiner v2", b"potluck host v2"
 _NONCE = bytes(12)
 
 T = TypeVar("T")
@@ -102,11 +108,44 @@ class Sealing:
 
     def __init__(self, key: bytes, *, is_host: bool) -> None:
         mine, other = (_HOST, _JOINER) if is_host else (_JOINER, _HOST)
+        self.session = _derive(key, b"session")
+        """32 bytes that only the two machines of this run know."""
+        self.yes = _derive(key, b"yes")
+        """What the joining machine sends when its person agrees."""
         self.proof = _derive(key, b"proof " + mine)
         self._expected = _derive(key, b"proof " + other)
         self._seal = ChaCha20Poly1305(_derive(key, b"seal " + mine))
         self._open = ChaCha20Poly1305(_derive(key, b"seal " + other))
         self._sealed = False
+
+    def newcomer(self, key: Ed25519PrivateKey, name: str) -> wire.Newcomer:
+        """The joining machine's proof of its own ``key``."""
+        public = key.public_key().public_bytes_raw()
+        return wire.Newcomer(public, name[:64], key.sign(self._claim(public)))
+
+    def check_newcomer(self, newcomer: wire.Newcomer) -> None:
+        """ProtocolError unless the joining machine has the key that it names."""
+        try:
+            key = Ed25519PublicKey.from_public_bytes(newcomer.key)
+            key.verify(newcomer.signature, self._claim(newcomer.key))
+        except (InvalidSignature, ValueError) as error:
+            raise ProtocolError("the joining machine did not prove its key") from error
+
+    def words(self, key: bytes) -> str:
+        """Three words (33 bits) for people to compare, the same on both machines if both speak with
+        each other and mean the same ``key`` of the joining machine."""
+        digest = hmac.digest(self.session, b"words" + key, "sha256")
+        number = int.from_bytes(digest[:5], "big")
+        words = word_list()
+        return " ".join(words[number >> shift & 2047] for shift in (0, 11, 22))
+
+    def _claim(self, key: bytes) -> bytes:
+        return b"potluck newcomer v2" + self.session + key
+
+    def check_yes(self, yes: bytes) -> None:
+        """ProtocolError unless the joining machine's person agreed."""
+        if not hmac.compare_digest(yes, self.yes):
+            raise ProtocolError("the joining machine's yes was changed on the way")
 
     def check(self, proof: bytes) -> None:
         """WrongCode if the peer that sent ``proof`` does not have the same key."""
@@ -128,4 +167,4 @@ class Sealing:
 
 
 def _derive(key: bytes, purpose: bytes) -> bytes:
-    return hmac.digest(key, b"potluck pairing v1 " + purpose, "sha256")
+    return hmac.digest(key, b"potluck pairing v2 " + purpose, "sha256")

@@ -44,6 +44,11 @@ def load_or_create_secret(home: Path) -> bytes:
         ) from None
 
 
+def is_secret_given(settings: Settings) -> bool:
+    """Whether the secret comes from a variable, so that potluck can't change it."""
+    return settings.psk is not None or settings.passphrase is not None
+
+
 def load_secret(settings: Settings) -> bytes:
     """The cluster's secret from POTLUCK_PSK, else POTLUCK_PASSPHRASE, else the file in the home.
 

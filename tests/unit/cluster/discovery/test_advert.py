@@ -128,6 +128,6 @@ def test_too_many_peers_are_refused() -> None:
 
 def test_no_key_of_adverts_is_printed() -> None:
     credentials = new_credentials()
-    shown = repr(credentials) + repr(credentials._current())
+    shown = repr(credentials) + repr(credentials.eras)
     assert not any(key.hex() in shown or repr(key) in shown for key in credentials.advert_keys)
     assert msgspec.json.encode(shown)

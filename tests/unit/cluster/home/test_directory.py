@@ -14,8 +14,8 @@ from potluck.cluster.home.directory import check_private, make_private
 from potluck.cluster.home.node_state import NodeState
 from potluck.cluster.home.private_state import PrivateState
 from potluck.cluster.trust.identity import load_or_create_identity
+from potluck.cluster.trust.known_nodes import KnownNodes
 from potluck.cluster.trust.secret import load_or_create_secret
-from potluck.cluster.trust.store import TrustStore
 from potluck.errors import IdentityError
 
 
@@ -34,7 +34,7 @@ def fetch(home: Path) -> None:
 USERS: dict[str, Callable[[Path], object]] = {
     "the key": load_or_create_identity,
     "the secret": load_or_create_secret,
-    "bans": lambda home: TrustStore(home).ban("a1" * 32),
+    "nodes that were met": lambda home: KnownNodes(home).meet("a1" * 32),
     "an agent": lambda home: NodeState(home).close(),
     "potluck run": run_alone,
     "packages": fetch,

@@ -93,7 +93,7 @@ class Machine:
         return node
 
     def introduction(self, node: str) -> peers.Introduction:
-        return peers.Introduction(1, node, 1, own_versions())
+        return peers.Introduction(1, node, bytes(32), 1, own_versions())
 
     def refusal(self, node: str, starter: str) -> str:
         return self.refusals.get(node, "")

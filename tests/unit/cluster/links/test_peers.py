@@ -9,7 +9,6 @@ import resource
 import socket
 import struct
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +19,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.links.peers import KIND, PeerLinks, _host_of
 from potluck.cluster.topology.versions import own_versions
-from potluck.cluster.trust.store import TrustStore
 from potluck.errors import ProtocolError, Refused, WrongSecret
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials, make_credentials
-from potluck.wire import nodes, peers
+from potluck.wire import admissions, nodes, peers
 from potluck.wire.greeting import Hello, Refusal, Welcome
 from support.links import new_credentials, psk
 
@@ -61,7 +59,11 @@ class Agent:
 
     def _introduction(self) -> peers.Introduction:
         return peers.Introduction(
-            self.incarnation, f"host-{self.incarnation}", self.server.port, own_versions()
+            self.incarnation,
+            f"host-{self.incarnation}",
+            self.credentials.public_key,
+            self.server.port,
+            own_versions(),
         )
 
     async def _greeted(
@@ -72,8 +74,7 @@ class Agent:
             return
         await self.links.greeted(reader, writer, hello, node)
 
-    def linked(self, node: str, introduction: peers.Introduction, namespace: str) -> None:
-        assert namespace == self.credentials.namespace
+    def linked(self, node: str, introduction: peers.Introduction) -> None:
         self._note("linked", node, introduction.incarnation)
 
     def received(self, node: str, message: peers.PeerMessage) -> None:
@@ -225,19 +226,21 @@ def test_a_node_that_lost_its_link_silently_replaces_it_by_calling(
     run(story)
 
 
-def test_strangers_and_the_banned_never_get_a_link(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_strangers_and_the_banned_never_get_a_link(caplog: pytest.LogCaptureFixture) -> None:
     async def story(stack: contextlib.AsyncExitStack) -> None:
-        store = TrustStore(tmp_path)
-        wary = make_credentials(psk(), Ed25519PrivateKey.generate(), store.objects_to)
+        banned_ids: set[str] = set()
+
+        def objects_to(node: str) -> str | None:
+            return "it is banned from this cluster" if node in banned_ids else None
+
+        wary = make_credentials(psk(), Ed25519PrivateKey.generate(), objects_to)
         stranger, banned, friend = (
             Agent(credentials=new_credentials("another")),
             Agent(),
             Agent(),
         )
         [ada] = await opened(stack, Agent(credentials=wary))
-        store.ban(banned.id, "sold")
+        banned_ids.add(banned.id)
         await opened(stack, stranger, banned, friend)
         for other in (stranger, banned):
             ada.knows(other)
@@ -254,13 +257,17 @@ def test_strangers_and_the_banned_never_get_a_link(
     assert "banned from this cluster" in caplog.text
 
 
-def test_a_ban_ends_a_living_link_when_the_agent_says_so(tmp_path: Path) -> None:
+def test_a_ban_ends_a_living_link_when_the_agent_says_so() -> None:
     async def story(stack: contextlib.AsyncExitStack) -> None:
-        store = TrustStore(tmp_path)
-        wary = make_credentials(psk(), Ed25519PrivateKey.generate(), store.objects_to)
+        banned_ids: set[str] = set()
+
+        def objects_to(node: str) -> str | None:
+            return "it is banned from this cluster" if node in banned_ids else None
+
+        wary = make_credentials(psk(), Ed25519PrivateKey.generate(), objects_to)
         ada, bob = await opened(stack, Agent(credentials=wary), Agent())
         await link_up(ada, bob)
-        store.ban(bob.id)
+        banned_ids.add(bob.id)
         ada.links.drop(bob.id, "it was banned")
         await ada.sees("ended", bob.id, 1, "it was banned")
         await bob.sees("ended", ada.id, 1)
@@ -308,7 +315,9 @@ def test_a_peer_that_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatc
         reader, writer, _ = await aio.connect(
             "127.0.0.1", ada.server.port, Hello(KIND, eve.namespace), eve
         )
-        writer.write(peers.MESSAGE.encode(peers.Introduction(1, "eve", 1, own_versions())))
+        writer.write(
+            peers.MESSAGE.encode(peers.Introduction(1, "eve", eve.public_key, 1, own_versions()))
+        )
         await ada.sees("linked", eve.node_id)
         part = peers.PackagePart(bytes(32), b"", 0, 1 << 30, bytes(peers.MAX_PART))
         for _ in range(400):
@@ -410,7 +419,7 @@ def test_messages_are_bounded_both_ways() -> None:
     )
     with pytest.raises(ProtocolError, match="not a message"):
         peers.MESSAGE.decode(oversized)
-    secret = peers.NewSecret("r", b"k" * 32)
+    secret = admissions.Secret(b"k" * 32)
     assert "kkkk" not in repr(secret)
 
 

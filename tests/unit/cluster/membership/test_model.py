@@ -86,12 +86,20 @@ def test_the_model_takes_all_of_the_state_along() -> None:
         "_hears",
         "_on_installed",
         "_on_left",
+        "barred",
     }
     assert set(vars(node)) - fixed == {"view", "paxos", "subtracted", "resigned", "wants"}
     assert node.paxos is not None
     assert set(vars(node.paxos)) == {"me", "view", "acceptor", "proposer"}
     assert set(vars(node.paxos.acceptor)) == {"promised", "accepted", "promised_to"}
-    assert set(vars(node.paxos.proposer)) == {"me", "view", "highest", "round", "reports"}
+    assert set(vars(node.paxos.proposer)) == {
+        "me",
+        "view",
+        "highest",
+        "round",
+        "reports",
+        "barred",  # nobody is, in this model
+    }
     assert set(vars(storage)) == {"record", "_outbox", "_num_saves", "_waiting"}
     in_round = {"ballot", "asked", "ended", "build", "ends_at", "evidence", "proposal", "accepted"}
     assert {each.name for each in fields(Round)} == in_round

@@ -1,32 +1,32 @@
-"""Changing the cluster's secret under running processes: who accepts whom at each stage."""
+"""Changing the cluster's secret under running processes: who hears whom at each stage."""
 
 from __future__ import annotations
 
-import os
+import logging
 import socket
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.cluster.trust import keyring
+from potluck.cluster.trust.admission_file import AdmissionFile
 from potluck.cluster.trust.credentials import load_credentials
-from potluck.cluster.trust.keyring import Keyring, read_secrets
-from potluck.cluster.trust.store import TrustStore
+from potluck.cluster.trust.keyring import EARLIER_FILE, read_eras
 from potluck.errors import IdentityError, Refused, WrongSecret
 from potluck.settings import Settings
-from potluck.transport.credentials import Credentials, namespace_of
+from potluck.transport.credentials import Credentials, era_of, namespace_of
 from potluck.transport.handshake import connect
+from potluck.transport.knock import MAX_ERAS
 from potluck.transport.listener import Admission, Listener
 from potluck.wire.greeting import Hello, Welcome
+from support.clusters import ban, found_cluster
 
 OLD, NEW = b"o" * 32, b"n" * 32
 
 
-def node(home: Path, psk: bytes = OLD) -> Credentials:
-    keyring.replace_secret(home, psk)
+def load(home: Path) -> Credentials:
     return load_credentials(Settings(home=home))
 
 
@@ -41,6 +41,7 @@ def accepts(server: Credentials, client: Credentials) -> bool:
             Hello("worker", client.namespace),
             client,
             deadline=time.monotonic() + 30,
+            max_retries=0,
         )
     except (WrongSecret, Refused):
         return False
@@ -50,105 +51,98 @@ def accepts(server: Credentials, client: Credentials) -> bool:
     return True
 
 
-def test_at_no_moment_of_a_change_do_two_prepared_nodes_refuse_each_other(tmp_path: Path) -> None:
+def test_at_no_moment_of_a_change_do_two_members_refuse_each_other(tmp_path: Path) -> None:
+    """Whichever of them has the new secret first."""
     homes = tmp_path / "ada", tmp_path / "bob"
-    ada, bob = map(node, homes)
+    found_cluster(*homes, psk=OLD)
+    ada, bob = map(load, homes)
 
     def both_ways() -> bool:
         return accepts(ada, bob) and accepts(bob, ada)
 
     assert both_ways()
-    keyring.store_next(homes[0], NEW)
-    assert both_ways()
-    keyring.store_next(homes[1], NEW)
-    assert both_ways()
-    assert keyring.use_next(homes[0])
+    keyring.change_secret(homes[0], NEW)
     assert ada.namespace == namespace_of(NEW)
     assert bob.namespace == namespace_of(OLD)
     assert both_ways()
-    assert keyring.use_next(homes[1])
+    keyring.change_secret(homes[1], NEW)
     assert both_ways()
-    for home in homes:
-        keyring.drop_previous(home)
-    assert both_ways()
-    assert not keyring.use_next(homes[0])
 
 
-def test_a_node_that_was_not_told_is_out_once_the_grace_is_over(tmp_path: Path) -> None:
-    left = node(tmp_path / "left")
-    stays = node(tmp_path / "stays")
-    keyring.store_next(tmp_path / "stays", NEW)
-    keyring.use_next(tmp_path / "stays")
-    assert not accepts(left, stays)
-    keyring.drop_previous(tmp_path / "stays")
-    assert not accepts(stays, left)
-
-
-def test_the_grace_ends_by_itself_in_a_running_process(tmp_path: Path) -> None:
-    key = Ed25519PrivateKey.generate()
-    keyring.replace_secret(tmp_path, OLD)
-    keyring.store_next(tmp_path, NEW)
-    keyring.use_next(tmp_path)
-    long = Keyring(tmp_path, key, grace_s=600)
-    short = Keyring(tmp_path, key, grace_s=0.2)
-    assert long.current().namespaces == {namespace_of(OLD), namespace_of(NEW)}
-    deadline = time.monotonic() + 30
-    while short.current().namespaces != {namespace_of(NEW)}:
-        assert time.monotonic() < deadline
-    assert long.current().namespaces == {namespace_of(OLD), namespace_of(NEW)}
-
-
-def test_a_previous_secret_from_long_ago_is_not_accepted(tmp_path: Path) -> None:
-    keyring.replace_secret(tmp_path, OLD)
-    keyring.store_next(tmp_path, NEW)
-    keyring.use_next(tmp_path)
-    past = time.time() - 3600
-    os.utime(tmp_path / keyring.PREVIOUS_FILE, (past, past))
-    assert read_secrets(tmp_path).previous is None
-
-
-def test_a_change_that_was_interrupted_is_finished_by_the_next_call(tmp_path: Path) -> None:
-    keyring.replace_secret(tmp_path, OLD)
-    keyring.store_next(tmp_path, NEW)
-    keyring.use_next(tmp_path)
-    keyring.store_next(tmp_path, NEW)  # as if it had crashed before it removed the file
-    assert keyring.use_next(tmp_path)
-    assert read_secrets(tmp_path) == keyring.Secrets(NEW, None, OLD)
-
-
-def test_another_clusters_secret_replaces_everything_and_keeps_a_copy(tmp_path: Path) -> None:
-    keyring.replace_secret(tmp_path, OLD)
-    keyring.store_next(tmp_path, b"x" * 32)
-    kept = keyring.replace_secret(tmp_path, NEW)
-    assert read_secrets(tmp_path) == keyring.Secrets(NEW)
-    assert kept is not None
-    assert kept.read_text().strip() == OLD.hex()
-    assert kept.stat().st_mode & 0o777 == 0o600
-    assert keyring.replace_secret(tmp_path, NEW) is None
-
-
-def test_a_damaged_file_leaves_a_running_process_as_it_was(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_member_that_was_away_is_heard_for_seven_changes_and_then_no_more(
+    tmp_path: Path,
 ) -> None:
-    credentials = node(tmp_path)
-    (tmp_path / "cluster_secret").write_text("half a sec")
-    assert credentials.namespace == namespace_of(OLD)
+    found_cluster(tmp_path / "away", tmp_path / "here", psk=OLD)
+    away, here = load(tmp_path / "away"), load(tmp_path / "here")
+    for number in range(1, MAX_ERAS):
+        keyring.change_secret(tmp_path / "here", bytes([number]) * 32)
+    assert accepts(here, away)
+    assert accepts(away, here)
+    keyring.change_secret(tmp_path / "here", NEW)
+    assert not accepts(here, away)
+    assert not accepts(away, here)
+
+
+def test_after_a_change_the_old_secret_makes_nobody_a_member(tmp_path: Path) -> None:
+    """It is good for a knock; then the key counts."""
+    found_cluster(tmp_path / "ada", psk=OLD)
+    found_cluster(tmp_path / "thief", psk=OLD)  # a new key under the secret that leaked
+    ada, thief = load(tmp_path / "ada"), load(tmp_path / "thief")
+    assert not accepts(ada, thief), "before the change"
+    keyring.change_secret(tmp_path / "ada", NEW)
+    assert not accepts(ada, thief)
+    assert not accepts(thief, ada)
+
+
+def test_no_secret_of_an_earlier_time_is_left_on_the_disk(tmp_path: Path) -> None:
+    keyring.replace_secret(tmp_path, OLD)
+    keyring.change_secret(tmp_path, NEW)
+    left = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert OLD not in left
+    assert OLD.hex().encode() not in left
+    assert [era.namespace for era in read_eras(tmp_path)] == [namespace_of(NEW), namespace_of(OLD)]
+    keyring.replace_secret(tmp_path, bytes(32))
+    assert read_eras(tmp_path) == (era_of(bytes(32)),)
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.iterdir())
+
+
+def test_a_change_to_the_same_secret_is_none(tmp_path: Path) -> None:
+    keyring.replace_secret(tmp_path, OLD)
+    keyring.change_secret(tmp_path, OLD)
+    assert read_eras(tmp_path) == (era_of(OLD),)
+
+
+@pytest.mark.parametrize("name", ["cluster_secret", EARLIER_FILE])
+def test_a_damaged_file_leaves_a_running_process_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    found_cluster(tmp_path, psk=OLD)
+    credentials = load(tmp_path)
+    (tmp_path / name).write_text("half a sec")
+    (tmp_path / name).chmod(0o600)
+    with caplog.at_level(logging.WARNING):
+        assert credentials.namespace == namespace_of(OLD)
     assert "was not taken over" in caplog.text
     with pytest.raises(IdentityError, match="damaged"):
-        load_credentials(Settings(home=tmp_path))
+        load(tmp_path)
 
 
 def test_no_secret_is_printed(tmp_path: Path) -> None:
-    keyring.replace_secret(tmp_path, OLD)
-    assert OLD.hex() not in repr(read_secrets(tmp_path)) + repr(node(tmp_path))
+    found_cluster(tmp_path, psk=OLD)
+    era = era_of(OLD)
+    shown = repr(read_eras(tmp_path)) + repr(load(tmp_path))
+    assert OLD.hex() not in shown
+    assert repr(era.knock_key) not in shown
+    assert repr(era.advert_key) not in shown
 
 
 def test_a_banned_node_is_refused_in_both_directions_with_no_byte_of_payload(
     tmp_path: Path,
 ) -> None:
-    ada, eve = node(tmp_path / "ada"), node(tmp_path / "eve")
+    _, eves = found_cluster(tmp_path / "ada", tmp_path / "eve")
+    ada, eve = load(tmp_path / "ada"), load(tmp_path / "eve")
     assert accepts(ada, eve)
-    TrustStore(tmp_path / "ada").ban(eve.node_id, "sold")
+    ban(tmp_path / "ada", eves, "sold")
     admitted = threading.Event()
 
     def admit(hello: Hello, peer: str) -> Admission:
@@ -170,26 +164,45 @@ def test_a_banned_node_is_refused_in_both_directions_with_no_byte_of_payload(
 
 
 def _call_without_answer(client: Credentials, server: Credentials) -> None:
-    """``client`` calls a server that reports every byte it is sent after TLS."""
-    said: list[bytes] = []
-    door = socket.create_server(("127.0.0.1", 0))
-    context = server.server_context
+    """``client`` calls a server whose key it does not want to talk to."""
+    listener = Listener("127.0.0.1", 0, server)
+    heard: list[Hello] = []
 
-    def answer() -> None:
-        sock, _ = door.accept()
-        with context.wrap_socket(sock, server_side=True) as tls:
-            said.append(tls.recv(1000))
+    def admit(hello: Hello, peer: str) -> Admission:
+        heard.append(hello)
+        return Admission(Welcome(), lambda link: link.close())
 
-    thread = threading.Thread(target=answer)
-    thread.start()
+    listener.serve(admit)
+    hello = Hello("worker", client.namespace)
     try:
-        connect(
-            *door.getsockname(),
-            Hello("worker", client.namespace),
-            client,
-            deadline=time.monotonic() + 30,
-        )
+        connect("127.0.0.1", listener.port, hello, client, deadline=time.monotonic() + 30)
     finally:
-        thread.join(30)
-        door.close()
-        assert said == [b""]
+        listener.close()
+        assert heard == []
+
+
+def test_a_list_that_cannot_be_read_lets_nobody_in(tmp_path: Path) -> None:
+    found_cluster(tmp_path / "ada", tmp_path / "bob")
+    ada, bob = load(tmp_path / "ada"), load(tmp_path / "bob")
+    file = AdmissionFile(tmp_path / "ada")
+    whole = file.path.read_bytes()
+    for content in (b"", b"\xc1", whole[:-3], whole.replace(b"member", b"admin!", 1)):
+        file.path.write_bytes(content)
+        assert not accepts(ada, bob)
+        assert "damaged" in str(ada.objects_to(bob.node_id))
+    file.path.write_bytes(whole)
+    file.path.chmod(0o644)
+    assert not accepts(ada, bob)
+    file.path.chmod(0o600)
+    assert accepts(ada, bob)
+
+
+def test_a_stranger_who_only_connects_hears_nothing(tmp_path: Path) -> None:
+    found_cluster(tmp_path)
+    listener = Listener("127.0.0.1", 0, load(tmp_path))
+    try:
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=30) as sock:
+            sock.sendall(bytes(80))
+            assert sock.recv(1) == b""
+    finally:
+        listener.close()

@@ -9,23 +9,56 @@ import random
 import sys
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.cluster.discovery.advert import Hint
 from potluck.cluster.discovery.finder import Finder, OnHint
 from potluck.cluster.discovery.presence import Presence
 from potluck.cluster.trust import pairing_link
+from potluck.cluster.trust.admissions import sign
 from potluck.cluster.trust.pairing import Code, Exchange, new_code, parse_code
-from potluck.cluster.trust.pairing_link import MAX_GUESSES, hand_over, take_over
+from potluck.cluster.trust.pairing_link import MAX_GUESSES, Confirm, Me, hand_over, take_over
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError, WrongCode
 from potluck.transport.acceptor import LIMITS, Limits
+from potluck.transport.credentials import node_id_of_bytes
 from potluck.wire import pairing as wire
+from potluck.wire.admissions import Admission, Founding
 
 CODE = Code("274831927")
 WRONG = Code("274831928")
 PSK = b"the cluster's 256-bit secret, no"
-SECRET = wire.Handover(PSK, "a1" * 32, "attic")
-ME = wire.Newcomer("b2" * 32, "laptop")
+HOST_KEY = Ed25519PrivateKey.from_private_bytes(b"h" * 32)
+MY_KEY = Ed25519PrivateKey.from_private_bytes(b"j" * 32)
+ME = Me(MY_KEY, "laptop")
+MY_PUBLIC = MY_KEY.public_key().public_bytes_raw()
+FOUNDING = Founding(HOST_KEY.public_key().public_bytes_raw(), bytes(16))
+ADMISSION = sign(
+    Admission(
+        cluster=FOUNDING.cluster,
+        number=1,
+        signer=FOUNDING.key,
+        at=1,
+        key=MY_PUBLIC,
+        verdict="member",
+    ),
+    HOST_KEY,
+)
+HOST = node_id_of_bytes(FOUNDING.key)
+SECRET = wire.Handover(PSK, HOST, "attic", FOUNDING, (ADMISSION,))
+
+
+async def yes(words: str, name: str, node: str) -> bool:
+    return True
+
+
+async def no(words: str, name: str, node: str) -> bool:
+    return False
+
+
+async def admit(newcomer: wire.Newcomer) -> wire.Handover:
+    return SECRET
 
 
 class Told:
@@ -62,12 +95,19 @@ class Waiting:
     """A host that waits with a code in a task."""
 
     def __init__(
-        self, code: Code = CODE, expires_s: float = 30.0, finder: Finder | None = None
+        self,
+        code: Code = CODE,
+        expires_s: float = 30.0,
+        finder: Finder | None = None,
+        confirm: Confirm = yes,
+        admit: Callable[[wire.Newcomer], Awaitable[wire.Handover]] = admit,
     ) -> None:
         finders = [] if finder is None else [finder]
         self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(
-            hand_over(code, SECRET, finders, expires_s=expires_s, on_waiting=self._port.set_result)
+            hand_over(
+                code, admit, finders, confirm, expires_s=expires_s, on_waiting=self._port.set_result
+            )
         )
 
     async def address(self) -> tuple[str, int]:
@@ -85,8 +125,8 @@ def run(story: Callable[[], Awaitable[None]]) -> None:
 def test_the_right_code_hands_the_secret_over_and_tells_each_who_the_other_is() -> None:
     async def story() -> None:
         host = Waiting()
-        assert await take_over(CODE, ME, [], address=await host.address()) == SECRET
-        assert await host.task == ME
+        assert await take_over(CODE, ME, [], yes, address=await host.address()) == SECRET
+        assert (await host.task).key == MY_PUBLIC
 
     run(story)
 
@@ -96,11 +136,11 @@ def test_a_wrong_code_gets_nothing_and_ends_the_run() -> None:
         host = Waiting()
         address = await host.address()
         with pytest.raises(WrongCode, match="voids the shown one"):
-            await take_over(WRONG, ME, [], address=address)
+            await take_over(WRONG, ME, [], yes, address=address)
         with pytest.raises(WrongCode, match="The code is void now"):
             await host.task
         with pytest.raises(LinkError):
-            await take_over(CODE, ME, [], address=address)
+            await take_over(CODE, ME, [], yes, address=address)
 
     run(story)
 
@@ -123,7 +163,7 @@ def test_a_code_that_is_void_gives_nothing_away_while_the_finders_are_closed(how
             host.task.cancel()
         await finder.is_closing.wait()
         with pytest.raises(LinkError):
-            await take_over(CODE, ME, [], address=address)
+            await take_over(CODE, ME, [], yes, address=address)
         finder.may_end.set()
         with pytest.raises(WrongCode if how == "expired" else asyncio.CancelledError):
             await host.task
@@ -136,10 +176,10 @@ def test_a_code_that_is_void_gives_nothing_away_while_the_finders_are_closed(how
     [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
-        b"plpr\x01\x04\xff\xff" + bytes(100),
-        b"plpr\x09\x01\x21\x00" + bytes(33),
-        b"plpr\x01\x01\x21\x00" + b"A" + b"\xff" * 32,
-        b"plpr\x01\x01\x21\x00" + b"B" + b"\xff" * 32,
+        b"plpr\x02\x04\xff\xff\0\0" + bytes(100),
+        b"plpr\x09\x01\x21\0\0\0" + bytes(33),
+        b"plpr\x02\x01\x21\0\0\0" + b"A" + b"\xff" * 32,
+        b"plpr\x02\x01\x21\0\0\0" + b"B" + b"\xff" * 32,
     ],
 )
 def test_junk_is_no_guess(junk: bytes, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +196,7 @@ def test_junk_is_no_guess(junk: bytes, caplog: pytest.LogCaptureFixture) -> None
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
-        assert await take_over(CODE, ME, [], address=await host.address()) == SECRET
+        assert await take_over(CODE, ME, [], yes, address=await host.address()) == SECRET
         await host.task
 
     run(story)
@@ -167,7 +207,7 @@ def test_a_crowd_of_silent_callers_does_not_keep_the_joiner_out() -> None:
     async def story() -> None:
         host = Waiting()
         crowd = [await asyncio.open_connection(*await host.address()) for _ in range(100)]
-        assert await take_over(CODE, ME, [], address=await host.address()) == SECRET
+        assert await take_over(CODE, ME, [], yes, address=await host.address()) == SECRET
         await host.task
         for _, writer in crowd:
             writer.transport.abort()
@@ -217,12 +257,13 @@ def test_no_crowd_ends_a_pairing_under_way(patient: None) -> None:
         sealing = exchange.agree(answer[: wire.ELEMENT_BYTES])
         sealing.check(answer[wire.ELEMENT_BYTES :])
         writer.write(wire.encode(wire.PROOF, sealing.proof))
-        writer.write(wire.encode(wire.SEALED, sealing.seal(ME)))
+        writer.write(wire.encode(wire.SEALED, sealing.seal(sealing.newcomer(MY_KEY, "laptop"))))
+        writer.write(wire.encode(wire.YES, sealing.yes))
         prefix = await reader.readexactly(wire.PREFIX_BYTES)
-        _, length = wire.decode_prefix(prefix, wire.SEALED)
+        _, length = wire.decode_prefix(prefix, wire.HANDOVER)
         assert sealing.open(await reader.readexactly(length), wire.Handover) == SECRET
         writer.write_eof()
-        assert await host.task == ME
+        assert (await host.task).key == MY_PUBLIC
         for _, other in (*crowd, (reader, writer)):
             other.transport.abort()
 
@@ -240,8 +281,8 @@ def test_a_machine_that_calls_over_and_over_pushes_out_only_itself(patient: None
         crowd = [await dial(address, "127.0.0.10") for _ in range(150)]
         for stranger, _ in crowd[: -LIMITS.max_connections]:
             assert await ends(stranger)
-        assert await pairing_link._ask((reader, writer), CODE, ME) == SECRET
-        assert await host.task == ME
+        assert await pairing_link._ask((reader, writer), CODE, ME, yes) == SECRET
+        assert (await host.task).key == MY_PUBLIC
         for _, other in (*crowd, (reader, writer)):
             other.transport.abort()
 
@@ -257,7 +298,7 @@ def test_who_says_nothing_is_dropped_and_costs_no_guess(monkeypatch: pytest.Monk
         assert await ends(reader)
         writer.transport.abort()
         monkeypatch.undo()
-        assert await take_over(CODE, ME, [], address=await host.address()) == SECRET
+        assert await take_over(CODE, ME, [], yes, address=await host.address()) == SECRET
         await host.task
 
     run(story)
@@ -272,7 +313,7 @@ def test_a_joiner_that_asked_others_first_calls_again_where_it_has_waited(
     async def story() -> None:
         host = Waiting()
         hint = Hint(*(await host.address()), "told", "ee" * 16)
-        assert await take_over(CODE, ME, [Told(hint)]) == SECRET
+        assert await take_over(CODE, ME, [Told(hint)], yes) == SECRET
         await host.task
 
     run(story)
@@ -306,7 +347,7 @@ def test_who_listens_on_the_wire_sees_neither_code_nor_secret_nor_names() -> Non
         host, seen = Waiting(), []
         server, address = await relay(await host.address(), lambda data: data, seen)
         async with server:
-            assert await take_over(CODE, ME, [], address=address) == SECRET
+            assert await take_over(CODE, ME, [], yes, address=address) == SECRET
             await host.task
         wire_bytes = b"".join(seen)
         assert len(wire_bytes) > 200
@@ -328,7 +369,7 @@ def test_a_man_in_the_middle_who_changes_a_byte_gets_nothing_and_both_notice(at:
         server, address = await relay(await host.address(), flip, seen)
         async with server:
             with pytest.raises(PotluckError):
-                await take_over(CODE, ME, [], address=address)
+                await take_over(CODE, ME, [], yes, address=address)
             host.task.cancel()
             with pytest.raises((PotluckError, asyncio.CancelledError)):
                 await host.task
@@ -345,7 +386,7 @@ def test_a_man_in_the_middle_who_plays_both_sides_without_the_code_gets_neither(
         got: list[object] = []
 
         async def play_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            opening = (await reader.readexactly(8 + 33))[8:]
+            opening = (await reader.readexactly(wire.PREFIX_BYTES + 33))[wire.PREFIX_BYTES :]
             exchange = Exchange(WRONG, is_host=True)
             sealing = exchange.agree(opening)
             writer.write(wire.encode(wire.ANSWER, exchange.opening + sealing.proof))
@@ -355,9 +396,9 @@ def test_a_man_in_the_middle_who_plays_both_sides_without_the_code_gets_neither(
         server = await asyncio.start_server(play_host, "127.0.0.1", 0)
         async with server:
             with pytest.raises(WrongCode):
-                await take_over(CODE, ME, [], address=server.sockets[0].getsockname()[:2])
+                await take_over(CODE, ME, [], yes, address=server.sockets[0].getsockname()[:2])
             with pytest.raises(WrongCode):
-                await take_over(WRONG, ME, [], address=await host.address())
+                await take_over(WRONG, ME, [], yes, address=await host.address())
             with pytest.raises(WrongCode):
                 await host.task
         assert got == [b""], "not even the proof was shown to him"
@@ -370,7 +411,7 @@ def test_the_host_is_found_by_the_public_part_of_the_code() -> None:
         told = Told()
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(
-            hand_over(CODE, SECRET, [told], expires_s=30, on_waiting=port.set_result)
+            hand_over(CODE, admit, [told], yes, expires_s=30, on_waiting=port.set_result)
         )
         number = await port
         assert told.presence is not None
@@ -380,7 +421,7 @@ def test_the_host_is_found_by_the_public_part_of_the_code() -> None:
         assert not stranger.recognises(told.presence.advert())
         nowhere = Hint("127.0.0.1", 1, "told", "ff" * 16)
         found = Told(nowhere, Hint("127.0.0.1", number, "told", "ee" * 16))
-        assert await take_over(CODE, ME, [found]) == SECRET
+        assert await take_over(CODE, ME, [found], yes) == SECRET
         await task
 
     run(story)
@@ -394,7 +435,7 @@ def test_a_joiner_asks_no_more_impostors_than_it_has_said() -> None:
             for number, host in enumerate(hosts)
         ]
         with pytest.raises(WrongCode):
-            await take_over(CODE, ME, [Told(*hints)])
+            await take_over(CODE, ME, [Told(*hints)], yes)
         asked: set[asyncio.Task[wire.Newcomer]] = set()
         waiting = {host.task for host in hosts}
         while len(asked) < MAX_GUESSES:
@@ -412,9 +453,9 @@ def test_a_joiner_asks_no_more_impostors_than_it_has_said() -> None:
 def test_nobody_there_is_said_with_what_to_try_next() -> None:
     async def story() -> None:
         with pytest.raises(LinkError, match="--address"):
-            await take_over(CODE, ME, [Told()], timeout_s=0.05)
+            await take_over(CODE, ME, [Told()], yes, timeout_s=0.05)
         with pytest.raises(LinkError, match="can't be reached"):
-            await take_over(CODE, ME, [], address=("127.0.0.1", 1))
+            await take_over(CODE, ME, [], yes, address=("127.0.0.1", 1))
 
     run(story)
 
@@ -475,3 +516,92 @@ def test_messages_of_any_bytes_are_refused_without_being_decoded(seed: int) -> N
     for data in (b"", bytes(16), rng.randbytes(100)):
         with pytest.raises(ProtocolError, match="changed on the way"):
             sealing.open(data, wire.Newcomer)
+
+
+def test_both_screens_show_the_same_words_and_the_host_knows_whom_it_admits() -> None:
+    async def story() -> None:
+        shown: dict[str, tuple[str, str, str]] = {}
+
+        async def on_host(*said: str) -> bool:
+            shown["host"] = said  # type: ignore[assignment]
+            return True
+
+        async def on_joiner(*said: str) -> bool:
+            shown["joiner"] = said  # type: ignore[assignment]
+            return True
+
+        host = Waiting(confirm=on_host)
+        await take_over(CODE, ME, [], on_joiner, address=await host.address())
+        await host.task
+        words, name, node = shown["host"]
+        assert shown["joiner"][0] == words
+        assert len(set(words.split())) == 3
+        assert (name, node) == ("laptop", node_id_of_bytes(MY_PUBLIC))
+
+    run(story)
+
+
+def test_without_both_yeses_nobody_is_admitted_and_no_secret_is_sent() -> None:
+    async def story(host_says: Confirm, joiner_says: Confirm) -> None:
+        admitted: list[wire.Newcomer] = []
+
+        async def admit(newcomer: wire.Newcomer) -> wire.Handover:
+            admitted.append(newcomer)
+            return SECRET
+
+        host = Waiting(confirm=host_says, admit=admit)
+        with pytest.raises(LinkError, match=r"not joined|closed the connection"):
+            await take_over(CODE, ME, [], joiner_says, address=await host.address())
+        with pytest.raises((WrongCode, LinkError)):
+            await host.task
+        assert admitted == []
+
+    run(lambda: story(no, yes))
+    run(lambda: story(yes, no))
+
+
+def test_a_key_that_the_joiner_does_not_have_is_not_admitted() -> None:
+    async def story() -> None:
+        host = Waiting()
+        reader, writer = await asyncio.open_connection(*await host.address())
+        exchange = Exchange(CODE, is_host=False)
+        writer.write(wire.encode(wire.OPENING, exchange.opening))
+        prefix = await reader.readexactly(wire.PREFIX_BYTES)
+        answer = await reader.readexactly(wire.decode_prefix(prefix, wire.ANSWER)[1])
+        sealing = exchange.agree(answer[: wire.ELEMENT_BYTES])
+        mine = sealing.newcomer(Ed25519PrivateKey.generate(), "laptop")
+        stolen = msgspec.structs.replace(mine, key=MY_PUBLIC)
+        writer.write(wire.encode(wire.PROOF, sealing.proof))
+        writer.write(wire.encode(wire.SEALED, sealing.seal(stolen)))
+        writer.write(wire.encode(wire.YES, sealing.yes))
+        assert await reader.read() == b""
+        with pytest.raises(PotluckError):
+            await host.task
+        writer.transport.abort()
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        msgspec.structs.replace(SECRET, records=()),
+        msgspec.structs.replace(SECRET, node="ee" * 32),
+        msgspec.structs.replace(
+            SECRET, records=(msgspec.structs.replace(ADMISSION, verdict="admin"),)
+        ),
+    ],
+    ids=["not on it", "by no admin", "forged"],
+)
+def test_a_list_that_does_not_admit_the_joiner_is_refused(given: wire.Handover) -> None:
+    async def story() -> None:
+        async def admit(newcomer: wire.Newcomer) -> wire.Handover:
+            return given
+
+        host = Waiting(admit=admit)
+        with pytest.raises(ProtocolError, match="list"):
+            await take_over(CODE, ME, [], yes, address=await host.address())
+        host.task.cancel()
+        await asyncio.gather(host.task, return_exceptions=True)
+
+    run(story)

@@ -1,0 +1,111 @@
+"""``potluck nodes``: the list of admitted keys."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from potluck.cli.files import print_json
+from potluck.errors import PotluckError
+
+if TYPE_CHECKING:
+    from potluck.settings import Settings
+
+
+def nodes(
+    json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """List the machines of the cluster: who is in, in which role, who is banned, last seen when.
+
+    `founder` and `admin` may admit and ban others, `member` may not; `revoked` is banned, `ended`
+    is a member whose admission has ended. An open cluster has no list: whoever holds its secret is
+    in.
+
+    With --json: {"version": 1, "open", "cluster" (null if open), "nodes": [...]}; each node has
+    node, name, role, since and until (Unix times; until 0: no end), reason, last_seen (Unix time,
+    0: never), is_here (this machine has a link to it now, or is it).
+    """
+    from potluck.cluster.trust.credentials import load_admissions, load_credentials
+    from potluck.settings import load_settings
+
+    settings = load_settings()
+    me = load_credentials(settings).node_id
+    admissions = load_admissions(settings).load()
+    rows = _rows(settings, me)
+    if json:
+        cluster = None if admissions is None else admissions.founding.cluster.hex()
+        print_json({"version": 1, "open": admissions is None, "cluster": cluster, "nodes": rows})
+        return
+    if admissions is None:
+        typer.echo(
+            "This cluster is open: whoever holds its secret (from POTLUCK_PSK or "
+            "POTLUCK_PASSPHRASE) is in. `potluck lock` closes it."
+        )
+    _show(rows, me)
+
+
+def _rows(settings: Settings, me: str) -> list[dict[str, Any]]:
+    from potluck.cli.nodes import ask_nodes
+    from potluck.cluster.trust.admissions import now_of
+    from potluck.cluster.trust.credentials import load_admissions
+    from potluck.cluster.trust.known_nodes import KnownNodes
+
+    try:
+        cluster = asyncio.run(ask_nodes(settings))
+    except PotluckError as error:
+        typer.echo(f"potluck: {error}", err=True)
+        cluster = None
+    linked = {each.node for each in cluster.nodes if each.link != "none"} if cluster else set()
+    known = {each.node: each for each in KnownNodes(settings.home).nodes()}
+    admissions = load_admissions(settings).load()
+    entries = {} if admissions is None else admissions.roster.entries
+    now = now_of(time.time(), () if admissions is None else admissions.records)
+    shown = list(entries) if entries else [me, *(node for node in known if node != me)]
+    rows = []
+    for node in shown:
+        entry, met = entries.get(node), known.get(node)
+        word = entry.word if entry is not None else None
+        has_ended = entry is not None and bool(entry.expires) and now >= entry.expires
+        rows.append(
+            {
+                "node": node,
+                "name": (met.name if met else "")
+                or (word.name if word else "")
+                or (settings.machine_name if node == me else ""),
+                "role": "ended" if has_ended else entry.role if entry is not None else "",
+                "since": word.at if word else 0,
+                "until": entry.expires if entry is not None else 0,
+                "reason": word.reason if word else "",
+                "last_seen": met.last if met else 0,
+                "is_here": node == me or node in linked,
+            }
+        )
+    return rows
+
+
+def _show(rows: list[dict[str, Any]], me: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for title in ("machine", "node", "role", "since", "until", "last seen"):
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        seen = "this machine" if row["node"] == me else "now" if row["is_here"] else None
+        reason = f" ({row['reason']})" if row["reason"] else ""
+        table.add_row(
+            row["name"] or "-",
+            row["node"][:12],
+            (row["role"] or "-") + reason,
+            _date(row["since"]),
+            _date(row["until"]),
+            seen or _date(row["last_seen"]),
+        )
+    Console(markup=False).print(table)
+
+
+def _date(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else "-"

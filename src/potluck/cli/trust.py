@@ -1,0 +1,248 @@
+"""``potluck ban``, ``unban``, ``admit``, ``lock``, ``rotate``: who is in the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from potluck.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    from potluck.cluster.trust.admission_file import AdmissionFile
+    from potluck.settings import Settings
+    from potluck.wire.admissions import Verdict
+
+_STORED_S = 10.0
+
+_Node = Annotated[
+    str,
+    typer.Argument(
+        metavar="NODE",
+        help="The machine's name, its id, or at least the first 8 digits of its id.",
+        show_default=False,
+    ),
+]
+_Yes = Annotated[bool, typer.Option("--yes", help="Don't ask.")]
+
+
+def ban(
+    node: _Node,
+    reason: Annotated[
+        str, typer.Option(help="Reason, shown to the node and in logs.", show_default=False)
+    ] = "",
+) -> None:
+    """Take a machine out of the cluster, at once and for good.
+
+    One signed record goes to all machines. Each cuts its links to the banned machine as soon as it
+    has the record, the cluster goes on without it, and jobs that it started end. The cluster's
+    secret is changed, and goes to admitted machines only; a machine that is switched off meanwhile
+    gets it when it comes back. `potluck unban` takes the ban back.
+
+    Machines that the banned one had admitted stay in; they are listed, so that you can ban them,
+    too.
+    This machine must be an admin of the cluster (`potluck nodes`). In an open cluster the first ban
+    closes it, as `potluck lock` does.
+    """
+    from potluck.cluster.home.node_state import find_agent
+    from potluck.cluster.trust import operator
+    from potluck.cluster.trust.keyring import change_secret
+    from potluck.cluster.trust.secret import is_secret_given
+
+    settings, file, key = _load()
+    found = find_known(settings, node)
+    if file.load() is None:
+        _lock(settings, file, key, without=found)
+        typer.echo(f"Node {found[:12]} is out: it is not on the list of admitted keys.")
+    else:
+        psk = None if is_secret_given(settings) else operator.new_secret()
+        kept = operator.revoke(file, key, found, reason, psk=psk)
+        if psk is not None:
+            change_secret(settings.home, psk)
+        typer.echo(f"{_called(settings, file, found)} is banned.")
+        for each in kept:
+            typer.echo(f"It had admitted {_called(settings, file, each)}, which stays in.")
+    if is_secret_given(settings):
+        typer.echo(
+            "The secret comes from a variable: change POTLUCK_PSK or POTLUCK_PASSPHRASE on all "
+            "machines, so that the banned one can't even knock."
+        )
+    if find_agent(settings.home) is None:
+        typer.echo("The other machines learn of it when `potluck up` runs here.")
+
+
+def unban(node: _Node) -> None:
+    """Admit a banned machine again, as a member.
+
+    The machine lacks the cluster's present secret, so it must be able to reach a machine of the
+    cluster with an earlier one (at most seven changes ago); if it can't: `potluck pair`.
+    """
+    from potluck.cluster.trust import operator
+
+    settings, file, key = _load()
+    found = find_known(settings, node)
+    entry = file.entry(found)
+    if entry is None or entry.role != "revoked":
+        raise ConfigurationError(f"{_called(settings, file, found)} is not banned")
+    name = entry.word.name if entry.word else ""
+    operator.admit(file, key, entry.key, name=name)
+    typer.echo(f"{_called(settings, file, found)} is a member again.")
+
+
+def admit(
+    node: _Node,
+    admin: Annotated[
+        bool, typer.Option("--admin/--member", help="Whether it may admit and ban others.")
+    ] = False,
+    days: Annotated[
+        float, typer.Option(min=0, help="Days after which the admission ends; 0: never.")
+    ] = 0,
+) -> None:
+    """Change the role of a machine of the cluster, or the end of its admission.
+
+    A new machine comes in by `potluck pair` and `potluck join`.
+    """
+    from potluck.cluster.trust import operator
+
+    settings, file, key = _load()
+    found = find_known(settings, node)
+    entry = file.entry(found)
+    if entry is None or entry.role == "revoked":
+        how = "potluck pair" if entry is None else f"potluck unban {found[:12]}"
+        raise ConfigurationError(f"node {found[:12]} is not in the cluster; to admit it: {how}")
+    if entry.role == "founder":
+        raise ConfigurationError(f"node {found[:12]} founded the cluster, and stays its admin")
+    name = entry.word.name if entry.word else ""
+    verdict: Verdict = "admin" if admin else "member"
+    operator.admit(file, key, entry.key, name=name, verdict=verdict, days=days)
+    until = f" for {days:g} days" if days else ""
+    typer.echo(f"{_called(settings, file, found)} is {verdict}{until}.")
+
+
+def lock(yes: _Yes = False) -> None:
+    """Close an open cluster: from now on only listed machines are in.
+
+    A cluster whose secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE is open: whoever holds the
+    secret is in. This command makes this machine the founder of the list, with the machines of the
+    cluster's present view as members. Needs `potluck up` on this machine.
+    """
+    settings, file, key = _load()
+    if file.load() is not None:
+        raise ConfigurationError(
+            "this cluster is closed already: only the machines that `potluck nodes` lists are in"
+        )
+    _lock(settings, file, key, ask=not yes)
+
+
+def rotate() -> None:
+    """Change the cluster's secret while the machines work.
+
+    The new secret goes to admitted machines only. A machine that is switched off meanwhile gets it
+    when it comes back (after at most seven changes; later it must join again). No link is cut.
+    `potluck ban` changes the secret by itself.
+    """
+    from potluck.cluster.trust import operator
+    from potluck.cluster.trust.keyring import change_secret
+    from potluck.cluster.trust.secret import is_secret_given
+    from potluck.transport.credentials import namespace_of
+
+    settings, file, key = _load()
+    if is_secret_given(settings):
+        raise ConfigurationError(
+            "the secret comes from POTLUCK_PSK or POTLUCK_PASSPHRASE: change the variable, on all "
+            "machines"
+        )
+    psk = operator.new_secret()
+    operator.change_of_secret(file, key, psk)
+    change_secret(settings.home, psk)
+    behind, total = asyncio.run(_wait_for_all(settings, namespace_of(psk)))
+    typer.echo(f"The secret is changed; {total - len(behind)} of {total} machines have it.")
+    for name in behind:
+        typer.echo(f"{name} does not have it yet: it gets it when it can be reached.")
+
+
+async def _wait_for_all(settings: Settings, namespace: str) -> tuple[list[str], int]:
+    """The labels of the machines with a link that lack the secret of ``namespace`` after
+    ``_STORED_S``, and the number of machines."""
+    from potluck.cli.nodes import ask_nodes, label
+
+    deadline = time.monotonic() + _STORED_S
+    while True:
+        cluster = await ask_nodes(settings)
+        if cluster is None:
+            return [], 1
+        behind = [each for each in cluster.nodes if each.secret != namespace]
+        if not behind or time.monotonic() > deadline:
+            return [label(each.node, cluster) for each in behind], len(cluster.nodes)
+        await asyncio.sleep(0.1)
+
+
+def _lock(
+    settings: Settings,
+    file: AdmissionFile,
+    key: Ed25519PrivateKey,
+    *,
+    without: str = "",
+    ask: bool = False,
+) -> None:
+    from potluck.cli.nodes import ask_nodes, label
+    from potluck.cluster.trust import operator
+    from potluck.cluster.trust.known_nodes import KnownNodes
+
+    cluster = asyncio.run(ask_nodes(settings))
+    if cluster is None:
+        raise ConfigurationError(
+            "no agent runs on this machine, so the members of the cluster are not known; start it "
+            "with: potluck up"
+        )
+    keys = {each.node: each.key for each in KnownNodes(settings.home).nodes()}
+    chosen = [e for e in cluster.nodes if e.role and e.node not in (cluster.node, without)]
+    names = ", ".join(label(each.node, cluster) for each in chosen) or "no other machine"
+    question = f"Close the cluster with this machine as founder, and {names} as members?"
+    if ask and not typer.confirm(question):
+        raise typer.Exit(1)
+    missing = [label(each.node, cluster) for each in chosen if not keys.get(each.node)]
+    if missing:
+        raise ConfigurationError(f"the keys of {', '.join(missing)} are not known yet; try again")
+    others = [(bytes.fromhex(keys[each.node]), each.name) for each in chosen]
+    operator.lock(file, key, others)
+    typer.echo(f"The cluster is closed. Its members: this machine, {names}.")
+
+
+def _load() -> tuple[Settings, AdmissionFile, Ed25519PrivateKey]:
+    from potluck.cluster.trust.credentials import load_admissions, load_credentials
+    from potluck.cluster.trust.identity import load_or_create_identity
+    from potluck.settings import load_settings
+
+    settings = load_settings()
+    load_credentials(settings)  # makes what is missing
+    return settings, load_admissions(settings), load_or_create_identity(settings.home)
+
+
+def find_known(settings: Settings, text: str) -> str:
+    """The id of the machine that ``text`` names: a name, an id, or the beginning of an id.
+    ConfigurationError if that is none of the machines that are known here, or several."""
+    from potluck.cluster.trust.credentials import load_admissions
+    from potluck.cluster.trust.known_nodes import KnownNodes, find_node
+
+    file = load_admissions(settings)
+    named = {
+        node: each.word.name if each.word else "" for node, each in file.roster.entries.items()
+    }
+    for each in KnownNodes(settings.home).nodes():
+        named[each.node] = each.name or named.get(each.node, "")
+    return find_node(text, named.items())
+
+
+def _called(settings: Settings, file: AdmissionFile, node: str) -> str:
+    from potluck.cluster.trust.known_nodes import KnownNodes
+
+    entry = file.entry(node)
+    name = KnownNodes(settings.home).name(node) or (
+        entry.word.name if entry is not None and entry.word else ""
+    )
+    return f"{name} (node {node[:12]})" if name else f"Node {node[:12]}"

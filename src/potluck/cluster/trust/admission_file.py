@@ -1,0 +1,186 @@
+"""The file of the admitted keys: ``home/admissions`` (msgpack, mode 0600).
+
+The agent, its workers and the commands share it. Changes are atomic and made under a lock; readers
+notice them at the next connection, for the price of a stat.
+
+A cluster without this file is *open*: whoever holds its secret is in. Only clusters whose secret
+comes from a variable (POTLUCK_PSK, POTLUCK_PASSPHRASE) begin open; ``lock`` closes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from potluck import system
+from potluck.cluster.home.directory import make_private
+from potluck.cluster.home.keyfile import load_or_create, read_private, replace_private
+from potluck.cluster.trust.admissions import Admissions, Entry, Roster, now_of
+from potluck.errors import IdentityError, PotluckError
+from potluck.wire.admissions import Founding, Record
+
+ADMISSIONS_FILE = "admissions"
+FORMAT = 1
+
+_LOCK_FILE = ".admissions.lock"
+_WHAT = "the list of admitted keys"
+_MAX_BYTES = 8 << 20
+
+
+class _File(msgspec.Struct, frozen=True):
+    version: int
+    founding: Founding
+    records: tuple[Record, ...]
+
+
+class AdmissionFile:
+    """The admitted keys of the cluster of ``home``. Threads and processes may use one home at the
+    same time. Methods raise IdentityError if the file is damaged or others can change it."""
+
+    def __init__(self, home: Path, name: str = ADMISSIONS_FILE) -> None:
+        self.path = home / name
+        self._lock = threading.Lock()
+        self._stamp: tuple[int, int, int] | None = None
+        self._admissions: Admissions | None = None
+
+    def load(self) -> Admissions | None:
+        """The list as it is now; None if the cluster is open. Not to be changed by the caller."""
+        with self._lock:
+            return self._refresh()
+
+    @property
+    def roster(self) -> Roster:
+        """Who is in, and in which role; empty if the cluster is open."""
+        admissions = self.load()
+        return Roster() if admissions is None else admissions.roster
+
+    def entry(self, node: str) -> Entry | None:
+        """What the list says about ``node``."""
+        return self.roster.entries.get(node)
+
+    def objects_to(self, node: str) -> str | None:
+        """The reason why nobody here talks to ``node``; None if it is in."""
+        try:
+            admissions = self.load()
+        except PotluckError as error:  # a list that can't be read lets nobody in
+            return str(error)
+        if admissions is None:
+            return None
+        roster = admissions.roster
+        if roster.is_admitted(node, now_of(time.time(), admissions.records)):
+            return None
+        return refusal(node, roster.entries.get(node))
+
+    def found(self, key: Ed25519PrivateKey) -> Admissions:
+        """The list of this home; a new one with ``key`` as founder if there is none."""
+        founding = Founding(key.public_key().public_bytes_raw(), secrets.token_bytes(16))
+        load_or_create(self.path, _WHAT, lambda: _encode(founding, ()))
+        admissions = self.load()
+        assert admissions is not None, "the list was made and is not there"
+        return admissions
+
+    def take_over(self, founding: Founding, records: Iterable[Record]) -> None:
+        """Replace the list by that of another cluster; SecurityError if it is not genuine."""
+        admissions = Admissions(founding, records)
+        with self._changing() as _:
+            self._write(admissions)
+
+    def add(self, records: Iterable[Record]) -> tuple[Record, ...]:
+        """Take records that others signed; those that were new. SecurityError for forged ones."""
+        return self.change(lambda admissions: tuple(records))
+
+    def change(self, make: Callable[[Admissions], Sequence[Record]]) -> tuple[Record, ...]:
+        """Add the records that ``make`` returns for the list as it is; those that were new.
+
+        ``make`` runs under the lock, so numbers that it takes are taken by no other process.
+        IdentityError if the cluster is open.
+        """
+        with self._changing() as admissions:
+            if admissions is None:
+                raise IdentityError(
+                    "this cluster is open: it has no list of admitted keys. Make one with: "
+                    "potluck lock"
+                )
+            changed = Admissions(admissions.founding, admissions.records, is_trusted=True)
+            new = changed.add(make(admissions))
+            if new:
+                self._write(changed)
+            return new
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[Admissions | None]:
+        """The list, which no other process changes meanwhile."""
+        try:
+            make_private(self.path.parent)
+            lock = os.open(self.path.with_name(_LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise IdentityError(f"{_WHAT} {self.path} can't be changed: {error}") from error
+        try:
+            system.lock(lock, wait=True)
+            with self._lock:
+                yield self._refresh()
+        finally:
+            os.close(lock)
+
+    def _write(self, admissions: Admissions) -> None:
+        replace_private(self.path, _WHAT, _encode(admissions.founding, admissions.records))
+        self._stamp, self._admissions = _stamp(self.path), admissions
+
+    def _refresh(self) -> Admissions | None:
+        stamp = _stamp(self.path)
+        if stamp is not None and stamp == self._stamp:
+            return self._admissions
+        try:
+            data = read_private(self.path, _WHAT, max_bytes=_MAX_BYTES)
+        except FileNotFoundError:
+            self._stamp, self._admissions = None, None
+            return None
+        try:
+            file = msgspec.msgpack.decode(data, type=_File)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise IdentityError(
+                f"{_WHAT} {self.path} is damaged ({error}). Remove it together with cluster_secret "
+                "and join the cluster again: `potluck pair` on another machine, `potluck join` here"
+            ) from error
+        if file.version != FORMAT:
+            raise IdentityError(
+                f"{_WHAT} {self.path} has format {file.version}, this potluck reads {FORMAT}: "
+                "install the version that wrote it"
+            )
+        # Nobody but this user can write the file: the signatures were checked before it was.
+        self._admissions = Admissions(file.founding, file.records, is_trusted=True)
+        self._stamp = stamp
+        return self._admissions
+
+
+def refusal(node: str, entry: Entry | None) -> str:
+    """Why ``node``, of which the list says ``entry``, is not in the cluster."""
+    if entry is None:
+        return (
+            f"node {node[:12]} was never admitted to this cluster. To admit it: `potluck pair` on "
+            "a machine of the cluster, `potluck join` on the other"
+        )
+    if entry.role == "revoked":
+        because = f" ({entry.word.reason})" if entry.word and entry.word.reason else ""
+        return f"node {node[:12]} is banned from this cluster{because}"
+    return f"the admission of node {node[:12]} has ended; `potluck pair` admits it again"
+
+
+def _encode(founding: Founding, records: Iterable[Record]) -> bytes:
+    return msgspec.msgpack.encode(_File(FORMAT, founding, tuple(records)))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return (status.st_mtime_ns, status.st_ino, status.st_mode)

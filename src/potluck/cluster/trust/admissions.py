@@ -1,0 +1,265 @@
+"""The meaning of a cluster's signed records: which keys are admitted, and in which role. Pure.
+
+The result depends on the set of records alone, not on the order in which they arrived:
+
+- The founding key is an admin for good. An admin may say a word about any other key: that it is an
+  admin, a member, or revoked.
+- Of all words about a key the word with the highest number holds; of two with the same number, a
+  revocation.
+- Whether a key is an admin is decided by the words of its *seniors* alone: of the admins that are
+  nearer to the founding key in the tree of admissions, or as near and admitted earlier. So two
+  admins can't both revoke each other, and a stolen machine can't revoke the founder.
+- The words of an admin count from its own admission on. A key that is no admin (any more) has no
+  word: all that it ever signed is void, whatever dates and numbers are in it.
+- ``SecretChange``: of the records of all admins the highest number holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from potluck.errors import IdentityError, SecurityError
+from potluck.transport.credentials import node_id_of_bytes
+from potluck.wire.admissions import MAX_RECORDS, Admission, Founding, Record, SecretChange
+
+MAX_ADMINS = 64
+MAX_WAITING = 256
+
+_Place = tuple[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the cluster says about one key. ``word`` is None for the founding key."""
+
+    key: bytes
+    role: str
+    """``founder``, ``admin``, ``member`` or ``revoked``."""
+    word: Admission | None = None
+
+    @property
+    def node(self) -> str:
+        """The node id of the key."""
+        return node_id_of_bytes(self.key)
+
+    @property
+    def expires(self) -> int:
+        """The Unix time at which the admission ends; 0: never."""
+        return self.word.expires if self.word is not None and self.role == "member" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """What a set of records says: an entry for each key, by node id, and the namespace of the
+    secret that the cluster has changed to (empty: it never has)."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    namespace: str = ""
+
+    def is_admin(self, node: str) -> bool:
+        """Whether ``node`` may admit and revoke."""
+        entry = self.entries.get(node)
+        return entry is not None and entry.role in ("founder", "admin")
+
+    def is_admitted(self, node: str, now: float) -> bool:
+        """Whether ``node`` is in the cluster at Unix time ``now``."""
+        entry = self.entries.get(node)
+        if entry is None or entry.role == "revoked":
+            return False
+        return not entry.expires or now < entry.expires
+
+
+class Admissions:
+    """The records of one cluster: a set that only grows, in which an admin's newer word about a key
+    replaces its older word."""
+
+    def __init__(
+        self, founding: Founding, records: Iterable[Record] = (), *, is_trusted: bool = False
+    ) -> None:
+        """SecurityError if a record is not genuine, or of another cluster; ``is_trusted`` records
+        are not checked again."""
+        self.founding = founding
+        self.records: tuple[Record, ...] = ()
+        """In the order of their numbers, so that whoever has the first of them knows everything
+        that their signers knew."""
+        self.digest = _digest(founding, ())
+        """Eight bytes, equal for equal sets of records."""
+        self.roster = evaluate(founding, ())
+        self._kept: dict[_Place, Record] = {}
+        self._waiting: dict[_Place, Record] = {}
+        if is_trusted:
+            self._take({_place(each): each for each in records})
+        else:
+            self.add(records)
+
+    def add(self, records: Iterable[Record]) -> tuple[Record, ...]:
+        """Take ``records``; those that are new and of an admin.
+
+        A record of a key that is no admin waits (in memory, at most ``MAX_WAITING``) for that key's
+        admission. SecurityError for a forged record, a record of another cluster, and records
+        beyond ``MAX_RECORDS``; then none of ``records`` is taken.
+        """
+        new: dict[_Place, Record] = {}
+        for record in records:
+            place = _place(record)
+            known = new.get(place) or self._kept.get(place) or self._waiting.get(place)
+            if known is not None and _rank(record) <= _rank(known):
+                continue
+            if record.cluster != self.founding.cluster:
+                raise SecurityError("a record of admission of another cluster")
+            if not is_genuine(record):
+                raise SecurityError("a record of admission whose signature is wrong")
+            new[place] = record
+        return self._take(new) if new else ()
+
+    def missing(self, known: Iterable[bytes]) -> tuple[Record, ...]:
+        """The records whose fingerprints are not among ``known``, in the order of their numbers."""
+        seen = set(known)
+        return tuple(each for each in self.records if each.fingerprint not in seen)
+
+    def next_number(self, without: bytes = b"") -> int:
+        """The number for a new record; words of the key ``without``, which it revokes, don't
+        count. IdentityError if an admin has used the highest number up."""
+        counted = (each.number for each in self._kept.values() if each.signer != without)
+        number = max(counted, default=0) + 1
+        if number >= 1 << 53:
+            raise IdentityError(
+                "an admin of this cluster has used up the numbers of its records: ban that admin "
+                "first (`potluck nodes` shows the admins)"
+            )
+        return number
+
+    def signed_by(self, key: bytes) -> tuple[Admission, ...]:
+        """The admissions in force that are the word of ``key``."""
+        entries = self.roster.entries.values()
+        words = [each.word for each in entries if each.word is not None]
+        return tuple(each for each in words if each.signer == key and each.verdict != "revoked")
+
+    def _take(self, new: dict[_Place, Record]) -> tuple[Record, ...]:
+        """Keep records of admins, of those that are revoked too, and let the others wait."""
+        every = {**self._kept, **self._waiting, **new}
+        signers = _named_admins(self.founding.key, every.values())
+        kept = {place: each for place, each in every.items() if each.signer in signers}
+        if len(kept) > MAX_RECORDS:
+            raise SecurityError(f"a cluster has at most {MAX_RECORDS} records of admission")
+        before = self._kept
+        waiting = [item for item in every.items() if item[1].signer not in signers]
+        self._waiting = dict(waiting[-MAX_WAITING:])
+        self._kept = kept
+        self.records = tuple(sorted(kept.values(), key=lambda each: (each.number, each.signature)))
+        self.digest = _digest(self.founding, self.records)
+        self.roster = evaluate(self.founding, self.records)
+        return tuple(each for each in self.records if before.get(_place(each)) != each)
+
+
+def evaluate(founding: Founding, records: Sequence[Record]) -> Roster:
+    """What ``records`` (genuine, one word for each signer and key) say."""
+    by_signer: dict[bytes, list[Record]] = {}
+    for record in records:
+        by_signer.setdefault(record.signer, []).append(record)
+    words: dict[bytes, list[Admission]] = {}
+    changes: list[SecretChange] = []
+    admins: dict[bytes, Admission | None] = {}
+    # An admin waits here with its place in the tree of admissions; seniors come first.
+    path: tuple[tuple[int, bytes], ...] = ()
+    waiting = [(0, path, founding.key)]
+    while waiting:
+        depth, path, key = heapq.heappop(waiting)
+        if key in admins or len(admins) >= MAX_ADMINS:
+            continue
+        own = _winner(words.get(key, ()))
+        if key != founding.key and (own is None or own.verdict != "admin"):
+            continue
+        admins[key] = own
+        since = 0 if own is None else own.number
+        for record in by_signer.get(key, ()):
+            if record.number <= since:
+                continue
+            if isinstance(record, SecretChange):
+                changes.append(record)
+            elif record.key not in (key, founding.key):
+                words.setdefault(record.key, []).append(record)
+                if record.verdict == "admin":
+                    place = (*path, (record.number, record.key))
+                    heapq.heappush(waiting, (depth + 1, place, record.key))
+    entries = {founding.key: Entry(founding.key, "founder")}
+    for key, said in words.items():
+        word = admins.get(key) or _winner(said)
+        assert word is not None, "a key without a word"
+        role = "admin" if key in admins else word.verdict if word.verdict != "admin" else "member"
+        entries[key] = Entry(key, role, word)
+    last = max(changes, key=_rank, default=None)
+    return Roster(
+        {each.node: each for each in entries.values()}, "" if last is None else last.namespace
+    )
+
+
+R = TypeVar("R", Admission, SecretChange)
+
+
+def sign(record: R, key: Ed25519PrivateKey) -> R:
+    """``record`` with the signature of ``key``, which must be its signer's."""
+    assert key.public_key().public_bytes_raw() == record.signer, "signed with another key"
+    return msgspec.structs.replace(record, signature=key.sign(record.signed_bytes))
+
+
+def is_genuine(record: Record) -> bool:
+    """Whether the signature is the signer's. Takes about 0.1 ms."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(record.signer)
+        key.verify(record.signature, record.signed_bytes)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def now_of(clock: float, records: Iterable[Record]) -> float:
+    """The Unix time for judging what has expired: this machine's clock, or the newest signature if
+    the clock is behind it. So a machine whose clock is years behind does not accept what had
+    expired when the cluster last said something."""
+    return max([clock, *(each.at for each in records)])
+
+
+def _named_admins(founder: bytes, records: Iterable[Record]) -> set[bytes]:
+    """The founder, and all keys that such a key called an admin. Their records are kept also while
+    another admin's word revokes them, so that the order of arrival does not matter."""
+    named: dict[bytes, list[bytes]] = {}
+    for each in records:
+        if isinstance(each, Admission) and each.verdict == "admin":
+            named.setdefault(each.signer, []).append(each.key)
+    found, new = {founder}, [founder]
+    while new:
+        for key in named.get(new.pop(), ()):
+            if key not in found:
+                found.add(key)
+                new.append(key)
+    return found
+
+
+def _digest(founding: Founding, records: Iterable[Record]) -> bytes:
+    digest = hashlib.sha3_256(founding.cluster)
+    for fingerprint in sorted(each.fingerprint for each in records):
+        digest.update(fingerprint)
+    return digest.digest()[:8]
+
+
+def _winner(words: Iterable[Admission]) -> Admission | None:
+    return max(words, key=_rank, default=None)
+
+
+def _rank(record: Record) -> tuple[int, bool, bytes]:
+    is_revocation = isinstance(record, Admission) and record.verdict == "revoked"
+    return (record.number, is_revocation, record.signature)
+
+
+def _place(record: Record) -> _Place:
+    """The signer and the key in question (empty for a change of the secret)."""
+    return (record.signer, record.key if isinstance(record, Admission) else b"")
