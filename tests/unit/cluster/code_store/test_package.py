@@ -171,7 +171,7 @@ def test_a_node_that_lies_is_found_out(folder: Path, tmp_path: Path) -> None:
         return change_a_byte(message) if is_file else message
 
     def endless(message: peers.PeerMessage) -> peers.PeerMessage:
-        return msgspec.structs.replace(message, size=1 << 40)
+        return msgspec.structs.replace(message, size=(1 << 40) - 1)
 
     def empty(message: peers.PeerMessage) -> peers.PeerMessage:
         return msgspec.structs.replace(message, data=b"")
