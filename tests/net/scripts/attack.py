@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import sys
+import time
 
 from zeroconf import DNSOutgoing, DNSPointer, DNSService, DNSText
 
@@ -37,7 +38,7 @@ def call(port):
 
 def in_mdns(advert):
     name, server = f"{advert.instance.hex()}.{SERVICE}", f"{advert.instance.hex()}.local."
-    texts = (b"v=1", b"t=" + advert.tag.hex().encode())
+    texts = (b"v=2", b"w=%d" % advert.window, b"t=" + advert.tag.hex().encode())
     text = b"".join(bytes([len(each)]) + each for each in texts)
     message = DNSOutgoing(ANSWER)
     message.add_answer_at_time(DNSPointer(SERVICE, POINTER, CLASS_IN, 120, name), 0)
@@ -61,7 +62,7 @@ for port in range(50_000, 54_000):
 print(f"scanned: {found} open", flush=True)
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
     for number in range(count):
-        advert = Advert(1, 6666, os.urandom(16), os.urandom(16))
+        advert = Advert(2, 6666, os.urandom(16), int(time.time() // 600), os.urandom(16))
         udp.sendto(in_mdns(advert), MDNS)
         udp.sendto(encode_beacon(advert), BEACON)
         if number == count // 2:
