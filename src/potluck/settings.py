@@ -132,6 +132,12 @@ class Settings:
         int, Meta(ge=0, le=19), About("priority of jobs under potluck up: 0, or 19, the lowest")
     ] = 0
     gpus: Annotated[str, About("GPUs that potluck up gives to jobs: 0,2, or none; empty: all")] = ""
+    sandbox: Annotated[
+        bool, About("whether potluck up runs scripts of other members in a sandbox (bubblewrap)")
+    ] = False
+    sandbox_read: Annotated[
+        str, About("files and folders in a home that scripts in the sandbox may read, with commas")
+    ] = ""
     pass_env: Annotated[
         str, About("variables of potluck up that workers get beside the usual: NAME,PREFIX_*")
     ] = ""

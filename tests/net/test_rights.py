@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from potluck.cluster.trust.keyring import replace_secret
+from potluck.system import SIGKILL
+from support.clusters import found_cluster
 from support.commands import Command
 from support.machines import PSK, Machine, cluster_of, form, leader_of
 from support.sums import TRAINING, check_sums
@@ -33,8 +39,7 @@ def test_a_script_of_another_member_finds_no_key_of_the_owner(tmp_path: Path) ->
     script.parent.mkdir()
     script.write_text(LOOKER)
     with cluster_of(2, tmp_path / "homes", psk="", **OWNERS) as (ada, bob):
-        for each in (ada, bob):
-            replace_secret(each.home, bytes.fromhex(PSK))
+        found_cluster(ada.home, bob.home, psk=bytes.fromhex(PSK))
         form(ada, bob)
         ada.environment["TAKEN"] = "along"
         with ada.run("--env", "GIVEN=value", "--env", "TAKEN", script) as run:
@@ -147,3 +152,76 @@ def test_a_job_that_runs_on_a_paused_machine_only_waits_for_it(tmp_path: Path) -
             assert run.finish() == 2
             for machine in machines:
                 assert f"{machine.name} ({machine.id}): its owner paused it" in run.lines[-1]
+
+
+PEEKER = """
+import json, os, pathlib
+def can(action, *arguments):
+    try:
+        action(*arguments)
+    except OSError:
+        return False
+    return True
+home = pathlib.Path.home()
+jobs = pathlib.Path(os.environ["POTLUCK_HOME"], "code_store", "jobs")
+found = {
+    "key": (home / ".ssh" / "id").exists(),
+    "diary": pathlib.Path(os.environ["DIARY"]).exists(),
+    "other jobs": len(list(jobs.glob("*"))) > 1,
+    "agent": os.getppid() != 1 and can(os.kill, int(os.environ["AGENT"]), 0),
+    "system": os.access("/etc", os.W_OK) and can(os.utime, "/etc/hostname"),
+}
+pathlib.Path(__file__).with_name("written here").touch()
+print("found", json.dumps(found), flush=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")
+def test_a_script_in_the_sandbox_finds_its_own_folder_and_little_else(tmp_path: Path) -> None:
+    script, owner = tmp_path / "code" / "peek.py", tmp_path / "owner"
+    for path, text in ((script, PEEKER), (owner / ".ssh" / "id", "key"), (owner / "diary", "dear")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    given = {"HOME": str(owner), "POTLUCK_SANDBOX": "1", "DIARY": str(owner / "diary")}
+    with cluster_of(2, tmp_path / "homes", POTLUCK_PASS_ENV="DIARY", **given) as (ada, bob):
+        form(ada, bob)
+        assert "a sandbox for scripts of others" in str(shown(ada, bob)["limits"])
+        for _ in range(2):
+            with ada.run("--env", f"AGENT={bob.pid}", script) as run:
+                assert run.finish() == 0, run.text
+        found = {}
+        for line in run.lines:
+            if match := re.search(r"\[ *\d+ (\w+)\] found (.*)", line):
+                found[match[1]] = json.loads(match[2])
+        assert found["bob"] == dict.fromkeys(found["bob"], False), run.text
+        assert found["ada"]["key"], "the owner's own script runs as the owner"
+        kept = list((bob.home / "code_store" / "jobs").glob("*/written here"))
+        assert len(kept) == 2, "what a script writes into its folder stays there"
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")
+def test_a_training_works_in_the_sandbox_and_survives_a_kill_and_an_interrupt(
+    tmp_path: Path,
+) -> None:
+    with cluster_of(2, tmp_path / "homes", POTLUCK_SANDBOX="1") as (ada, bob):
+        form(ada, bob)
+        with ada.run("--workers", "2", TRAINING, tmp_path / "stop") as run:
+            trains_on(run, 4, since=0)
+            [workers] = [job["workers"] for job in ada.status()["jobs"]]
+            since = run.mark
+            pid = next(each["pid"] for each in workers if each["node"] == "bob")
+            assert pid in bob.others(), "its number outside of the sandbox"
+            os.kill(pid, SIGKILL)
+            trains_on(run, 3, since=since)
+            trains_on(run, 4, since=since)
+            (tmp_path / "stop").touch()
+            assert run.finish() == 0, run.text
+            assert check_sums(run).keys() == {"ada", "bob"}
+            assert bob.left_over() == []
+        (tmp_path / "stop").unlink()
+        with ada.run(TRAINING, tmp_path / "stop") as run:
+            trains_on(run, 2, since=0)
+            run.signal(signal.SIGINT)
+            assert run.finish() == 128 + signal.SIGINT, run.text
+            assert "KeyboardInterrupt" in "".join(each for each in run.lines if " bob]" in each)
+            assert bob.left_over() == []

@@ -144,3 +144,29 @@ def test_a_worker_that_can_not_be_held_to_its_limits_does_not_run(tmp_path: Path
     assert done.returncode == 1
     assert "this worker can't be held to the owner's limits" in done.stderr
     assert done.stdout == ""
+
+
+def test_variables_of_the_sender_act_after_the_limits(tmp_path: Path) -> None:
+    """LD_PRELOAD would run code of the sender in whatever sets the limits or makes the sandbox:
+    here in a command that stands for the sandbox."""
+    outside = tmp_path / "outside"
+    outside.write_text('#!/bin/sh\nenv > outside.txt\nexec "$@"\n')
+    outside.chmod(0o755)
+    orders = json.dumps({"nice": 1, "sandbox": [str(outside)]})
+    given = {shim.GIVEN: json.dumps({"LD_LIBRARY_PATH": "/nowhere", "SENT": "1"})}
+    command = [sys.executable, "-I", "-S", shim.__file__, str(os.getpid()), orders]
+    look = "import os, signal; print(sorted(os.environ), signal.getsignal(signal.SIGTERM))"
+    done = subprocess.run(
+        [*command, sys.executable, "-c", look],
+        **{"env": {"PATH": os.environ["PATH"]} | given, "cwd": tmp_path},
+        **{"capture_output": True, "text": True, "timeout": 60},
+    )
+    assert done.returncode == 0, done
+    names, _, handler = done.stdout.rpartition("] ")
+    assert "'LD_LIBRARY_PATH'" in names
+    assert "'SENT'" in names
+    assert shim.GIVEN not in names
+    assert "SIG_DFL" in handler or handler.startswith("0"), "signals work in the script"
+    before = (tmp_path / "outside.txt").read_text()
+    assert "\nSENT=" not in before
+    assert "\nLD_LIBRARY_PATH=" not in before

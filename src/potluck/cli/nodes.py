@@ -116,7 +116,7 @@ def show_nodes(cluster: NodesReply) -> None:
 def _terms(node: NodeInfo) -> str:
     """What the owner of ``node`` does not give to all members; empty if there is nothing."""
     runs_for = "" if node.runs_for in ("", "all") else f"runs jobs of: {node.runs_for}"
-    limits = f"gives {node.limits}" if node.limits else ""
+    limits = f"jobs get {node.limits}" if node.limits else ""
     paused = "paused by its owner" if node.paused else ""
     return "; ".join(filter(None, (paused, limits, runs_for)))
 

@@ -73,6 +73,14 @@ def up(
         str | None,
         typer.Option(help="GPUs for jobs: 0,2, or none (default: all).", show_default=False),
     ] = None,
+    sandbox: Annotated[
+        bool,
+        typer.Option(
+            "--sandbox",
+            help="Run scripts of other members with an empty home and a read-only system "
+            "(needs bubblewrap).",
+        ),
+    ] = False,
     allow_root: Annotated[
         bool,
         typer.Option(
@@ -108,6 +116,7 @@ def up(
             memory=memory,
             nice=nice,
             gpus=gpus,
+            sandbox=sandbox or None,
             allow_root=allow_root or None,
         )
         check_user(settings)

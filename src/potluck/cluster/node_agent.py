@@ -32,7 +32,7 @@ from potluck.cluster.membership import events
 from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import NodeNames
 from potluck.cluster.report import Report
-from potluck.cluster.sharing.confinement import Confinement, own_limits
+from potluck.cluster.sharing.confinement import Confinement, own_limits, own_sandbox
 from potluck.cluster.sharing.limits import Limits
 from potluck.cluster.sharing.offers import Offers
 from potluck.cluster.sharing.store import SharingStore
@@ -160,7 +160,9 @@ class NodeAgent:
             on_note=self._note,
             on_broken=self._fail,
         )
-        confinement = Confinement(Limits() if self._is_private else own_limits(settings))
+        limits = Limits() if self._is_private else own_limits(settings)
+        sandbox = None if self._is_private else own_sandbox(settings, limits)
+        confinement = Confinement(limits, sandbox)
         surveyor = Surveyor(
             credentials,
             links,

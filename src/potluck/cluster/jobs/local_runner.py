@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from potluck.background import Tasks, stop, why
 from potluck.cluster.code_store.store import CodeStore
 from potluck.cluster.jobs.agent_parts import AgentParts
@@ -402,6 +404,10 @@ class LocalRunner:
                     if message.worker != worker:
                         raise ProtocolError(f"it spoke for worker {message.worker!r}")
                     self._pulse.answered(worker)
+                    process = self._processes[worker]
+                    if isinstance(message, worker_link.Ready) and process.is_sandboxed:
+                        # In the sandbox processes have other numbers.
+                        message = msgspec.structs.replace(message, pid=process.pid)
                     self._happened(message)
                     is_done = isinstance(message, worker_link.Finished)
             except PotluckError as error:
@@ -429,9 +435,16 @@ class LocalRunner:
         link = self._links.pop(worker, None)
         if link is not None:
             link.abort()
-        said_so = worker in self._short_of_memory
-        self._short_of_memory.discard(worker)
-        why_ended = self._agent.confinement.why_ended(code, said_so=said_so)
+        why_ended = await self._why_ended(worker, process, code)
         self._happened(jobs.Exited(worker, code, attempt, why_ended))
         await process.release()
         self._happened(jobs.OutputEnded(worker, attempt))
+
+    async def _why_ended(self, worker: str, process: WorkerProcess, code: int) -> str:
+        """Why the process ended with ``code``, if the owner's limits were the reason."""
+        confinement = self._agent.confinement
+        if code > 0 and confinement.limits.memory_bytes:
+            await process.release()  # its last words may not have been read yet
+        said_so = worker in self._short_of_memory
+        self._short_of_memory.discard(worker)
+        return confinement.why_ended(code, said_so=said_so)

@@ -22,6 +22,7 @@ import msgspec
 
 from potluck.background import start_thread
 from potluck.cluster.jobs.environment import accepted, all_but_secrets, passed_on
+from potluck.cluster.jobs.shim import GIVEN
 from potluck.cluster.sharing.confinement import Confinement
 from potluck.errors import ConfigurationError
 from potluck.settings import Settings
@@ -51,19 +52,22 @@ class WorkerProcess:
         environment: Mapping[str, str],
         *,
         limits: Mapping[str, object],
+        sandbox: Sequence[str] | None = None,
         sink: Sink,
         is_behind: Callable[[], bool],
         on_exit: Callable[[int], None],
         directory: Path | None = None,
     ) -> None:
-        """``limits`` are for ``shim.py``. ``on_exit(code)`` is called in the event loop, the moment
+        """``limits`` are for ``shim.py``, ``sandbox`` is a command to run the worker in.
+        ``on_exit(code)`` is called in the event loop, the moment
         the process has ended. As long as ``is_behind()``, its output is not read: it waits like any
         program with a full pipe."""
         assert threading.current_thread() is threading.main_thread()
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
         self._is_behind = is_behind
-        orders = msgspec.json.encode(limits).decode()
+        self.is_sandboxed = sandbox is not None
+        orders = msgspec.json.encode(dict(limits) | {"sandbox": sandbox}).decode()
         shim = [sys.executable, "-I", "-S", str(_SHIM), str(os.getpid()), orders]
         try:
             self._popen = subprocess.Popen(
@@ -146,6 +150,8 @@ class WorkerProcess:
         self.signal(SIGKILL)  # what it started ends with it
         self._is_reaped = True
         code = self._popen.wait()
+        if self.is_sandboxed and code > 128:
+            code = 128 - code  # bubblewrap's word for a script that was killed by a signal
         self._exited.set()
         self._on_exit(code)
 
@@ -263,9 +269,16 @@ def launcher_of(
         inherited = all_but_secrets(os.environ)
     else:
         inherited = passed_on(os.environ, settings.pass_env)
-    inherited |= accepted(spec.environment) | confinement.variables() | _secret_of(settings)
-    given = {name: value for name, value in inherited.items() if value}
+    inherited |= confinement.variables() | _secret_of(settings)
+    sandbox: list[str] | None = None
+    if confinement.sandbox is not None and folder is not None and not is_starter:
+        inherited |= confinement.sandbox.variables()
+        sandbox = confinement.sandbox.command(folder, directory)
+    fixed = confinement.variables()
+    sent = {name: text for name, text in accepted(spec.environment).items() if name not in fixed}
+    given = {name: value for name, value in (inherited | sent).items() if value}
     environment = inherited | {
+        GIVEN: msgspec.json.encode(sent).decode(),
         "POTLUCK_HOME": str(settings.home.absolute()),
         "POTLUCK_PEER_TIMEOUT_S": repr(spec.peer_timeout_s),
         "PYTHONUNBUFFERED": given.get("PYTHONUNBUFFERED", "1"),
@@ -281,6 +294,7 @@ def launcher_of(
             [sys.executable, script, *spec.arguments],
             environment | variables,
             limits=confinement.orders(spec.per_node),
+            sandbox=sandbox,
             sink=partial(sink, worker),
             is_behind=is_behind,
             on_exit=on_exit,

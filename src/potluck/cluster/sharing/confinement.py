@@ -8,12 +8,14 @@ under its limits: ``cluster/jobs/shim.py`` sets them before the script starts.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import msgspec
 import psutil
 
 from potluck.cluster.sharing import cgroups
 from potluck.cluster.sharing.limits import Limits, in_units, limits_of
+from potluck.cluster.sharing.sandbox import Sandbox
 from potluck.settings import Settings
 from potluck.system import usable_cpus
 from potluck.wire.facts import NodeFacts
@@ -24,8 +26,10 @@ _MEMORY_ERROR = re.compile(r"MemoryError|bad_alloc|[Cc]an(?:no|')t allocate memo
 class Confinement:
     """The limits of all workers here, from construction to ``close``."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, sandbox: Sandbox | None = None) -> None:
+        """Scripts of other members run in ``sandbox``, if there is one."""
         self.limits = limits
+        self.sandbox = sandbox
         self._cgroup: cgroups.Cgroup | None = None
         self._why_none = ""
         if limits.cpus or limits.memory_bytes:
@@ -39,8 +43,11 @@ class Confinement:
         """The limits, and what enforces them; empty without limits."""
         text = self.limits.describe()
         if self._cgroup is not None:
-            return f"{text} (by a control group)"
-        return f"{text} (by limits of each worker: {self._why_none})" if self._why_none else text
+            text += " (by a control group)"
+        elif self._why_none:
+            text += f" (by limits of each worker: {self._why_none})"
+        sandbox = "a sandbox for scripts of others" if self.sandbox is not None else ""
+        return ", ".join(filter(None, (text, sandbox)))
 
     def facts(self, facts: NodeFacts) -> NodeFacts:
         """``facts`` about this machine, as the cluster is to see them."""
@@ -92,6 +99,14 @@ class Confinement:
         """The workers have ended."""
         if self._cgroup is not None:
             self._cgroup.close()
+
+
+def own_sandbox(settings: Settings, limits: Limits) -> Sandbox | None:
+    """The sandbox that ``settings`` ask for; ConfigurationError if there can't be one here."""
+    if not settings.sandbox:
+        return None
+    readable = (Path(part.strip()) for part in settings.sandbox_read.split(",") if part.strip())
+    return Sandbox(settings.home, readable, limits.gpus)
 
 
 def own_limits(settings: Settings) -> Limits:

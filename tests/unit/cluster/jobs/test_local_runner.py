@@ -34,7 +34,7 @@ class Machine:
     """The rest of the agent, and launcher and process of its workers: starts nothing, writes down
     what it hears."""
 
-    pid, stands_still = 1, ""
+    pid, stands_still, is_sandboxed = 1, "", False
     view = View("L", 1, (ViewMember(ME, 1, 1),))
 
     def __init__(self) -> None:

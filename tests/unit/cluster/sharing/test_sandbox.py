@@ -1,0 +1,66 @@
+"""Where there can be no sandbox, and what one holds; real scripts in it are in tests/net."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from potluck.cluster.sharing.sandbox import Sandbox
+from potluck.errors import ConfigurationError
+
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: bwrap")
+
+
+def test_without_bubblewrap_it_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"needs bubblewrap.*apt install bubblewrap"):
+        Sandbox(tmp_path, ())
+
+
+def test_where_no_worker_could_run_in_it_it_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system without user namespaces, as bubblewrap tells it."""
+    bwrap = tmp_path / "bwrap"
+    bwrap.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
+    bwrap.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    said = "No permissions to create new namespace. If user namespaces are off, switch them on"
+    with pytest.raises(ConfigurationError, match=said):
+        Sandbox(tmp_path / "home", ())
+
+
+@needs_bwrap
+def test_what_is_to_be_readable_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="POTLUCK_SANDBOX_READ: there is no /no/where"):
+        Sandbox(tmp_path, (Path("/no/where"),))
+
+
+@needs_bwrap
+def test_only_the_gpus_that_are_given_are_devices_in_it(tmp_path: Path) -> None:
+    def devices(gpus: tuple[str, ...] | None) -> list[str]:
+        words = Sandbox(tmp_path / "home", (), gpus).command(tmp_path, tmp_path)
+        return [words[at + 1] for at, word in enumerate(words) if word == "--dev-bind-try"]
+
+    assert devices(()) == []
+    assert devices(("2",))[:2] == ["/dev/nvidia2", "/dev/nvidiactl"]
+
+
+@needs_bwrap
+def test_later_places_lie_in_earlier_ones(tmp_path: Path) -> None:
+    """What is hidden comes first, then what is shown in it; the job's folder alone is writable."""
+    home, data = tmp_path / "home", tmp_path / "data"
+    data.mkdir()
+    job = home / "code_store" / "jobs" / "train-1"
+    job.mkdir(parents=True)
+    words = Sandbox(home, (data,)).command(job, job)
+    places = [words.index(str(path)) for path in ("/tmp", data, home, home / "code_store", job)]
+    assert places == sorted(places)
+    assert words[places[-1] - 1] == "--bind"
+    assert words.count("--bind") == 1
