@@ -212,3 +212,15 @@ def test_no_local_name_hides_an_import(path: Path) -> None:
 )
 def test_each_way_to_hide_an_import_is_found(line: str) -> None:
     assert list(hidden_imports(ast.parse(f"from wire import workers\ndef f():\n{line}")))
+
+
+def test_tables_of_commands_show_escape_sequences_and_do_not_send_them() -> None:
+    """``console_on`` escapes the names and reasons of others; a Console of rich does not."""
+    commands = ROOT / "src" / "potluck" / "cli"
+    own = {"terminal.py", "bench.py"}  # bench shows its own figures only
+    made = [
+        path.name
+        for path in sorted(commands.glob("*.py"))
+        if path.name not in own and "Console(" in path.read_text()
+    ]
+    assert made == []

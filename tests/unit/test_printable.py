@@ -89,11 +89,15 @@ def test_json_is_safe_and_means_the_same(text: str) -> None:
 VERSIONS = Versions("3.11", "0.1", "", "2", "x86_64")
 
 
+def read_introduction(name: str) -> None:
+    introduction = peers.Introduction(1, name, bytes(32), 52415, VERSIONS)
+    peers.MESSAGE.decode(peers.MESSAGE.encode(introduction)[4:])
+
+
 def read(name: str) -> None:
     """Read an agent's introduction and a joiner's, as off the wire."""
-    introduction = peers.Introduction(1, name, 52415, VERSIONS)
-    peers.MESSAGE.decode(peers.MESSAGE.encode(introduction)[4:])
-    msgspec.msgpack.decode(msgspec.msgpack.encode(Newcomer("a" * 64, name)), type=Newcomer)
+    read_introduction(name)
+    msgspec.msgpack.decode(msgspec.msgpack.encode(Newcomer(bytes(32), name)), type=Newcomer)
 
 
 @pytest.mark.parametrize("name", ["", "ada", "Ada's laptop (2)", "köln", "実験室", "x" * 64])
@@ -107,9 +111,9 @@ def test_a_name_that_people_give_is_read(name: str) -> None:
 )
 def test_any_other_name_is_refused_when_it_is_read(name: str) -> None:
     with pytest.raises(ProtocolError):
-        peers.MESSAGE.decode(peers.MESSAGE.encode(peers.Introduction(1, name, 1, VERSIONS))[4:])
+        read_introduction(name)
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(Newcomer("a" * 64, name)), type=Newcomer)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(Newcomer(bytes(32), name)), type=Newcomer)
     read(name_of(name))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from potluck.cli.files import print_json
+from potluck.cli.terminal import console_on
 from potluck.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -87,7 +88,6 @@ def _rows(settings: Settings, me: str) -> list[dict[str, Any]]:
 
 
 def _show(rows: list[dict[str, Any]], me: str) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table()
@@ -104,7 +104,7 @@ def _show(rows: list[dict[str, Any]], me: str) -> None:
             _date(row["until"]),
             seen or _date(row["last_seen"]),
         )
-    Console(markup=False).print(table)
+    console_on().print(table)
 
 
 def _date(at: float) -> str:
