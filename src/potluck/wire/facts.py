@@ -18,7 +18,8 @@ MAX_LINKS = 1024
 MAX_LOAD = 64 << 10
 MAX_TRAIN = 2 << 20
 
-Figure = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+MAX_FIGURE = 1e15
+Figure = Annotated[float, msgspec.Meta(ge=0, le=MAX_FIGURE)]
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -37,8 +38,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
     in the present training (None without one)."""
 
     node: Name
-    cores: int = 1
-    memory_bytes: int = 0
+    cores: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 1
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
     accelerators: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)] = ()
     samples_per_s: Figure | None = None
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)] = ()
@@ -80,7 +81,7 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
 class Echo(msgspec.Struct, frozen=True, tag=True):
     """A request to send this message back."""
 
-    number: int
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
@@ -94,8 +95,8 @@ class TrainArrived(msgspec.Struct, frozen=True, tag=True):
     """The answer to a train: ``nbytes`` arrived, the second half (``half_bytes``) in
     ``seconds``."""
 
-    nbytes: int
-    half_bytes: int
+    nbytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    half_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     seconds: Figure
 
 

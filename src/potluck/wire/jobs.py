@@ -22,11 +22,15 @@ MAX_VARIABLES = 256
 MAX_PER_NODE = 256
 MAX_PLACES = 4096
 MAX_JOBS = 64
+MAX_INTERRUPTS = 100
 MAX_SUMMARY = 512 * 1024
 
 Job = Annotated[str, msgspec.Meta(max_length=256, pattern=r"\A(?!\.{1,2}\Z)[^/\\\x00-\x1f\x7f]+\Z")]
 """The id of a job. It is also the name of a folder and of a log file, so it can't be a path."""
 Workers = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PLACES)]
+Attempt = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Signal = Annotated[int, msgspec.Meta(ge=1, le=64)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Line = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 
 
@@ -41,11 +45,11 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     directory: Text = ""
     per_node: Annotated[int, msgspec.Meta(ge=1, le=MAX_PER_NODE)] = 1
     max_nodes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    max_restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
+    max_restarts: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 3
     restarts_worlds: bool = True
-    wait_s: float = 60.0
+    wait_s: Seconds = 60.0
     min_workers: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLACES)] = 1
-    peer_timeout_s: float = 30.0
+    peer_timeout_s: Seconds = 30.0
     chaos: Text = ""
     wire: Name = SEALED
     environment: Annotated[
@@ -75,7 +79,7 @@ class JobSpec(JobOptions, frozen=True, kw_only=True):
     versions: Versions
     below: Text = ""
     master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    started: float = 0.0
+    started: Seconds = 0.0
     proof: Proof | None = None
 
     @property
@@ -89,7 +93,7 @@ class WorkerPlace(msgspec.Struct, frozen=True):
 
     worker: Name
     node: Name
-    local_rank: int
+    local_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PLACES)]
 
 
 class WorldSpec(msgspec.Struct, frozen=True):
@@ -97,9 +101,9 @@ class WorldSpec(msgspec.Struct, frozen=True):
     the world so far, of which ``restarts`` count against the limit. ``is_fixed``: see
     ``groups.worlds``."""
 
-    number: int = 0
+    number: Attempt = 0
     members: Workers = ()
-    restarts: int = 0
+    restarts: Attempt = 0
     is_fixed: bool = False
     master_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
 
@@ -120,8 +124,8 @@ class InterruptJob(msgspec.Struct, frozen=True, tag=True):
     """A request of the user to end ``job`` by signal ``number``, for the ``times``-th time."""
 
     job: Job
-    number: int
-    times: int
+    number: Signal
+    times: Annotated[int, msgspec.Meta(ge=1, le=MAX_INTERRUPTS)]
 
 
 # From the leader to the starter.
@@ -188,7 +192,7 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
 
     job: Job
     worker: Name
-    attempt: int
+    attempt: Attempt
 
 
 class SignalWorkers(msgspec.Struct, frozen=True, tag=True):
@@ -196,7 +200,7 @@ class SignalWorkers(msgspec.Struct, frozen=True, tag=True):
 
     job: Job
     workers: Workers
-    number: int
+    number: Signal
 
 
 class TellWorkers(msgspec.Struct, frozen=True, tag=True):
@@ -216,8 +220,8 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
     world, and whether it runs."""
 
     worker: Name
-    attempt: int
-    world: int
+    attempt: Attempt
+    world: Attempt
     is_alive: bool
 
 
@@ -225,15 +229,15 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     """The process ``pid`` of ``worker`` was started, in this ``attempt``."""
 
     worker: Name
-    attempt: int
-    pid: int
+    attempt: Attempt
+    pid: worker_link.Pid
 
 
 class OutputEnded(msgspec.Struct, frozen=True, tag=True):
     """All output of the process of this ``attempt`` was sent."""
 
     worker: Name
-    attempt: int
+    attempt: Attempt
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
@@ -242,8 +246,8 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     ignored; -1 stands for the present one."""
 
     worker: Name
-    code: int
-    attempt: int = -1
+    code: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
+    attempt: Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)] = -1
     reason: worker_link.Text = ""
 
 

@@ -28,7 +28,12 @@ MAX_FACTS = 128
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Fact = int | float | bool | Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Epoch = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+"""An epoch, of 31 bits as in frames; -1 for none."""
+Step = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 53)]
+"""A training step or a rank; -1 for none."""
+Pid = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Facts = Annotated[dict[Name, Fact], msgspec.Meta(max_length=MAX_FACTS)]
 
 
@@ -44,12 +49,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """
 
     worker: Name
-    after_epoch: int = 0
+    after_epoch: Epoch = 0
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    pid: int = 0
+    pid: Pid = 0
     node: Name = ""
     host: Name = ""
-    local_rank: int = 0
+    local_rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_MEMBERS)] = 0
     cause: Text = ""
     is_fixed: bool = False
     engine: Engine = Engine.NATIVE
@@ -64,7 +69,7 @@ class Entered(msgspec.Struct, frozen=True, tag=True):
     """The worker has entered the group of ``epoch``."""
 
     worker: Name
-    epoch: int
+    epoch: Epoch
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
@@ -76,11 +81,11 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     """
 
     worker: Name
-    epoch: int
-    rank: int = -1
+    epoch: Epoch
+    rank: Step = -1
     certain: bool = False
     cause: Text = ""
-    step: int = -1
+    step: Step = -1
 
 
 class WorkerProgress(msgspec.Struct, frozen=True, tag=True):
@@ -90,8 +95,8 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag=True):
     message."""
 
     worker: Name
-    epoch: int = 0
-    step: int = -1
+    epoch: Epoch = 0
+    step: Step = -1
     loss: float | None = None
     samples_per_s: float | None = None
     device: Name = ""
@@ -128,15 +133,15 @@ class ChaosDue(msgspec.Struct, frozen=True, tag=True):
     ChaosDone."""
 
     worker: Name
-    epoch: int
-    step: int
+    epoch: Epoch
+    step: Step
 
 
 class ProbeReply(msgspec.Struct, frozen=True, tag=True):
     """The answer to a Probe. ``blocked``: a call of the worker waits for other ranks."""
 
     worker: Name
-    probe: int
+    probe: Count
     blocked: bool = False
 
 
@@ -145,7 +150,7 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
     other workers run."""
 
     worker: Name
-    epoch: int
+    epoch: Epoch
 
 
 # From an agent to a worker.
@@ -159,9 +164,9 @@ class NewGroup(msgspec.Struct, frozen=True, tag=True):
     """
 
     job: Name
-    epoch: int
+    epoch: Epoch
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
-    chaos_steps: Annotated[tuple[int, ...], msgspec.Meta(max_length=4096)] = ()
+    chaos_steps: Annotated[tuple[Step, ...], msgspec.Meta(max_length=4096)] = ()
     paths: Annotated[tuple[MeasuredPath, ...], msgspec.Meta(max_length=256)] = ()
 
 
@@ -172,7 +177,7 @@ class GroupOver(msgspec.Struct, frozen=True, tag=True):
     (``certain``) or was evicted. Otherwise exactly the group ``epoch`` is over.
     """
 
-    epoch: int
+    epoch: Epoch
     worker: Name
     certain: bool
     cause: Text
@@ -187,13 +192,13 @@ class GroupOver(msgspec.Struct, frozen=True, tag=True):
 class Probe(msgspec.Struct, frozen=True, tag=True):
     """A request for an immediate ProbeReply."""
 
-    probe: int
+    probe: Count
 
 
 class ChaosDone(msgspec.Struct, frozen=True, tag=True):
     """The fault for ``step`` was injected; the worker goes on."""
 
-    step: int
+    step: Step
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
@@ -216,12 +221,12 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     its node, empty if the job has a single node."""
 
     worker: Name
-    rank: int
+    rank: Step
     phase: Name
-    pid: int
-    restarts: int
+    pid: Pid
+    restarts: Count
     device: Name
-    step: int
+    step: Step
     samples_per_s: float | None
     node: Name = ""
 
@@ -231,7 +236,7 @@ class Samples(msgspec.Struct, frozen=True):
     data set, and the recent rate (None: not known yet)."""
 
     committed: Count
-    total: Annotated[int, msgspec.Meta(ge=1)]
+    total: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
     per_s: float | None = None
 
 
@@ -242,17 +247,17 @@ class JobState(msgspec.Struct, frozen=True):
 
     job: Name
     node: Name
-    pid: int
+    pid: Pid
     script: Text
     started: float
-    epoch: int
-    step: int
+    epoch: Epoch
+    step: Step
     loss: float | None
     workers: Annotated[tuple[WorkerStatus, ...], msgspec.Meta(max_length=MAX_MEMBERS)]
     events: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
     wire: Name = SEALED
     samples: Samples | None = None
-    world_restarts: int = 0
+    world_restarts: Count = 0
 
 
 FromWorker = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from potluck.cluster.discovery.static import StaticPeers
 from potluck.cluster.home import node_state
-from potluck.cluster.home.node_state import NodeState, find_agent
+from potluck.cluster.home.node_state import AgentRecord, NodeState, find_agent
 from potluck.cluster.links.local import ask_agent
 from potluck.cluster.links.peers import KIND
 from potluck.cluster.node_agent import NodeAgent
@@ -381,6 +382,20 @@ def test_the_command_line_asks_the_agent_of_its_own_machine(tmp_path: Path) -> N
         await ada.stop()
         with pytest.raises(ConfigurationError, match="potluck up"):
             await ask_agent(settings, local.NodesRequest(), timeout_s=WAIT_S)
+
+    run(tmp_path, story)
+
+
+def test_a_command_gives_no_word_to_another_nodes_agent_at_its_agents_port(tmp_path: Path) -> None:
+    """Another member that took the port while this machine's agent was down, say."""
+
+    async def story(cluster: Cluster) -> None:
+        ada, bob = await cluster.node("ada"), await cluster.node("bob")
+        taken = AgentRecord(os.getpid(), bob.agent.port)
+        with pytest.raises(ConfigurationError, match="another node's agent"):
+            await ask_agent(
+                Settings(home=ada.home), local.NodesRequest(), timeout_s=WAIT_S, agent=taken
+            )
 
     run(tmp_path, story)
 

@@ -26,6 +26,7 @@ from potluck.cluster.jobs.faults import Faults
 from potluck.cluster.jobs.group_agreement import GroupAgreement
 from potluck.cluster.jobs.groups import events, membership
 from potluck.cluster.jobs.groups.roster import JobPolicy, Phase, State
+from potluck.cluster.jobs.held import HeldMessages
 from potluck.cluster.jobs.journal import Journal, first_line, lost_text
 from potluck.cluster.jobs.orders import Orders
 from potluck.cluster.jobs.output_relay import OutputRelay
@@ -89,7 +90,7 @@ class JobController:
         self._agent = agent
         self._nodes = set(view.nodes)
         self._reported: set[str] = set()
-        self._held: deque[tuple[str, jobs.FromNode]] | None = None
+        self._held: HeldMessages | None = None
         self._looked_at = float("-inf")
         self._groups = GroupAgreement(spec.job, view.group(spec.job))
         self._journal = Journal(names, time.monotonic())
@@ -196,13 +197,13 @@ class JobController:
 
     def hold(self) -> None:
         """No majority can be reached: keep the nodes' messages until ``installed``."""
-        self._held = self._held or deque(maxlen=10_000)
+        self._held = self._held or HeldMessages()
 
     def installed(self, view: View) -> None:
         """``view`` is used from now on, or again after a pause: take over the job's group and nodes
         from it."""
-        held, self._held = self._held or (), None
-        for node, message in held:
+        held, self._held = self._held or HeldMessages(), None
+        for node, message in held.take():
             self.received(node, message)
         group = view.group(self.spec.job)
         if group is not None:
@@ -247,7 +248,7 @@ class JobController:
     def received(self, node: str, message: jobs.FromNode) -> None:
         """``node`` sent ``message`` about its workers."""
         if self._held is not None:
-            self._held.append((node, message))
+            self._held.keep(node, message)
             return
         if isinstance(message, jobs.Reported):
             self._report(node, message)

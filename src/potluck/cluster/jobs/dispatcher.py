@@ -23,6 +23,7 @@ from potluck.cluster.jobs.agent_parts import AgentParts
 from potluck.cluster.jobs.controller import JobController
 from potluck.cluster.jobs.early import EarlyOrders
 from potluck.cluster.jobs.local_runner import LocalRunner
+from potluck.cluster.jobs.permissions import may_lead_soon, may_say
 from potluck.cluster.jobs.placement import place
 from potluck.cluster.jobs.process import free_port
 from potluck.cluster.jobs.summary import encode_summary
@@ -215,7 +216,8 @@ class JobDispatcher:
         """The operator wants the job of ``client`` to end, by signal ``number``."""
         for job, watched in self._watched.items():
             if watched.client is client:
-                watched.number, watched.times = number, watched.times + 1
+                watched.number = number
+                watched.times = min(watched.times + 1, jobs.MAX_INTERRUPTS)
                 self._agent.plane.to_leader(jobs.InterruptJob(job, number, watched.times))
 
     def status(self) -> tuple[worker_link.JobState, ...]:
@@ -250,27 +252,26 @@ class JobDispatcher:
         """``node`` sent ``message``; it may be this node. ProtocolError if ``node`` is to be cut
         off."""
         view = self._agent.plane.view
-        if isinstance(message, jobs.FromLeader):
-            # Orders count from the leader of this node's own view only.
-            if view is None or node != view.leader:
-                if node != self._agent.me:
-                    self._early.keep(node, message)
-                return
+        if not may_say(node, message, view, self._starter_of):
+            is_order = isinstance(message, jobs.FromLeader)
+            if is_order and node != self._agent.me and may_lead_soon(node, view):
+                self._early.keep(node, message)
+        elif isinstance(message, jobs.FromLeader):
             self._ordered(message)
         elif isinstance(message, jobs.ToStarter):
-            if view is not None and node == view.leader:
-                self._shown(message)
-        elif view is None or view.member(node) is None:
-            return
+            self._shown(message)
         elif isinstance(message, jobs.Submit):
+            assert view is not None
             self._submitted(node, message.spec, view)
-        else:
-            controller = self._controllers.get(message.job)
+        elif (controller := self._controllers.get(message.job)) is not None:
             if isinstance(message, jobs.InterruptJob):
-                if controller is not None and node == controller.spec.starter:
-                    controller.interrupted(message)
-            elif controller is not None:
+                controller.interrupted(message)
+            else:
                 controller.received(node, message)
+
+    def _starter_of(self, job: str) -> str:
+        controller = self._controllers.get(job)
+        return "" if controller is None else controller.spec.starter
 
     def _ordered(self, message: jobs.FromLeader) -> None:
         """The leader of this node's view sent ``message``."""
@@ -279,7 +280,7 @@ class JobDispatcher:
                 runner = self.runners.get(spec.job)
                 if runner is not None:
                     runner.order_again(message)
-                else:
+                elif len(self.runners) < jobs.MAX_JOBS:
                     self.runners[spec.job] = LocalRunner(
                         self._agent, self._code_store, message, self._must_wait
                     )

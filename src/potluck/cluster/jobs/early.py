@@ -32,7 +32,7 @@ class EarlyOrders:
         """The bytes that are kept."""
         return sum(self._held.values())
 
-    def keep(self, node: str, order: jobs.FromLeader) -> None:
+    def keep(self, node: str, order: jobs.JobMessage) -> None:
         """Keep ``order``. ProtocolError, which is to cut ``node`` off, if that would be too much;
         then nothing of it is kept any more."""
         data = peers.MESSAGE.encode(order)[PREFIX_BYTES:]

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from potluck.cluster.jobs.sample_progress import SampleProgress
+from potluck.wire.facts import MAX_FIGURE
 from potluck.wire.worker_link import Fact, WorkerProgress
 
 MAX_NOTES = 1000
+MAX_FACTS = 256
+_MAX_CAUSE = 4096
 _LAST_WORDS = 30
 
 
@@ -112,9 +115,10 @@ class Journal:
         if recovery is None:
             detected = now if self._suspected is None else self._suspected
             self.recoveries.append(Recovery(who, cause, detected))
+            del self.recoveries[:-MAX_NOTES]
         else:
-            recovery.workers += who
-            recovery.cause += f"; {cause}"
+            recovery.workers = (*recovery.workers, *who)[-MAX_NOTES:]
+            recovery.cause = f"{recovery.cause}; {cause}"[:_MAX_CAUSE]
             recovery.reformed_s = None
         if worker:
             self.facts_of(worker).samples_per_s = None
@@ -179,9 +183,9 @@ class Journal:
             facts.training += 1
         newest = (facts.training, told.epoch, told.step)
         facts.epoch, facts.step = told.epoch, told.step
-        facts.loss, facts.samples_per_s = told.loss, told.samples_per_s
+        facts.loss, facts.samples_per_s = told.loss, _figure(told.samples_per_s)
         facts.device = told.device or facts.device
-        facts.facts |= told.facts
+        facts.facts = dict(list((facts.facts | told.facts).items())[:MAX_FACTS])
         if told.step < 0 or newest <= known:
             return
         if newest > self._newest:  # workers tell of one step at different times
@@ -218,3 +222,8 @@ def lost_text(worker: str, why: str) -> str:
 def first_line(text: str) -> str:
     """The first line of ``text`` that is not empty."""
     return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def _figure(per_s: float | None) -> float | None:
+    """``per_s`` if it is a figure that other nodes accept: a worker may say anything."""
+    return per_s if per_s is not None and 0 <= per_s <= MAX_FIGURE else None

@@ -25,17 +25,18 @@ class OutputRelay:
         self._spec = spec
         self._is_starter_here = is_starter_here
         self._num_dropped = 0
-        self._exited: set[tuple[str, int]] = set()
-        self._read: set[tuple[str, int]] = set()
+        # By worker, the newest attempt.
+        self._exited: dict[str, int] = {}
+        self._read: dict[str, int] = {}
         self._was_read = asyncio.Event()
 
     def exited(self, worker: str, attempt: int) -> None:
         """A process ended; its last lines may still be under way."""
-        self._exited.add((worker, attempt))
+        self._exited[worker] = max(attempt, self._exited.get(worker, -1))
 
     def ended(self, worker: str, attempt: int) -> None:
         """All that this process wrote has been passed on."""
-        self._read.add((worker, attempt))
+        self._read[worker] = max(attempt, self._read.get(worker, -1))
         self._was_read.set()
 
     def line(self, line: jobs.Output, node: str) -> None:
@@ -70,6 +71,9 @@ class OutputRelay:
         slowly may delay it longer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if self._spec.is_local else _OUTPUT_S):
-                while any(is_here(worker) for worker, _ in self._exited - self._read):
+                while any(
+                    self._read.get(worker, -1) < attempt and is_here(worker)
+                    for worker, attempt in self._exited.items()
+                ):
                     self._was_read.clear()
                     await self._was_read.wait()

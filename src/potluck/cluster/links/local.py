@@ -102,14 +102,26 @@ class Commands:
 async def call_agent(
     settings: Settings, agent: AgentRecord | None = None
 ) -> aio.MessageLink[local.Reply, local.Request]:
-    """A connection to ``agent``, by default this machine's. ConfigurationError if none runs
-    here."""
+    """A connection to ``agent``, by default this machine's. ConfigurationError if none runs here,
+    or if another node answers at its port."""
     record = agent or find_agent(settings.home)
     if record is None:
         raise ConfigurationError("no agent runs on this machine; start it with: potluck up")
     credentials = load_credentials(settings)
     hello = Hello(CLIENT, credentials.namespace)
-    reader, writer, _ = await aio.connect("127.0.0.1", record.port, hello, credentials)
+    try:
+        reader, writer, _ = await aio.connect(
+            "127.0.0.1",
+            record.port,
+            hello,
+            credentials,
+            wanted=lambda node: node == credentials.node_id,
+        )
+    except aio.Unwanted as error:
+        raise ConfigurationError(
+            f"at port {record.port} of this machine, where its agent should be, answers {error}: "
+            "another node's agent. Stop it, or start this one's again: potluck up"
+        ) from None
     return aio.MessageLink(reader, writer, received=local.REPLY, sent=local.REQUEST)
 
 

@@ -115,7 +115,7 @@ class Guard:
             case wire.Decided(view):
                 return self._decided(view, sender, node)
             case wire.RecoveryRequest(history, epoch):
-                return self._recovery_request(node, history, epoch)
+                return self._recovery_request(history, epoch)
             case wire.RecoveryReport(history, _, found):
                 return None if found is None else self._report(history, found, sender, node, now)
         return None
@@ -228,12 +228,12 @@ class Guard:
 
     # Recovery.
 
-    def _recovery_request(self, node: str, history: str, epoch: int) -> Refusal | None:
+    def _recovery_request(self, history: str, epoch: int) -> Refusal | None:
         agreement = self._agreement
         if agreement.view is not None and agreement.view.history == history:
             return None
         known = self._storage.history(history)
-        is_known = known is not None and epoch <= known.view.epoch and known.view.member(node)
+        is_known = known is not None and epoch <= known.view.epoch
         if not is_known and epoch > claims.confirmed_epoch(
             self._detector.peers, history, self._used()
         ):
