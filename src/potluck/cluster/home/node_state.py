@@ -18,7 +18,7 @@ from potluck import system
 from potluck.cluster.home.directory import make_private
 from potluck.cluster.home.keyfile import read_private, replace_private
 from potluck.errors import ConfigurationError, IdentityError
-from potluck.wire.nodes import StableRecord
+from potluck.wire.nodes import MAX_HISTORIES, MAX_VIEW_BYTES, StableRecord
 
 STATE_FILE = "node_state"
 AGENT_FILE = "node_agent.json"
@@ -26,6 +26,9 @@ AGENT_FILE = "node_agent.json"
 _LOCK_FILE = ".node_agent.lock"
 _WHAT = "the state of this node's agent"
 _LOOKING_S = 0.5
+_MAX_BYTES = 2 * MAX_HISTORIES * 2 * MAX_VIEW_BYTES
+"""Room for all histories, each with two views of the largest size: what can be written can be read
+back."""
 
 
 class _NodeRecord(msgspec.Struct, frozen=True):
@@ -83,7 +86,8 @@ class NodeState:
     def _read(self) -> _NodeRecord:
         path = self._home / STATE_FILE
         try:
-            return msgspec.msgpack.decode(read_private(path, _WHAT), type=_NodeRecord)
+            data = read_private(path, _WHAT, max_bytes=_MAX_BYTES)
+            return msgspec.msgpack.decode(data, type=_NodeRecord)
         except FileNotFoundError:
             return _NodeRecord()
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -7,9 +7,7 @@ import msgspec
 
 from potluck.cluster.membership.events import Action, Save
 from potluck.cluster.membership.outbox import Outbox
-from potluck.wire.nodes import HistoryRecord, Proposal, StableRecord
-
-MAX_HISTORIES = 8
+from potluck.wire.nodes import MAX_HISTORIES, HistoryRecord, Proposal, StableRecord
 
 Continuation = tuple[Action, ...] | Proposal
 """What follows once a record is on disk: actions, or the proposal that may be told as accepted."""
