@@ -29,7 +29,7 @@ demo-cluster: ## Three hosts on this machine train one model, one is cut off and
 	@$(BIN)/python -m support.demo_cluster
 
 .PHONY: check
-check: ## Lint, types and floors: ruff, mypy --strict, import-linter
+check: ## Lint, types, floors, known vulnerabilities: ruff, mypy, import-linter, pip-audit
 	@tools/environment dev
 	@echo 'potluck: ruff' && $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
 	@echo 'potluck: mypy for linux, darwin and win32' && \
@@ -38,6 +38,17 @@ check: ## Lint, types and floors: ruff, mypy --strict, import-linter
 		{ echo "potluck: mypy found this for SYSTEM"; exit 1; }'
 	@echo 'potluck: import-linter' && \
 		{ report=$$($(BIN)/lint-imports --no-logo) || { echo "$$report"; false; }; }
+	@tools/audit
+
+.PHONY: sbom
+sbom: ## List all packages of this environment in CycloneDX (build/sbom.cdx.json)
+	@tools/environment dev
+	@tools/sbom
+
+.PHONY: test-oldest
+test-oldest: ## The tests without torch on the oldest versions that pyproject.toml declares
+	@tools/environment dev
+	@tools/without-torch --oldest $(ARGS)
 
 .PHONY: test
 test: check ## Everything in check, then all tests (ARGS="-k shared_memory" for some)
