@@ -12,11 +12,11 @@ from potluck.cli.files import print_json
 def init(
     json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
-    """Create this machine's key and the secret of a new cluster, unless they exist.
+    """Found a cluster: this machine's key, a secret, and a list, unless they exist.
 
-    Both are files in ~/.potluck that only you can read. Machines that hold the same secret form one
-    cluster; to add a machine, run `potluck pair` here and `potluck join` there. Existing files stay
-    as they are, so the command may be repeated.
+    All are files in ~/.potluck that only you can read. This machine is the founder: the first
+    entry, and an admin, of the list of admitted keys. To add a machine, run `potluck pair` here and
+    `potluck join` there. Existing files stay as they are, so the command may be repeated.
 
     With --json: {"version": 1, "node", "namespace", "home", "made"}. ``namespace`` is the public
     name of the cluster, ``made`` whether the secret is new. The secret is never shown.

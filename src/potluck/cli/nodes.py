@@ -75,7 +75,7 @@ def show_nodes(cluster: NodesReply) -> None:
     state = f"paused: {cluster.paused}" if cluster.paused else f"epoch {cluster.epoch}"
     table = Table(
         title=f"cluster {cluster.namespace[:8]} · {state}",
-        caption=f"{len(cluster.banned)} banned" if cluster.banned else None,
+        caption=_caption(cluster),
         title_justify="left",
         caption_justify="left",
     )
@@ -119,6 +119,12 @@ def _terms(node: NodeInfo) -> str:
     limits = f"jobs get {node.limits}" if node.limits else ""
     paused = "paused by its owner" if node.paused else ""
     return "; ".join(filter(None, (paused, limits, runs_for)))
+
+
+def _caption(cluster: NodesReply) -> str | None:
+    if cluster.is_open:
+        return "open: whoever holds the secret is in; `potluck lock` closes it"
+    return f"{len(cluster.banned)} banned" if cluster.banned else None
 
 
 def _show_links(cluster: NodesReply, names: dict[str, str], console: Console) -> None:

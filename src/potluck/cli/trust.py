@@ -35,6 +35,12 @@ def ban(
     reason: Annotated[
         str, typer.Option(help="Reason, shown to the node and in logs.", show_default=False)
     ] = "",
+    delete_code: Annotated[
+        bool,
+        typer.Option(
+            "--delete-code", help="Delete the code packages that came from it, everywhere."
+        ),
+    ] = False,
 ) -> None:
     """Take a machine out of the cluster, at once and for good.
 
@@ -60,7 +66,7 @@ def ban(
         typer.echo(f"Node {found[:12]} is out: it is not on the list of admitted keys.")
     else:
         psk = None if is_secret_given(settings) else operator.new_secret()
-        kept = operator.revoke(file, key, found, reason, psk=psk)
+        kept = operator.revoke(file, key, found, reason, psk=psk, delete_code=delete_code)
         if psk is not None:
             change_secret(settings.home, psk)
         typer.echo(f"{_called(settings, file, found)} is banned.")

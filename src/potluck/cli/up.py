@@ -92,11 +92,11 @@ def up(
 ) -> None:
     """Make this machine part of its cluster, until Ctrl-C.
 
-    Runs the machine's agent in the foreground. The agent finds the other machines that hold the
-    same secret (by mDNS, by a beacon, or by --peers), keeps links to their agents, and agrees with
-    them on the members of the cluster; each change is one line, with its reason. Creates a secret
-    if there is none: then run `potluck pair` here and `potluck join` on the next machine. `potluck
-    status` shows what the agent knows.
+    Runs the machine's agent in the foreground. The agent finds the other machines of the cluster
+    (by mDNS, by a beacon, or by --peers), keeps links to their agents, and agrees with them on the
+    members of the cluster; each change is one line, with its reason. Founds a cluster if this
+    machine is in none: then run `potluck pair` here and `potluck join` on the next machine.
+    `potluck status` shows what the agent knows, `potluck nodes` who is in.
 
     Machines of a cluster run each other's scripts: `potluck run` on any of them starts workers on
     all, as the user who runs `potluck up` there. Before scripts of another machine run here you are
@@ -184,6 +184,11 @@ async def _run(settings: Settings) -> None:
     if not running.done():
         node = agent.credentials.node_id[:12]
         _say(f"node {node} is up on port {agent.port}; Ctrl-C takes it down")
+        if agent.report.is_open:
+            _say(
+                "this cluster is open: whoever holds its secret (POTLUCK_PSK or "
+                "POTLUCK_PASSPHRASE) is in; `potluck lock` closes it"
+            )
         _say_who_may(agent, is_asking=is_asking)
     with contextlib.suppress(asyncio.CancelledError):
         await running

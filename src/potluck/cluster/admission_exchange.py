@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 class AdmissionExchange:
     """The exchange of records with linked agents, and the watch over the file.
 
-    ``watched()`` are the nodes that other parts of the agent take for members. ``on_barred(nodes)``
-    is called with all nodes that may not take part, whenever that changes.
+    ``watched()`` are the nodes that other parts of the agent take for members. ``on_barred(nodes,
+    new)`` is called with all nodes that may not take part, and the new ones, whenever that changes.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AdmissionExchange:
         links: PeerLinks,
         *,
         watched: Callable[[], Collection[str]],
-        on_barred: Callable[[frozenset[str]], None],
+        on_barred: Callable[[frozenset[str], frozenset[str]], None],
         on_note: Callable[[str], None],
         on_broken: OnBroken,
     ) -> None:
@@ -144,8 +144,9 @@ class AdmissionExchange:
             # So that an honest machine knows why, and stops its part of the work.
             words = wire.Records(admissions.founding, records)
             self._links.drop(node, self._file.objects_to(node) or "it is out", [words])
+        new = barred - self._barred
         self._barred = barred
-        self._on_barred(barred)
+        self._on_barred(barred, new)
 
     def _want_secret(self, admissions: Admissions | None, now: float) -> None:
         if admissions is None or now - self._wanted_at < ASK_S:

@@ -156,7 +156,7 @@ class NodeAgent:
             credentials,
             links,
             watched=plane.watched,
-            on_barred=plane.bar,
+            on_barred=self._barred,
             on_note=self._note,
             on_broken=self._fail,
         )
@@ -194,7 +194,7 @@ class NodeAgent:
             notes=lambda: self._notes,
         )
         # Served to every linked node: a new member may ask before this node knows that it is one.
-        code_store = CodeStore(settings.home, me, links.send)
+        self._code_store = code_store = CodeStore(settings.home, me, links.send)
         links.on(peers.PackageMessage, code_store.received)
         links.on_ended.append(lambda node, incarnation, reason: code_store.lost(node))
         parts = AgentParts(
@@ -259,6 +259,20 @@ class NodeAgent:
         if self._is_private:
             text = "this is the agent of one `potluck run`: it takes only that job's workers"
         await aio.write_greeting(writer, Refusal("kind", text))
+
+    def _barred(self, nodes: frozenset[str], new: frozenset[str]) -> None:
+        """``nodes`` are out of the cluster, those in ``new`` since now."""
+        self.plane.bar(nodes)
+        self.jobs.barred(nodes)
+        for node in new:
+            entry = self._admissions.entry(node)
+            if entry is not None and entry.word is not None and entry.word.delete_code:
+                self._tasks.start(self._delete_code(node))
+
+    async def _delete_code(self, node: str) -> None:
+        count = await self._code_store.delete_from(node)
+        if count:
+            self._note(f"{count} code packages of {node} were deleted")
 
     def _met(self, node: str, introduction: peers.Introduction) -> None:
         self.names.met(node, introduction.name)

@@ -78,7 +78,7 @@ class Report:
             links=links,
             stragglers=stragglers(links, self._names.label),
             banned=self._banned(),
-            is_open=self._is_open(),
+            is_open=self.is_open,
             events=tuple(self._notes()),
         )
 
@@ -88,7 +88,9 @@ class Report:
             return tuple(sorted(node for node, each in entries.items() if each.role == "revoked"))
         return ()
 
-    def _is_open(self) -> bool:
+    @property
+    def is_open(self) -> bool:
+        """Whether whoever holds the secret is in the cluster."""
         with contextlib.suppress(PotluckError):
             return self._admissions.load() is None
         return False

@@ -70,7 +70,8 @@ class Admission(_Signed, frozen=True, kw_only=True, array_like=True, tag=True):
     ``revoked``.
 
     A member admission ends at ``expires`` (Unix time in seconds; 0: never). ``name`` is what the
-    machine called itself when it was admitted, ``reason`` a sentence of the person.
+    machine called itself when it was admitted, ``reason`` a sentence of the person. With
+    ``delete_code`` the machines delete the code packages that came from a revoked one.
     """
 
     key: Key
@@ -78,6 +79,7 @@ class Admission(_Signed, frozen=True, kw_only=True, array_like=True, tag=True):
     expires: Time = 0
     name: MachineName = ""
     reason: Reason = ""
+    delete_code: bool = False
 
 
 class SecretChange(_Signed, frozen=True, kw_only=True, array_like=True, tag=True):

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import signal
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -467,6 +468,14 @@ class JobDispatcher:
                 self._agent.plane.to_leader(jobs.Submit(watched.spec))
             if watched.times:
                 self._agent.plane.to_leader(jobs.InterruptJob(job, watched.number, watched.times))
+
+    def barred(self, nodes: Collection[str]) -> None:
+        """``nodes`` are out of the cluster: no job that they started runs on."""
+        for job, controller in list(self._controllers.items()):
+            if controller.spec.starter in nodes:
+                self._agent.note(f"job {job} ends: {controller.spec.starter}, its starter, is out")
+                controller.interrupted(jobs.InterruptJob(job, signal.SIGTERM, 2))
+        self._drop([job for job, each in self.runners.items() if each.spec.starter in nodes])
 
     def linked(self, node: str) -> None:
         """There is a new link to ``node``: messages over the link before it may be lost."""

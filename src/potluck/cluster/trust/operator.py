@@ -44,7 +44,13 @@ def admit(
 
 
 def revoke(
-    file: AdmissionFile, me: Ed25519PrivateKey, node: str, reason: str = "", *, psk: bytes | None
+    file: AdmissionFile,
+    me: Ed25519PrivateKey,
+    node: str,
+    reason: str = "",
+    *,
+    psk: bytes | None,
+    delete_code: bool = False,
 ) -> tuple[str, ...]:
     """Ban ``node``; the nodes that it had admitted, which stay, by a word of this node.
 
@@ -63,7 +69,7 @@ def revoke(
         if entry.role == "founder":
             raise ConfigurationError(
                 f"node {node[:12]} founded the cluster and can't be banned. If it was stolen, "
-                "found a new cluster: `potluck init --new` on a machine that you trust, then pair"
+                "found a new cluster: remove ~/.potluck on a machine that you trust, and pair anew"
             )
         if node == node_id_of(me.public_key()):
             raise ConfigurationError("a machine can't ban itself; run the command on another one")
@@ -75,7 +81,8 @@ def revoke(
                 word(said.key, said.verdict, len(records) + 1, expires=said.expires, name=said.name)
             )
         name = entry.word.name if entry.word else ""
-        records.insert(0, word(entry.key, "revoked", 0, name=name, reason=reason[:200]))
+        words = {"name": name, "reason": reason[:200], "delete_code": delete_code}
+        records.insert(0, word(entry.key, "revoked", 0, **words))
         if psk is not None:
             records.append(_secret(admissions, me, psk, without=entry.key, offset=len(records)))
         check = Admissions(admissions.founding, admissions.records, is_trusted=True)
@@ -153,6 +160,7 @@ def _speaker(admissions: Admissions, me: Ed25519PrivateKey, without: bytes = b""
         expires: int = 0,
         name: str = "",
         reason: str = "",
+        delete_code: bool = False,
     ) -> Admission:
         record = Admission(
             cluster=admissions.founding.cluster,
@@ -164,6 +172,7 @@ def _speaker(admissions: Admissions, me: Ed25519PrivateKey, without: bytes = b""
             expires=expires,
             name=name,
             reason=reason,
+            delete_code=delete_code,
         )
         return sign(record, me)
 
