@@ -26,6 +26,9 @@ from potluck.transport.tcp import tune
 
 T = TypeVar("T")
 
+DRAIN_S = 1.0
+"""How long a refused caller may take to hang up."""
+
 _PAUSE_S = 0.1
 _BURST = 64
 _BACKLOG = 256
@@ -76,9 +79,9 @@ class Caller:
 class Acceptor:
     """Accepts from ``sock`` and runs ``serve(caller)`` for each connection once bytes have arrived.
 
-    A silent connection costs a socket and a task; ``serve`` makes TLS state (300 KiB). It raises
-    OSError or PotluckError if authentication fails. ``awaits`` names in log lines what an
-    unauthenticated caller owes.
+    A connection costs a socket and a task; ``serve`` makes TLS state (300 KiB) only after a right
+    knock. It raises OSError or PotluckError if authentication fails. ``awaits`` names in log lines
+    what an unauthenticated caller owes.
     """
 
     def __init__(

@@ -10,16 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from potluck.background import OnBroken, start_task, stop
-from potluck.errors import LinkError, ProtocolError, Refused, WrongSecret
-from potluck.transport.acceptor import LIMITS, Acceptor, Caller, Limits, finish, listening_socket
-from potluck.transport.credentials import Credentials, Era, node_id_of_certificate
-from potluck.transport.failures import hung_up_at_knock, translated
-from potluck.transport.handshake import check_node, hear_knock, objection, welcomed
-from potluck.transport.knock import ANSWER_BYTES, Knock
+from potluck.errors import LinkError, ProtocolError, Refused, SecurityError
+from potluck.transport.acceptor import (
+    DRAIN_S,
+    LIMITS,
+    Acceptor,
+    Caller,
+    Limits,
+    finish,
+    listening_socket,
+)
+from potluck.transport.credentials import Credentials, node_id_of_certificate
+from potluck.transport.failures import translated
+from potluck.transport.handshake import check_node, hear_knock, knock, objection, welcomed
+from potluck.transport.tcp import tune
 from potluck.wire.format import PREFIX_BYTES, MessageFormat
 from potluck.wire.greeting import GREETING, Greeting, Hello, Refusal, Welcome
 
@@ -75,18 +83,29 @@ async def connect(
 
     ``wanted(node)`` is asked once the server has proved who it is, before HELLO; Unwanted if not.
     """
-    peer = f"{host}:{port}"
+    peer, doing = f"{host}:{port}", "connecting"
     writer = None
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port)
-            await _knock(reader, writer, credentials.eras)
-            await writer.start_tls(credentials.client_context, server_hostname="")
+            sock = await _dial(host, port)
+            doing = "knocking"
+            try:
+                await finish(knock(sock, credentials.eras), sock)
+            except BaseException:
+                sock.close()
+                raise
+            doing = "setting up TLS"
+            # Not ``start_tls``: the streams are not told of a handshake that fails, and a wait for
+            # their end would not return.
+            reader, writer = await asyncio.open_connection(
+                sock=sock, ssl=credentials.client_context, server_hostname=""
+            )
             node = peer_node(writer)
             peer = f"{peer} (node {node[:12]})"
             check_node(node, peer, credentials)
             if not wanted(node):
                 raise Unwanted(peer)
+            doing = "waiting for WELCOME"
             await write_greeting(writer, hello)
             answer = await read_greeting(reader)
         return reader, writer, welcomed(answer, peer)
@@ -94,24 +113,35 @@ async def connect(
         if writer is not None:
             await end(writer)
         if isinstance(error, OSError):
-            raise translated(error, peer, "connecting") from error
-        if isinstance(error, WrongSecret):
-            raise WrongSecret(f"{peer}, knocking: {error}") from None
+            raise translated(error, peer, doing) from error
+        if isinstance(error, ProtocolError | SecurityError):
+            raise type(error)(f"{peer}, {doing}: {error}") from error
         raise
 
 
-async def _knock(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, eras: Sequence[Era]
-) -> None:
-    """The client's knock; WrongSecret if the server hangs up at it."""
-    knock = Knock(eras)
-    writer.write(knock.call)
+async def _dial(host: str, port: int) -> socket.socket:
+    """A connected socket to the first address of ``host`` that answers."""
+    loop = asyncio.get_running_loop()
+    kind = socket.SOCK_STREAM
     try:
-        answer = await reader.readexactly(ANSWER_BYTES)
-    except asyncio.IncompleteReadError:
-        raise WrongSecret(hung_up_at_knock()) from None
-    writer.write(knock.proof(answer))
-    await writer.drain()
+        addresses = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:  # a name: the system looks it up, in a thread
+        addresses = await loop.getaddrinfo(host, port, type=kind)
+    failure = OSError(f"the name {host!r} has no address")
+    for family, kind, protocol, _, address in addresses:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            tune(sock)
+            await loop.sock_connect(sock, address)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure
 
 
 class Server:
@@ -155,7 +185,9 @@ class Server:
             node = peer_node(writer)
             why = self._credentials.objects_to(node)
             if why is not None:  # before anything that it says is read
+                caller.has_spoken = False  # the first to go where room is needed
                 await write_greeting(writer, Refusal("banned", why))
+                await _drain(reader, self._limits.drain_bytes)
                 raise Refused(f"node {node[:12]} was refused: {why}", "banned")
             hello = await read_greeting(reader)
             if not isinstance(hello, Hello):
@@ -184,6 +216,15 @@ async def _secure(
         ssl_handshake_timeout=timeout_s,
     )
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+async def _drain(reader: asyncio.StreamReader, count: int) -> None:
+    """Discard what the caller sends until it hangs up: to end the connection over unread bytes
+    would reset it, and the refusal would be lost."""
+    with contextlib.suppress(OSError):  # which a TimeoutError is, too
+        async with asyncio.timeout(DRAIN_S):
+            while count > 0 and (some := await reader.read(GREETING.limit)):
+                count -= len(some)
 
 
 async def end(writer: asyncio.StreamWriter) -> None:

@@ -4,7 +4,7 @@ The steps are generators that yield what they wait for (``READ`` or ``WRITE``), 
 ``connect`` and the listener's loop share them. The server's half is ``hear_knock``,
 ``receive_hello`` and, once admitted, ``Listener._conclude``. The client sends nothing but ``Hello``
 before it has read ``Welcome``: a TLS 1.3 client finishes its handshake before the server has looked
-at its certificate.
+at its certificate, so a refusal arrives on the first read.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ _MAX_BACKOFF_S = 1.0
 _CONNECT_TIMEOUT_S = 5.0
 _CANCEL_S = 0.1
 _MAX_SILENCES = 5
+_HALF_A_KNOCK = "it hung up before its knock was whole"
 
 
 def connect(
@@ -79,16 +80,17 @@ def connect(
 
     Blocks until ``deadline`` (``time.monotonic()``) at the latest. A connection that is refused,
     unreachable, cut or silent for ``connection_timeout_s`` is tried again after a growing pause (50
-    ms to 1 s), ``max_retries`` times (None: until the deadline). A data link offers link memory of
+    ms to 1 s), ``max_retries`` times (None: until the deadline). So is a server that hangs up at
+    the knock, at most five times. A data link offers link memory of
     ``memory`` = (num_slots, slot_bytes) per direction; None offers none. ``cancelled`` is asked
     every 0.1 s; once it says True, the call ends with LinkError.
 
     Both sides must want the same ``wire``: sealed (TLS throughout) or signed (clear text with
     tags after WELCOME, ``signed.py``); neither gives in.
 
-    Raises WrongSecret (no Hello was sent, or none was read), Refused (the peer said no: ``code``
-    and text are its; or it is banned here), ProtocolError (not a potluck peer), LinkError (no
-    connection in time).
+    Raises WrongSecret (the server hung up at the knock; no Hello was sent), Refused (the peer said
+    no: ``code`` and text are its; or it is banned here), ProtocolError (not a potluck peer),
+    LinkError (no connection in time).
     """
     peer = f"{host}:{port}"
     patience = _Patience(deadline, connection_timeout_s, cancelled)
@@ -101,7 +103,9 @@ def connect(
         except WrongSecret:
             # A process that ends, and a crowded port, hang up at the knock as well.
             silences += 1
-            is_last = silences > _MAX_SILENCES if max_retries is None else attempts > max_retries
+            is_last = silences > _MAX_SILENCES or (
+                max_retries is not None and attempts > max_retries
+            )
             if is_last or not patience.sleep(backoff_s):
                 raise
         except Refused:
@@ -242,11 +246,12 @@ def _tcp_connect(sock: socket.socket, address: tuple[object, ...]) -> Steps[None
 
 
 def knock(sock: socket.socket, eras: Sequence[Era]) -> Steps[None]:
-    """The client's knock; WrongSecret if the server hangs up at it."""
+    """The client's knock; WrongSecret if the server hangs up at it, ProtocolError if it answers
+    with anything but a knock."""
     mine = Knock(eras)
     yield from _write_raw(sock, mine.call)
     answer = yield from _read_raw(sock, ANSWER_BYTES)
-    if len(answer) < ANSWER_BYTES:
+    if not answer:
         raise WrongSecret(hung_up_at_knock())
     yield from _write_raw(sock, mine.proof(answer))
 
@@ -256,10 +261,12 @@ def hear_knock(sock: socket.socket, eras: Sequence[Era]) -> Steps[None]:
     WrongSecret, with nothing sent, if the client does not hold the secret."""
     call = yield from _read_raw(sock, CALL_BYTES)
     if len(call) < CALL_BYTES:
-        raise LinkError("it hung up before its knock was whole")
+        raise LinkError(_HALF_A_KNOCK)
     heard = Heard(call, eras)
     yield from _write_raw(sock, heard.answer)
     proof = yield from _read_raw(sock, PROOF_BYTES)
+    if len(proof) < PROOF_BYTES:
+        raise LinkError(_HALF_A_KNOCK)
     heard.check(proof)
 
 

@@ -20,7 +20,7 @@ import hmac
 import secrets
 from collections.abc import Sequence
 
-from potluck.errors import WrongSecret
+from potluck.errors import ProtocolError, WrongSecret
 from potluck.transport.credentials import Era
 
 MAX_ERAS = 8
@@ -44,13 +44,16 @@ class Knock:
         self.call = self._nonce + b"".join(tags)
 
     def proof(self, answer: bytes) -> bytes:
-        """The last message; WrongSecret if the server did not make ``answer`` with a secret that
-        this side knows."""
+        """The last message; ProtocolError if the server did not make ``answer`` with a secret that
+        this side knows: a server that does not hold one says nothing."""
         theirs, tag = answer[:_NONCE], answer[_NONCE:]
         for era in self._eras:
             if hmac.compare_digest(_tag(era, b"answer", self._nonce + theirs), tag):
                 return _tag(era, b"proof", self._nonce + theirs)
-        raise WrongSecret("what answers there does not hold this cluster's secret")
+        raise ProtocolError(
+            "what answers there does not hold this cluster's secret; does the port belong to "
+            "another program?"
+        )
 
 
 class Heard:

@@ -23,6 +23,7 @@ import msgspec
 from potluck.background import OnBroken, start_thread, why
 from potluck.errors import LinkError, PotluckError, ProtocolError, Refused
 from potluck.transport.acceptor import (
+    DRAIN_S,
     LIMITS,
     Acceptor,
     Caller,
@@ -51,7 +52,6 @@ _log = logging.getLogger(__name__)
 
 ADMIT_S = 30.0
 _MAX_ADMITTING = 1024
-_DRAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +170,10 @@ class Listener:
         caller.is_handed_over = True
 
     async def _drain(self, sock: TlsSocket) -> None:
-        """Discard raw bytes until the caller closes, so that our TLS alert reaches it."""
+        """Discard raw bytes until the caller closes, so that it hears the alert or refusal."""
         with contextlib.suppress(OSError):  # which a TimeoutError is, too
             socket.socket.shutdown(sock, socket.SHUT_WR)
-            async with asyncio.timeout(_DRAIN_S):
+            async with asyncio.timeout(DRAIN_S):
                 left = self._limits.drain_bytes
                 while left > 0:
                     await ready(sock)

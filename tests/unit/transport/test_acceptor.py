@@ -14,6 +14,7 @@ from potluck.errors import ProtocolError
 from potluck.transport import aio
 from potluck.transport.acceptor import Acceptor, Caller, Limits, listening_socket
 from potluck.transport.listener import Listener
+from support.knocking import do_knock
 from support.links import new_credentials
 
 PATIENT = Limits(timeout_s=60.0)
@@ -66,7 +67,7 @@ async def reads_one_byte(caller: Caller) -> None:
 @all_of_loopback
 @pytest.mark.parametrize("kind", ["worker", "agent"])
 def test_a_machine_that_calls_over_and_over_displaces_only_its_own(kind: str) -> None:
-    """One caller is slower to begin TLS than 150 connections from elsewhere are to come."""
+    """One caller is slower to knock than 150 connections from elsewhere are to come."""
     credentials = new_credentials()
 
     async def greeted(*_: object) -> None:
@@ -74,15 +75,15 @@ def test_a_machine_that_calls_over_and_over_displaces_only_its_own(kind: str) ->
 
     async def story(port: int) -> None:
         async with asyncio.timeout(60):
-            slow = await dial(port, "127.0.0.9")
-            crowd = [await dial(port, "127.0.0.10") for _ in range(150)]
-            for sock in crowd[: -PATIENT.max_connections]:
-                assert await ends(sock)
-            await asyncio.to_thread(finish_tls, slow)
-            for sock in crowd:
-                sock.close()
+            with contextlib.ExitStack() as stack:
+                slow = stack.enter_context(await dial(port, "127.0.0.9"))
+                crowd = [stack.enter_context(await dial(port, "127.0.0.10")) for _ in range(150)]
+                for sock in crowd[: -PATIENT.max_connections]:
+                    assert await ends(sock)
+                await asyncio.to_thread(finish_tls, slow)
 
     def finish_tls(sock: socket.socket) -> None:
+        do_knock(sock)
         sock.settimeout(30)
         with credentials.client_context.wrap_socket(sock) as tls:
             assert tls.version() == "TLSv1.3"

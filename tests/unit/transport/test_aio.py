@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -13,6 +14,7 @@ from potluck.errors import ConfigurationError, LinkError, ProtocolError, Refused
 from potluck.transport import aio
 from potluck.transport.acceptor import Limits
 from potluck.wire.greeting import GREETING, Hello, Refusal, Welcome
+from support.knocking import client_hello, do_hear, do_knock, knocked_streams, raw
 from support.links import new_credentials
 
 Test = Callable[["Host"], Awaitable[None]]
@@ -89,6 +91,43 @@ def test_peers_learn_each_others_identity_and_talk() -> None:
     asyncio.run(story())
 
 
+def test_a_node_that_this_one_does_not_want_is_told_so_and_nothing_it_says_is_read() -> None:
+    """Its HELLO may be on its way already: the refusal must not be lost over it."""
+
+    async def story() -> None:
+        unwanted = new_credentials()
+        async with hosting() as host:
+            host.credentials.objects_to = {unwanted.node_id: "it was banned by bo"}.get
+            with pytest.raises(Refused, match="it was banned by bo") as caught:
+                await aio.connect("127.0.0.1", host.server.port, hello(), unwanted, timeout_s=30)
+            assert caught.value.code == "banned"
+            reader, writer = await knocked_streams(host.server.port, unwanted.client_context)
+            refusal = GREETING.encode(Refusal("banned", "it was banned by bo"))
+            first = await asyncio.wait_for(reader.readexactly(4), 30)
+            for _ in range(20):
+                writer.write(b"\xff" * 500)  # a greeting of 4 GiB: never looked at
+                await asyncio.sleep(0)
+            assert first + await reader.readexactly(len(refusal) - 4) == refusal
+            await aio.end(writer)
+            assert host.asked == []
+            await assert_a_good_peer_gets_through(host)
+
+    asyncio.run(story())
+
+
+def test_a_server_that_this_node_does_not_want_hears_no_hello() -> None:
+    async def story() -> None:
+        mine = new_credentials()
+        async with hosting() as host:
+            mine.objects_to = {host.credentials.node_id: "it was banned by bo"}.get
+            with pytest.raises(Refused, match="is not called: it was banned by bo") as caught:
+                await aio.connect("127.0.0.1", host.server.port, hello(), mine, timeout_s=30)
+            assert caught.value.code == "banned"
+            assert host.asked == []
+
+    asyncio.run(story())
+
+
 def test_another_secret_is_refused() -> None:
     async def story() -> None:
         async with hosting() as host:
@@ -118,15 +157,17 @@ def test_a_refusal_carries_its_code_and_reason(message: Hello, code: str) -> Non
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("junk", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000])
-def test_junk_ends_its_connection_and_disturbs_nobody(junk: bytes) -> None:
+@pytest.mark.parametrize(
+    "junk", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, client_hello()]
+)
+def test_junk_gets_no_byte_and_disturbs_nobody(junk: bytes) -> None:
     async def story() -> None:
         async with hosting() as host:
             reader, writer = await asyncio.open_connection("127.0.0.1", host.server.port)
             with contextlib.suppress(ConnectionError):
                 writer.write(junk)
                 writer.write_eof()
-                await asyncio.wait_for(reader.read(), 30)
+                assert await asyncio.wait_for(reader.read(), 30) == b""
             await aio.end(writer)
             await assert_a_good_peer_gets_through(host)
 
@@ -136,12 +177,8 @@ def test_junk_ends_its_connection_and_disturbs_nobody(junk: bytes) -> None:
 def test_a_greeting_of_4_gib_is_refused_under_tls_too() -> None:
     async def story() -> None:
         async with hosting() as host:
-            reader, writer = await asyncio.open_connection(
-                "127.0.0.1",
-                host.server.port,
-                ssl=new_credentials().client_context,
-                server_hostname="",
-            )
+            context = new_credentials().client_context
+            reader, writer = await knocked_streams(host.server.port, context)
             writer.write(b"\xff\xff\xff\xff" + bytes(100))
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), 30) == b""
@@ -182,10 +219,14 @@ def test_of_a_crowd_that_arrives_at_once_no_more_are_kept_than_may_wait() -> Non
     asyncio.run(story())
 
 
-def test_a_silent_caller_is_dropped_when_its_time_is_up() -> None:
+@pytest.mark.parametrize("does_knock", [False, True], ids=["at once", "after a right knock"])
+def test_a_silent_caller_is_dropped_when_its_time_is_up(does_knock: bool) -> None:
     async def story() -> None:
-        async with hosting(timeout_s=0.2) as host:
-            reader, writer = await asyncio.open_connection("127.0.0.1", host.server.port)
+        async with hosting(timeout_s=1.5) as host:
+            sock = await asyncio.to_thread(raw, host.server.port)
+            if does_knock:
+                await asyncio.to_thread(do_knock, sock)
+            reader, writer = await asyncio.open_connection(sock=sock)
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(reader.read(), 30) == b""
             await aio.end(writer)
@@ -220,6 +261,89 @@ def test_nobody_there_is_a_link_error_that_names_the_place() -> None:
             port = host.server.port
         with pytest.raises(LinkError, match=f"127.0.0.1:{port}"):
             await aio.connect("127.0.0.1", port, hello(), new_credentials())
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (None, LinkError, "did not answer in time while setting up TLS"),
+        (b"", LinkError, "while setting up TLS"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ProtocolError, "does not speak TLS 1.3"),
+    ],
+    ids=["silence", "its end", "junk"],
+)
+def test_a_server_that_fails_after_the_knock_is_an_error_that_says_where(
+    answer: bytes | None, error: type[Exception], text: str
+) -> None:
+    """The wait for the end of such a connection must end, too."""
+    credentials = new_credentials()
+
+    async def story(port: int) -> None:
+        async with asyncio.timeout(60):
+            with pytest.raises(error, match=text):
+                await aio.connect(
+                    "127.0.0.1",
+                    port,
+                    hello(),
+                    credentials,
+                    timeout_s=1.5 if answer is None else 30,
+                )
+
+    def serve(listening: socket.socket) -> None:
+        sock, _ = listening.accept()
+        with sock:
+            sock.settimeout(30)
+            do_hear(sock, credentials)
+            sock.recv(65536)
+            if answer is not None:
+                sock.sendall(answer)
+                sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(65536):
+                    pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        asyncio.run(story(listening.getsockname()[1]))
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (b"", WrongSecret, "hung up without a word"),
+        (b"HTTP/1.1 400 Bad", ProtocolError, "another program"),
+        (bytes(200), ProtocolError, "another program"),
+    ],
+)
+def test_who_answers_no_knock_is_named(answer: bytes, error: type[Exception], text: str) -> None:
+    async def story() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readexactly(80)
+            writer.write(answer)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(error, match=rf"127.0.0.1:{port}, knocking: .*{text}"):
+                await aio.connect("127.0.0.1", port, hello(), new_credentials(), timeout_s=30)
+
+    asyncio.run(story())
+
+
+def test_a_name_is_looked_up_and_one_without_an_address_is_a_link_error() -> None:
+    async def story() -> None:
+        async with hosting() as host:
+            _, writer, _ = await aio.connect(
+                "localhost", host.server.port, hello(), new_credentials(), timeout_s=30
+            )
+            await aio.end(writer)
+        with pytest.raises(LinkError, match=r"nowhere\.invalid"):
+            await aio.connect("nowhere.invalid", 1, hello(), new_credentials(), timeout_s=30)
 
     asyncio.run(story())
 

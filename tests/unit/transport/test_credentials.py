@@ -15,11 +15,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from potluck.errors import SecurityError
 from potluck.transport.credentials import (
     Credentials,
+    era_of,
     make_credentials,
     namespace_of,
     node_id_of_certificate,
 )
-from support.links import tls_pair
+from support.links import new_credentials, tls_pair
 
 PSK = bytes(range(32))
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -30,13 +31,44 @@ def authority(credentials: Credentials) -> x509.Certificate:
     return x509.load_der_x509_certificate(der)
 
 
-def test_every_holder_of_the_secret_derives_the_same_authority_to_the_byte() -> None:
+def test_the_issuer_is_the_same_for_all_clusters_to_the_byte_and_the_key_says_who_a_node_is() -> (
+    None
+):
     one = make_credentials(PSK, Ed25519PrivateKey.generate())
     other = make_credentials(PSK, Ed25519PrivateKey.generate())
-    assert authority(one) == authority(other)
-    assert one.namespace == other.namespace
+    elsewhere = make_credentials(bytes(32), KEY)
+    assert authority(one) == authority(other) == authority(elsewhere)
+    assert one.namespace == other.namespace != elsewhere.namespace
     assert one.node_id != other.node_id
-    assert authority(make_credentials(bytes(32), KEY)) != authority(one)
+
+
+def test_a_certificate_says_nothing_but_its_key() -> None:
+    """A machine that shows it gives away neither its name nor its cluster."""
+    with tls_pair(memory=None) as (near, _):
+        der = near._sock.getpeercert(binary_form=True)
+        assert der is not None
+        shown = x509.load_der_x509_certificate(der)
+        assert list(shown.subject) == []
+        assert shown.issuer.rfc4514_string() == "CN=potluck"
+        assert shown.not_valid_before_utc.year == 1970
+        assert new_credentials().namespace.encode() not in der
+        with pytest.raises(x509.ExtensionNotFound):
+            shown.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+
+
+def test_a_changed_secret_holds_from_the_next_connection_and_the_earlier_one_is_heard() -> None:
+    eras = [era_of(PSK)]
+    credentials = Credentials(KEY, lambda: eras)
+    before = credentials.namespace
+    eras.insert(0, era_of(bytes(32)))
+    assert credentials.namespace == namespace_of(bytes(32)) != before
+    assert credentials.accepts(before)
+    assert len(set(credentials.advert_keys)) == 2
+
+
+def test_what_follows_from_a_secret_has_a_key_for_each_purpose() -> None:
+    era = era_of(PSK)
+    assert len({era.knock_key, era.advert_key, PSK}) == 3
 
 
 def test_names_are_hashes_that_never_change() -> None:
@@ -77,6 +109,8 @@ def test_no_secret_is_printed() -> None:
     shown = repr(make_credentials(PSK, KEY))
     assert PSK.hex() not in shown
     assert "context" not in shown
+    era = era_of(PSK)
+    assert repr(era) == f"Era(namespace={era.namespace!r})"
 
 
 def test_no_key_is_left_on_disk(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
