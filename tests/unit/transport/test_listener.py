@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import queue
 import random
@@ -13,8 +14,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.errors import (
     ConfigurationError,
@@ -22,15 +27,18 @@ from potluck.errors import (
     PotluckError,
     ProtocolError,
     Refused,
+    SecurityError,
     WrongSecret,
 )
 from potluck.transport.acceptor import Limits
-from potluck.transport.credentials import Credentials
+from potluck.transport.credentials import Credentials, era_of
 from potluck.transport.handshake import connect, drive, read_greeting, tls_handshake
+from potluck.transport.knock import ANSWER_BYTES, CALL_BYTES, PROOF_BYTES, Knock
 from potluck.transport.listener import Admission, Listener
 from potluck.transport.tcp import TcpLink
 from potluck.wire.greeting import GREETING, Hello, Refusal, Welcome
-from support.links import Blocking, new_credentials
+from support.knocking import begin_knock, client_hello, knocked, raw, untrusting
+from support.links import Blocking, new_credentials, psk
 from support.proxy import RecordingProxy
 
 MARKER = b"these are the parameters of my model"
@@ -108,12 +116,6 @@ def assert_a_good_peer_gets_through(host: Host) -> None:
             assert Blocking(other).receive(4) == b"ping"
 
 
-def raw(port: int) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", port))
-    sock.settimeout(30)
-    return sock
-
-
 def read_to_end(sock: socket.socket) -> bytes:
     """Everything until the other side ends the connection, with whatever kind of end."""
     data = b""
@@ -121,13 +123,6 @@ def read_to_end(sock: socket.socket) -> bytes:
         while some := sock.recv(65536):
             data += some
     return data
-
-
-def trusting_context(credentials: Credentials) -> ssl.SSLContext:
-    """A client that shows ``credentials`` but accepts whatever the server shows: an attacker's."""
-    context = credentials.client_context
-    context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 # -- the right secret
@@ -229,65 +224,169 @@ def test_a_delivered_link_outlives_its_listener() -> None:
         assert Blocking(link).receive(8) == b"and here"
 
 
-# -- the wrong secret
+# -- strangers: not one byte
 
 
-HANDSHAKE, ALERT, ENCRYPTED = 22, 21, 23
+STRANGERS = {
+    **{name: junk for name, junk in JUNK.items() if len(junk) >= CALL_BYTES},
+    "a ClientHello without a knock": client_hello(),
+    "a long HTTP request": b"GET / HTTP/1.1\r\nHost: localhost\r\nAccept: " + b"*/*, " * 20,
+    "a knock under another secret": Knock(new_credentials("another").eras).call,
+}
 
 
-def tls_records(data: bytes | bytearray) -> list[tuple[int, int]]:
-    """(type, length) of each TLS record in a stream of whole ones, without ChangeCipherSpec."""
-    records = []
-    while data:
-        kind, _, length = struct.unpack(">BHH", data[:5])
-        if kind != 20:
-            records.append((kind, length))
-        data = data[5 + length :]
-    return records
+@pytest.mark.parametrize("junk", STRANGERS.values(), ids=STRANGERS)
+def test_a_caller_without_a_right_knock_is_left_at_once_without_a_byte(junk: bytes) -> None:
+    """The limits would let it wait for a minute."""
+    with contextlib.closing(Host(timeout_s=60.0)) as host:
+        with raw(host.port) as sock:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(junk)
+            assert read_to_end(sock) == b""
+        assert host.asked == []
+        assert_a_good_peer_gets_through(host)
 
 
-ALERT_BYTES = 2 + 1 + 16  # level and description, inner type, authentication tag
+def test_half_a_knock_gets_no_byte_until_its_time_is_up(caplog: pytest.LogCaptureFixture) -> None:
+    mine = Knock(new_credentials().eras)
+    with contextlib.closing(Host(timeout_s=1.5)) as host, raw(host.port) as sock:
+        sock.sendall(mine.call[:-1])
+        assert read_to_end(sock) == b""
+        wait_for(lambda: "no HELLO within 1.5 s" in caplog.text)
 
 
-def test_a_server_with_another_secret_gets_nothing_but_an_alert(
+def test_a_recorded_knock_gets_32_random_bytes_and_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with contextlib.closing(Host(timeout_s=60.0)) as host:
+        with RecordingProxy("127.0.0.1", host.port) as proxy:
+            link = call(proxy.port)
+            host.links.get(timeout=30).close()
+            link.close()
+        recorded = bytes(proxy.recordings[0].to_server)
+        answers = [bytes(proxy.recordings[0].to_client[:ANSWER_BYTES])]
+        for _ in range(3):
+            with raw(host.port) as sock:
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(recorded)
+                answers.append(read_to_end(sock))
+        assert [len(answer) for answer in answers] == [ANSWER_BYTES] * 4
+        assert len(set(answers)) == 4
+        assert len(host.asked) == 1
+        wait_for(lambda: "played a recorded knock" in caplog.text)
+
+
+@pytest.mark.parametrize("count", [0, PROOF_BYTES - 1, PROOF_BYTES])
+def test_a_knock_without_its_proof_reaches_no_tls(
+    count: int, host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    sock, answer = begin_knock(host.port, Knock(new_credentials().eras))
+    with sock:
+        assert len(answer) == ANSWER_BYTES
+        sock.sendall(bytes(count))
+        if count < PROOF_BYTES:
+            sock.shutdown(socket.SHUT_WR)
+        assert read_to_end(sock) == b""
+    cause = "recorded knock" if count == PROOF_BYTES else "hung up before its knock was whole"
+    wait_for(lambda: cause in caplog.text)
+    assert host.asked == []
+
+
+def test_a_caller_with_another_secret_says_80_bytes_and_is_told_nothing(
     host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RecordingProxy("127.0.0.1", host.port) as proxy:
-        with pytest.raises(WrongSecret, match="another cluster secret"):
+        with pytest.raises(WrongSecret, match=r"hung up without a word.*potluck pair"):
             call(proxy.port, new_credentials("another"), worker=MARKER.decode())
-        wait_for(lambda: "another cluster secret" in caplog.text)
-    kinds = [kind for kind, _ in tls_records(proxy.recordings[0].to_server)]
-    assert kinds == [HANDSHAKE, ALERT], "a ClientHello, then the alert: no payload"
+        wait_for(lambda: "does not hold this cluster's secret" in caplog.text)
+    (recording,) = proxy.recordings
+    assert (len(recording.to_server), len(recording.to_client)) == (CALL_BYTES, 0)
     assert host.asked == []
     assert_a_good_peer_gets_through(host)
 
 
-def test_a_client_with_another_secret_that_trusts_anybody_is_refused_unheard(host: Host) -> None:
-    intruder = new_credentials("another")
-    context = trusting_context(intruder)
-    with (
-        RecordingProxy("127.0.0.1", host.port) as proxy,
-        context.wrap_socket(raw(proxy.port)) as tls,
-    ):
-        # TLS 1.3: this side is done before the server has looked at its certificate.
-        tls.sendall(GREETING.encode(Hello("data", host.credentials.namespace)))
-        with pytest.raises(ssl.SSLError, match="UNKNOWN_CA"):
-            tls.recv(1)
-    assert host.asked == []
-    # ServerHello, five encrypted handshake messages (extensions, request, certificate, proof,
-    # finished), then the alert: no Welcome, no Refusal.
-    records = tls_records(proxy.recordings[0].to_client)
-    assert [kind for kind, _ in records] == [HANDSHAKE, *[ENCRYPTED] * 6]
-    assert records[-1] == (ENCRYPTED, ALERT_BYTES)
-    assert_a_good_peer_gets_through(host)
+def test_a_machine_that_was_away_while_the_secret_changed_is_heard(host: Host) -> None:
+    old, new = era_of(psk()), era_of(psk("the next"))
+    server = Credentials(Ed25519PrivateKey.generate(), lambda: (new, old))
+    with contextlib.closing(Listener("127.0.0.1", 0, server)) as listener:
+        listener.serve(host.admit)
+        for eras in ((old,), (new,), (new, old)):
+            caller = Credentials(Ed25519PrivateKey.generate(), lambda eras=eras: eras)
+            call(listener.port, caller).close()
+            host.links.get(timeout=30).close()
 
 
-def test_the_refused_client_hears_why_even_if_it_went_on_talking(host: Host) -> None:
-    tls = trusting_context(new_credentials("another")).wrap_socket(raw(host.port))
-    with tls:
+# -- holders of the secret: which key
+
+
+@pytest.mark.parametrize("use_native", [False, True])
+def test_a_key_that_is_not_admitted_is_told_so_and_not_listened_to(
+    use_native: bool, host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A knock and a certificate are not enough; what the client says is never looked at."""
+    unwanted = new_credentials(use_native=use_native)
+    host.credentials.objects_to = {unwanted.node_id: "it was banned by bo"}.get
+    with pytest.raises(Refused, match="it was banned by bo") as caught:
+        call(host.port, unwanted)
+    assert caught.value.code == "banned"
+    with unwanted.client_context.wrap_socket(knocked(host.port)) as tls:
+        tls.sendall(b"\xff" * 1000)  # a greeting of 4 GiB, if one looked
         deadline = time.monotonic() + 30
-        with pytest.raises(WrongSecret, match="refused this node's certificate"):
+        answer = drive(read_greeting(tls), tls, deadline, "waiting", "the listener")
+    assert answer == Refusal("banned", "it was banned by bo")
+    wait_for(lambda: f"node {unwanted.node_id[:12]} was refused" in caplog.text)
+    assert host.asked == []
+    assert_a_good_peer_gets_through(host)
+
+
+def test_a_server_whose_key_is_not_wanted_hears_no_hello(host: Host) -> None:
+    mine = new_credentials()
+    mine.objects_to = {host.credentials.node_id: "it was banned by bo"}.get
+    with pytest.raises(Refused, match="is not called: it was banned by bo") as caught:
+        call(host.port, mine)
+    assert caught.value.code == "banned"
+    assert host.asked == []
+
+
+def test_a_client_without_a_certificate_is_refused(host: Host) -> None:
+    tls = untrusting().wrap_socket(knocked(host.port))
+    with tls, pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
+        tls.recv(1)
+    assert host.asked == []
+
+
+def test_a_client_whose_certificate_no_potluck_makes_hears_so_even_if_it_went_on_talking(
+    host: Host, tmp_path: Path
+) -> None:
+    context = untrusting()
+    path = tmp_path / "chain.pem"
+    path.write_bytes(self_signed(Ed25519PrivateKey.generate()))
+    context.load_cert_chain(path)
+    with context.wrap_socket(knocked(host.port)) as tls:
+        deadline = time.monotonic() + 30
+        with pytest.raises(SecurityError, match="refused this node's certificate"):
             drive(talk_then_listen(tls), tls, deadline, "waiting for WELCOME", "the listener")
+    assert host.asked == []
+
+
+def self_signed(key: Ed25519PrivateKey) -> bytes:
+    """A certificate that its own key has signed, and the key (PEM)."""
+    name = x509.Name([])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(datetime.datetime(1970, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 1, 1))
+        .sign(key, None)
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
 
 
 def talk_then_listen(tls: ssl.SSLSocket) -> Iterator[int]:
@@ -297,22 +396,9 @@ def talk_then_listen(tls: ssl.SSLSocket) -> Iterator[int]:
     return read_greeting(tls)
 
 
-def test_a_client_without_a_certificate_is_refused(host: Host) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    tls = context.wrap_socket(raw(host.port))
-    with tls, pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
-        tls.recv(1)
-    assert host.asked == []
-
-
 def test_tls_1_2_is_refused(host: Host) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with raw(host.port) as sock, pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+    context = untrusting(tls_1_2=True)
+    with knocked(host.port) as sock, pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
         context.wrap_socket(sock)
     assert host.asked == []
 
@@ -360,8 +446,9 @@ def test_junk_on_the_port_ends_its_connection_and_disturbs_nobody(junk: bytes, h
         with contextlib.suppress(ConnectionError):
             sock.sendall(junk)
             assert_a_good_peer_gets_through(host)  # while the junk is still connected
-            sock.shutdown(socket.SHUT_WR)
-        assert MARKER not in read_to_end(sock)
+            with contextlib.suppress(OSError):  # what was no knock has been left by now
+                sock.shutdown(socket.SHUT_WR)
+        assert read_to_end(sock) == b""
     assert_a_good_peer_gets_through(host)
     assert len(host.asked) == 2
 
@@ -381,7 +468,7 @@ def test_junk_on_the_port_ends_its_connection_and_disturbs_nobody(junk: bytes, h
 def test_junk_under_tls_ends_its_connection_and_disturbs_nobody(
     junk: tuple[str, bytes], host: Host
 ) -> None:
-    with new_credentials().client_context.wrap_socket(raw(host.port)) as tls:
+    with new_credentials().client_context.wrap_socket(knocked(host.port)) as tls:
         tls.sendall(junk[1])
         socket.socket.shutdown(tls, socket.SHUT_WR)
         with contextlib.suppress(ssl.SSLError, ConnectionError):  # an end or an alert
@@ -397,8 +484,9 @@ def test_a_crowd_of_bad_callers_is_worth_one_log_line_a_second(
     begin = time.monotonic()
     for _ in range(100):
         with raw(host.port) as sock:
-            sock.sendall(JUNK["HTTP"])
-            read_to_end(sock)
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(STRANGERS["a long HTTP request"])
+            assert read_to_end(sock) == b""
     seconds = time.monotonic() - begin
     lines = [record for record in caplog.records if record.name == "potluck.transport.acceptor"]
     assert 1 <= len(lines) <= seconds + 1
@@ -415,9 +503,9 @@ def test_five_hundred_idle_connections_do_not_keep_a_peer_out(host: Host) -> Non
 
 
 def test_a_caller_that_drips_its_bytes_has_no_more_time_than_one_that_is_silent() -> None:
-    """A ClientHello of 16 KiB, a byte at a time: minutes, if one let it."""
+    """A ClientHello of 16 KiB after a right knock, a byte at a time: minutes, if one let it."""
     endless = b"\x16\x03\x01\x40\x00" + b"\x01\x00\x3f\xfc" + bytes(0x3FFC)
-    with contextlib.closing(Host(timeout_s=1.5)) as host, raw(host.port) as sock:
+    with contextlib.closing(Host(timeout_s=1.5)) as host, knocked(host.port) as sock:
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         sent = 0
@@ -577,7 +665,7 @@ def test_a_listener_that_opens_late_is_found() -> None:
 def test_a_server_that_says_nothing_costs_the_connection_timeout_only() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         credentials = new_credentials()
-        with pytest.raises(LinkError, match="did not answer in time while setting up TLS"):
+        with pytest.raises(LinkError, match="did not answer in time while knocking"):
             connect(
                 "127.0.0.1",
                 silent.getsockname()[1],
@@ -622,9 +710,30 @@ def test_a_web_server_is_not_taken_for_a_peer() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ProtocolError, match="does not speak TLS"):
+        with pytest.raises(ProtocolError, match="another program"):
             call(web.getsockname()[1], max_retries=5)
         thread.join()
+
+
+def test_a_server_that_hangs_up_at_the_knock_is_tried_again_but_not_for_ever() -> None:
+    """A process that ends does so as well, and its successor may listen at the same port."""
+    calls: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def hang_up() -> None:
+            for _ in range(6):
+                sock, _ = other.accept()
+                with sock:
+                    calls.append(sock.recv(65536))
+            other.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(WrongSecret, match="hung up without a word"):
+            call(other.getsockname()[1], max_retries=1000)
+        thread.join()
+    assert [len(each) for each in calls] == [CALL_BYTES] * 6
+    assert len(set(calls)) == 6
 
 
 def test_a_name_that_does_not_exist_is_a_link_error_that_says_so() -> None:
@@ -662,7 +771,7 @@ def test_the_handshake_functions_serve_a_socket_that_blocks_in_neither_direction
     host: Host,
 ) -> None:
     credentials = new_credentials()
-    sock = raw(host.port)
+    sock = knocked(host.port)
     sock.setblocking(False)
     with credentials.client_context.wrap_socket(sock, do_handshake_on_connect=False) as tls:
         drive(tls_handshake(tls), tls, time.monotonic() + 30, "setting up TLS", "the listener")
