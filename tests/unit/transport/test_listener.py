@@ -602,13 +602,6 @@ def test_a_server_of_another_protocol_version_is_not_accepted(host: Host) -> Non
     assert caught.value.code == "version"
 
 
-def test_another_namespace_is_refused(host: Host) -> None:
-    with pytest.raises(Refused, match="cluster") as caught:
-        call(host.port, namespace="somewhere else")
-    assert caught.value.code == "namespace"
-    assert host.asked == []
-
-
 # -- the port
 
 
