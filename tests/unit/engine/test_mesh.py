@@ -82,7 +82,6 @@ REFUSALS = [
     ({"rank": 2}, "identity", "rank 2 is on node"),
     ({"kind": "rendezvous"}, "kind", "does not take 'rendezvous' connections"),
     ({"wire": "signed"}, "wire", "are sealed, the caller's signed: set POTLUCK_WIRE to the same"),
-    ({"namespace": "elsewhere"}, "namespace", "not to 'elsewhere'"),
 ]
 
 
