@@ -36,7 +36,7 @@ REACH_US = 8.0
 
 def measure(rank: int, peers: list[str], pipe: Connection) -> None:
     """One rank: microseconds of CPU per call, for each of the ways."""
-    settings = load_settings(use_shared_memory=False, passphrase="what a call costs over links")
+    settings = load_settings(use_shared_memory=False, psk="5a" * 32)
     backend = RingBackend(peers, rank, settings=settings)
     with potluck.DistributedContext(backend, timeout_s=60) as context:
         arrays = [np.zeros(NUM_BYTES // 4, np.float32) for _ in range(IN_A_ROW)]

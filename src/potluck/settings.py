@@ -65,6 +65,13 @@ class Settings:
     passphrase: Annotated[
         str | None, About("words that the cluster secret is made from (scrypt); instead of a file")
     ] = field(default=None, repr=False)
+    cluster: Annotated[
+        str,
+        About(
+            "a name of your own for a cluster with POTLUCK_PASSPHRASE, the same on all machines: "
+            "the salt of the words"
+        ),
+    ] = ""
     bind: Annotated[
         str, About("interface or address to listen on and look for others; by default all")
     ] = ""

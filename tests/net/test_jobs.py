@@ -181,7 +181,8 @@ def test_the_cut_off_half_goes_on_alone_when_it_is_told_to(tmp_path: Path) -> No
         2,
         tmp_path / "homes",
         psk="",
-        POTLUCK_PASSPHRASE="four words of ours",
+        POTLUCK_PASSPHRASE="subway useless cement misery cause lawsuit",
+        POTLUCK_CLUSTER="attic",
         POTLUCK_DISCOVERY="static",
         POTLUCK_PEERS="10.88.0.1,10.88.0.2",
     ) as machines:

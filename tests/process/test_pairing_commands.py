@@ -199,10 +199,10 @@ def test_whose_scripts_run_is_decided_without_an_agent_too(environment: Path) ->
     me = json.loads(potluck(home, "init", "--json").stdout)["node"]
     for arguments, said in (
         (("allow", me), "that is this machine, which always runs its own jobs"),
-        (("deny", "nobody"), "no node is called 'nobody' here, and"),
+        (("deny", "nobody"), "'nobody' is no machine that is known here"),
         (("pause",), "no agent runs on this machine; start it with: potluck up"),
         (("up", "--allow-root", "--run-for", "all,bob"), "write all, ask or none, or names or ids"),
-        (("up", "--allow-root", "--run-for", "nobody"), "no node is called 'nobody' here"),
+        (("up", "--allow-root", "--run-for", "nobody"), "'nobody' is no machine that is known"),
     ):
         refused = potluck(home, *arguments)
         assert refused.returncode == 2, refused

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
 import secrets
 import string
 import unicodedata
 from pathlib import Path
 
 from potluck.cluster.home.keyfile import load_or_create
+from potluck.cluster.trust.words import new_passphrase
 from potluck.errors import ConfigurationError, IdentityError
 from potluck.settings import Settings
 from potluck.transport.credentials import PSK_BYTES
 
 SECRET_FILE = "cluster_secret"
-MIN_PASSPHRASE = 12
+MIN_BITS = 60
 
-# scrypt (RFC 7914): 128 MiB and about half a second for each guess. The salt is fixed because
-# every node must derive the same secret from the passphrase alone.
-_SCRYPT_SALT = b"potluck passphrase v1"
+# scrypt (RFC 7914): 128 MiB and about half a second for each guess.
+_SCRYPT_LABEL = b"potluck passphrase v2 "
 _SCRYPT_N = 1 << 17
 _SCRYPT_R = 8
 _SCRYPT_P = 1
@@ -63,7 +65,7 @@ def load_secret(settings: Settings) -> bytes:
                 f"{len(settings.psk)} characters that are not that"
             ) from None
     if settings.passphrase is not None:
-        return derive_psk(settings.passphrase)
+        return derive_psk(settings.passphrase, settings.cluster)
     return load_or_create_secret(settings.home)
 
 
@@ -75,25 +77,44 @@ def parse_psk(text: str) -> bytes:
     return bytes.fromhex(digits)
 
 
-def derive_psk(passphrase: str) -> bytes:
+@functools.lru_cache(maxsize=4)  # a process asks several times
+def derive_psk(passphrase: str, cluster: str) -> bytes:
     """The 32-byte secret derived from a passphrase with scrypt, in about half a second and 128 MiB.
 
-    ConfigurationError for fewer than ``MIN_PASSPHRASE`` characters: an attacker that has once
-    connected to a node can test guesses offline, so the passphrase must be long. A random secret is
-    safer.
+    ``cluster`` is the salt: without it one table of guesses would serve against all clusters.
+    ConfigurationError if it is missing, or if the passphrase is estimated (zxcvbn) at fewer than
+    ``MIN_BITS`` bits: an attacker that has heard an advert can test guesses offline. A random
+    secret is safer.
     """
     words = unicodedata.normalize("NFKC", passphrase).strip()
-    if len(words) < MIN_PASSPHRASE:
+    bits = _strength(words)
+    if bits < MIN_BITS:
         raise ConfigurationError(
-            f"POTLUCK_PASSPHRASE has {len(words)} characters; at least {MIN_PASSPHRASE} are needed "
-            "(several random words)"
+            f"POTLUCK_PASSPHRASE is guessed too easily: about {bits:.0f} bits, and {MIN_BITS} are "
+            f"needed. Take six random words, for example: {new_passphrase()}"
+        )
+    name = unicodedata.normalize("NFKC", cluster).strip()
+    if not name:
+        raise ConfigurationError(
+            "POTLUCK_PASSPHRASE needs POTLUCK_CLUSTER beside it: any name of your own, the same on "
+            "all machines of the cluster"
         )
     return hashlib.scrypt(
         words.encode(),
-        salt=_SCRYPT_SALT,
+        salt=_SCRYPT_LABEL + name.encode(),
         n=_SCRYPT_N,
         r=_SCRYPT_R,
         p=_SCRYPT_P,
         maxmem=256 << 20,
         dklen=PSK_BYTES,
     )
+
+
+def _strength(words: str) -> float:
+    """The bits of a passphrase, as a guesser with word lists would count them. Of a long one the
+    first 72 characters count, which is what the estimator takes."""
+    if not words:
+        return 0.0
+    from zxcvbn import zxcvbn
+
+    return float(zxcvbn(words[:72])["guesses_log10"]) * math.log2(10)

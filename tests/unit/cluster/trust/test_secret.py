@@ -19,6 +19,7 @@ from potluck.errors import ConfigurationError, IdentityError
 from potluck.settings import Settings
 
 HEX = "0123456789abcdef" * 4
+WORDS = "subway useless cement misery cause lawsuit"
 
 
 def test_the_first_to_ask_makes_the_secret_and_all_others_get_it(tmp_path: Path) -> None:
@@ -70,27 +71,44 @@ def test_a_variable_that_is_no_secret_is_refused_and_not_shown(tmp_path: Path, v
 def test_a_passphrase_goes_through_scrypt() -> None:
     """A known answer: another release must not lock the nodes of a cluster out."""
     expected = hashlib.scrypt(
-        b"correct horse battery",
-        salt=b"potluck passphrase v1",
+        WORDS.encode(),
+        salt=b"potluck passphrase v2 attic",
         n=1 << 17,
         r=8,
         p=1,
         maxmem=1 << 28,
         dklen=32,
     )
-    assert derive_psk("correct horse battery") == expected
-    assert derive_psk("  correct horse battery\n") == expected
+    assert derive_psk(WORDS, "attic") == expected
+    assert derive_psk(f"  {WORDS}\n", " attic ") == expected
+
+
+def test_each_cluster_has_a_salt_of_its_own() -> None:
+    assert derive_psk(WORDS, "attic") != derive_psk(WORDS, "cellar")
 
 
 def test_the_same_words_typed_on_another_keyboard_are_the_same_words() -> None:
-    composed, separate = "caf\u00e9 caf\u00e9 caf\u00e9", "cafe\u0301 cafe\u0301 cafe\u0301"
-    assert derive_psk(composed) == derive_psk(separate)
+    composed, separate = f"caf\u00e9 {WORDS}", f"cafe\u0301 {WORDS}"
+    assert derive_psk(composed, "attic") == derive_psk(separate, "attic")
 
 
-def test_a_short_passphrase_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="POTLUCK_PASSPHRASE has 6 characters") as caught:
-        load_secret(Settings(home=tmp_path, passphrase="s3cret"))
-    assert "s3cret" not in str(caught.value)
+@pytest.mark.parametrize(
+    "words", ["s3cret", "password1234", "123456789012", "aaaaaaaaaaaa" * 6, "qwertyuiop[]", " "]
+)
+def test_a_passphrase_that_is_guessed_easily_is_refused_and_six_words_are_offered(
+    tmp_path: Path, words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match="POTLUCK_PASSPHRASE is guessed too") as caught:
+        load_secret(Settings(home=tmp_path, passphrase=words, cluster="attic"))
+    assert words.strip() == "" or words not in str(caught.value)
+    offered = str(caught.value).rpartition(": ")[2]
+    assert len(offered.split()) == 6
+    assert len(load_secret(Settings(home=tmp_path, passphrase=offered, cluster="attic"))) == 32
+
+
+def test_a_passphrase_without_the_name_of_a_cluster_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="POTLUCK_CLUSTER beside it"):
+        load_secret(Settings(home=tmp_path, passphrase=WORDS))
 
 
 def test_no_secret_is_logged_or_printed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,139 @@
+"""A machine of the cluster is stolen, banned, and tries everything to come back: its own key, a new
+key, the old secret, a link kept open, its friends' addresses. It gets no byte of work, and never
+the next secret."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.clusters import found_cluster
+from support.figures import Figures
+from support.machines import PSK, Machine, agreed, cluster_of, form, marks
+
+pytestmark = pytest.mark.needs_root_netns
+
+PAGE = "security"
+
+# An agent of the thief's own making: it talks to anybody, whatever key or list they have.
+THIEF = """
+import asyncio, json, sys
+from pathlib import Path
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from potluck.cluster.topology.versions import own_versions
+from potluck.cluster.trust.identity import load_or_create_identity
+from potluck.errors import PotluckError
+from potluck.transport import aio
+from potluck.transport.credentials import make_credentials
+from potluck.wire import admissions, peers
+from potluck.wire.greeting import Hello
+
+home, psk, hosts = Path(sys.argv[1]), bytes.fromhex(sys.argv[2]), sys.argv[3:]
+keys = {"its own key": load_or_create_identity(home), "a new key": Ed25519PrivateKey.generate()}
+
+async def attempt(key, host, kind):
+    credentials = make_credentials(psk, key)
+    hello = Hello(kind, credentials.namespace, job="any", epoch=1, rank=0, to_rank=0)
+    try:
+        reader, writer, _ = await aio.connect(host, 52415, hello, credentials, timeout_s=10)
+    except (PotluckError, TimeoutError) as error:
+        return type(error).__name__ + ": " + str(error)
+    writer.write(peers.MESSAGE.encode(peers.Introduction(
+        1, "thief", credentials.public_key, 1, own_versions())))
+    writer.write(peers.MESSAGE.encode(admissions.SecretWanted(credentials.namespace)))
+    try:
+        async with asyncio.timeout(3):
+            return "HEARD " + repr(await reader.read(65536))
+    except TimeoutError:
+        return "HEARD nothing, but is welcome"
+    finally:
+        await aio.end(writer)
+
+async def main():
+    for name, key in keys.items():
+        for host in hosts:
+            for kind in ("node", "client", "worker", "measure", "data"):
+                print(json.dumps([name, host, kind, await attempt(key, host, kind)]), flush=True)
+
+asyncio.run(main())
+"""
+
+
+def attempts(thief: Machine, psk: str, *victims: Machine) -> list[list[str]]:
+    """What the thief's own program gets from ``victims`` under ``psk``: key, host, kind, answer."""
+    script = [sys.executable, "-c", THIEF, str(thief.home), psk]
+    done = subprocess.run(
+        thief.host.command([*script, *(each.host.address for each in victims)]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def secret(machine: Machine) -> str:
+    return (machine.home / "cluster_secret").read_text().strip()
+
+
+def all_have_the_newest_secret(status: dict[str, Any]) -> bool:
+    cluster = status["cluster"]
+    return {each["secret"] for each in cluster["nodes"]} == {cluster["namespace"]}
+
+
+def test_a_stolen_laptop_never_comes_back(figures: Figures, tmp_path: Path) -> None:
+    loot = tmp_path / "loot.txt"
+    steal = tmp_path / "code" / "steal.py"
+    steal.parent.mkdir()
+    steal.write_text(f"open({str(loot)!r}, 'a').write(__import__('os').environ['POTLUCK_NAME'])\n")
+    with cluster_of(4, tmp_path / "homes", psk="") as machines:
+        ada, bob, stolen, copy = machines
+        found_cluster(*(each.home for each in (ada, bob, stolen)), psk=bytes.fromhex(PSK))
+        form(ada, bob, stolen)
+        # The thief copies the disk: another machine with the same key, secret and list.
+        shutil.rmtree(copy.home)
+        shutil.copytree(stolen.home, copy.home)
+        bob.kill()  # away while it happens
+        since = marks([ada, bob, stolen])
+        # ``stolen`` stays up: its link was made while it was a member.
+        assert ada.runs("ban", stolen.name, "--reason", "stolen").returncode == 0
+        stolen.says("this node is banned from the cluster", since=since[stolen])
+        agreed(ada, since=since)
+        bob.start()
+        agreed(ada, bob, since=since)
+        ada.shows(all_have_the_newest_secret)
+        assert secret(bob) == secret(ada) != PSK
+
+        answers = attempts(stolen, PSK, ada, bob)
+        got_in = [each for each in answers if not each[3].startswith("Refused: ")]
+        assert not got_in, got_in
+        for name in ("its own key", "a new key"):
+            why = "banned" if name == "its own key" else "never admitted"
+            assert all(why in each[3] for each in answers if each[0] == name), answers
+        fault = "stolen laptop, banned"
+        figures.take(fault, f"let in, of {len(answers)} attempts:", len(got_in), asked=0, page=PAGE)
+
+        copy.start()
+        copy.wait_until_up()
+        for thief in (stolen, copy):
+            ran = thief.runs("run", str(steal))
+            assert "bob" not in ran.stdout + ran.stderr
+        # The next secret does not reach it either.
+        assert ada.runs("rotate").returncode == 0
+        ada.shows(all_have_the_newest_secret)
+        assert secret(bob) == secret(ada)
+        answers = attempts(stolen, PSK, ada, bob)
+        assert all(each[3].startswith("Refused: ") for each in answers), answers
+        assert secret(stolen) == secret(copy) == PSK
+        ran_on = loot.read_text() if loot.exists() else ""
+        assert "ada" not in ran_on
+        assert "bob" not in ran_on
+        for each in (ada, bob):
+            assert stolen.node not in {n["node"] for n in each.cluster()["nodes"]}
+        figures.take(fault, "scripts that it ran on others:", 0, asked=0, unit="", page=PAGE)
