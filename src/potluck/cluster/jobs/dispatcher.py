@@ -14,7 +14,6 @@ import secrets
 import signal
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from potluck.background import Tasks
@@ -28,6 +27,7 @@ from potluck.cluster.jobs.permissions import may_lead_soon, may_say
 from potluck.cluster.jobs.placement import place
 from potluck.cluster.jobs.process import free_port
 from potluck.cluster.jobs.summary import encode_summary
+from potluck.cluster.jobs.watched import WatchedJob
 from potluck.cluster.links.local import Client
 from potluck.cluster.membership import events
 from potluck.cluster.topology.versions import own_versions
@@ -45,19 +45,6 @@ _STATUS_S = 0.5
 _VIEW_S = 15.0
 
 
-@dataclass(slots=True, eq=False)
-class _Watched:
-    """A job that ``client``, a command of this machine, started. ``is_taken``: the leader has said
-    that it has the job. ``number`` and ``times``: the last signal for the job, and how many
-    came."""
-
-    spec: jobs.JobSpec
-    client: Client
-    is_taken: bool = False
-    number: int = 0
-    times: int = 0
-
-
 class JobDispatcher:
     """The jobs of one agent, from construction to ``close``. It registers for its messages
     itself."""
@@ -67,7 +54,7 @@ class JobDispatcher:
         self._agent = agent
         self._code_store = code_store
         self._controllers: dict[str, JobController] = {}
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, WatchedJob] = {}
         self._early = EarlyOrders()
         self._has_view = asyncio.Event()
         self._view_changed = asyncio.Event()
@@ -125,7 +112,7 @@ class JobDispatcher:
             started=time.time(),
         )
         spec = agent.sign(spec)
-        self._watched[job] = _Watched(spec, client)
+        self._watched[job] = WatchedJob(spec, client)
         agent.plane.to_leader(jobs.Submit(spec))
         return job
 
