@@ -207,7 +207,7 @@ class AutoDiscoveryBackend(StaticBackend):
                 f"a group of {len(formed.participants)} processes was formed at {at} ({members}), "
                 "which accepts no new members. Start this process together with the others "
                 "(POTLUCK_MIN_PEERS says for how many to wait), wait for the end of that group, or "
-                "give the processes of another job a secret of their own (POTLUCK_PASSPHRASE)",
+                "give the processes of another job a secret of their own (POTLUCK_PSK)",
             )
 
     def _objection_to_joining(self, hello: Hello) -> Refusal | None:

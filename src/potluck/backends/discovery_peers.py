@@ -64,8 +64,8 @@ class KnownPeers:
                 if reminder.is_overdue:
                     self._raise_if(self._existing.reasons())
                     raise OperationTimeout(
-                        f"{missing()} in {timeout:g} s. Do they run, on the same network, with the "
-                        "same cluster secret? Where multicast is blocked, write addresses down: "
+                        f"{missing()} in {timeout:g} s. Do they run, on the same network, on "
+                        "machines of the same cluster (`potluck nodes`)? Where multicast is blocked, write addresses down: "
                         "POTLUCK_PEERS=host:port,...",
                         operation="wait_for_peers",
                     )

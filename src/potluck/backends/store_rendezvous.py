@@ -185,9 +185,9 @@ def _read(store: Any, keys: Sequence[str], rank: int, mine: RankEntry) -> RankEn
         )
     if entry.namespace != mine.namespace:
         raise WrongSecret(
-            f"rank {rank} at {entry.host} holds another cluster secret; copy "
-            "~/.potluck/cluster_secret from one machine to the others, or set the same "
-            "POTLUCK_PSK or POTLUCK_PASSPHRASE on all"
+            f"rank {rank} at {entry.host} holds another cluster secret: bring its machine into "
+            "this cluster (`potluck pair` on one, `potluck join` on the other), or set the same "
+            "POTLUCK_PSK on all"
         )
     return entry
 

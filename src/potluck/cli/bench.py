@@ -78,7 +78,7 @@ def bench(
     libraries alike. A library that is not installed is left out, and the command that installs it
     is shown.
 
-    Between machines (--peers) all machines must hold the same cluster secret, and firewalls must
+    Between machines (--peers) all machines must be in one cluster, and firewalls must
     let all TCP ports through: the other libraries use any free port. Gloo and MLX do not encrypt.
 
     The table shows the median time of one call of the slowest worker, the bus bandwidth as
