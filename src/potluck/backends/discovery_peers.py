@@ -65,8 +65,8 @@ class KnownPeers:
                     self._raise_if(self._existing.reasons())
                     raise OperationTimeout(
                         f"{missing()} in {timeout:g} s. Do they run, on the same network, on "
-                        "machines of the same cluster (`potluck nodes`)? Where multicast is blocked, write addresses down: "
-                        "POTLUCK_PEERS=host:port,...",
+                        "machines of the same cluster (`potluck nodes`)? Where multicast is "
+                        "blocked, write addresses down: POTLUCK_PEERS=host:port,...",
                         operation="wait_for_peers",
                     )
                 reminder.tick()

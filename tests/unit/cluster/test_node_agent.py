@@ -346,6 +346,65 @@ def test_a_secret_that_no_record_of_an_admin_names_is_not_taken(tmp_path: Path, 
     run(tmp_path, story)
 
 
+def test_a_member_bans_nobody(tmp_path: Path) -> None:
+    """``ban all`` of the security review: one message bans everybody, for good."""
+
+    async def story(cluster: Cluster) -> None:
+        ada, bob, carl = await cluster.three()
+        key, mine = load_or_create_identity(carl.home), AdmissionFile(ada.home).load()
+        assert mine is not None
+        words = [
+            sign(
+                admissions.Admission(
+                    cluster=mine.founding.cluster,
+                    number=(1 << 53) - 1,
+                    signer=carl.agent.credentials.public_key,
+                    at=(1 << 40) - 1,
+                    key=victim.agent.credentials.public_key,
+                    verdict="revoked",
+                ),
+                key,
+            )
+            for victim in (ada, bob)
+        ]
+        said = admissions.Records(mine.founding, tuple(words))
+        for node in (ada, bob):
+            carl.agent.links.send(node.id, said)
+        # Records are taken in the order in which they come: once this one is there, so were those.
+        operator.admit(
+            AdmissionFile(ada.home), load_or_create_identity(ada.home), bytes(31) + b"k", name="k"
+        )
+        for node in (ada, bob, carl):
+            await node.has(lambda agent: len(agent._admissions.roster.entries) == 4)
+        for node in (ada, bob):
+            roster = AdmissionFile(node.home).roster
+            assert [each.role for each in roster.entries.values()].count("revoked") == 0
+            assert set(_nodes(node.agent)) == {ada.id, bob.id, carl.id}
+
+    run(tmp_path, story)
+
+
+def test_a_member_that_takes_no_part_in_a_change_of_the_secret_vetoes_nothing(
+    tmp_path: Path,
+) -> None:
+    """``veto`` of the security review: it never answers, and the secret is not changed."""
+
+    async def story(cluster: Cluster) -> None:
+        ada, bob, carl = await cluster.three()
+        carl.agent.links.on(admissions.AdmissionMessage, lambda node, message: None)
+        operator.change_of_secret(AdmissionFile(ada.home), load_or_create_identity(ada.home), NEW)
+        keyring.change_secret(ada.home, NEW)
+        for node in (ada, bob):
+            await node.has(lambda agent: agent.credentials.namespace == namespace_of(NEW))
+        assert carl.agent.credentials.namespace == namespace_of(OLD)
+        assert set(_nodes(ada.agent)) == {ada.id, bob.id, carl.id}, "it is not cut off for that"
+        # It changes its mind, and gets the secret, being admitted.
+        carl.agent.links.on(admissions.AdmissionMessage, carl.agent.exchange._received)
+        await carl.has(lambda agent: agent.credentials.namespace == namespace_of(NEW))
+
+    run(tmp_path, story)
+
+
 def test_the_secret_is_changed_on_all_nodes_while_they_stay_together(tmp_path: Path) -> None:
     async def story(cluster: Cluster) -> None:
         nodes = await cluster.three()
