@@ -77,6 +77,12 @@ jitter: ## The tests of whole worlds on links that dawdle, other ones each time 
 	@tools/environment dev
 	@$(BIN)/pytest -n 2 --jitter tests/world $(ARGS)
 
+.PHONY: attack
+attack: ## All live attacks, on hosts (root), as a table
+	@tools/environment dev
+	@tools/system-packages
+	@$(BIN)/python tests/net/attack.py $(ARGS)
+
 .PHONY: faults
 faults: ## The table of faults, on hosts (root); into docs/reliability.md and docs/security.md
 	@tools/environment dev

@@ -1,10 +1,13 @@
 """One agent's part in keeping the list of admitted keys the same on all machines.
 
-Changes of the file, by a command of this machine or by other agents, are passed on at once over all
-links; the links of nodes that are out are cut, and the other parts of the agent are told. Digests,
-sent when a link was made and every ``DIGEST_S``, repair what was lost. The secret follows the list:
-once an admin's record says that it was changed, a node that lacks the new secret asks its peers,
-and takes only the secret that the record names.
+When the file changes, by a command of this machine or by other agents, the links of nodes that are
+out are cut, the other parts of the agent are told, and all peers get a digest of the list; also
+when a link was made, and every ``DIGEST_S``. A peer with another digest asks for what it lacks, and
+gets *all* of it in the order of the numbers. Single records are never pushed: so a node that has a
+record has everything that its signer knew, and one that holds the next secret knows of all nodes
+that were banned before it. The secret follows the list: once an admin's record says that it was
+changed, a node that lacks the new secret asks its peers, and takes only the secret that the record
+names.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ LOOK_S = 0.1
 """How often the file is looked at (one stat)."""
 DIGEST_S = 2.0
 ASK_S = 0.5
+_MIN_ASK_S = 0.02
 _IN_MESSAGE = 512
 _MAX_QUEUED = 64
 _OPEN = bytes(8)
@@ -71,10 +75,10 @@ class AdmissionExchange:
         self._on_barred = on_barred
         self._on_note = on_note
         self._on_broken = on_broken
-        self._known: frozenset[bytes] = frozenset()
+        self._known: tuple[bytes, ...] = ()
         self._digest: bytes | None = None
         self._barred: frozenset[str] = frozenset()
-        self._asked: dict[str, float] = {}
+        self._asked: dict[str, tuple[float, bytes]] = {}
         self._complaint = ""
         self._told_at = self._wanted_at = self._ended_at = 0.0
         self._queue: asyncio.Queue[tuple[str, wire.Records | wire.Secret]] = asyncio.Queue(
@@ -117,11 +121,9 @@ class AdmissionExchange:
         """Pass on what is new, cut off those that are out, and see to the secret."""
         admissions = self._load()
         if admissions is not None and admissions.digest != self._digest:
-            new = admissions.missing(self._known)
             self._digest = admissions.digest
-            self._known = frozenset(each.fingerprint for each in admissions.records)
-            if new:
-                self._pass_on(wire.Records(admissions.founding, new[-_IN_MESSAGE:]))
+            self._known = admissions.fingerprints
+            self._told_at = -DIGEST_S
         self._bar(admissions)
         now = _now()
         if now - self._told_at >= DIGEST_S:
@@ -139,11 +141,10 @@ class AdmissionExchange:
         barred = frozenset(node for node in nodes if not roster.is_admitted(node, at))
         if barred == self._barred:
             return
-        records = admissions.records[-_IN_MESSAGE:]
+        words = _parts(admissions, admissions.records)
         for node in barred & set(self._links.nodes):
             # So that an honest machine knows why, and stops its part of the work.
-            words = wire.Records(admissions.founding, records)
-            self._links.drop(node, self._file.objects_to(node) or "it is out", [words])
+            self._links.drop(node, self._file.objects_to(node) or "it is out", words)
         new = barred - self._barred
         self._barred = barred
         self._on_barred(barred, new)
@@ -189,16 +190,12 @@ class AdmissionExchange:
         digest = _OPEN if self._digest is None else self._digest
         self._links.send(node, wire.RecordsDigest(digest, self._credentials.namespace))
 
-    def _pass_on(self, records: wire.Records) -> None:
-        for node in self._links.nodes:
-            self._links.send(node, records)
-
     def _received(self, node: str, message: wire.AdmissionMessage) -> None:
         match message:
             case wire.RecordsDigest(digest, namespace):
                 self.namespaces[node] = namespace
-                if digest not in (_OPEN, self._digest) and self._may_ask(node):
-                    self._links.send(node, wire.RecordsWanted(tuple(self._known)))
+                if digest not in (_OPEN, self._digest) and self._may_ask(node, digest):
+                    self._links.send(node, wire.RecordsWanted(self._known))
             case wire.RecordsWanted(known):
                 self._answer(node, known)
             case wire.SecretWanted(namespace):
@@ -209,20 +206,20 @@ class AdmissionExchange:
                 except asyncio.QueueFull:
                     self._links.drop(node, "it sends records faster than they can be checked")
 
-    def _may_ask(self, node: str) -> bool:
+    def _may_ask(self, node: str, digest: bytes) -> bool:
+        """At once for a list that this node has not asked for, else now and then."""
         now = _now()
-        if now - self._asked.get(node, -ASK_S) < ASK_S:
+        at, asked = self._asked.get(node, (-ASK_S, b""))
+        if now - at < (ASK_S if digest == asked else _MIN_ASK_S):
             return False
-        self._asked[node] = now
+        self._asked[node] = (now, digest)
         return True
 
     def _answer(self, node: str, known: Collection[bytes]) -> None:
         admissions = self._load()
-        missing = () if admissions is None else admissions.missing(known)
-        for at in range(0, len(missing), _IN_MESSAGE):
-            assert admissions is not None, "records without a list"
-            part = wire.Records(admissions.founding, missing[at : at + _IN_MESSAGE])
-            self._links.send(node, part)
+        if admissions is not None:
+            for part in _parts(admissions, admissions.missing(known)):
+                self._links.send(node, part)
 
     def _give_secret(self, node: str, namespace: str) -> None:
         """The node is admitted by the list here, which has all records that its signer knew when
@@ -264,6 +261,12 @@ class AdmissionExchange:
                 "it has the list of another cluster under the same secret; to bring one of the "
                 "machines into the other's cluster: potluck pair, potluck join --replace"
             )
+
+
+def _parts(admissions: Admissions, records: tuple[wire.Record, ...]) -> list[wire.Records]:
+    """``records`` in messages, in their order."""
+    starts = range(0, len(records), _IN_MESSAGE)
+    return [wire.Records(admissions.founding, records[at : at + _IN_MESSAGE]) for at in starts]
 
 
 def _now() -> float:

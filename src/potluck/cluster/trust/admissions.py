@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -32,6 +33,8 @@ from potluck.wire.admissions import MAX_RECORDS, Admission, Founding, Record, Se
 
 MAX_ADMINS = 64
 MAX_WAITING = 256
+MAX_OF_SIGNER = MAX_RECORDS // 4
+"""An admin that fills the list leaves room for the word that bans it."""
 
 _Place = tuple[bytes, bytes]
 
@@ -90,6 +93,8 @@ class Admissions:
         self.records: tuple[Record, ...] = ()
         """In the order of their numbers, so that whoever has the first of them knows everything
         that their signers knew."""
+        self.fingerprints: tuple[bytes, ...] = ()
+        """Those of ``records``, in the same order."""
         self.digest = _digest(founding, ())
         """Eight bytes, equal for equal sets of records."""
         self.roster = evaluate(founding, ())
@@ -104,8 +109,8 @@ class Admissions:
         """Take ``records``; those that are new and of an admin.
 
         A record of a key that is no admin waits (in memory, at most ``MAX_WAITING``) for that key's
-        admission. SecurityError for a forged record, a record of another cluster, and records
-        beyond ``MAX_RECORDS``; then none of ``records`` is taken.
+        admission. SecurityError for a forged record and one of another cluster, IdentityError for
+        records beyond ``MAX_RECORDS``; then none of ``records`` is taken.
         """
         new: dict[_Place, Record] = {}
         for record in records:
@@ -123,7 +128,8 @@ class Admissions:
     def missing(self, known: Iterable[bytes]) -> tuple[Record, ...]:
         """The records whose fingerprints are not among ``known``, in the order of their numbers."""
         seen = set(known)
-        return tuple(each for each in self.records if each.fingerprint not in seen)
+        pairs = zip(self.records, self.fingerprints, strict=True)
+        return tuple(each for each, fingerprint in pairs if fingerprint not in seen)
 
     def next_number(self, without: bytes = b"") -> int:
         """The number for a new record; words of the key ``without``, which it revokes, don't
@@ -148,14 +154,20 @@ class Admissions:
         every = {**self._kept, **self._waiting, **new}
         signers = _named_admins(self.founding.key, every.values())
         kept = {place: each for place, each in every.items() if each.signer in signers}
-        if len(kept) > MAX_RECORDS:
-            raise SecurityError(f"a cluster has at most {MAX_RECORDS} records of admission")
+        most = max(Counter(each.signer for each in kept.values()).values(), default=0)
+        if len(kept) > MAX_RECORDS or most > MAX_OF_SIGNER:
+            raise IdentityError(
+                f"the list of admitted keys is full: it has at most {MAX_RECORDS} records, "
+                f"{MAX_OF_SIGNER} of one admin. Ban the admin that filled it, if one did "
+                "(`potluck nodes`), or found a new cluster"
+            )
         before = self._kept
         waiting = [item for item in every.items() if item[1].signer not in signers]
         self._waiting = dict(waiting[-MAX_WAITING:])
         self._kept = kept
         self.records = tuple(sorted(kept.values(), key=lambda each: (each.number, each.signature)))
-        self.digest = _digest(self.founding, self.records)
+        self.fingerprints = tuple(each.fingerprint for each in self.records)
+        self.digest = _digest(self.founding, self.fingerprints)
         self.roster = evaluate(self.founding, self.records)
         return tuple(each for each in self.records if before.get(_place(each)) != each)
 
@@ -244,10 +256,8 @@ def _named_admins(founder: bytes, records: Iterable[Record]) -> set[bytes]:
     return found
 
 
-def _digest(founding: Founding, records: Iterable[Record]) -> bytes:
-    digest = hashlib.sha3_256(founding.cluster)
-    for fingerprint in sorted(each.fingerprint for each in records):
-        digest.update(fingerprint)
+def _digest(founding: Founding, fingerprints: Iterable[bytes]) -> bytes:
+    digest = hashlib.sha3_256(founding.cluster + b"".join(sorted(fingerprints)))
     return digest.digest()[:8]
 
 

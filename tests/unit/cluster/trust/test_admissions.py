@@ -198,11 +198,24 @@ def test_more_records_than_the_bound_are_refused_before_they_are_stored(
 ) -> None:
     monkeypatch.setattr(rules, "MAX_RECORDS", 3)
     found = Admissions(FOUNDING, [says(FOUNDER, 1, "member", each) for each in KEYS[1:4]])
-    with pytest.raises(SecurityError, match="at most 3 records"):
+    with pytest.raises(IdentityError, match="at most 3 records"):
         found.add([says(FOUNDER, 2, "member", DORA)])
     assert len(found.records) == 3
     found.add([says(FOUNDER, 3, "revoked", ANN)])  # in place of an older word
     assert role(ANN, *found.records) == "revoked"
+
+
+def test_an_admin_that_fills_the_list_leaves_room_for_its_ban(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rules, "MAX_OF_SIGNER", 2)
+    tree = [says(FOUNDER, 1, "admin", ANN), says(ANN, 2, "admin", THIEF)]
+    found = Admissions(FOUNDING, [*tree, says(THIEF, 3, "member", DORA)])
+    found.add([says(THIEF, 4, "member", EVE)])
+    with pytest.raises(IdentityError, match="2 of one admin"):
+        found.add([says(THIEF, 5, "member", CARL)])
+    found.add([says(FOUNDER, 6, "revoked", THIEF)])
+    assert role(EVE, *found.records) == ""
 
 
 def test_an_admin_that_used_up_the_numbers_is_still_revoked() -> None:

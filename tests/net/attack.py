@@ -1,0 +1,61 @@
+"""All live attacks on hosts in network namespaces, and a table of what became of each.
+
+    python tests/net/attack.py              # as root on Linux
+    python tests/net/attack.py -k laptop    # some of them
+
+Exit code: 1 if an attack got through (its test failed) or none ran.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+ATTACKS = (
+    "tests/net/test_strangers.py",
+    "tests/net/test_stolen_laptop.py",
+    "tests/net/test_attacks.py",
+    "tests/net/test_wire.py",
+    "tests/net/test_code_packages.py",
+    "tests/net/test_rights.py",
+    "tests/unit/transport/test_man_in_the_middle.py",
+)
+OUTCOMES = {"passed": "held", "failed": "GOT THROUGH", "skipped": "not run"}
+
+
+class Outcomes:
+    """A plugin of pytest that remembers what became of each test."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, tuple[str, float]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        before, seconds = self.rows.get(report.nodeid, ("passed", 0.0))
+        outcome = report.outcome if before == "passed" else before
+        self.rows[report.nodeid] = (outcome, seconds + report.duration)
+
+
+def main(arguments: list[str]) -> int:
+    outcomes, began = Outcomes(), time.monotonic()
+    places = [str(ROOT / each) for each in ATTACKS]
+    pytest.main(["-q", "--rootdir", str(ROOT), *places, *arguments], plugins=[outcomes])
+    table = Table(title=f"live attacks, {time.monotonic() - began:.0f} s", title_justify="left")
+    for title in ("attack", "outcome", "seconds"):
+        table.add_column(title, justify="right" if title == "seconds" else "left")
+    for test, (outcome, seconds) in outcomes.rows.items():
+        file, _, name = test.partition("::")
+        words = name.removeprefix("test_").replace("_", " ")
+        table.add_row(f"{Path(file).stem}: {words}", OUTCOMES[outcome], f"{seconds:.1f}")
+    Console(markup=False).print(table)
+    found = [outcome for outcome, _ in outcomes.rows.values()]
+    return int("failed" in found or "passed" not in found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
