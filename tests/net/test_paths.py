@@ -102,7 +102,8 @@ ctx.close()
 
 
 def test_the_ranks_of_a_job_follow_the_ring_that_was_measured(tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
+    script = tmp_path / "code" / "ranks.py"
+    script.parent.mkdir()
     script.write_text(RANKS)
     with cluster_of(3, tmp_path / "homes") as trio:
         ada, bob, _ = trio
