@@ -46,7 +46,8 @@ async def attempt(key, host, kind):
         return type(error).__name__ + ": " + str(error)
     writer.write(peers.MESSAGE.encode(peers.Introduction(
         1, "thief", credentials.public_key, 1, own_versions())))
-    writer.write(peers.MESSAGE.encode(admissions.SecretWanted(credentials.namespace)))
+    writer.write(peers.MESSAGE.encode(admissions.SecretWanted(
+        credentials.namespace, bytes(8))))
     try:
         async with asyncio.timeout(3):
             return "HEARD " + repr(await reader.read(65536))

@@ -61,9 +61,8 @@ def _rows(settings: Settings, me: str) -> list[dict[str, Any]]:
         cluster = None
     linked = {each.node for each in cluster.nodes if each.link != "none"} if cluster else set()
     known = {each.node: each for each in KnownNodes(settings.home).nodes()}
-    admissions = load_admissions(settings).load()
-    entries = {} if admissions is None else admissions.roster.entries
-    now = now_of(time.time(), () if admissions is None else admissions.records)
+    roster = load_admissions(settings).roster
+    entries, now = roster.entries, now_of(time.time(), roster)
     shown = list(entries) if entries else [me, *(node for node in known if node != me)]
     rows = []
     for node in shown:

@@ -136,7 +136,7 @@ class AdmissionExchange:
         """Cut off the nodes that are out."""
         if admissions is None:
             return
-        roster, at = admissions.roster, now_of(time.time(), admissions.records)
+        roster, at = admissions.roster, now_of(time.time(), admissions.roster)
         nodes = {*roster.entries, *self._watched(), *self._links.nodes}
         barred = frozenset(node for node in nodes if not roster.is_admitted(node, at))
         if barred == self._barred:
@@ -163,7 +163,7 @@ class AdmissionExchange:
             )
             return
         for node in self._links.nodes:
-            self._links.send(node, wire.SecretWanted(wanted))
+            self._links.send(node, wire.SecretWanted(wanted, admissions.digest))
 
     def _load(self) -> Admissions | None:
         try:
@@ -198,8 +198,8 @@ class AdmissionExchange:
                     self._links.send(node, wire.RecordsWanted(self._known))
             case wire.RecordsWanted(known):
                 self._answer(node, known)
-            case wire.SecretWanted(namespace):
-                self._give_secret(node, namespace)
+            case wire.SecretWanted(namespace, digest):
+                self._give_secret(node, namespace, digest)
             case wire.Records() | wire.Secret():
                 try:
                     self._queue.put_nowait((node, message))
@@ -221,13 +221,17 @@ class AdmissionExchange:
             for part in _parts(admissions, admissions.missing(known)):
                 self._links.send(node, part)
 
-    def _give_secret(self, node: str, namespace: str) -> None:
-        """The node is admitted by the list here, which has all records that its signer knew when
-        the secret was changed: records are passed on in the order of their numbers."""
+    def _give_secret(self, node: str, namespace: str, digest: bytes) -> None:
+        """Only to a node with the same list. So whoever has a secret also knows all bans that its
+        maker knew, and gives it to none of the banned, in whatever order records travel."""
         if self._file.objects_to(node) is not None or namespace != self._credentials.namespace:
             return
-        roster = self._file.roster
-        if roster.namespace == namespace:
+        admissions = self._load()
+        if (
+            admissions is not None
+            and admissions.roster.namespace == namespace
+            and admissions.digest == digest
+        ):
             self._links.send(node, wire.Secret(load_secret(self._settings)))
 
     async def _take(self) -> None:

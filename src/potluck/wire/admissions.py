@@ -116,9 +116,11 @@ class Records(msgspec.Struct, frozen=True, tag=True):
 
 
 class SecretWanted(msgspec.Struct, frozen=True, tag=True):
-    """A request for the secret of ``namespace``, to which the cluster has changed."""
+    """A request for the secret of ``namespace``, to which the cluster has changed. ``digest`` is
+    that of the sender's records."""
 
     namespace: Annotated[str, msgspec.Meta(max_length=32)]
+    digest: Fingerprint
 
 
 class Secret(msgspec.Struct, frozen=True, tag=True):

@@ -75,7 +75,7 @@ class AdmissionFile:
         if admissions is None:
             return None
         roster = admissions.roster
-        if roster.is_admitted(node, now_of(time.time(), admissions.records)):
+        if roster.is_admitted(node, now_of(time.time(), admissions.roster)):
             return None
         return refusal(node, roster.entries.get(node))
 

@@ -61,11 +61,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """What a set of records says: an entry for each key, by node id, and the namespace of the
-    secret that the cluster has changed to (empty: it never has)."""
+    """What a set of records says: an entry for each key, by node id; the namespace of the secret
+    that the cluster has changed to (empty: it never has); the Unix time of the newest signature of
+    an admin."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     namespace: str = ""
+    at: int = 0
 
     def is_admin(self, node: str) -> bool:
         """Whether ``node`` may admit and revoke."""
@@ -179,6 +181,7 @@ def evaluate(founding: Founding, records: Sequence[Record]) -> Roster:
         by_signer.setdefault(record.signer, []).append(record)
     words: dict[bytes, list[Admission]] = {}
     changes: list[SecretChange] = []
+    at = 0
     admins: dict[bytes, Admission | None] = {}
     # An admin waits here with its place in the tree of admissions; seniors come first.
     path: tuple[tuple[int, bytes], ...] = ()
@@ -195,6 +198,7 @@ def evaluate(founding: Founding, records: Sequence[Record]) -> Roster:
         for record in by_signer.get(key, ()):
             if record.number <= since:
                 continue
+            at = max(at, record.at)
             if isinstance(record, SecretChange):
                 changes.append(record)
             elif record.key not in (key, founding.key):
@@ -209,9 +213,8 @@ def evaluate(founding: Founding, records: Sequence[Record]) -> Roster:
         role = "admin" if key in admins else word.verdict if word.verdict != "admin" else "member"
         entries[key] = Entry(key, role, word)
     last = max(changes, key=_rank, default=None)
-    return Roster(
-        {each.node: each for each in entries.values()}, "" if last is None else last.namespace
-    )
+    namespace = "" if last is None else last.namespace
+    return Roster({each.node: each for each in entries.values()}, namespace, at)
 
 
 R = TypeVar("R", Admission, SecretChange)
@@ -233,11 +236,11 @@ def is_genuine(record: Record) -> bool:
     return True
 
 
-def now_of(clock: float, records: Iterable[Record]) -> float:
-    """The Unix time for judging what has expired: this machine's clock, or the newest signature if
-    the clock is behind it. So a machine whose clock is years behind does not accept what had
-    expired when the cluster last said something."""
-    return max([clock, *(each.at for each in records)])
+def now_of(clock: float, roster: Roster) -> float:
+    """The Unix time for judging what has expired: this machine's clock, or an admin's newest
+    signature if the clock is behind it. So a machine whose clock is years behind does not accept
+    what had expired when the cluster last said something."""
+    return max(clock, roster.at)
 
 
 def _named_admins(founder: bytes, records: Iterable[Record]) -> set[bytes]:

@@ -118,7 +118,7 @@ def end_expired(file: AdmissionFile, me: Ed25519PrivateKey) -> None:
     admissions = file.load()
     if admissions is None or not admissions.roster.is_admin(node_id_of(me.public_key())):
         return
-    at = now_of(time.time(), admissions.records)
+    at = now_of(time.time(), admissions.roster)
     over = [e for e in admissions.roster.entries.values() if e.expires and at >= e.expires]
     if not over:
         return

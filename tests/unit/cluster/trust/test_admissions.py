@@ -166,10 +166,22 @@ def test_an_admission_ends_and_a_clock_that_is_behind_does_not_help() -> None:
     records = [says(FOUNDER, 1, "member", BOB, expires=1000), says(FOUNDER, 2, "member", ANN)]
     bob = node_id_of_bytes(public(BOB))
     roster = Admissions(FOUNDING, records).roster
-    assert roster.is_admitted(bob, now_of(999.0, records))
-    assert not roster.is_admitted(bob, now_of(1000.0, records))
+    assert roster.is_admitted(bob, now_of(999.0, roster))
+    assert not roster.is_admitted(bob, now_of(1000.0, roster))
     records.append(says(FOUNDER, 3, "member", CARL, at=1001))
-    assert not roster.is_admitted(bob, now_of(5.0, records))
+    roster = Admissions(FOUNDING, records).roster
+    assert not roster.is_admitted(bob, now_of(5.0, roster))
+
+
+def test_a_date_that_a_banned_admin_signed_ends_no_admission() -> None:
+    records = [
+        says(FOUNDER, 1, "admin", THIEF),
+        says(FOUNDER, 2, "member", BOB, expires=1000),
+        says(THIEF, 3, "member", EVE, at=(1 << 40) - 1),
+        says(FOUNDER, 4, "revoked", THIEF),
+    ]
+    roster = Admissions(FOUNDING, records).roster
+    assert roster.is_admitted(node_id_of_bytes(public(BOB)), now_of(999.0, roster))
 
 
 def test_forged_and_foreign_records_are_refused_and_nothing_of_their_batch_is_taken() -> None:
