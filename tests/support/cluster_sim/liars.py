@@ -19,8 +19,9 @@ What must hold in spite of a liar (``LiarWorld``):
   there were cuts or crashes beside the lies, at the latest when the agents are started again.
 
 Without cuts and crashes between honest nodes a lying member can't break the agreement either: one
-view per epoch, no two sides commit. With them it can, as in every protocol that tolerates crashes
-only: it may vote for both sides of a cut. ``docs/security.md`` says so.
+view per epoch. (Commits are compared only in worlds with an outsider.) With them it can, as in
+every protocol that tolerates crashes only: it may vote for both sides of a cut.
+``docs/security.md`` says so.
 """
 
 from __future__ import annotations
