@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -66,9 +67,10 @@ def ban(
         typer.echo(f"Node {found[:12]} is out: it is not on the list of admitted keys.")
     else:
         psk = None if is_secret_given(settings) else operator.new_secret()
-        kept = operator.revoke(file, key, found, reason, psk=psk, delete_code=delete_code)
-        if psk is not None:
-            change_secret(settings.home, psk)
+        store = partial(change_secret, settings.home)
+        kept = operator.revoke(
+            file, key, found, reason, psk=psk, store=store, delete_code=delete_code
+        )
         typer.echo(f"{_called(settings, file, found)} is banned.")
         for each in kept:
             typer.echo(f"It had admitted {_called(settings, file, each)}, which stays in.")
@@ -163,8 +165,7 @@ def rotate() -> None:
             "machines"
         )
     psk = operator.new_secret()
-    operator.change_of_secret(file, key, psk)
-    change_secret(settings.home, psk)
+    operator.change_of_secret(file, key, psk, partial(change_secret, settings.home))
     behind, total = asyncio.run(_wait_for_all(settings, namespace_of(psk)))
     typer.echo(f"The secret is changed; {total - len(behind)} of {total} machines have it.")
     for name in behind:

@@ -249,21 +249,23 @@ class AdmissionExchange:
     def _store(self, message: wire.Records | wire.Secret) -> None:
         admissions = self._file.load()
         if isinstance(message, wire.Secret):
-            wanted = "" if admissions is None else admissions.roster.namespace
-            if namespace_of(message.psk) == wanted and not is_secret_given(self._settings):
-                change_secret(self._settings.home, message.psk)
+            with self._file.changing() as now:  # no command changes the secret meanwhile
+                wanted = "" if now is None else now.roster.namespace
+                if namespace_of(message.psk) == wanted and not is_secret_given(self._settings):
+                    change_secret(self._settings.home, message.psk)
             return
         if admissions is None:
             # An open cluster was locked. A list without this node is of no use to it.
             locked = Admissions(message.founding, message.records)
             if locked.roster.is_admitted(self._credentials.node_id, 0.0):
-                self._file.take_over(message.founding, message.records)
+                self._file.create(message.founding, message.records)
         elif admissions.founding == message.founding:
             self._file.add(message.records)
         else:
             raise SecurityError(
-                "it has the list of another cluster under the same secret; to bring one of the "
-                "machines into the other's cluster: potluck pair, potluck join --replace"
+                "it has the list of another cluster under the same secret. If the cluster was "
+                "locked on two machines at once, remove the list of one side there: "
+                f"{self._file.path.name} in ~/.potluck"
             )
 
 

@@ -90,20 +90,34 @@ class AdmissionFile:
     def take_over(self, founding: Founding, records: Iterable[Record]) -> None:
         """Replace the list by that of another cluster; SecurityError if it is not genuine."""
         admissions = Admissions(founding, records)
-        with self._changing() as _:
+        with self.changing():
             self._write(admissions)
 
     def add(self, records: Iterable[Record]) -> tuple[Record, ...]:
         """Take records that others signed; those that were new. SecurityError for forged ones."""
         return self.change(lambda admissions: tuple(records))
 
-    def change(self, make: Callable[[Admissions], Sequence[Record]]) -> tuple[Record, ...]:
+    def create(self, founding: Founding, records: Iterable[Record]) -> None:
+        """Close an open cluster, with the whole list at once. IdentityError if it has a list."""
+        admissions = Admissions(founding, records)
+        with self.changing() as before:
+            if before is not None:
+                raise IdentityError("this cluster is closed already: it has a list of its own")
+            self._write(admissions)
+
+    def change(
+        self,
+        make: Callable[[Admissions], Sequence[Record]],
+        before: Callable[[], None] = lambda: None,
+    ) -> tuple[Record, ...]:
         """Add the records that ``make`` returns for the list as it is; those that were new.
 
         ``make`` runs under the lock, so numbers that it takes are taken by no other process.
-        IdentityError if the cluster is open.
+        ``before`` is called under it, too, once the records are known to be good, before they are
+        written: a new secret is stored before the record that names it, so that a crash between
+        leaves no record of a secret that nobody has. IdentityError if the cluster is open.
         """
-        with self._changing() as admissions:
+        with self.changing() as admissions:
             if admissions is None:
                 raise IdentityError(
                     "this cluster is open: it has no list of admitted keys. Make one with: "
@@ -112,11 +126,12 @@ class AdmissionFile:
             changed = Admissions(admissions.founding, admissions.records, is_trusted=True)
             new = changed.add(make(admissions))
             if new:
+                before()
                 self._write(changed)
             return new
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[Admissions | None]:
+    def changing(self) -> Iterator[Admissions | None]:
         """The list, which no other process changes meanwhile."""
         try:
             make_private(self.path.parent)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Sequence
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from potluck.cluster.trust.admission_file import AdmissionFile
-from potluck.cluster.trust.admissions import Admissions, now_of, sign
+from potluck.cluster.trust.admissions import Admissions, Entry, now_of, sign
 from potluck.errors import ConfigurationError
 from potluck.transport.credentials import namespace_of, node_id_of, node_id_of_bytes
-from potluck.wire.admissions import Admission, Record, SecretChange, Verdict
+from potluck.wire.admissions import Admission, Founding, Record, SecretChange, Verdict
 
 DAY_S = 86_400
 
@@ -50,11 +50,13 @@ def revoke(
     reason: str = "",
     *,
     psk: bytes | None,
+    store: Callable[[bytes], None] = lambda psk: None,
     delete_code: bool = False,
 ) -> tuple[str, ...]:
     """Ban ``node``; the nodes that it had admitted, which stay, by a word of this node.
 
-    ``psk`` is the cluster's next secret, None if it can't be changed here. ConfigurationError if
+    ``psk`` is the cluster's next secret, which ``store`` stores, None if it can't be changed
+    here. ConfigurationError if
     this node may not ban that one.
     """
     kept: list[str] = []
@@ -95,21 +97,29 @@ def revoke(
             )
         return records
 
-    file.change(make)
+    file.change(make, before=lambda: None if psk is None else store(psk))
     return tuple(kept)
 
 
-def change_of_secret(file: AdmissionFile, me: Ed25519PrivateKey, psk: bytes) -> None:
-    """Record that ``psk`` is the cluster's secret from now on."""
-    file.change(lambda admissions: [_secret(admissions, me, psk)])
+def change_of_secret(
+    file: AdmissionFile,
+    me: Ed25519PrivateKey,
+    psk: bytes,
+    store: Callable[[bytes], None] = lambda psk: None,
+) -> None:
+    """Make ``psk`` the cluster's secret from now on; ``store`` stores it here."""
+    file.change(lambda admissions: [_secret(admissions, me, psk)], before=lambda: store(psk))
 
 
 def lock(file: AdmissionFile, me: Ed25519PrivateKey, others: Collection[tuple[bytes, str]]) -> None:
     """Close an open cluster: this node is its founder, and ``others`` (keys and names) its
-    members."""
-    file.found(me)
-    for key, name in others:
-        admit(file, me, key, name=name)
+    members. IdentityError if it is closed already."""
+    founding = Founding(me.public_key().public_bytes_raw(), secrets.token_bytes(16))
+    word = _speaker(Admissions(founding), me)
+    records = [
+        word(key, "member", index, name=name[:64]) for index, (key, name) in enumerate(others)
+    ]
+    file.create(founding, records)
 
 
 def end_expired(file: AdmissionFile, me: Ed25519PrivateKey) -> None:
@@ -118,19 +128,20 @@ def end_expired(file: AdmissionFile, me: Ed25519PrivateKey) -> None:
     admissions = file.load()
     if admissions is None or not admissions.roster.is_admin(node_id_of(me.public_key())):
         return
-    at = now_of(time.time(), admissions.roster)
-    over = [e for e in admissions.roster.entries.values() if e.expires and at >= e.expires]
-    if not over:
-        return
+
+    def over(admissions: Admissions) -> list[Entry]:
+        at = now_of(time.time(), admissions.roster)
+        return [e for e in admissions.roster.entries.values() if e.expires and at >= e.expires]
 
     def make(admissions: Admissions) -> Sequence[Record]:
         word = _speaker(admissions, me)
         return [
             word(each.key, "revoked", index, reason="its admission has ended")
-            for index, each in enumerate(over)
+            for index, each in enumerate(over(admissions))
         ]
 
-    file.change(make)
+    if over(admissions):
+        file.change(make)  # where an admission that was renewed meanwhile counts
 
 
 def new_secret() -> bytes:
