@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_one_call_saves_everything_and_where_it_comes_from(tmp_path: Path) -> No
     assert {"torch", "python", "numpy"} <= found.state["own"][2].keys()
     assert found.facts["world_size"] == 3
     assert found.facts["workers"] == ["0", "1", "2"]
-    assert found.facts["versions"]["torch"] == torch.__version__
+    assert found.facts["versions"]["torch"] == version("torch")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [
         "000001-step-4.json",
