@@ -118,7 +118,8 @@ def test_a_stolen_laptop_never_comes_back(figures: Figures, tmp_path: Path) -> N
             why = "banned" if name == "its own key" else "never admitted"
             assert all(why in each[3] for each in answers if each[0] == name), answers
         fault = "stolen laptop, banned"
-        figures.take(fault, f"let in, of {len(answers)} attempts:", len(got_in), asked=0, page=PAGE)
+        what = f"let in, of {len(answers)} attempts:"
+        figures.take(fault, what, len(got_in), asked=0, unit="", page=PAGE)
 
         copy.start()
         copy.wait_until_up()

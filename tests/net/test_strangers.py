@@ -75,7 +75,9 @@ def test_hosts_that_do_not_belong_never_get_in(
             figures.take(fault, what, heard, asked=4096, unit="bytes", page=PAGE)
         else:
             said = sum(calls.values())
-            figures.take(fault, "bytes after a knock, from either side:", said, asked=0, page=PAGE)
+            figures.take(
+                fault, "after a knock, from either side:", said, asked=0, unit="bytes", page=PAGE
+            )
         figures.take(fault, "calls that came to nothing:", len(calls), unit="", page=PAGE)
 
 
