@@ -68,12 +68,12 @@ def _rows(settings: Settings, me: str) -> list[dict[str, Any]]:
     for node in shown:
         entry, met = entries.get(node), known.get(node)
         word = entry.word if entry is not None else None
-        has_ended = entry is not None and bool(entry.expires) and now >= entry.expires
+        has_ended = entry is not None and entry.has_ended(now)
         rows.append(
             {
                 "node": node,
                 "name": (met.name if met else "")
-                or (word.name if word else "")
+                or (entry.name if entry else "")
                 or (settings.machine_name if node == me else ""),
                 "role": "ended" if has_ended else entry.role if entry is not None else "",
                 "since": word.at if word else 0,

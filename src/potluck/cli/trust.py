@@ -96,8 +96,7 @@ def unban(node: _Node) -> None:
     entry = file.entry(found)
     if entry is None or entry.role != "revoked":
         raise ConfigurationError(f"{_called(settings, file, found)} is not banned")
-    name = entry.word.name if entry.word else ""
-    operator.admit(file, key, entry.key, name=name)
+    operator.admit(file, key, entry.key, name=entry.name)
     typer.echo(f"{_called(settings, file, found)} is a member again.")
 
 
@@ -124,9 +123,8 @@ def admit(
         raise ConfigurationError(f"node {found[:12]} is not in the cluster; to admit it: {how}")
     if entry.role == "founder":
         raise ConfigurationError(f"node {found[:12]} founded the cluster, and stays its admin")
-    name = entry.word.name if entry.word else ""
     verdict: Verdict = "admin" if admin else "member"
-    operator.admit(file, key, entry.key, name=name, verdict=verdict, days=days)
+    operator.admit(file, key, entry.key, name=entry.name, verdict=verdict, days=days)
     until = f" for {days:g} days" if days else ""
     typer.echo(f"{_called(settings, file, found)} is {verdict}{until}.")
 
@@ -236,10 +234,7 @@ def find_known(settings: Settings, text: str) -> str:
     from potluck.cluster.trust.credentials import load_admissions
     from potluck.cluster.trust.known_nodes import KnownNodes, find_node
 
-    file = load_admissions(settings)
-    named = {
-        node: each.word.name if each.word else "" for node, each in file.roster.entries.items()
-    }
+    named = {node: each.name for node, each in load_admissions(settings).roster.entries.items()}
     for each in KnownNodes(settings.home).nodes():
         named[each.node] = each.name or named.get(each.node, "")
     return find_node(text, named.items())
@@ -249,7 +244,5 @@ def _called(settings: Settings, file: AdmissionFile, node: str) -> str:
     from potluck.cluster.trust.known_nodes import KnownNodes
 
     entry = file.entry(node)
-    name = KnownNodes(settings.home).name(node) or (
-        entry.word.name if entry is not None and entry.word else ""
-    )
+    name = KnownNodes(settings.home).name(node) or (entry.name if entry else "")
     return f"{name} (node {node[:12]})" if name else f"Node {node[:12]}"

@@ -13,7 +13,6 @@ names.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Collection
 
@@ -40,8 +39,6 @@ _MIN_ASK_S = 0.02
 _IN_MESSAGE = 512
 _MAX_QUEUED = 64
 _OPEN = bytes(8)
-
-_log = logging.getLogger(__name__)
 
 
 class AdmissionExchange:
@@ -247,13 +244,13 @@ class AdmissionExchange:
             self._look()
 
     def _store(self, message: wire.Records | wire.Secret) -> None:
-        admissions = self._file.load()
         if isinstance(message, wire.Secret):
             with self._file.changing() as now:  # no command changes the secret meanwhile
                 wanted = "" if now is None else now.roster.namespace
                 if namespace_of(message.psk) == wanted and not is_secret_given(self._settings):
                     change_secret(self._settings.home, message.psk)
             return
+        admissions = self._file.load()
         if admissions is None:
             # An open cluster was locked. A list without this node is of no use to it.
             locked = Admissions(message.founding, message.records)

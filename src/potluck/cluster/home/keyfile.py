@@ -6,12 +6,12 @@ import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from potluck import system
 from potluck.cluster.home.directory import check_private, make_private
 from potluck.errors import IdentityError
-from potluck.system import need_posix
 
 _MAX_BYTES = 1 << 20
 
@@ -46,13 +46,38 @@ def replace_private(path: Path, what: str, data: bytes) -> None:
         raise _cannot_create(path, what, error) from error
 
 
+@contextlib.contextmanager
+def locked(path: Path, what: str) -> Iterator[None]:
+    """Keep other processes from changing a private file meanwhile, by a lock on ``path`` beside it,
+    which is made if it is missing. IdentityError if it can't be; ``what`` names the file."""
+    try:
+        make_private(path.parent)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise IdentityError(f"{what} in {path.parent} can't be changed: {error}") from error
+    try:
+        system.lock(lock, wait=True)
+        yield
+    finally:
+        os.close(lock)
+
+
+def stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes whenever the file at ``path`` does; None if there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return (status.st_mtime_ns, status.st_ino, status.st_mode)
+
+
 def read_private(path: Path, what: str, *, max_bytes: int = _MAX_BYTES) -> bytes:
     """The content of ``path``.
 
     FileNotFoundError if there is no file; IdentityError if other users may read or change it or its
     folder, if it belongs to another user, is longer than ``max_bytes``, or can't be read.
     """
-    need_posix("a file that only its owner can read")
+    system.need_posix("a file that only its owner can read")
     check_private(path.parent)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -10,7 +10,6 @@ comes from a variable (POTLUCK_PSK, POTLUCK_PASSPHRASE) begin open; ``lock`` clo
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import threading
 import time
@@ -20,9 +19,13 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from potluck import system
-from potluck.cluster.home.directory import make_private
-from potluck.cluster.home.keyfile import load_or_create, read_private, replace_private
+from potluck.cluster.home.keyfile import (
+    load_or_create,
+    locked,
+    read_private,
+    replace_private,
+    stamp,
+)
 from potluck.cluster.trust.admissions import Admissions, Entry, Roster, now_of
 from potluck.errors import IdentityError, PotluckError
 from potluck.wire.admissions import Founding, Record
@@ -108,14 +111,15 @@ class AdmissionFile:
     def change(
         self,
         make: Callable[[Admissions], Sequence[Record]],
-        before: Callable[[], None] = lambda: None,
+        before: Callable[[Admissions], None] = lambda changed: None,
     ) -> tuple[Record, ...]:
         """Add the records that ``make`` returns for the list as it is; those that were new.
 
         ``make`` runs under the lock, so numbers that it takes are taken by no other process.
-        ``before`` is called under it, too, once the records are known to be good, before they are
-        written: a new secret is stored before the record that names it, so that a crash between
-        leaves no record of a secret that nobody has. IdentityError if the cluster is open.
+        ``before(changed)`` is called under it, too, with the list as it will be, before that is
+        written; what it raises keeps the list as it was. A new secret is stored there: before the
+        record that names it, so that a crash between leaves no record of a secret that nobody has.
+        IdentityError if the cluster is open.
         """
         with self.changing() as admissions:
             if admissions is None:
@@ -126,32 +130,23 @@ class AdmissionFile:
             changed = Admissions(admissions.founding, admissions.records, is_trusted=True)
             new = changed.add(make(admissions))
             if new:
-                before()
+                before(changed)
                 self._write(changed)
             return new
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Admissions | None]:
         """The list, which no other process changes meanwhile."""
-        try:
-            make_private(self.path.parent)
-            lock = os.open(self.path.with_name(_LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise IdentityError(f"{_WHAT} {self.path} can't be changed: {error}") from error
-        try:
-            system.lock(lock, wait=True)
-            with self._lock:
-                yield self._refresh()
-        finally:
-            os.close(lock)
+        with locked(self.path.with_name(_LOCK_FILE), _WHAT), self._lock:
+            yield self._refresh()
 
     def _write(self, admissions: Admissions) -> None:
         replace_private(self.path, _WHAT, _encode(admissions.founding, admissions.records))
-        self._stamp, self._admissions = _stamp(self.path), admissions
+        self._stamp, self._admissions = stamp(self.path), admissions
 
     def _refresh(self) -> Admissions | None:
-        stamp = _stamp(self.path)
-        if stamp is not None and stamp == self._stamp:
+        now = stamp(self.path)
+        if now is not None and now == self._stamp:
             return self._admissions
         try:
             data = read_private(self.path, _WHAT, max_bytes=_MAX_BYTES)
@@ -172,7 +167,7 @@ class AdmissionFile:
             )
         # Nobody but this user can write the file: the signatures were checked before it was.
         self._admissions = Admissions(file.founding, file.records, is_trusted=True)
-        self._stamp = stamp
+        self._stamp = now
         return self._admissions
 
 
@@ -191,11 +186,3 @@ def refusal(node: str, entry: Entry | None) -> str:
 
 def _encode(founding: Founding, records: Iterable[Record]) -> bytes:
     return msgspec.msgpack.encode(_File(FORMAT, founding, tuple(records)))
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return (status.st_mtime_ns, status.st_ino, status.st_mode)

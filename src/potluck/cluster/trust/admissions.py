@@ -54,6 +54,15 @@ class Entry:
         return node_id_of_bytes(self.key)
 
     @property
+    def name(self) -> str:
+        """What the machine called itself when it was admitted; empty if that is not known."""
+        return self.word.name if self.word is not None else ""
+
+    def has_ended(self, now: float) -> bool:
+        """Whether the admission had an end, which is over at Unix time ``now``."""
+        return bool(self.expires) and now >= self.expires
+
+    @property
     def expires(self) -> int:
         """The Unix time at which the admission ends; 0: never."""
         return self.word.expires if self.word is not None and self.role == "member" else 0
@@ -79,7 +88,7 @@ class Roster:
         entry = self.entries.get(node)
         if entry is None or entry.role == "revoked":
             return False
-        return not entry.expires or now < entry.expires
+        return not entry.has_ended(now)
 
 
 class Admissions:

@@ -9,13 +9,12 @@ so a change needs no message to running workers.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from pathlib import Path
 
 import msgspec
 
-from potluck.cluster.home.keyfile import read_private, replace_private
+from potluck.cluster.home.keyfile import read_private, replace_private, stamp
 from potluck.cluster.trust.secret import SECRET_FILE, load_or_create_secret
 from potluck.errors import IdentityError, PotluckError
 from potluck.transport.credentials import Era, era_of
@@ -42,17 +41,17 @@ class Keyring:
         """The present era and earlier ones, as the files have them now. If changed files can't be
         read, the eras stay, and a warning is logged."""
         with self._lock:
-            stamp = self._look()
-            if stamp != self._stamp:
-                self._stamp = stamp
+            now = self._look()
+            if now != self._stamp:
+                self._stamp = now
                 try:
                     self._eras = read_eras(self._home)
                 except PotluckError as error:
                     _log.warning("the cluster's secret was not taken over: %s", error)
             return self._eras
 
-    def _look(self) -> tuple[tuple[int, int] | None, ...]:
-        return tuple(_stamp(self._home / name) for name in (SECRET_FILE, EARLIER_FILE))
+    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(stamp(self._home / name) for name in (SECRET_FILE, EARLIER_FILE))
 
 
 def read_eras(home: Path) -> tuple[Era, ...]:
@@ -94,11 +93,3 @@ def _read_earlier(home: Path) -> list[Era]:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise IdentityError(f"{_WHAT} {path} is damaged ({error}): remove the file") from error
     return [Era(each.namespace, each.knock, each.advert) for each in found]
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino

@@ -8,7 +8,6 @@ the beginning of its id.
 from __future__ import annotations
 
 import contextlib
-import os
 import string
 import threading
 import time
@@ -17,9 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from potluck import system
-from potluck.cluster.home.directory import make_private
-from potluck.cluster.home.keyfile import read_private, replace_private
+from potluck.cluster.home.keyfile import locked, read_private, replace_private
 from potluck.errors import ConfigurationError, IdentityError
 from potluck.wire.names import MachineName
 
@@ -83,22 +80,13 @@ class KnownNodes:
     def _changing(self) -> Iterator[dict[str, KnownNode]]:
         """The nodes as a dict to change, written to the file if the block raises no exception. One
         process at a time."""
-        try:
-            make_private(self.path.parent)
-            lock = os.open(self.path.with_name(_LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise IdentityError(f"{_WHAT} {self.path} can't be changed: {error}") from error
-        try:
-            system.lock(lock, wait=True)
-            with self._lock:
-                nodes = self._read()
-                yield nodes
-                oldest_first = sorted(nodes.values(), key=lambda each: each.last)
-                file = _File(FORMAT, tuple(oldest_first[-MAX_NODES:]))
-                data = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
-                replace_private(self.path, _WHAT, data)
-        finally:
-            os.close(lock)
+        with locked(self.path.with_name(_LOCK_FILE), _WHAT), self._lock:
+            nodes = self._read()
+            yield nodes
+            oldest_first = sorted(nodes.values(), key=lambda each: each.last)
+            file = _File(FORMAT, tuple(oldest_first[-MAX_NODES:]))
+            data = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
+            replace_private(self.path, _WHAT, data)
 
     def _read(self) -> dict[str, KnownNode]:
         try:

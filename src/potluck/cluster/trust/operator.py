@@ -56,8 +56,7 @@ def revoke(
     """Ban ``node``; the nodes that it had admitted, which stay, by a word of this node.
 
     ``psk`` is the cluster's next secret, which ``store`` stores, None if it can't be changed
-    here. ConfigurationError if
-    this node may not ban that one.
+    here. ConfigurationError if this node may not ban that one.
     """
     kept: list[str] = []
 
@@ -82,22 +81,22 @@ def revoke(
             records.append(
                 word(said.key, said.verdict, len(records) + 1, expires=said.expires, name=said.name)
             )
-        name = entry.word.name if entry.word else ""
-        words = {"name": name, "reason": reason[:200], "delete_code": delete_code}
+        words = {"name": entry.name, "reason": reason[:200], "delete_code": delete_code}
         records.insert(0, word(entry.key, "revoked", 0, **words))
         if psk is not None:
             records.append(_secret(admissions, me, psk, without=entry.key, offset=len(records)))
-        check = Admissions(admissions.founding, admissions.records, is_trusted=True)
-        check.add(records)
-        after = check.roster.entries.get(node)
-        if after is None or after.role != "revoked":
-            raise ConfigurationError(
-                f"node {node[:12]} is an admin that is senior to this machine: ban it on "
-                f"{_seniors(admissions)}"
-            )
         return records
 
-    file.change(make, before=lambda: None if psk is None else store(psk))
+    def before(changed: Admissions) -> None:
+        if changed.roster.entries[node].role != "revoked":
+            raise ConfigurationError(
+                f"node {node[:12]} is an admin that is senior to this machine: ban it on "
+                f"{_seniors(changed)}"
+            )
+        if psk is not None:
+            store(psk)
+
+    file.change(make, before)
     return tuple(kept)
 
 
@@ -108,7 +107,7 @@ def change_of_secret(
     store: Callable[[bytes], None] = lambda psk: None,
 ) -> None:
     """Make ``psk`` the cluster's secret from now on; ``store`` stores it here."""
-    file.change(lambda admissions: [_secret(admissions, me, psk)], before=lambda: store(psk))
+    file.change(lambda admissions: [_secret(admissions, me, psk)], lambda changed: store(psk))
 
 
 def lock(file: AdmissionFile, me: Ed25519PrivateKey, others: Collection[tuple[bytes, str]]) -> None:
@@ -131,7 +130,7 @@ def end_expired(file: AdmissionFile, me: Ed25519PrivateKey) -> None:
 
     def over(admissions: Admissions) -> list[Entry]:
         at = now_of(time.time(), admissions.roster)
-        return [e for e in admissions.roster.entries.values() if e.expires and at >= e.expires]
+        return [each for each in admissions.roster.entries.values() if each.has_ended(at)]
 
     def make(admissions: Admissions) -> Sequence[Record]:
         word = _speaker(admissions, me)
@@ -212,8 +211,5 @@ def _secret(
 def _seniors(admissions: Admissions) -> str:
     """The admins, for the text of an error."""
     admins = [e for e in admissions.roster.entries.values() if e.role in ("founder", "admin")]
-    names = [
-        f"{each.word.name} ({each.node[:12]})" if each.word and each.word.name else each.node[:12]
-        for each in admins
-    ]
+    names = [f"{each.name} ({each.node[:12]})" if each.name else each.node[:12] for each in admins]
     return "an admin: " + ", ".join(names)
