@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from potluck.context import all_reduce_sum as all_reduce_sum
     from potluck.context import init as init
     from potluck.engine.work import Work as Work
+    from potluck.training.balance import balance_workload as balance_workload
+    from potluck.training.partition import DataPartitioner as DataPartitioner
     from potluck.types import Group as Group
     from potluck.types import Member as Member
     from potluck.types import ReduceOp as ReduceOp
@@ -44,6 +46,8 @@ _HOMES = {
         *("Commit", "DistributedContext", "all_reduce_mean", "all_reduce_sum", "init"),
     ),
     "potluck.engine.work": ("Work",),
+    "potluck.training.balance": ("balance_workload",),
+    "potluck.training.partition": ("DataPartitioner",),
     "potluck.types": ("Group", "Member", "ReduceOp"),
 }
 """The module of each public name. The block above is for type checkers; a test compares the two."""
