@@ -72,6 +72,10 @@ class Settings:
             "the salt of the words"
         ),
     ] = ""
+    worker_home: Annotated[
+        str,
+        About("folder with the credentials of a worker; set by the agent that started the worker"),
+    ] = ""
     bind: Annotated[
         str, About("interface or address to listen on and look for others; by default all")
     ] = ""

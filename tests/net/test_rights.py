@@ -48,9 +48,10 @@ def test_a_script_of_another_member_finds_no_key_of_the_owner(tmp_path: Path) ->
             assert len(variables) == 2, run.text
             for line in variables:
                 names = set(line.split())
-                assert {"PATH", "HOME", "RANK", "POTLUCK_HOME", "DATA"} <= names
+                assert {"PATH", "HOME", "RANK", "POTLUCK_WORKER_HOME", "DATA"} <= names
                 unwanted = {"AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "HF_TOKEN", "SLURM_PROCID"}
                 assert not names & (unwanted | {"POTLUCK_PSK", "POTLUCK_PASSPHRASE"})
+                assert "POTLUCK_HOME" not in names
             assert sum("] given value along /data" in line for line in run.lines) == 2, run.text
 
 
@@ -154,6 +155,54 @@ def test_a_job_that_runs_on_a_paused_machine_only_waits_for_it(tmp_path: Path) -
                 assert f"{machine.name} ({machine.id}): its owner paused it" in run.lines[-1]
 
 
+ORDERS = """
+import asyncio, os
+from potluck.backends.agent_link import agent_address
+from potluck.cluster.trust.credentials import load_credentials
+from potluck.errors import Refused
+from potluck.settings import load_settings
+from potluck.transport import aio
+from potluck.wire.greeting import Hello
+
+async def main():
+    mine, job = load_credentials(load_settings()), os.environ["POTLUCK_JOB"]
+    mine.refusal_of = lambda peer: None  # it calls whom it likes
+    own = agent_address()
+    for where, address in (("own", own), ("other", (os.environ["OTHER"], own[1]))):
+        for kind, job in (("client", ""), ("client", mine.job), ("node", ""), ("measure", ""),
+                          ("worker", "train-0")):
+            try:
+                hello = Hello(kind, mine.namespace, job=job)
+                _, writer, _ = await aio.connect(*address, hello, mine)
+                await aio.end(writer)
+                print("heard", where, kind, flush=True)
+            except Refused as refused:
+                print("refused", where, kind, refused.code, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_script_gives_no_orders_to_any_agent(tmp_path: Path) -> None:
+    """Not to that of its own machine, nor to another's: its certificate is good for its job. What
+    its certificate was good for is gone when the job is over."""
+    script = tmp_path / "code" / "orders.py"
+    script.parent.mkdir()
+    script.write_text(ORDERS)
+    with cluster_of(2, tmp_path / "homes") as (ada, bob):
+        form(ada, bob)
+        with ada.run("--env", f"OTHER={bob.host.address}", script) as run:
+            assert run.finish() == 0, run.text
+        said = [line.partition("] ")[2] for line in run.lines if "] refused " in line]
+        assert "] heard " not in run.text
+        kinds = ("client", "client", "node", "measure", "worker")
+        own = [f"refused own {kind} kind" for kind in kinds]
+        assert {line for line in said if " own " in line} == set(own), run.text
+        assert len(said) == 4 * len(kinds), run.text
+        for machine in (ada, bob):
+            assert not list((machine.home / "workers").glob("*/*")), "left after the job"
+
+
 PEEKER = """
 import json, os, pathlib
 def can(action, *arguments):
@@ -163,11 +212,15 @@ def can(action, *arguments):
         return False
     return True
 home = pathlib.Path.home()
-jobs = pathlib.Path(os.environ["POTLUCK_HOME"], "code_store", "jobs")
+credentials = pathlib.Path(os.environ["POTLUCK_WORKER_HOME"])
+agents, mine = credentials.parents[2], (credentials, pathlib.Path(__file__).parent)
 found = {
     "key": (home / ".ssh" / "id").exists(),
     "diary": pathlib.Path(os.environ["DIARY"]).exists(),
-    "other jobs": len(list(jobs.glob("*"))) > 1,
+    "files of the agent": any(
+        path.is_file() and not any(path.is_relative_to(each) for each in mine)
+        for path in agents.rglob("*")
+    ),
     "agent": os.getppid() != 1 and can(os.kill, int(os.environ["AGENT"]), 0),
     "system": os.access("/etc", os.W_OK) and can(os.utime, "/etc/hostname"),
 }
@@ -195,6 +248,7 @@ def test_a_script_in_the_sandbox_finds_its_own_folder_and_little_else(tmp_path: 
                 found[match[1]] = json.loads(match[2])
         assert found["bob"] == dict.fromkeys(found["bob"], False), run.text
         assert found["ada"]["key"], "the owner's own script runs as the owner"
+        assert found["ada"]["files of the agent"]
         kept = list((bob.home / "code_store" / "jobs").glob("*/written here"))
         assert len(kept) == 2, "what a script writes into its folder stays there"
 

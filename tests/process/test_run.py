@@ -230,7 +230,7 @@ def test_a_run_listens_on_the_loopback_only_and_keeps_no_state(
         run.signal(signal.SIGTERM)
         run.finish()
     left = {path.name for path in own_environment.rglob("*")}
-    assert left <= {"run", "cluster_secret", "node_keypair", "admissions"}
+    assert left <= {"run", "workers", "cluster_secret", "node_keypair", "admissions"}
 
 
 def test_two_runs_at_once_are_both_shown(script) -> None:

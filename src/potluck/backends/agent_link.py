@@ -25,7 +25,7 @@ from potluck.settings import Wire
 from potluck.transport import aio
 from potluck.transport.credentials import Credentials
 from potluck.wire import worker_link
-from potluck.wire.greeting import SEALED, SIGNED, Hello
+from potluck.wire.greeting import SEALED, SIGNED, WORKER, Hello
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class AgentLink:
         """
         self._host, self._port = agent_address()
         job, worker = (os.environ.get(f"POTLUCK_{name}", "") for name in ("JOB", "WORKER"))
-        self._hello = Hello("worker", credentials.namespace, job=job, worker=worker)
+        self._hello = Hello(WORKER, credentials.namespace, job=job, worker=worker)
         self.worker = worker
         self.progress = UnsentFacts(worker)
         self.owner = os.getpid()

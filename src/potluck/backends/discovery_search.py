@@ -164,7 +164,7 @@ class Search:
                     hint.host, hint.port, hello, self._credentials, timeout_s=CALL_S
                 )
                 instance = (await reader.readexactly(INSTANCE_BYTES)).hex()
-                node = aio.peer_node(writer)
+                node = aio.peer_identity(writer).node
             self._book.reached(hint, instance, self._loop.time())
             self._book.linked(instance)
             self._peers.found(Participant(instance, Member("", node, hint.host, hint.port)))

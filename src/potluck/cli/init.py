@@ -21,7 +21,7 @@ def init(
     With --json: {"version": 1, "node", "namespace", "home", "made"}. ``namespace`` is the public
     name of the cluster, ``made`` whether the secret is new. The secret is never shown.
     """
-    from potluck.cluster.trust.credentials import load_credentials
+    from potluck.cluster.trust.credentials import load_node_credentials
     from potluck.cluster.trust.secret import SECRET_FILE
     from potluck.settings import load_settings
 
@@ -30,7 +30,7 @@ def init(
     is_given = settings.psk is not None or settings.passphrase is not None
     path = settings.home / SECRET_FILE
     existed = path.exists()
-    credentials = load_credentials(settings)
+    credentials = load_node_credentials(settings)
     made = not is_given and not existed
     if json:
         facts = {

@@ -86,7 +86,7 @@ async def _wait(
     from potluck.cluster.discovery.configured import all_finders
     from potluck.cluster.discovery.interfaces import bound_interfaces
     from potluck.cluster.trust import operator
-    from potluck.cluster.trust.credentials import load_admissions, load_credentials
+    from potluck.cluster.trust.credentials import load_admissions, load_node_credentials
     from potluck.cluster.trust.identity import load_or_create_identity
     from potluck.cluster.trust.known_nodes import KnownNodes
     from potluck.cluster.trust.pairing_link import hand_over
@@ -94,7 +94,7 @@ async def _wait(
     from potluck.transport.credentials import node_id_of_bytes
     from potluck.wire.pairing import Handover
 
-    me = load_credentials(settings).node_id
+    me = load_node_credentials(settings).node_id
     key = load_or_create_identity(settings.home)
     admissions = load_admissions(settings)
     _check(admissions, me)

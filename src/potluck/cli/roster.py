@@ -29,11 +29,11 @@ def nodes(
     node, name, role, since and until (Unix times; until 0: no end), reason, last_seen (Unix time,
     0: never), is_here (this machine has a link to it now, or is it).
     """
-    from potluck.cluster.trust.credentials import load_admissions, load_credentials
+    from potluck.cluster.trust.credentials import load_admissions, load_node_credentials
     from potluck.settings import load_settings
 
     settings = load_settings()
-    me = load_credentials(settings).node_id
+    me = load_node_credentials(settings).node_id
     admissions = load_admissions(settings).load()
     rows = _rows(settings, me)
     if json:

@@ -59,12 +59,12 @@ def _decide(text: str, *, is_allowed: bool) -> None:
     from potluck.cluster.home.node_state import find_agent
     from potluck.cluster.sharing.rules import decided
     from potluck.cluster.sharing.store import SharingStore
-    from potluck.cluster.trust.credentials import load_credentials
+    from potluck.cluster.trust.credentials import load_node_credentials
     from potluck.settings import load_settings
 
     settings = load_settings()
     node = find_known(settings, text)
-    if node == load_credentials(settings).node_id:
+    if node == load_node_credentials(settings).node_id:
         raise ConfigurationError("that is this machine, which always runs its own jobs")
     if find_agent(settings.home) is not None:
         _ask("allow" if is_allowed else "deny", node)

@@ -219,12 +219,12 @@ def _lock(
 
 
 def _load() -> tuple[Settings, AdmissionFile, Ed25519PrivateKey]:
-    from potluck.cluster.trust.credentials import load_admissions, load_credentials
+    from potluck.cluster.trust.credentials import load_admissions, load_node_credentials
     from potluck.cluster.trust.identity import load_or_create_identity
     from potluck.settings import load_settings
 
     settings = load_settings()
-    load_credentials(settings)  # makes what is missing
+    load_node_credentials(settings)  # makes what is missing
     return settings, load_admissions(settings), load_or_create_identity(settings.home)
 
 

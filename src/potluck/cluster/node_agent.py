@@ -40,20 +40,21 @@ from potluck.cluster.topology import measure
 from potluck.cluster.topology.hardware import own_facts
 from potluck.cluster.topology.surveyor import Surveyor
 from potluck.cluster.topology.versions import own_versions
-from potluck.cluster.trust.credentials import load_admissions, load_credentials
+from potluck.cluster.trust.credentials import load_admissions, load_node_credentials
 from potluck.cluster.trust.identity import load_or_create_identity
 from potluck.cluster.trust.known_nodes import KnownNodes
 from potluck.cluster.trust.signed_jobs import signed
+from potluck.cluster.trust.worker_home import WorkerHomes
 from potluck.errors import ConfigurationError, PotluckError
 from potluck.settings import Settings
 from potluck.transport import aio
 from potluck.transport.acceptor import is_port_taken
 from potluck.wire import local, peers
-from potluck.wire.greeting import Hello, Refusal
+from potluck.wire.greeting import WORKER, Hello, Refusal
 from potluck.wire.sharing import Rule
 
 _MAX_EVENTS = 20
-_OF_THIS_MACHINE = (CLIENT, "worker")
+_OF_THIS_MACHINE = (CLIENT, WORKER)
 """Kinds of connections that only this node's own identity may make."""
 
 Close = Callable[[], Coroutine[Any, Any, None]]
@@ -80,7 +81,7 @@ class NodeAgent:
     ) -> None:
         """``default_rule``: whose jobs run here if the owner has never said."""
         self.port = 0
-        self.credentials = load_credentials(settings)
+        self.credentials = load_node_credentials(settings)
         self.ready = asyncio.Event()
         self._settings = settings
         self._on_note = on_note
@@ -134,6 +135,7 @@ class NodeAgent:
         order."""
         settings, credentials, names = self._settings, self.credentials, self.names
         me = credentials.node_id
+        key = load_or_create_identity(settings.home)
 
         def introduction() -> peers.Introduction:
             return peers.Introduction(
@@ -151,7 +153,7 @@ class NodeAgent:
         commands.on(local.ContinueRequest, self._continue_alone)
         self.exchange = exchange = AdmissionExchange(
             settings,
-            load_or_create_identity(settings.home),
+            key,
             self._admissions,
             credentials,
             links,
@@ -197,13 +199,22 @@ class NodeAgent:
         self._code_store = code_store = CodeStore(settings.home, me, links.send)
         links.on(peers.PackageMessage, code_store.received)
         links.on_ended.append(lambda node, incarnation, reason: code_store.lost(node))
+        worker_homes = WorkerHomes(
+            settings.home,
+            key,
+            credentials,
+            self._admissions,
+            on_note=self._note,
+            on_broken=self._fail,
+        )
         parts = AgentParts(
             me=me,
             port=self.port,
             bind=self._bind,
             wire=settings.wire,
             names=names,
-            sign=partial(signed, key=load_or_create_identity(settings.home)),
+            sign=partial(signed, key=key),
+            worker_homes=worker_homes,
             launcher=partial(launcher_of, settings, confinement),
             confinement=confinement,
             links=links,
@@ -217,12 +228,13 @@ class NodeAgent:
         self.jobs = dispatcher = JobDispatcher(parts, code_store)
         self._callers = {
             CLIENT: commands.greeted,
-            "worker": dispatcher.greeted,
+            WORKER: dispatcher.greeted,
         }
         if not self._is_private:
             self._callers |= {KIND: links.greeted, measure.KIND: surveyor.greeted}
         return [
             dispatcher.close,
+            worker_homes.close,
             confinement.close,
             surveyor.close,
             exchange.close,

@@ -24,12 +24,12 @@ from potluck.transport.acceptor import (
     finish,
     listening_socket,
 )
-from potluck.transport.credentials import Credentials, node_id_of_certificate
+from potluck.transport.credentials import Credentials, Identity, identity_of_certificate
 from potluck.transport.failures import translated
-from potluck.transport.handshake import check_node, hear_knock, knock, objection, welcomed
+from potluck.transport.handshake import check_identity, hear_knock, knock, objection, welcomed
 from potluck.transport.tcp import tune
 from potluck.wire.format import PREFIX_BYTES, MessageFormat
-from potluck.wire.greeting import GREETING, Greeting, Hello, Refusal, Welcome
+from potluck.wire.greeting import GREETING, Greeting, Hello, Welcome
 
 T = TypeVar("T")
 Received = TypeVar("Received")
@@ -60,10 +60,10 @@ async def write_greeting(writer: asyncio.StreamWriter, message: Greeting) -> Non
     await writer.drain()
 
 
-def peer_node(writer: asyncio.StreamWriter) -> str:
-    """The node id that the peer's certificate proved."""
+def peer_identity(writer: asyncio.StreamWriter) -> Identity:
+    """The identity that the peer's certificate proved."""
     tls = writer.get_extra_info("ssl_object")
-    return node_id_of_certificate(tls.getpeercert(binary_form=True))
+    return identity_of_certificate(tls.getpeercert(binary_form=True))
 
 
 class Unwanted(Exception):
@@ -100,10 +100,10 @@ async def connect(
             reader, writer = await asyncio.open_connection(
                 sock=sock, ssl=credentials.client_context, server_hostname=""
             )
-            node = peer_node(writer)
-            peer = f"{peer} (node {node[:12]})"
-            check_node(node, peer, credentials)
-            if not wanted(node):
+            server = peer_identity(writer)
+            peer = f"{peer} (node {server.node[:12]})"
+            check_identity(server, peer, credentials)
+            if not wanted(server.node):
                 raise Unwanted(peer)
             doing = "waiting for WELCOME"
             await write_greeting(writer, hello)
@@ -182,22 +182,24 @@ class Server:
         await finish(hear_knock(caller.sock, self._credentials.eras), caller.sock)
         reader, writer = await _secure(caller.sock, self._credentials, self._limits.timeout_s)
         try:
-            node = peer_node(writer)
-            why = self._credentials.objects_to(node)
-            if why is not None:  # before anything that it says is read
+            client = peer_identity(writer)
+            refusal = self._credentials.refusal_of(client)
+            if refusal is not None:  # before anything that it says is read
                 caller.has_spoken = False  # the first to go where room is needed
-                await write_greeting(writer, Refusal("banned", why))
+                await write_greeting(writer, refusal)
                 await _drain(reader, self._limits.drain_bytes)
-                raise Refused(f"node {node[:12]} was refused: {why}", "banned")
+                raise Refused(
+                    f"node {client.node[:12]} was refused: {refusal.reason}", refusal.code
+                )
             hello = await read_greeting(reader)
             if not isinstance(hello, Hello):
                 raise ProtocolError("the peer began with something else than HELLO")
-            refusal = objection(hello, node, self._credentials)
+            refusal = objection(hello, client, self._credentials)
             if refusal is not None:
                 await write_greeting(writer, refusal)
                 return
             caller.authenticated()
-            await self._greeted(reader, writer, hello, node)
+            await self._greeted(reader, writer, hello, client.node)
         finally:
             await end(writer)
 

@@ -1,10 +1,11 @@
 """Credentials: who this node is, and whom it talks to.
 
 A node is its Ed25519 key. Both sides of each connection show a certificate for their key (mutual
-TLS 1.3), and each asks ``objects_to`` whether it wants to talk to the key that the other side has
-proved. The certificate says nothing else: no name, no date that matters, and an issuer that is the
-same for all potlucks in the world. Its private key is public (``_AUTHORITY``): TLS libraries want
-a chain to check, and the check that counts is that of the key.
+TLS 1.3), and each asks ``Credentials.refusal_of`` whether it wants to talk to the identity that the
+other side has proved. The certificate says nothing else: no name, no date that matters, and an
+issuer that is the same for all potlucks in the world. Its private key is public (``_AUTHORITY``):
+TLS libraries want a chain to check, and the check that counts is that of the key. A worker has a
+key of its own, and its certificate the word of its node about that key (``delegation.py``).
 
 Before TLS a caller *knocks* (``knock.py``) with a key derived from the cluster's secret. The secret
 keeps strangers out of earshot; it makes nobody a member.
@@ -21,7 +22,7 @@ import ssl
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -31,7 +32,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from potluck.errors import SecurityError
 from potluck.transport import native_tls
+from potluck.transport.delegation import Delegation, delegation_in, extension_of
 from potluck.transport.native_tls import NativeContext
+from potluck.wire.greeting import Refusal
 
 T = TypeVar("T")
 
@@ -59,12 +62,21 @@ class Era:
     """The key of the tags in adverts."""
 
 
+class Identity(NamedTuple):
+    """What a certificate proves: the id of a node, and the only job for which its holder may speak;
+    empty for the node itself."""
+
+    node: str
+    job: str = ""
+
+
 def _objects_to_nobody(node: str) -> str | None:
     return None
 
 
 class Credentials:
-    """A node's credentials in one cluster, as they are now. Safe to print: it shows no secret.
+    """The credentials of a node, or of a node's workers in one job, as they are now. Safe to print:
+    it shows no secret.
 
     ``eras()`` is asked anew for each connection, so that a changed secret holds from the next one
     on: the present era, then earlier ones, under which a machine that was away may still knock.
@@ -77,17 +89,26 @@ class Credentials:
         eras: Callable[[], Sequence[Era]],
         objects_to: Callable[[str], str | None] = _objects_to_nobody,
         *,
+        delegation: Delegation | None = None,
         use_native: bool = True,
     ) -> None:
-        """``use_native``: let the native core do the TLS of links, where it can."""
-        self.public_key = key.public_key().public_bytes_raw()
+        """``delegation``: by which node, and for which job, ``key`` was made; None for a node's own
+        key. ``use_native``: let the native core do the TLS of links, where it can. SecurityError if
+        the delegation is not one of ``key``."""
+        own = key.public_key().public_bytes_raw()
+        if delegation is not None:
+            delegation.check(own)
+        self.public_key = own if delegation is None else delegation.node
+        """The node's."""
         self.node_id = node_id_of_bytes(self.public_key)
+        self.job = "" if delegation is None else delegation.job
+        """The job for which these credentials are good; empty for the node's own."""
         self.is_native = use_native and native_tls.is_available()
         """Whether links made with these credentials are the native core's."""
         self.objects_to = objects_to
         self._eras = eras
         authority = _issuer().public_bytes(serialization.Encoding.PEM)
-        chain = _chain(key)
+        chain = _chain(key, delegation)
         self.server_context = _context(ssl.PROTOCOL_TLS_SERVER, authority, chain)
         self.client_context = _context(ssl.PROTOCOL_TLS_CLIENT, authority, chain)
         self._native = functools.cache(
@@ -96,6 +117,24 @@ class Credentials:
 
     def __repr__(self) -> str:
         return f"Credentials(node_id={self.node_id!r}, namespace={self.namespace!r})"
+
+    def refusal_of(self, peer: Identity) -> Refusal | None:
+        """Why this side does not talk to ``peer``; None if it does.
+
+        Workers talk to workers of their own job, and to the agent and commands of their own node.
+        """
+        reason = self.objects_to(peer.node)
+        if reason is not None:
+            return Refusal("banned", reason)
+        is_own_node = peer.node == self.node_id and not (peer.job and self.job)
+        if peer.job == self.job or is_own_node:
+            return None
+        mine, theirs = (f"job {job!r}" if job else "no job" for job in (self.job, peer.job))
+        return Refusal(
+            "job",
+            f"one side belongs to {mine}, the other to {theirs}: a worker talks to the workers of "
+            "its own job, and to its own node",
+        )
 
     @property
     def eras(self) -> tuple[Era, ...]:
@@ -151,12 +190,17 @@ def node_id_of_bytes(key: bytes) -> str:
     return hashlib.sha3_256(key).hexdigest()
 
 
-def node_id_of_certificate(der: bytes | None) -> str:
+def identity_of_certificate(der: bytes | None) -> Identity:
     """The identity in a peer's verified certificate (DER); SecurityError if it can't hold one."""
-    key = _read_certificate(der, lambda certificate: certificate.public_key())
+    key, delegation = _read_certificate(
+        der, lambda certificate: (certificate.public_key(), delegation_in(certificate))
+    )
     if not isinstance(key, Ed25519PublicKey):
         raise SecurityError("the peer's certificate does not hold an Ed25519 key")
-    return node_id_of(key)
+    if delegation is None:
+        return Identity(node_id_of(key))
+    delegation.check(key.public_bytes_raw())
+    return Identity(node_id_of_bytes(delegation.node), delegation.job)
 
 
 def _read_certificate(der: bytes | None, read: Callable[[x509.Certificate], T]) -> T:
@@ -194,17 +238,19 @@ def _issuer() -> x509.Certificate:
     return _certificate(_AUTHORITY.public_key(), 1, is_ca=True).sign(_AUTHORITY, None)
 
 
-def _chain(key: Ed25519PrivateKey) -> bytes:
-    """A certificate for ``key`` and the key itself (PEM)."""
+def _chain(key: Ed25519PrivateKey, delegation: Delegation | None) -> bytes:
+    """A certificate for ``key``, with its delegation if it has one, and the key itself (PEM)."""
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(_AUTHORITY.public_key())
     serial = int(node_id_of(key.public_key())[:30], 16) + 2
-    certificate = (
+    builder = (
         _certificate(key.public_key(), serial, is_ca=False)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         .add_extension(authority, critical=False)
-        .sign(_AUTHORITY, None)
     )
+    if delegation is not None:
+        builder = builder.add_extension(extension_of(delegation), critical=False)
+    certificate = builder.sign(_AUTHORITY, None)
     return certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,

@@ -31,7 +31,7 @@ from potluck.errors import (
     WrongSecret,
 )
 from potluck.system import wait_ready
-from potluck.transport.credentials import Credentials, Era, node_id_of_certificate
+from potluck.transport.credentials import Credentials, Era, Identity, identity_of_certificate
 from potluck.transport.failures import hung_up_at_knock, translated
 from potluck.transport.knock import ANSWER_BYTES, CALL_BYTES, PROOF_BYTES, Heard, Knock
 from potluck.transport.link_memory import NUM_SLOTS, SLOT_BYTES, offer_link_memory
@@ -44,6 +44,7 @@ from potluck.wire.greeting import (
     GREETING,
     PROTOCOL_VERSION,
     SIGNED,
+    WORKER,
     Greeting,
     Hello,
     Refusal,
@@ -157,9 +158,9 @@ def _connect_once(
         drive(knock(sock, credentials.eras), sock, limit, "knocking", peer, cancelled)
         sock = tls = secured(sock, credentials, server_side=False)
         drive(tls_handshake(tls), tls, limit, "setting up TLS", peer, cancelled)
-        node = node_id_of_certificate(tls.getpeercert(binary_form=True))
-        peer = f"{peer} (node {node[:12]})"
-        check_node(node, peer, credentials)
+        server = identity_of_certificate(tls.getpeercert(binary_form=True))
+        node, peer = server.node, f"{peer} (node {server.node[:12]})"
+        check_identity(server, peer, credentials)
         if hello.kind == "data" and memory is not None:
             offered = offer_link_memory(*memory)
         said = msgspec.structs.replace(
@@ -293,36 +294,43 @@ def _write_raw(sock: socket.socket, data: bytes) -> Steps[None]:
             yield WRITE
 
 
-def receive_hello(tls: TlsSocket, credentials: Credentials) -> Steps[tuple[Hello, str]]:
-    """The server's half after the knock: what the client said, and the node id it proved.
+def receive_hello(tls: TlsSocket, credentials: Credentials) -> Steps[tuple[Hello, Identity]]:
+    """The server's half after the knock: what the client said, and the identity it proved.
 
-    Refused, after the client was told, if this side does not want to talk to that node: nothing
-    that the node says is read.
+    Refused, after the client was told, if this side does not want to talk to that client: nothing
+    that the client says is read.
     """
     yield from tls_handshake(tls)
-    node = node_id_of_certificate(tls.getpeercert(binary_form=True))
-    why = credentials.objects_to(node)
-    if why is not None:
-        yield from write_all(tls, GREETING.encode(Refusal("banned", why)))
-        raise Refused(f"node {node[:12]} was refused: {why}", "banned")
+    client = identity_of_certificate(tls.getpeercert(binary_form=True))
+    refusal = credentials.refusal_of(client)
+    if refusal is not None:
+        yield from write_all(tls, GREETING.encode(refusal))
+        raise Refused(f"node {client.node[:12]} was refused: {refusal.reason}", refusal.code)
     hello = yield from read_greeting(tls)
     if not isinstance(hello, Hello):
         raise ProtocolError("the peer began with something else than HELLO")
-    return hello, node
+    return hello, client
 
 
-def check_node(node: str, peer: str, credentials: Credentials) -> None:
-    """Refused with the code ``banned`` if this side does not want to talk to ``node``."""
-    why = credentials.objects_to(node)
-    if why is not None:
-        raise Refused(f"{peer} is not called: {why}", "banned")
+def check_identity(server: Identity, peer: str, credentials: Credentials) -> None:
+    """Refused if this side does not want to talk to ``server``."""
+    refusal = credentials.refusal_of(server)
+    if refusal is not None:
+        raise Refused(f"{peer} is not called: {refusal.reason}", refusal.code)
 
 
-def objection(hello: Hello, node: str, credentials: Credentials) -> Refusal | None:
-    """Why a server must refuse ``hello`` from ``node``, whatever the kind of connection, or
-    None."""
+def objection(hello: Hello, client: Identity, credentials: Credentials) -> Refusal | None:
+    """Why a server must refuse ``hello`` from ``client``, whatever takes this kind of connection,
+    or None."""
     if hello.version != PROTOCOL_VERSION:
         return Refusal("version", _version_text("this node", PROTOCOL_VERSION, hello.version))
+    is_worker_elsewhere = client.job and not credentials.job  # it calls the node itself
+    if is_worker_elsewhere and (hello.kind, hello.job) != (WORKER, client.job):
+        return Refusal(
+            "kind",
+            f"the certificate of a worker of job {client.job!r} is good for that job only: a "
+            "worker gives no orders to its node",
+        )
     return None
 
 

@@ -32,7 +32,7 @@ from potluck.transport.acceptor import (
     listening_socket,
     ready,
 )
-from potluck.transport.credentials import Credentials
+from potluck.transport.credentials import Credentials, Identity
 from potluck.transport.handshake import (
     drive,
     hear_knock,
@@ -160,13 +160,13 @@ class Listener:
         await finish(hear_knock(caller.sock, self._credentials.eras), caller.sock)
         caller.sock = sock = secured(caller.sock, self._credentials, server_side=True)
         try:
-            hello, node = await finish(receive_hello(sock, self._credentials), sock)
+            hello, client = await finish(receive_hello(sock, self._credentials), sock)
         except (ssl.SSLError, Refused):
             caller.has_spoken = False  # the first to go where room is needed
             await self._drain(sock)
             raise
         caller.authenticated()
-        self._start_answer(sock, caller.peer, hello, node)
+        self._start_answer(sock, caller.peer, hello, client)
         caller.is_handed_over = True
 
     async def _drain(self, sock: TlsSocket) -> None:
@@ -180,23 +180,23 @@ class Listener:
                     some = len(socket.socket.recv(sock, 16 * 1024))
                     left = left - some if some else 0
 
-    def _start_answer(self, sock: TlsSocket, peer: str, hello: Hello, node: str) -> None:
+    def _start_answer(self, sock: TlsSocket, peer: str, hello: Hello, client: Identity) -> None:
         with self._lock:  # the thread waits for it, and finds itself listed
             if self._closing or len(self._answering) >= _MAX_ADMITTING:
                 sock.close()
                 return
             thread = start_thread(
-                partial(self._answer, sock, hello, node, f"{peer} (node {node[:12]})"),
+                partial(self._answer, sock, hello, client, f"{peer} (node {client.node[:12]})"),
                 name=f"potluck-admit-{peer}",
                 on_broken=lambda error: None,  # it concerns that connection only, which has ended
             )
             self._answering[thread] = sock
 
-    def _answer(self, sock: TlsSocket, hello: Hello, node: str, peer: str) -> None:
+    def _answer(self, sock: TlsSocket, hello: Hello, client: Identity, peer: str) -> None:
         admission = link = None
         try:
-            admission = self._admission(hello, node)
-            link = self._conclude(sock, hello, node, peer, admission.answer)
+            admission = self._admission(hello, client)
+            link = self._conclude(sock, hello, client.node, peer, admission.answer)
             if link is not None:
                 with self._lock:
                     self._answering[threading.current_thread()] = None
@@ -215,8 +215,8 @@ class Listener:
             with self._lock:
                 del self._answering[threading.current_thread()]
 
-    def _admission(self, hello: Hello, node: str) -> Admission:
-        refusal = objection(hello, node, self._credentials)
+    def _admission(self, hello: Hello, client: Identity) -> Admission:
+        refusal = objection(hello, client, self._credentials)
         if refusal is not None:
             return Admission(refusal)
         deadline = time.monotonic() + ADMIT_S
@@ -229,7 +229,7 @@ class Listener:
         if admit is None:
             return Admission(Refusal("not_ready", "this worker does not take connections yet"))
         try:
-            return admit(hello, node)
+            return admit(hello, client.node)
         except Exception:
             _log.exception("admit failed for %s", hello)
             return Admission(Refusal("error", "this worker failed to decide; see its log"))

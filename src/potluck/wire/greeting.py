@@ -24,6 +24,9 @@ SEALED: Final = "sealed"
 SIGNED: Final = "signed"
 SECRET_BYTES = 32
 
+WORKER: Final = "worker"
+"""The kind of the connection of a worker to its agent."""
+
 
 class LinkSecret(msgspec.Struct, frozen=True):
     """Random bytes of one end, from which both ends make the keys of a signed link

@@ -83,7 +83,7 @@ def test_peers_learn_each_others_identity_and_talk() -> None:
                 "127.0.0.1", host.server.port, hello(worker="2"), mine
             )
             assert welcome == Welcome(rank=5)
-            assert aio.peer_node(writer) == host.credentials.node_id
+            assert aio.peer_identity(writer).node == host.credentials.node_id
             assert host.asked == [(hello(worker="2"), mine.node_id)]
             await aio.end(writer)
             del reader

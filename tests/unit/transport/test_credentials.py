@@ -16,9 +16,9 @@ from potluck.errors import SecurityError
 from potluck.transport.credentials import (
     Credentials,
     era_of,
+    identity_of_certificate,
     make_credentials,
     namespace_of,
-    node_id_of_certificate,
 )
 from support.links import new_credentials, tls_pair
 
@@ -134,8 +134,8 @@ def test_a_certificate_that_holds_another_kind_of_key_names_nobody() -> None:
         .sign(KEY, None)
     )
     with pytest.raises(SecurityError, match="Ed25519"):
-        node_id_of_certificate(certificate.public_bytes(serialization.Encoding.DER))
+        identity_of_certificate(certificate.public_bytes(serialization.Encoding.DER))
     with pytest.raises(SecurityError, match="no certificate"):
-        node_id_of_certificate(None)
+        identity_of_certificate(None)
     with pytest.raises(SecurityError, match="can't be read"):
-        node_id_of_certificate(b"junk")
+        identity_of_certificate(b"junk")

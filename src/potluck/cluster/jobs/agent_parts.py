@@ -14,6 +14,7 @@ from potluck.cluster.names import NodeNames
 from potluck.cluster.sharing.confinement import Confinement
 from potluck.cluster.sharing.offers import Offers
 from potluck.cluster.topology.surveyor import Surveyor
+from potluck.cluster.trust.worker_home import WorkerHomes
 from potluck.wire.jobs import JobSpec
 
 
@@ -21,7 +22,8 @@ from potluck.wire.jobs import JobSpec
 class AgentParts:
     """The parts of the agent of node ``me``. ``port`` is the agent's, ``bind`` the address on which
     its workers listen (empty: all interfaces), ``wire`` the least protection of their links that
-    this machine's settings allow. ``sign`` adds this node's signature to a job. ``launcher`` makes
+    this machine's settings allow. ``sign`` adds this node's signature to a job. ``worker_homes``
+    are the folders with the credentials of each job's workers. ``launcher`` makes
     the launcher of a job's workers (``process.launcher_of``), which ``confinement`` holds to the
     owner's limits. ``note`` shows a line to people at this machine; ``log`` keeps lines of jobs
     whose starter has gone."""
@@ -32,6 +34,7 @@ class AgentParts:
     wire: str
     names: NodeNames
     sign: Callable[[JobSpec], JobSpec]
+    worker_homes: WorkerHomes
     launcher: Callable[..., Launch]
     confinement: Confinement
     links: PeerLinks

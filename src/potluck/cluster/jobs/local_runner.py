@@ -101,6 +101,7 @@ class LocalRunner:
             await process.release()
         for link in list(self._links.values()):
             link.abort()
+        await asyncio.to_thread(self._agent.worker_homes.remove, self.spec.job)
         if not self.spec.is_local:
             await asyncio.to_thread(self._code_store.close, self.spec.job)
 
@@ -125,6 +126,7 @@ class LocalRunner:
                 folder = await asyncio.to_thread(self._code_store.open, spec.package, spec.job)
             elif spec.starter != self._agent.me:
                 raise ConfigurationError("it is local to the node it was started on")
+            worker_home = await asyncio.to_thread(self._agent.worker_homes.make, spec.job)
         except (PotluckError, OSError) as error:
             self._error = str(error)[:4000]
         except Exception as error:  # the leader would wait for this node's report for ever
@@ -134,6 +136,7 @@ class LocalRunner:
             self._launch = self._agent.launcher(
                 spec,
                 folder,
+                worker_home,
                 is_starter=spec.starter == self._agent.me,
                 sink=self._line,
                 is_behind=self._is_behind,

@@ -248,12 +248,14 @@ def launcher_of(
     confinement: Confinement,
     spec: JobSpec,
     folder: Path | None,
+    worker_home: Path,
     *,
     is_starter: bool,
     sink: Callable[[str, str, str], None],
     is_behind: Callable[[], bool],
 ) -> Launch:
-    """A function that starts a worker of ``spec`` on this node, from ``folder``.
+    """A function that starts a worker of ``spec`` on this node, from ``folder``, with the
+    credentials in ``worker_home``.
     ``sink(worker, stream, line)`` gets the worker's output.
 
     Workers run in that folder; on the machine where ``potluck run`` was called they run in that
@@ -262,6 +264,7 @@ def launcher_of(
     """
     script, directory = spec.script, Path(spec.directory)
     if folder is not None:
+        folder = folder.resolve()  # in a sandbox a link may lead nowhere
         script = str(folder / spec.script)
         if not (is_starter and directory.is_dir()):
             directory = folder / spec.below
@@ -269,17 +272,17 @@ def launcher_of(
         inherited = all_but_secrets(os.environ)
     else:
         inherited = passed_on(os.environ, settings.pass_env)
-    inherited |= confinement.variables() | _secret_of(settings)
+    inherited |= confinement.variables()
     sandbox: list[str] | None = None
     if confinement.sandbox is not None and folder is not None and not is_starter:
         inherited |= confinement.sandbox.variables()
-        sandbox = confinement.sandbox.command(folder, directory)
+        sandbox = confinement.sandbox.command(folder, directory, worker_home)
     fixed = confinement.variables()
     sent = {name: text for name, text in accepted(spec.environment).items() if name not in fixed}
     given = {name: value for name, value in (inherited | sent).items() if value}
     environment = inherited | {
         GIVEN: msgspec.json.encode(sent).decode(),
-        "POTLUCK_HOME": str(settings.home.absolute()),
+        "POTLUCK_WORKER_HOME": str(worker_home.absolute()),
         "POTLUCK_PEER_TIMEOUT_S": repr(spec.peer_timeout_s),
         "PYTHONUNBUFFERED": given.get("PYTHONUNBUFFERED", "1"),
         "OMP_NUM_THREADS": given.get(
@@ -302,13 +305,6 @@ def launcher_of(
         )
 
     return launch
-
-
-def _secret_of(settings: Settings) -> dict[str, str]:
-    """The variables without which a worker can't prove that it belongs to this node: a worker signs
-    its certificate with the cluster's secret, which may be in no file."""
-    given = {"POTLUCK_PSK": settings.psk, "POTLUCK_PASSPHRASE": settings.passphrase}
-    return {name: value for name, value in given.items() if value}
 
 
 def free_port() -> int:

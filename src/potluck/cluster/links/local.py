@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from potluck.background import Tasks, stop
 from potluck.cluster.home.node_state import AgentRecord, find_agent
-from potluck.cluster.trust.credentials import load_credentials
+from potluck.cluster.trust.credentials import load_node_credentials
 from potluck.errors import ConfigurationError, LinkError
 from potluck.settings import Settings
 from potluck.transport import aio
@@ -107,7 +107,7 @@ async def call_agent(
     record = agent or find_agent(settings.home)
     if record is None:
         raise ConfigurationError("no agent runs on this machine; start it with: potluck up")
-    credentials = load_credentials(settings)
+    credentials = load_node_credentials(settings)
     hello = Hello(CLIENT, credentials.namespace)
     try:
         reader, writer, _ = await aio.connect(

@@ -1,7 +1,8 @@
 """``Sandbox``: what scripts of other members see of this machine, by bubblewrap (``bwrap``).
 
 A worker in it has the system read-only, an empty home and an empty /tmp of its own, its job's
-folder to write in, and no processes but its own. The network is shared: workers talk to their peers
+folder to write in, the credentials of its job to read (and nothing else of potluck's home), and no
+processes but its own. The network is shared: workers talk to their peers
 over it. Namespaces of the kernel do that; bubblewrap makes them without any rights.
 """
 
@@ -17,9 +18,6 @@ from potluck.errors import ConfigurationError
 from potluck.system import account_home
 
 _EMPTY = ("/home", "/root", "/tmp", "/var/tmp", "/run")
-_HOME_EMPTY = ("code_store", "logs", "run")
-"""Folders of potluck's home that a worker does not see. It needs the others: it proves by the
-node's key and the cluster's secret that it belongs here, and hears of changes."""
 _GPU_DEVICES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset", "nvidia-caps")
 _PROBE_S = 60.0
 _INSTALL = (
@@ -40,7 +38,7 @@ class Sandbox:
         if bwrap is None:
             raise ConfigurationError(_INSTALL)
         self._bwrap = bwrap
-        self._home = home.absolute()
+        self._home = home.resolve()
         self._readable = [path.expanduser().absolute() for path in readable]
         for path in self._readable:
             if not path.exists():
@@ -53,9 +51,9 @@ class Sandbox:
         one machine talk over the loopback."""
         return {"TMPDIR": "/tmp", "POTLUCK_USE_SHARED_MEMORY": "no"}
 
-    def command(self, folder: Path, directory: Path) -> list[str]:
-        """What to put before the command of a worker that runs in ``directory`` and may write in
-        ``folder``."""
+    def command(self, folder: Path, directory: Path, worker_home: Path) -> list[str]:
+        """What to put before the command of a worker that runs in ``directory``, may write in
+        ``folder``, and has its job's credentials in ``worker_home``."""
         empty = self._empty()
         words = [
             *(self._bwrap, "--die-with-parent", "--unshare-user", "--unshare-pid"),
@@ -72,10 +70,7 @@ class Sandbox:
                 words += ["--ro-bind", str(path), str(path)]
         for path in self._readable:
             words += ["--ro-bind", str(path), str(path)]
-        words += ["--ro-bind", str(self._home), str(self._home)]
-        for name in _HOME_EMPTY:
-            if (self._home / name).is_dir():
-                words += ["--tmpfs", str(self._home / name)]
+        words += ["--tmpfs", str(self._home), "--ro-bind", str(worker_home), str(worker_home)]
         words += ["--bind", str(folder), str(folder), "--chdir", str(directory)]
         return [*words, "--"]
 
@@ -96,7 +91,8 @@ class Sandbox:
         """Start Python and potluck in the sandbox once."""
         folder = self._home / "code_store"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        command = [*self.command(folder, folder), sys.executable, "-c", "import potluck.native"]
+        words = self.command(folder, folder, folder)
+        command = [*words, sys.executable, "-c", "import potluck.native"]
         try:
             done = subprocess.run(
                 command,

@@ -32,10 +32,10 @@ from potluck.wire.admissions import Founding, Record
 
 ADMISSIONS_FILE = "admissions"
 FORMAT = 1
+MAX_LIST_BYTES = 8 << 20
 
 _LOCK_FILE = ".admissions.lock"
 _WHAT = "the list of admitted keys"
-_MAX_BYTES = 8 << 20
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -149,7 +149,7 @@ class AdmissionFile:
         if now is not None and now == self._stamp:
             return self._admissions
         try:
-            data = read_private(self.path, _WHAT, max_bytes=_MAX_BYTES)
+            data = read_private(self.path, _WHAT, max_bytes=MAX_LIST_BYTES)
         except FileNotFoundError:
             self._stamp, self._admissions = None, None
             return None

@@ -1,16 +1,27 @@
-"""A node's credentials from its files and settings."""
+"""The credentials of this process from files and settings: a node's, or a worker's."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from potluck.cluster.trust.admission_file import ADMISSIONS_FILE, AdmissionFile
 from potluck.cluster.trust.identity import load_or_create_identity
-from potluck.cluster.trust.keyring import Keyring
+from potluck.cluster.trust.keyring import node_keyring
 from potluck.cluster.trust.secret import is_secret_given, load_secret
+from potluck.cluster.trust.worker_home import load_worker_credentials
 from potluck.settings import Settings
 from potluck.transport.credentials import Credentials, era_of, namespace_of
 
 
 def load_credentials(settings: Settings) -> Credentials:
+    """The credentials of a process that trains: those of its job, if an agent started it, else this
+    node's. Errors as for ``load_node_credentials`` and ``load_worker_credentials``."""
+    if settings.worker_home:
+        return load_worker_credentials(Path(settings.worker_home))
+    return load_node_credentials(settings)
+
+
+def load_node_credentials(settings: Settings) -> Credentials:
     """This node's credentials: its key, the cluster's secret, and the list of admitted keys.
 
     Creates missing files in ``settings.home``, with this node as the founder of a cluster of its
@@ -23,7 +34,7 @@ def load_credentials(settings: Settings) -> Credentials:
     if is_secret_given(settings):
         eras = (era_of(load_secret(settings)),)
         return Credentials(key, lambda: eras, admissions.objects_to)
-    keyring = Keyring(settings.home)
+    keyring = node_keyring(settings.home)
     admissions.found(key)
     return Credentials(key, keyring.eras, admissions.objects_to)
 

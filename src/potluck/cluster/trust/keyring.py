@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -27,15 +28,15 @@ _log = logging.getLogger(__name__)
 
 
 class Keyring:
-    """The eras of the secret in ``home``. Creates a missing secret; IdentityError as for
-    ``load_or_create_secret``."""
+    """Eras that ``read()`` takes from ``files``, read again whenever those change. Errors of the
+    first reading are raised."""
 
-    def __init__(self, home: Path) -> None:
-        self._home = home
+    def __init__(self, read: Callable[[], tuple[Era, ...]], *files: Path) -> None:
+        self._read = read
+        self._files = files
         self._lock = threading.Lock()
-        load_or_create_secret(home)
         self._stamp: object = self._look()
-        self._eras = read_eras(home)
+        self._eras = read()
 
     def eras(self) -> tuple[Era, ...]:
         """The present era and earlier ones, as the files have them now. If changed files can't be
@@ -45,13 +46,20 @@ class Keyring:
             if now != self._stamp:
                 self._stamp = now
                 try:
-                    self._eras = read_eras(self._home)
+                    self._eras = self._read()
                 except PotluckError as error:
                     _log.warning("the cluster's secret was not taken over: %s", error)
             return self._eras
 
-    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(stamp(self._home / name) for name in (SECRET_FILE, EARLIER_FILE))
+    def _look(self) -> object:
+        return tuple(stamp(file) for file in self._files)
+
+
+def node_keyring(home: Path) -> Keyring:
+    """The eras of the secret in ``home``. Creates a missing secret; IdentityError as for
+    ``load_or_create_secret``."""
+    load_or_create_secret(home)
+    return Keyring(lambda: read_eras(home), home / SECRET_FILE, home / EARLIER_FILE)
 
 
 def read_eras(home: Path) -> tuple[Era, ...]:
@@ -66,8 +74,7 @@ def change_secret(home: Path, psk: bytes) -> None:
     eras = read_eras(home)
     if eras[0].namespace == era_of(psk).namespace:
         return
-    earlier = [_Earlier(era.namespace, era.knock_key, era.advert_key) for era in eras]
-    replace_private(home / EARLIER_FILE, _WHAT, msgspec.msgpack.encode(earlier[: MAX_ERAS - 1]))
+    replace_private(home / EARLIER_FILE, _WHAT, msgspec.msgpack.encode(eras[: MAX_ERAS - 1]))
     replace_private(home / SECRET_FILE, "the cluster's secret", psk.hex().encode() + b"\n")
 
 
@@ -78,18 +85,11 @@ def replace_secret(home: Path, psk: bytes) -> None:
     replace_private(home / SECRET_FILE, "the cluster's secret", psk.hex().encode() + b"\n")
 
 
-class _Earlier(msgspec.Struct, frozen=True):
-    namespace: str
-    knock: bytes
-    advert: bytes
-
-
 def _read_earlier(home: Path) -> list[Era]:
     path = home / EARLIER_FILE
     try:
-        found = msgspec.msgpack.decode(read_private(path, _WHAT), type=list[_Earlier])
+        return msgspec.msgpack.decode(read_private(path, _WHAT), type=list[Era])
     except FileNotFoundError:
         return []
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise IdentityError(f"{_WHAT} {path} is damaged ({error}): remove the file") from error
-    return [Era(each.namespace, each.knock, each.advert) for each in found]

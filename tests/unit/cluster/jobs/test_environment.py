@@ -23,7 +23,7 @@ USUAL = {
     "HF_HOME": "/data/hf",
     "HF_HUB_CACHE": "/data/hub",
     "TOKENIZERS_PARALLELISM": "false",
-    "POTLUCK_HOME": "/home/ada/.potluck",
+    "POTLUCK_DATA": "/data",
     "POTLUCK_PASS_ENV": "",
 }
 SECRETS = {

@@ -65,6 +65,7 @@ class Machine:
             offers=me,
             confinement=Confinement(Limits()),
             sign=lambda spec: spec,
+            worker_homes=me,
             commands=me,
             log=me,
             note=self.note,
@@ -72,6 +73,12 @@ class Machine:
 
     def on(self, messages: object, take: object) -> None:
         """Tests call what registers here by themselves."""
+
+    def make(self, job: str) -> Path:
+        return Path(job)
+
+    def remove(self, job: str) -> None:
+        """Nothing was made."""
 
     def send(self, node: str, message: peers.PeerMessage) -> bool:
         self.sent.append((node, message))
@@ -115,7 +122,9 @@ class Machine:
     def paths(self, nodes: set[str]) -> tuple[MeasuredPath, ...]:
         return ()
 
-    def launcher(self, spec: jobs.JobSpec, folder: Path, **how: object) -> Machine:
+    def launcher(
+        self, spec: jobs.JobSpec, folder: Path, worker_home: Path, **how: object
+    ) -> Machine:
         self.launched.append(spec.job)
         return self
 

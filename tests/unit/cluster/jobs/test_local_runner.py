@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -53,17 +54,24 @@ class Machine:
             bind="127.0.0.1",
             wire="sealed",
             names=NodeNames(ME, ME),
-            launcher=lambda spec, folder, **how: self.launch,
+            launcher=lambda spec, folder, worker_home, **how: self.launch,
             links=me,
             plane=me,
             surveyor=me,
             offers=me,
             confinement=Confinement(Limits()),
             sign=lambda spec: spec,
+            worker_homes=me,
             commands=me,
             log=me,
             note=print,
         )
+
+    def make(self, job: str) -> Path:
+        return Path(job)
+
+    def remove(self, job: str) -> None:
+        """Nothing was made."""
 
     def send(self, node: str, message: jobs.FromNode) -> bool:
         self.sent.append(message)

@@ -45,7 +45,7 @@ def test_what_is_to_be_readable_must_exist(tmp_path: Path) -> None:
 @needs_bwrap
 def test_only_the_gpus_that_are_given_are_devices_in_it(tmp_path: Path) -> None:
     def devices(gpus: tuple[str, ...] | None) -> list[str]:
-        words = Sandbox(tmp_path / "home", (), gpus).command(tmp_path, tmp_path)
+        words = Sandbox(tmp_path / "home", (), gpus).command(tmp_path, tmp_path, tmp_path)
         return [words[at + 1] for at, word in enumerate(words) if word == "--dev-bind-try"]
 
     assert devices(()) == []
@@ -59,8 +59,9 @@ def test_later_places_lie_in_earlier_ones(tmp_path: Path) -> None:
     data.mkdir()
     job = home / "code_store" / "jobs" / "train-1"
     job.mkdir(parents=True)
-    words = Sandbox(home, (data,)).command(job, job)
-    places = [words.index(str(path)) for path in ("/tmp", data, home, home / "code_store", job)]
+    own = home / "workers" / "1" / "train-1"
+    words = Sandbox(home, (data,)).command(job, job, own)
+    places = [words.index(str(path)) for path in ("/tmp", data, home, own, job)]
     assert places == sorted(places)
-    assert words[places[-1] - 1] == "--bind"
+    assert [words[place - 1] for place in places[2:]] == ["--tmpfs", "--ro-bind", "--bind"]
     assert words.count("--bind") == 1
