@@ -22,7 +22,7 @@ INTERFACE = [
     if inspect.getdoc(value)
 ]
 MODULES = ("potluck", "potluck.errors", "potluck.torch", "potluck.torch.pipeline")
-MODULES += ("potluck.training", "potluck.testing")
+MODULES += ("potluck.training", "potluck.testing", "potluck.estimators")
 SUPPORT = Path(__file__).parents[1] / "support"
 SOURCES = [*sorted(ROOT.rglob("*.py")), *sorted(SUPPORT.rglob("*.py"))]
 
@@ -53,6 +53,8 @@ def test_type_checkers_see_exactly_the_names_that_exist() -> None:
 def test_each_public_name_is_importable_and_documented(module: str) -> None:
     if module.startswith("potluck.torch"):
         pytest.importorskip("torch")
+    if module == "potluck.estimators":
+        pytest.importorskip("sklearn")
     home = importlib.import_module(module)
     names = home.__all__ if hasattr(home, "__all__") else vars(home)
     undocumented = [text for name in names for text in without_docstring(name, getattr(home, name))]

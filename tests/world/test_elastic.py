@@ -330,3 +330,29 @@ def test_progress_and_the_end_are_reported() -> None:
         assert end["recoveries"] == []
         assert len(end["parameter_hash"]) == 64
         assert reports[-1] == {"score": 0.5}
+
+
+def test_a_training_stops_on_all_ranks_after_the_step_in_which_the_script_says_so() -> None:
+    schedule = Schedule(num_samples=23, batch_size=7, epochs=3, seed=1)
+
+    def stop_early(job: ElasticLoop) -> None:
+        if job.step_number == 4:
+            job.stop()
+
+    def work(ctx: MortalContext) -> Counter:
+        return Counter(ctx, schedule, on_step=stop_early).run()
+
+    for fatal in (0, 30, 31, 38, 39, 41):
+        world = ElasticWorld(3, work, dies=lambda w, _, at, fatal=fatal: (w, at) == ("1", fatal))
+        for counter in world.run().values():
+            assert counter.job.done
+            assert counter.job.step_number == 5
+            assert counter.seen.sum() == 23 + 7
+
+
+def test_a_training_is_stopped_only_inside_a_step() -> None:
+    def stop_between_steps(ctx: DistributedContext) -> None:
+        with pytest.raises(RuntimeError, match="inside the block of a step"):
+            Counter(ctx, Schedule(4, 2)).job.stop()
+
+    run_world(1, stop_between_steps)

@@ -100,6 +100,11 @@ class DistributedContext(Collectives):
         return self.rank == 0
 
     @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._is_closed
+
+    @property
     def elastic(self) -> bool:
         """Whether the group can be re-formed after the loss of a member."""
         return self._backend.elastic
@@ -233,6 +238,10 @@ class DistributedContext(Collectives):
             self.communicator.close()
         finally:
             self._backend.close()
+
+    def __deepcopy__(self, memo: object) -> DistributedContext:
+        """The context itself: a copy of an object that holds a context works in the same group."""
+        return self
 
     def __enter__(self) -> DistributedContext:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 
 from potluck import hints
@@ -58,10 +59,23 @@ def init(
     settings = load_settings(peer_timeout_s=timeout_s)
     made = _make(_detect(settings) if backend == "auto" else backend, settings, peers, rank)
     try:
-        return DistributedContext(made, timeout_s=settings.peer_timeout_s)
+        context = DistributedContext(made, timeout_s=settings.peer_timeout_s)
     except BaseException:
         made.close()
         raise
+    global _latest
+    _latest = weakref.ref(context)
+    return context
+
+
+_latest: weakref.ref[DistributedContext] | None = None
+
+
+def latest() -> DistributedContext | None:
+    """The context that ``init`` made last in this process; None if there is none or it is
+    closed."""
+    context = _latest() if _latest is not None else None
+    return None if context is None or context.is_closed else context
 
 
 def _make(

@@ -118,6 +118,7 @@ class ElasticLoop(Record):
         self._batch: Batch | None = None
         self._open = False
         self._counted = False
+        self._stops = False
         self._facts: dict[str, Any] = {}
         self._began = 0.0
         self._waited_s = 0.0
@@ -133,7 +134,7 @@ class ElasticLoop(Record):
 
     @property
     def done(self) -> bool:
-        """Whether every sample of every epoch is committed."""
+        """Whether every sample of every epoch is committed, or ``stop`` ended the training."""
         return self._agreement.has_state and self._progress.done
 
     def __iter__(self) -> Iterator[Share]:
@@ -163,7 +164,7 @@ class ElasticLoop(Record):
         """
         if self._share is None:
             raise RuntimeError("call job.step() in the loop over the job, once per iteration")
-        self._open = True
+        self._open, self._stops = True, False
         try:
             self._replica.remember()
             self.ctx.begin_step(self.step_number)
@@ -260,6 +261,16 @@ class ElasticLoop(Record):
             self._agreement.history = self.ctx.epoch
         self._count(global_loss, skipped)
 
+    def stop(self) -> None:
+        """End the training with this step, once it is committed: for early stopping.
+
+        Call it in the step's block before its commit, on every rank or on none: decide by values
+        that are equal on all ranks, such as the result of an all_reduce.
+        """
+        if not self._open or self._counted:
+            raise RuntimeError("stop belongs inside the block of a step, before its commit")
+        self._stops = True
+
     def add_noise(self, signal: float, noise: float) -> None:
         """Record unbiased estimates of |G|^2 and tr(Sigma) for the gradient of a committed step, as
         ``noise.py`` defines them."""
@@ -305,6 +316,7 @@ class ElasticLoop(Record):
         self._counted = True
         self._agreement.hash_due = False
         self._progress.count(self._batch, loss, skipped=skipped)
+        self._progress.is_stopped = self._stops
         self._agreement.last_loss = loss
         self.losses.append(loss)
         self._attempts = 0

@@ -17,6 +17,7 @@ class Progress:
     """Steps and samples committed since the training began, and the batch of the next step.
 
     ``num_skipped`` counts committed steps without an update (after an overflow of the loss scale).
+    ``is_stopped``: the script ended the training before the end of the schedule.
     """
 
     schedule: Schedule
@@ -24,6 +25,7 @@ class Progress:
     step: int = 0
     committed: int = 0
     num_skipped: int = 0
+    is_stopped: bool = False
     batch_size: int = field(init=False)
     noise: NoiseEstimate = field(default_factory=NoiseEstimate)
     _loss_sum: float = 0.0
@@ -40,8 +42,8 @@ class Progress:
 
     @property
     def done(self) -> bool:
-        """Whether every sample of every epoch is committed."""
-        return self.committed >= self.schedule.total
+        """Whether every sample of every epoch is committed, or the script has stopped."""
+        return self.is_stopped or self.committed >= self.schedule.total
 
     @property
     def epoch(self) -> int:
@@ -77,6 +79,7 @@ class Progress:
             "seed": self.schedule.seed,
             "shuffle": self.schedule.shuffle,
             "num_skipped": self.num_skipped,
+            "is_stopped": self.is_stopped,
             "batch_size": self.batch_size,
             "noise": [self.noise.signal, self.noise.noise, self.noise.num],
             "epoch_loss": [self._loss_sum, self._loss_weight],
@@ -104,6 +107,7 @@ class Progress:
             )
         self.step, self.committed = found["step"], found["committed"]
         self.num_skipped = found["num_skipped"]
+        self.is_stopped = bool(state.get("is_stopped", False))
         self._loss_sum, self._loss_weight = loss_sum, loss_weight
         if self.batching is not None:
             self.batch_size = self.batching.clamp(batch_size)

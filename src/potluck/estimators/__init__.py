@@ -1,0 +1,13 @@
+"""Estimators of scikit-learn's kind, fitted on data that is split among the ranks."""
+
+# ruff: noqa: E402 (scikit-learn is asked for first)
+
+from potluck.optional import require
+
+require("sklearn", "sklearn")
+
+from potluck.estimators.kmeans import KMeans
+from potluck.estimators.pca import PCA
+from potluck.estimators.scaling import StandardScaler
+
+__all__ = ["PCA", "KMeans", "StandardScaler"]

@@ -1,0 +1,306 @@
+"""k-means on shards: Lloyd's algorithm, one all_reduce of sums and counts per iteration."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+from sklearn import cluster
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils import check_random_state
+from sklearn.utils._openmp_helpers import _openmp_effective_n_threads
+from sklearn.utils._param_validation import StrOptions
+from sklearn.utils.parallel import _get_threadpool_controller
+from sklearn.utils.validation import validate_data
+
+from potluck.context import DistributedContext
+from potluck.estimators import seeding
+from potluck.estimators.assigning import (
+    Shares,
+    assign,
+    assign_and_sum,
+    distances,
+    farthest,
+    relocate,
+)
+from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
+from potluck.estimators.shards import (
+    Array,
+    Shard,
+    check,
+    column_names,
+    common_dtype,
+    compare,
+    merge,
+    moments,
+    weights_of,
+)
+
+
+class KMeans(cluster.KMeans):
+    """k-means clustering of samples that are split among the ranks.
+
+    scikit-learn's ``KMeans``, with the same attributes after ``fit``: ``cluster_centers_``,
+    ``inertia_`` and ``n_iter_`` are those of all shards together and equal on all ranks;
+    ``labels_`` are those of this rank's samples. From the same first centers, the centers are those
+    that scikit-learn finds on the union of the shards, to rounding. ``predict``, ``transform`` and
+    ``score`` are local.
+
+    ``init`` is ``"k-means||"`` (Bahmani et al. 2012, "Scalable k-means++"; on up to 8 MiB of data
+    the samples are gathered, and scikit-learn's k-means++ chooses from them), ``"k-means++"`` (the
+    same), ``"random"``, or an array of centers. ``ctx`` is the context of the group; if None, that
+    of ``potluck.init()``. Sparse input is not supported.
+
+    Cost of an iteration: one all_reduce of ``8 k (features + 1)`` bytes, and a vote of 48 bytes per
+    rank. ValueError on all ranks if the ranks have fewer than ``n_clusters`` samples together, or
+    if a shard has NaN or another number of features than the first.
+    """
+
+    _parameter_constraints = {  # noqa: RUF012 (scikit-learn's protocol)
+        **cluster.KMeans._parameter_constraints,
+        "init": [StrOptions({"k-means||", "k-means++", "random"}), "array-like"],
+        "algorithm": [StrOptions({"lloyd"})],
+    }
+
+    def __init__(
+        self,
+        n_clusters: int = 8,
+        *,
+        init: Any = "k-means||",
+        n_init: Any = "auto",
+        max_iter: int = 300,
+        tol: float = 1e-4,
+        verbose: int = 0,
+        random_state: Any = None,
+        copy_x: bool = True,
+        algorithm: str = "lloyd",
+        ctx: DistributedContext | None = None,
+    ) -> None:
+        super().__init__(
+            n_clusters,
+            init=init,
+            n_init=n_init,
+            max_iter=max_iter,
+            tol=tol,
+            verbose=verbose,
+            random_state=random_state,
+            copy_x=copy_x,
+            algorithm=algorithm,
+        )
+        self.ctx = ctx
+
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> KMeans:
+        """Find the centers from all ranks' ``X``, of shape (n, features), float32 or float64.
+
+        A collective call. ``sample_weight`` has shape (n,); ``y`` is ignored.
+        """
+        with context_of(self.ctx) as ctx:
+            _Fit(self, ctx, X, sample_weight).run()
+        return self
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = False
+        return tags
+
+
+class _Fit:
+    """One fit: the stages, and what this rank keeps of its shard between them."""
+
+    def __init__(self, model: KMeans, ctx: DistributedContext, X: Any, weights: Any) -> None:
+        self.model, self.ctx = model, ctx
+        self.checked = check(ctx, lambda: self._shard(X, weights))
+        self.labels: dict[tuple[int, int], Array] = {}
+        """This rank's labels by run and iteration, those of the last two iterations only."""
+        self.X = self.weights = self.mean = np.empty(0)
+
+    def run(self) -> None:
+        model = self.model
+        seed = model.random_state
+        if not isinstance(seed, int | np.integer):
+            seed = check_random_state(seed).randint(2**31 - 1)
+        num_starts = _num_starts(model)
+        stages = {
+            "input": self._compare,
+            "seed": self._seed,
+            "lloyd": self._lloyd,
+            "finish": self._finish,
+        }
+        with _get_threadpool_controller().limit(limits=1, user_api="blas"):
+            last = run_rounds(
+                self.ctx,
+                "KMeans",
+                {"seed": int(seed)},
+                stages,
+                max_rounds=3 + num_starts * (model.max_iter + 2),
+            )
+        model.cluster_centers_ = last["best_centers"] + self.mean
+        model._n_features_out = len(model.cluster_centers_)
+        model.labels_ = self._labels_of(last)
+        model.inertia_, model.n_iter_ = last["best_inertia"], last["best_iterations"]
+        if last["num_distinct"] < model.n_clusters:
+            warnings.warn(
+                f"Number of distinct clusters ({last['num_distinct']}) found smaller than "
+                f"n_clusters ({model.n_clusters}). Possibly due to duplicate points in X.",
+                ConvergenceWarning,
+                stacklevel=4,
+            )
+
+    # ------------------------------------------------------------ stages
+
+    def _compare(self, state: State) -> State:
+        """The shards fit together; the means and variances of all of them."""
+        rows, problem = compare(self.ctx, self.checked, name="KMeans")
+        k = self.model.n_clusters
+        if problem is None and (total := sum(row["num"] for row in rows)) < k:
+            problem = ValueError(f"n_samples={total} should be >= n_clusters={k}.")
+        if problem is not None:
+            return refused(state, problem)
+        whole = merge([row["moments"] for row in rows])
+        return {
+            **state,
+            "stage": "seed",
+            "dtype": common_dtype(rows).name,
+            "mean": whole.mean,
+            "tol": self.model.tol * float(np.mean(whole.squares / whole.num)),
+            "nbytes": sum(row["num"] * row["features"] * 8 for row in rows),
+        }
+
+    def _seed(self, state: State) -> State:
+        """The first centers of all runs."""
+        X, weights = self._centered(state)
+        model, ctx = self.model, self.ctx
+        k, init, num = model.n_clusters, model.init, _num_starts(model)
+        starts = np.zeros((num, k, X.shape[1]), X.dtype)
+        if not isinstance(init, str):
+            starts[0] = np.asarray(init, X.dtype) - self.mean
+        elif state["nbytes"] <= seeding.GATHERED_BYTES:
+            whole, all_weights = seeding.gathered(ctx, X, weights)
+            random = np.random.RandomState(state["seed"])
+            for start in starts if ctx.is_master else ():
+                start[:] = seeding.choose(k, init, whole, all_weights, random)
+            ctx.broadcast(starts)
+        else:
+            for number, start in enumerate(starts):
+                seed = [state["seed"], number]
+                if init == "random":
+                    start[:] = seeding.sample(ctx, k, X, weights, seed)
+                else:
+                    start[:] = seeding.k_means_parallel(ctx, k, X, weights, seed)
+        return {
+            **state,
+            "stage": "lloyd",
+            "starts": starts,
+            "run": 0,
+            "iteration": 0,
+            "centers": starts[0],
+            "best_inertia": None,
+        }
+
+    def _lloyd(self, state: State) -> State:
+        """One iteration: one all_reduce of sums, counts, and whether any label has changed."""
+        X, weights = self._centered(state)
+        run, iteration, centers = state["run"], state["iteration"], state["centers"]
+        k = len(centers)
+        labels = np.full(len(X), -1, np.int32)
+        mine = assign_and_sum(X, weights, centers, labels)
+        before = self.labels.get((run, iteration - 1))
+        has_changed = before is None or not np.array_equal(labels, before)
+        self.labels = {(run, iteration): labels}
+        if before is not None:
+            self.labels[run, iteration - 1] = before  # this iteration may be repeated
+        message = np.concatenate([mine.sums.ravel(), mine.counts, [float(has_changed)]])
+        self.ctx.all_reduce(message)
+        whole = Shares(message[: mine.sums.size].reshape(k, -1), message[mine.sums.size : -1])
+        num_empty = int((whole.counts == 0).sum())
+        if num_empty:
+            far = farthest(X, weights, centers, labels, num_empty)
+            relocate(whole, self.ctx.all_gather(far).reshape(-1, far.shape[1]))
+        full = whole.counts > 0
+        after = centers.copy()
+        after[full] = whole.sums[full] / whole.counts[full, None]
+        shift = float(np.sum((after.astype(np.float64) - centers) ** 2))
+        is_settled = not message[-1]
+        iteration += 1
+        is_last = is_settled or shift <= state["tol"] or iteration >= self.model.max_iter
+        return {
+            **state,
+            "stage": "finish" if is_last else "lloyd",
+            "iteration": iteration,
+            "centers": after,
+        }
+
+    def _finish(self, state: State) -> State:
+        """The inertia of a run; the next run, or the end."""
+        X, weights = self._centered(state)
+        run, centers = state["run"], state["centers"]
+        labels = np.full(len(X), -1, np.int32)
+        assign(X, centers, labels)
+        k = len(centers)
+        message = np.zeros(1 + k)
+        message[0] = weights @ distances(X, centers, labels)
+        message[1:] = np.bincount(labels, minlength=k)
+        self.ctx.all_reduce(message)
+        inertia = float(message[0])
+        after = {**state, "run": run + 1, "iteration": 0, "loss": inertia}
+        if state["best_inertia"] is None or inertia < state["best_inertia"]:
+            self.labels = {(run, -1): labels}
+            after["best_run"], after["best_centers"] = run, centers
+            after["best_inertia"], after["best_iterations"] = inertia, state["iteration"]
+            after["num_distinct"] = int((message[1:] > 0).sum())
+        if run + 1 == len(state["starts"]):
+            return {**after, "stage": DONE}
+        return {**after, "stage": "lloyd", "centers": state["starts"][run + 1]}
+
+    # ------------------------------------------------------------ this rank's shard
+
+    def _shard(self, X: Any, weights: Any) -> Shard:
+        model = self.model
+        model._validate_params()
+        model._n_threads = _openmp_effective_n_threads()
+        X = validate_data(
+            model,
+            X,
+            dtype=[np.float64, np.float32],
+            order="C",
+            ensure_min_samples=0,
+        )
+        weights = weights_of(weights, X)
+        if not isinstance(model.init, str):
+            self._check_init(np.asarray(model.init), X.shape[1])
+        facts = {"moments": moments(X).packed(), "names": column_names(model)}
+        return Shard(X, weights=weights, facts=facts)
+
+    def _check_init(self, init: Array, features: int) -> None:
+        wanted = (self.model.n_clusters, features)
+        if init.shape != wanted:
+            raise ValueError(f"init has shape {init.shape}; for these samples it must be {wanted}")
+
+    def _centered(self, state: State) -> tuple[Array, Array]:
+        """This rank's samples less the mean of all, which makes distances more accurate."""
+        if not self.mean.size:
+            shard = self.checked.shard
+            assert shard is not None
+            assert shard.weights is not None
+            dtype = np.dtype(state["dtype"])
+            self.mean = state["mean"].astype(dtype)
+            self.X = np.subtract(shard.X, self.mean, dtype=dtype)
+            self.weights = shard.weights.astype(dtype, copy=False)
+        return self.X, self.weights
+
+    def _labels_of(self, last: State) -> Array:
+        labels = self.labels.get((last["best_run"], -1))
+        if labels is None:  # this rank joined after that run
+            X, _ = self._centered(last)
+            labels = np.full(len(X), -1, np.int32)
+            assign(X, last["best_centers"], labels)
+        return labels
+
+
+def _num_starts(model: KMeans) -> int:
+    if not isinstance(model.init, str):
+        return 1
+    if model.n_init == "auto":
+        return 10 if model.init == "random" else 1
+    return int(model.n_init)

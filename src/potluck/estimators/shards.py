@@ -1,0 +1,212 @@
+"""Shards: this rank's part of the data, and what all ranks must know of each other's parts.
+
+The checks of scikit-learn run on each shard. Their errors travel as facts, so that all ranks raise
+the same error and their group lives on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.utils import check_array
+
+from potluck.context import DistributedContext
+from potluck.training.transfer import gather_states
+
+Array = NDArray[Any]
+
+
+@dataclass
+class Shard:
+    """One rank's samples: ``X`` of shape (n, features), with ``y`` and ``weights`` of length n.
+
+    ``X`` has no rows on a rank without samples. ``facts`` are further values for the other ranks.
+    """
+
+    X: Array
+    y: Array | None = None
+    weights: Array | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Checked:
+    """The result of the checks on this rank: a shard, or the error that they raised."""
+
+    shard: Shard | None
+    error: Exception | None = None
+
+
+def check(ctx: DistributedContext, make: Callable[[], Shard]) -> Checked:
+    """Run the checks in ``make``. In a world of one their error is raised as it is."""
+    try:
+        return Checked(make())
+    except (TypeError, ValueError) as error:
+        if ctx.world_size == 1:
+            raise
+        return Checked(None, error)
+
+
+def compare(
+    ctx: DistributedContext, checked: Checked, *, min_samples: int = 1, name: str = ""
+) -> tuple[list[dict[str, Any]], Exception | None]:
+    """Gather all ranks' facts: ``num``, ``features``, ``dtype``, and those of the shards.
+
+    Also returns the error that every rank must raise, None if the shards fit together. A collective
+    call of two all_gathers.
+    """
+    rows = gather_states(ctx, _facts(checked))
+    problem = _error_of_a_rank(ctx, rows) or _difference(ctx, rows)
+    total = sum(row["num"] for row in rows) if problem is None else 0
+    if problem is None and total < min_samples:
+        shape = (total, rows[0]["features"])
+        by = f" by {name}" if name else ""
+        problem = ValueError(
+            f"Found array with {total} sample(s) (shape={shape}) while a minimum of {min_samples} "
+            f"is required{by}."
+        )
+    if problem is None and not sum(row["weight"] for row in rows):
+        problem = ValueError("Sample weights must contain at least one non-zero number.")
+    return rows, problem
+
+
+def weights_of(given: Any, X: Array) -> Array:
+    """The weights of the samples ``X``, of its dtype and shape (n,); ones if ``given`` is None."""
+    if given is None or isinstance(given, Real):
+        return np.full(len(X), 1.0 if given is None else given, X.dtype)
+    weights = check_array(
+        given, dtype=X.dtype, ensure_2d=False, ensure_min_samples=0, input_name="sample_weight"
+    )
+    if weights.shape != (len(X),):
+        raise ValueError(f"sample_weight.shape == {weights.shape}, expected {(len(X),)}!")
+    return np.ascontiguousarray(weights)
+
+
+def common_dtype(rows: list[dict[str, Any]]) -> np.dtype[Any]:
+    """The dtype in which all ranks compute: float32 only if all shards are float32."""
+    return np.result_type(*(row["dtype"] for row in rows))
+
+
+def _facts(checked: Checked) -> dict[str, Any]:
+    if checked.shard is None:
+        error = checked.error
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        return {"error": [kind.__name__, str(error)]}
+    shard = checked.shard
+    num, features = shard.X.shape
+    return {
+        "error": None,
+        "num": num,
+        "features": features,
+        "dtype": shard.X.dtype.name,
+        "weight": float(num if shard.weights is None else shard.weights.sum()),
+        **shard.facts,
+    }
+
+
+def _error_of_a_rank(ctx: DistributedContext, rows: list[dict[str, Any]]) -> Exception | None:
+    for rank, row in enumerate(rows):
+        if row["error"] is not None:
+            kind, text = row["error"]
+            error = TypeError if kind == "TypeError" else ValueError
+            return error(f"the shard of {ctx.group.describe(rank)}: {text}")
+    return None
+
+
+def _difference(ctx: DistributedContext, rows: list[dict[str, Any]]) -> Exception | None:
+    first = rows[0]
+    for rank, row in enumerate(rows):
+        if row["features"] != first["features"]:
+            return ValueError(
+                f"the shard of {ctx.group.describe(0)} has {first['features']} features, that of "
+                f"{ctx.group.describe(rank)} has {row['features']}: give every rank the same "
+                "features in the same order"
+            )
+        if row.get("names") != first.get("names"):
+            return ValueError(
+                f"the columns of {ctx.group.describe(0)} are {first.get('names')}, those of "
+                f"{ctx.group.describe(rank)} are {row.get('names')}: give every rank the same "
+                "features in the same order"
+            )
+    return None
+
+
+def column_names(estimator: Any) -> list[str] | None:
+    """The names of the features that scikit-learn's checks found in a data frame."""
+    names = getattr(estimator, "feature_names_in_", None)
+    return None if names is None else [str(name) for name in names]
+
+
+BLOCK = 1 << 16
+"""Rows that are worked on at once, so that temporary arrays stay in the cache."""
+
+
+def blocks(num: int, size: int = BLOCK) -> list[slice]:
+    """Slices that cover ``num`` rows."""
+    return [slice(start, min(start + size, num)) for start in range(0, num, size)]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and sum of squared deviations of each feature, all float64 of shape (features,).
+
+    ``num`` counts samples, or their weights; it differs between features if values are missing.
+    """
+
+    num: Array
+    mean: Array
+    squares: Array
+
+    def merged(self, other: Moments) -> Moments:
+        """The moments of both samples together (Chan, Golub and LeVeque 1983, "Algorithms for
+        computing the sample variance", formula 2.1)."""
+        num = self.num + other.num
+        fraction = np.divide(other.num, num, out=np.zeros_like(num), where=num > 0)
+        delta = other.mean - self.mean
+        mean = self.mean + delta * fraction
+        squares = self.squares + other.squares + delta**2 * self.num * fraction
+        return Moments(num, mean, squares)
+
+    def packed(self) -> Array:
+        """One array of shape (3, features)."""
+        return np.stack([self.num, self.mean, self.squares])
+
+
+def moments(X: Array, weights: Array | None = None) -> Moments:
+    """The moments of a shard without missing values."""
+    num, features = X.shape
+    total = float(num if weights is None else weights.sum(dtype=np.float64))
+    if not total:
+        return Moments(np.zeros(features), np.zeros(features), np.zeros(features))
+    mean = np.zeros(features)
+    for rows in blocks(num):
+        mean += _sum(X[rows], None if weights is None else weights[rows])
+    mean /= total
+    squares, rest = np.zeros(features), np.zeros(features)
+    for rows in blocks(num):
+        away = X[rows] - mean  # float64
+        part = None if weights is None else weights[rows]
+        squares += _sum(away**2, part)
+        rest += _sum(away, part)
+    squares -= rest**2 / total  # the rounding of the mean
+    return Moments(np.full(features, total), mean + rest / total, squares)
+
+
+def _sum(X: Array, weights: Array | None) -> Array:
+    if weights is None:
+        return np.asarray(np.add.reduce(X, axis=0, dtype=np.float64))
+    return np.asarray(weights.astype(np.float64) @ X)
+
+
+def merge(parts: list[Array]) -> Moments:
+    """The moments of all shards, given as ``packed`` ones in rank order."""
+    found = [Moments(*part) for part in parts]
+    whole = found[0]
+    for part in found[1:]:
+        whole = whole.merged(part)
+    return whole

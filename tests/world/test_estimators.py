@@ -1,0 +1,277 @@
+"""Estimators on shards: the results of scikit-learn on all samples, bad shards, lost workers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
+
+from sklearn import cluster, decomposition, preprocessing
+from sklearn.datasets import load_digits
+from sklearn.exceptions import ConvergenceWarning
+
+import potluck
+from potluck import estimators
+from potluck.context import DistributedContext
+from potluck.estimators import rounds, seeding
+from potluck.testing.elastic import ElasticWorld, MortalContext
+from potluck.testing.world import WorldError, run_world
+from potluck.training import ElasticLoop
+
+RANDOM = np.random.default_rng(0)
+X = load_digits().data + RANDOM.normal(scale=1e-3, size=(1797, 64))  # no two distances are equal
+
+
+def on_shards(shards: list[Any], fit: Callable[[DistributedContext, Any], Any]) -> list[Any]:
+    """``fit(ctx, shard)`` on as many ranks as there are shards."""
+    return run_world(len(shards), lambda ctx: fit(ctx, shards[ctx.rank]))
+
+
+def refusal(shards: list[Any], fit: Callable[[DistributedContext, Any], Any]) -> str:
+    """The ValueError that every rank raises, after which the group still works."""
+
+    def try_it(ctx: DistributedContext, shard: Any) -> str:
+        with pytest.raises(ValueError, match=r".") as caught:
+            fit(ctx, shard)
+        assert ctx.all_reduce(np.ones(1))[0] == ctx.world_size
+        return str(caught.value)
+
+    [message] = set(on_shards(shards, try_it))
+    return message
+
+
+# ---------------------------------------------------------------- the same as scikit-learn
+
+
+@pytest.mark.parametrize("cuts", [[600, 1200], [0, 1], [1797]], ids=str)
+@pytest.mark.parametrize("init", ["k-means||", "random", "array"])
+def test_k_means_finds_the_centers_of_scikit_learn(cuts: list[int], init: Any) -> None:
+    start = X[:10] if init == "array" else init
+    theirs = "k-means++" if init == "k-means||" else start
+    options = {"n_init": 2} if init != "array" else {"n_init": 1}
+    expected = cluster.KMeans(10, init=theirs, random_state=3, **options).fit(X)
+    models = on_shards(
+        np.split(X, cuts),
+        lambda ctx, shard: estimators.KMeans(
+            10, init=start, random_state=3, ctx=ctx, **options
+        ).fit(shard),
+    )
+    for model in models:
+        assert model.n_iter_ == expected.n_iter_
+        assert model.cluster_centers_ == pytest.approx(expected.cluster_centers_, abs=1e-10)
+        assert model.inertia_ == pytest.approx(expected.inertia_, rel=1e-12)
+    assert np.concatenate([model.labels_ for model in models]).tolist() == expected.labels_.tolist()
+
+
+def test_weighted_k_means_finds_the_centers_of_scikit_learn() -> None:
+    weights = RANDOM.uniform(0.1, 3, len(X))
+    expected = cluster.KMeans(10, init=X[:10], n_init=1).fit(X, sample_weight=weights)
+    models = on_shards(
+        list(zip(np.array_split(X, 3), np.array_split(weights, 3), strict=True)),
+        lambda ctx, shard: estimators.KMeans(10, init=X[:10], ctx=ctx).fit(
+            shard[0], sample_weight=shard[1]
+        ),
+    )
+    for model in models:
+        assert model.cluster_centers_ == pytest.approx(expected.cluster_centers_, abs=1e-10)
+
+
+def test_k_means_parallel_is_as_good_a_start_as_k_means_plus_plus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seeding, "GATHERED_BYTES", 0)
+    theirs = [cluster.KMeans(10, n_init=1, random_state=s).fit(X).inertia_ for s in range(5)]
+    ours = [
+        on_shards(
+            np.array_split(X, 2),
+            lambda ctx, shard, s=s: (
+                estimators.KMeans(10, random_state=s, ctx=ctx).fit(shard).inertia_
+            ),
+        )
+        for s in range(5)
+    ]
+    assert all(len(set(each)) == 1 for each in ours)
+    assert np.median(np.array(ours)[:, 0]) <= 1.02 * np.median(theirs)
+
+
+@pytest.mark.parametrize("init", ["k-means||", "random"])
+def test_fewer_distinct_samples_than_clusters_is_a_warning_and_not_a_failure(
+    init: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeding, "GATHERED_BYTES", 0)
+    few = np.repeat([[0.0, 0.0], [1.0, 1.0]], 5, axis=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        models = on_shards(
+            np.array_split(few, 2),
+            lambda ctx, shard: estimators.KMeans(4, init=init, random_state=0, ctx=ctx).fit(shard),
+        )
+    assert {model.inertia_ for model in models} == {0.0}
+    assert {w.category for w in caught} == {ConvergenceWarning}
+
+
+def test_a_cluster_without_samples_gets_the_farthest_one_as_in_scikit_learn() -> None:
+    points = np.concatenate([RANDOM.normal(size=(40, 2)), [[30.0, 30.0], [-40.0, 0.0]]])
+    start = np.array([[0.0, 0.0], [0.1, 0.1], [500.0, 500.0], [600.0, 0.0]])
+    expected = cluster.KMeans(4, init=start, n_init=1).fit(points)
+    for shards in (np.array_split(points, 2), [points[:1], points[1:], points[:0]]):
+        for model in on_shards(
+            shards, lambda ctx, shard: estimators.KMeans(4, init=start, ctx=ctx).fit(shard)
+        ):
+            assert model.cluster_centers_ == pytest.approx(expected.cluster_centers_, abs=1e-10)
+
+
+def test_shards_in_float32_give_centers_in_float32_near_those_of_float64() -> None:
+    expected = cluster.KMeans(10, init=X[:10], n_init=1).fit(X)
+    shards = np.array_split(X.astype(np.float32), 2)
+    for model in on_shards(
+        shards, lambda ctx, shard: estimators.KMeans(10, init=X[:10], ctx=ctx).fit(shard)
+    ):
+        assert model.cluster_centers_.dtype == np.float32
+        assert model.cluster_centers_ == pytest.approx(expected.cluster_centers_, abs=1e-3)
+
+
+@pytest.mark.parametrize("cuts", [[600, 1200], [0, 1]], ids=str)
+def test_the_scaler_has_the_moments_of_scikit_learn(cuts: list[int]) -> None:
+    data = X.copy()
+    data[RANDOM.random(X.shape) < 0.1] = np.nan
+    expected = preprocessing.StandardScaler().fit(data)
+    twice = preprocessing.StandardScaler().fit(data).partial_fit(data[:500] + 1)
+
+    def fit(ctx: DistributedContext, shard: Any) -> Any:
+        once = estimators.StandardScaler(ctx=ctx).fit(shard)
+        again = estimators.StandardScaler(ctx=ctx).fit(shard)
+        return once, again.partial_fit(np.array_split(data[:500] + 1, ctx.world_size)[ctx.rank])
+
+    for models in on_shards(np.split(data, cuts), fit):
+        for model, reference in zip(models, (expected, twice), strict=True):
+            for name in ("mean_", "var_", "scale_", "n_samples_seen_"):
+                wanted = getattr(reference, name)
+                assert getattr(model, name) == pytest.approx(wanted, rel=1e-10, abs=1e-10)
+
+
+@pytest.mark.parametrize("wanted", [None, 5, 0.9])
+def test_pca_finds_the_components_of_scikit_learn(wanted: Any) -> None:
+    data = RANDOM.normal(size=(500, 12)) @ RANDOM.normal(size=(12, 12)) + 100
+    expected = decomposition.PCA(wanted, svd_solver="full").fit(data)
+    for model in on_shards(
+        np.split(data, [0, 123]),
+        lambda ctx, shard: estimators.PCA(wanted, ctx=ctx).fit(shard),
+    ):
+        assert model.n_components_ == expected.n_components_
+        for name in ("mean_", "components_", "explained_variance_", "explained_variance_ratio_"):
+            assert getattr(model, name) == pytest.approx(getattr(expected, name), abs=1e-8)
+        assert model.noise_variance_ == pytest.approx(expected.noise_variance_, abs=1e-8)
+        assert model.transform(data) == pytest.approx(expected.transform(data), abs=1e-8)
+
+
+def test_without_a_context_it_is_that_of_init_or_a_world_of_one() -> None:
+    with rounds.context_of(None) as alone:
+        assert alone.world_size == 1
+    assert alone.is_closed
+    with potluck.init("local") as ctx:
+        with rounds.context_of(None) as found:
+            assert found is ctx
+        assert not ctx.is_closed
+        assert estimators.StandardScaler().fit(X).mean_ == pytest.approx(X.mean(axis=0))
+
+
+# ---------------------------------------------------------------- bad shards
+
+FITS: dict[str, Callable[[DistributedContext, Any], Any]] = {
+    "KMeans": lambda ctx, shard: estimators.KMeans(3, random_state=0, ctx=ctx).fit(shard),
+    "StandardScaler": lambda ctx, shard: estimators.StandardScaler(ctx=ctx).fit(shard),
+    "PCA": lambda ctx, shard: estimators.PCA(ctx=ctx).fit(shard),
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_shards_with_different_features_are_refused_on_every_rank(name: str) -> None:
+    message = refusal([X, X[:, :5]], FITS[name])
+    assert "rank 0 (worker 0) has 64 features, that of rank 1 (worker 1) has 5" in message
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_shards_that_are_all_empty_are_refused(name: str) -> None:
+    assert "Found array with 0 sample(s)" in refusal([X[:0], X[:0]], FITS[name])
+
+
+@pytest.mark.parametrize("name", ["KMeans", "PCA"])
+def test_nan_on_one_rank_is_the_same_error_on_every_rank(name: str) -> None:
+    bad = X[900:].copy()
+    bad[7, 3] = np.nan
+    message = refusal([X[:900], bad, X[:3]], FITS[name])
+    assert message.startswith("the shard of rank 1 (worker 1): Input X contains NaN")
+
+
+def test_more_clusters_than_samples_of_all_ranks_are_refused() -> None:
+    assert refusal([X[:1], X[:1]], FITS["KMeans"]) == "n_samples=2 should be >= n_clusters=3."
+
+
+def test_a_wrong_parameter_on_one_rank_is_an_error_on_every_rank() -> None:
+    message = refusal([3, -1], lambda ctx, k: estimators.KMeans(k, ctx=ctx).fit(X))
+    assert "rank 1 (worker 1): The 'n_clusters' parameter of KMeans must be" in message
+
+
+def test_workers_that_fit_different_estimators_are_told(seed: int) -> None:
+    def fit(ctx: DistributedContext) -> None:
+        (FITS["PCA"] if ctx.rank else FITS["KMeans"])(ctx, X)
+
+    with pytest.raises(WorldError, match="the other workers are fitting KMeans"):
+        run_world(2, fit)
+
+
+# ---------------------------------------------------------------- lost workers
+
+
+def moments_of(fit: Callable[[MortalContext], Any]) -> int:
+    """The number of moments at which a worker can die in ``fit``."""
+    seen = 0
+
+    def count(worker: str, name: str, moment: int) -> bool:
+        nonlocal seen
+        seen = max(seen, moment + 1)
+        return False
+
+    ElasticWorld(3, fit, dies=count).run()
+    return seen
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_survives_a_worker_that_is_killed_and_repeats_one_round(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The killed worker has no samples, so the result must be that of an undisturbed fit."""
+    loops: list[ElasticLoop] = []
+
+    class Recorded(ElasticLoop):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            loops.append(self)
+
+    monkeypatch.setattr(rounds, "ElasticLoop", Recorded)
+    parts = {"0": X[:1000], "1": X[1000:], "2": X[:0]}
+
+    def fit(ctx: MortalContext) -> Any:
+        model = FITS[name](ctx, parts[ctx.backend.worker])
+        return getattr(
+            model, {"KMeans": "cluster_centers_", "PCA": "components_"}.get(name, "var_")
+        )
+
+    expected = ElasticWorld(3, fit).run()["0"]
+    random = np.random.default_rng(seed)
+    for fatal in random.permutation(moments_of(fit))[:6]:
+        loops.clear()
+        world = ElasticWorld(
+            3, fit, dies=lambda worker, _, moment, fatal=fatal: (worker, moment) == ("2", fatal)
+        )
+        results = world.run()
+        assert set(results) == {"0", "1"}, f"moment {fatal}"
+        for found in results.values():
+            assert found == pytest.approx(expected, abs=1e-9), f"moment {fatal}"
+        assert max(loop.num_reruns for loop in loops) <= 1
