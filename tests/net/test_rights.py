@@ -172,7 +172,7 @@ async def main():
         for kind, job in (("client", ""), ("client", mine.job), ("node", ""), ("measure", ""),
                           ("worker", "train-0")):
             try:
-                hello = Hello(kind, mine.namespace, job=job)
+                hello = Hello(kind, job=job)
                 _, writer, _ = await aio.connect(*address, hello, mine)
                 await aio.end(writer)
                 print("heard", where, kind, flush=True)

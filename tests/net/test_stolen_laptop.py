@@ -39,7 +39,7 @@ keys = {"its own key": load_or_create_identity(home), "a new key": Ed25519Privat
 
 async def attempt(key, host, kind):
     credentials = make_credentials(psk, key)
-    hello = Hello(kind, credentials.namespace, job="any", epoch=1, rank=0, to_rank=0)
+    hello = Hello(kind, job="any", epoch=1, rank=0, to_rank=0)
     try:
         reader, writer, _ = await aio.connect(host, 52415, hello, credentials, timeout_s=10)
     except (PotluckError, TimeoutError) as error:

@@ -112,7 +112,7 @@ def tls_pair(
         client_end, _ = connect(
             "127.0.0.1",
             server.port,
-            Hello("data", credentials.namespace, rank=0, to_rank=1, wire=wire),
+            Hello("data", rank=0, to_rank=1, wire=wire),
             credentials,
             deadline=time.monotonic() + 30,
             memory=memory,

@@ -153,7 +153,7 @@ class AgentLink:
         """
         self._host, self._port = agent_address()
         job, worker = (os.environ.get(f"POTLUCK_{name}", "") for name in ("JOB", "WORKER"))
-        self._hello = Hello(WORKER, credentials.namespace, job=job, worker=worker)
+        self._hello = Hello(WORKER, job=job, worker=worker)
         self.worker = worker
         self.progress = UnsentFacts(worker)
         self.owner = os.getpid()

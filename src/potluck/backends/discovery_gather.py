@@ -293,7 +293,6 @@ class Gathering:
         member = participant.member
         hello = Hello(
             kind,
-            self._credentials.namespace,
             worker=self._me.instance,
             port=self._me.member.port,
             world_size=self._world_size,

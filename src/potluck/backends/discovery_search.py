@@ -156,7 +156,7 @@ class Search:
 
     async def _call(self, hint: Hint) -> None:
         mine = self._presence
-        hello = Hello(MEET, self._credentials.namespace, worker=mine.instance.hex(), port=mine.port)
+        hello = Hello(MEET, worker=mine.instance.hex(), port=mine.port)
         writer = None
         try:
             async with asyncio.timeout(CALL_S):

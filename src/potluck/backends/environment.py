@@ -135,7 +135,6 @@ class EnvironmentBackend(StaticBackend):
     def _call(self, deadline: float) -> tuple[Member, ...]:
         hello = Hello(
             kind="rendezvous",
-            namespace=self._base.credentials.namespace,
             rank=self._rank,
             to_rank=0,
             worker=str(self._rank),

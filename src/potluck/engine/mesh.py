@@ -261,7 +261,6 @@ class Mesh:
             raise LinkError(f"{group.describe(rank)} has no address")
         hello = Hello(
             kind="data",
-            namespace=self._switchboard.credentials.namespace,
             job=group.job,
             epoch=group.epoch,
             rank=group.rank,

@@ -148,7 +148,7 @@ class Server:
     """Listens on ``host:port`` (0: any; see ``port``) from construction to ``close``, and runs
     ``greeted`` in a task of its own for each caller.
 
-    A caller reaches ``greeted`` once TLS is up and its HELLO has this version and cluster;
+    A caller reaches ``greeted`` once TLS is up and its HELLO has this version;
     ``greeted`` writes WELCOME or REFUSAL. The connection ends when it returns. After
     ``on_broken(error)`` no connection is accepted. ConfigurationError if the port can't be had.
     """

@@ -14,7 +14,9 @@ under the connection's own TLS 1.3, after each end has verified the other's cert
 bytes are known to the two ends only, are fresh for each link, and are as forward-secret as the TLS
 session's own keys; if the random numbers of one end are bad, the other's suffice. HKDF-SHA256
 (RFC 5869) makes the keys of both directions from them, bound to the job, the epoch, the ranks and
-the two nodes. TLS has an exporter for this purpose (RFC 5705), which Python's ``ssl`` lacks.
+the two nodes. The cluster's secret has no part in them: all members know it, so it would keep no
+member out, and a stranger gets no greeting. TLS has an exporter for this purpose (RFC 5705), which
+Python's ``ssl`` lacks.
 
 The bound of a key. After 2**24 records a key is replaced by HKDF-Expand of itself, on both ends at
 the same record, and forgotten. So one key tags at most 1 TiB, in 2**24 records of at most 2**13
@@ -68,7 +70,7 @@ def agree(hello: Hello, welcome: Welcome, *, client: str, server: str) -> Keys:
     ids. ProtocolError if an end has sent no secret."""
     if hello.secret is None or welcome.secret is None:
         raise ProtocolError("the greeting of a signed link has no secret")
-    about = (hello.namespace, hello.job, hello.epoch, hello.rank, hello.to_rank, client, server)
+    about = (hello.job, hello.epoch, hello.rank, hello.to_rank, client, server)
     keys = HKDF(
         SHA256(), 2 * KEY_BYTES, salt=None, info=_LABEL + b"keys " + msgspec.msgpack.encode(about)
     ).derive(hello.secret.value + welcome.secret.value)

@@ -68,7 +68,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """
 
     kind: str
-    namespace: str
     job: str = ""
     epoch: int = 0
     rank: int = -1

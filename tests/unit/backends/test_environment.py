@@ -237,7 +237,7 @@ def test_a_port_in_use_is_a_clear_error(port: str) -> None:
 
 def test_a_rank_that_hung_up_before_it_was_told_may_call_again() -> None:
     rendezvous = world_rendezvous(2)
-    hello = Hello("rendezvous", "home", rank=1, worker="1", port=1234, world_size=2)
+    hello = Hello("rendezvous", rank=1, worker="1", port=1234, world_size=2)
     first = rendezvous.admit(hello, "ada")
     assert isinstance(rendezvous.admit(hello, "ada").answer, Refusal), "it is taken"
     assert first.withdraw is not None

@@ -23,7 +23,7 @@ class Link:
 
 
 def hello(name: str, port: int = 1234) -> Hello:
-    return Hello("join", "home", worker=name, port=port)
+    return Hello("join", worker=name, port=port)
 
 
 def welcome_all(hello: Hello) -> Refusal | None:

@@ -226,7 +226,7 @@ def test_a_ban_takes_a_node_out_everywhere_with_its_links_and_the_secret(tmp_pat
         # It calls again and again: nobody talks to it, and it never hears of the new secret.
         tells(carl, ada)
         tells(carl, bob)
-        hello = Hello(KIND, carl.agent.credentials.namespace)
+        hello = Hello(KIND)
         for node in (ada, bob):
             with pytest.raises(Refused, match="banned"):
                 await aio.connect("127.0.0.1", node.agent.port, hello, carl.agent.credentials)
@@ -294,7 +294,7 @@ def test_an_open_cluster_is_closed_and_the_list_reaches_all(tmp_path: Path) -> N
         late = Running(outside.home, [], settings=outside)
         cluster.push_async_callback(late.stop)
         await late.is_ready()
-        hello = Hello(KIND, late.agent.credentials.namespace)
+        hello = Hello(KIND)
         for node in (eve, fay):
             with pytest.raises(Refused, match="never admitted"):
                 await aio.connect("127.0.0.1", node.agent.port, hello, late.agent.credentials)

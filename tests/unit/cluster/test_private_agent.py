@@ -34,7 +34,7 @@ async def private_agent(home: Path) -> AsyncIterator[NodeAgent]:
 def test_other_agents_are_refused_also_with_the_secret(tmp_path: Path, kind: str) -> None:
     async def story() -> None:
         async with private_agent(tmp_path) as agent:
-            hello = Hello(kind, agent.credentials.namespace)
+            hello = Hello(kind)
             with pytest.raises(Refused, match="takes only that job's workers"):
                 await aio.connect("127.0.0.1", agent.port, hello, agent.credentials)
 

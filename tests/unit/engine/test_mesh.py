@@ -63,9 +63,7 @@ def communicator(base: TcpBase) -> Iterator[Communicator]:
 
 
 def call(base: TcpBase, credentials=STRANGER, **fields: object) -> None:
-    hello = Hello(
-        "data", credentials.namespace, job="j", epoch=EPOCH, rank=0, to_rank=1, worker="a"
-    )
+    hello = Hello("data", job="j", epoch=EPOCH, rank=0, to_rank=1, worker="a")
     changed = Hello(**{**{f: getattr(hello, f) for f in hello.__struct_fields__}, **fields})
     link, _ = connect("127.0.0.1", base.port, changed, credentials, deadline=time.monotonic() + 10)
     link.close()
@@ -98,7 +96,7 @@ def test_a_caller_that_does_not_belong_is_told_why(
 def test_a_second_worker_with_the_same_rank_is_refused(
     base: TcpBase, communicator: Communicator
 ) -> None:
-    hello = Hello("data", STRANGER.namespace, job="j", epoch=EPOCH, rank=0, to_rank=1)
+    hello = Hello("data", job="j", epoch=EPOCH, rank=0, to_rank=1)
     deadline = time.monotonic() + 10
     link, _ = connect("127.0.0.1", base.port, hello, STRANGER, deadline=deadline)
     with pytest.raises(Refused, match="rank 0 is connected already") as caught:
@@ -115,7 +113,7 @@ def test_a_caller_for_a_later_epoch_waits_until_it_is_there(base: TcpBase) -> No
     results: list[object] = []
 
     def early() -> None:
-        hello = Hello("data", STRANGER.namespace, epoch=EPOCH, rank=0, to_rank=1)
+        hello = Hello("data", epoch=EPOCH, rank=0, to_rank=1)
         deadline = time.monotonic() + 10
         link, welcome = connect("127.0.0.1", patient.port, hello, OTHER, deadline=deadline)
         results.append(welcome.rank)

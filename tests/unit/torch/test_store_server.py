@@ -56,7 +56,7 @@ class Job:
 
     def link(self, rank: int, /, credentials=None, **fields: object) -> TcpLink:
         credentials = credentials or NODES[rank]
-        hello = Hello(KIND, credentials.namespace, job="j", epoch=EPOCH, rank=rank, to_rank=0)
+        hello = Hello(KIND, job="j", epoch=EPOCH, rank=rank, to_rank=0)
         link, _ = connect(
             "127.0.0.1",
             self.listener.port,

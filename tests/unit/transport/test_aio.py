@@ -54,7 +54,7 @@ async def hosting(**options: float) -> AsyncIterator[Host]:
 
 
 def hello(**fields: object) -> Hello:
-    return Hello(**{"kind": "worker", "namespace": new_credentials().namespace} | fields)  # type: ignore[arg-type]
+    return Hello(**{"kind": "worker"} | fields)  # type: ignore[arg-type]
 
 
 async def call(host: Host, message: Hello | None = None, cluster: str = "ours"):

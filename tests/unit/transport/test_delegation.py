@@ -107,7 +107,7 @@ def listening(credentials: Credentials) -> Iterator[Listener]:
 def outcome(server: Credentials, client: Credentials, kind: str = "data", job: str = "") -> str:
     """``welcome``, or who refused: ``caller`` or ``server``, and the code of the refusal."""
     with listening(server) as listener:
-        hello = Hello(kind, client.namespace, job=job)
+        hello = Hello(kind, job=job)
         deadline = time.monotonic() + 30
         try:
             link, _ = connect(

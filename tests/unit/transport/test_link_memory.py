@@ -195,7 +195,7 @@ from potluck.wire.greeting import Hello
 
 mine = make_credentials(bytes.fromhex(sys.argv[2]), Ed25519PrivateKey.generate())
 link, _ = connect(
-    "127.0.0.1", int(sys.argv[1]), Hello("data", mine.namespace), mine,
+    "127.0.0.1", int(sys.argv[1]), Hello("data"), mine,
     deadline=time.monotonic() + 60,
 )
 link.memory.outgoing(0)[:5] = b"hello"

@@ -97,7 +97,7 @@ def call(
     **hello: object,
 ) -> TcpLink:
     credentials = credentials or new_credentials()
-    said = Hello(**{"kind": "data", "namespace": credentials.namespace} | hello)  # type: ignore[arg-type]
+    said = Hello(**{"kind": "data"} | hello)  # type: ignore[arg-type]
     link, _ = connect(
         "127.0.0.1",
         port,
@@ -192,7 +192,7 @@ def test_a_caller_that_gave_up_while_it_waited_is_withdrawn_and_not_delivered(ho
         connect(
             "127.0.0.1",
             host.port,
-            Hello("data", credentials.namespace),
+            Hello("data"),
             credentials,
             deadline=time.monotonic() + 30,
             cancelled=asked.is_set,
@@ -648,7 +648,7 @@ def test_a_listener_that_opens_late_is_found() -> None:
             connect(
                 "127.0.0.1",
                 port,
-                Hello("data", credentials.namespace),
+                Hello("data"),
                 credentials,
                 deadline=time.monotonic() + 30,
                 cancelled=open_it,
@@ -662,7 +662,7 @@ def test_a_server_that_says_nothing_costs_the_connection_timeout_only() -> None:
             connect(
                 "127.0.0.1",
                 silent.getsockname()[1],
-                Hello("data", credentials.namespace),
+                Hello("data"),
                 credentials,
                 deadline=time.monotonic() + 30,
                 connection_timeout_s=1.5,
@@ -684,7 +684,7 @@ def test_a_call_that_is_no_longer_wanted_ends_before_its_deadline(host: Host) ->
         connect(
             "127.0.0.1",
             host.port,
-            Hello("data", credentials.namespace),
+            Hello("data"),
             credentials,
             deadline=time.monotonic() + 3600,
             cancelled=asked.is_set,
@@ -735,7 +735,7 @@ def test_a_name_that_does_not_exist_is_a_link_error_that_says_so() -> None:
         connect(
             "nowhere.invalid",
             1,
-            Hello("data", credentials.namespace),
+            Hello("data"),
             credentials,
             deadline=time.monotonic() + 30,
             max_retries=0,

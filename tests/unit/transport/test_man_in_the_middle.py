@@ -104,7 +104,7 @@ def test_he_is_refused_by_both_every_time_and_hears_nothing(times: int, figures:
 
         member, client = members(2)
         real = aio.Server("127.0.0.1", 0, member, greeted)
-        hello = Hello("node", client.namespace, job=NAME)
+        hello = Hello("node", job=NAME)
         _, writer, _ = await aio.connect("127.0.0.1", real.port, hello, client, timeout_s=30)
         await aio.end(writer)
         assert len(asked) == 1
@@ -150,7 +150,7 @@ def test_without_the_secret_he_cannot_answer_for_the_server() -> None:
         async with server:
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(PotluckError, match="does not hold this cluster's secret"):
-                await aio.connect("127.0.0.1", port, Hello("node", client.namespace), client)
+                await aio.connect("127.0.0.1", port, Hello("node"), client)
         assert b"".join(heard[1:]) == b""
 
     asyncio.run(story())
@@ -176,7 +176,7 @@ def test_a_client_without_a_certificate_is_not_heard(does_knock: bool) -> None:
                 reader, writer = await asyncio.open_connection(
                     "127.0.0.1", real.port, ssl=untrusting(), server_hostname=""
                 )
-            await aio.write_greeting(writer, Hello("node", member.namespace))
+            await aio.write_greeting(writer, Hello("node"))
             assert await asyncio.wait_for(reader.read(), 30) == b""
         if writer is not None:
             await aio.end(writer)

@@ -38,7 +38,7 @@ class Server:
 
     def call(self, wire: str, *, use_native: bool = False) -> TcpLink:
         credentials = new_credentials(use_native=use_native)
-        hello = Hello("data", credentials.namespace, rank=0, to_rank=1, wire=wire)
+        hello = Hello("data", rank=0, to_rank=1, wire=wire)
         deadline = time.monotonic() + 30
         where = ("127.0.0.1", self.listener.port)
         return connect(*where, hello, credentials, deadline=deadline, memory=None)[0]
@@ -114,7 +114,7 @@ def test_a_client_that_sends_no_secret_gets_no_link(
 
 
 def greeting(**fields: int | str) -> tuple[Hello, Welcome]:
-    hello = Hello("data", "ours", wire=SIGNED, secret=fresh_secret(), **fields)  # type: ignore[arg-type]
+    hello = Hello("data", wire=SIGNED, secret=fresh_secret(), **fields)  # type: ignore[arg-type]
     return hello, Welcome(wire=SIGNED, secret=fresh_secret())
 
 
@@ -129,7 +129,7 @@ def test_keys_depend_on_both_secrets_on_who_talks_and_for_what() -> None:
         agree(greeting(job="run", epoch=1, rank=0, to_rank=1)[0], welcome, **nodes),
         agree(hello, welcome, client="bob", server="ada"),
         *(
-            agree(Hello("data", "ours", secret=hello.secret, **other), welcome, **nodes)
+            agree(Hello("data", secret=hello.secret, **other), welcome, **nodes)
             for other in (
                 {"job": "run", "epoch": 2, "rank": 0, "to_rank": 1},
                 {"job": "run", "epoch": 1, "rank": 2, "to_rank": 1},

@@ -27,8 +27,8 @@ OFFER = LinkMemoryOffer("boot", 1234, 5, bytes(range(32)), 4, 1 << 20)
 @pytest.mark.parametrize(
     "message",
     [
-        Hello("data", "ns"),
-        Hello("data", "ns", "job", 7, 2, 0, "w2", 1, OFFER),
+        Hello("data"),
+        Hello("data", "job", 7, 2, 0, "w2", 1, OFFER),
         Welcome(),
         Welcome(rank=3, memory=True),
         Refusal("version", "install the same potluck on both"),
@@ -51,7 +51,7 @@ def test_the_longest_greeting_is_within_bounds_and_one_byte_more_is_not() -> Non
 
 def test_a_field_of_a_later_version_is_passed_over() -> None:
     """So that the two get as far as telling each other their versions."""
-    later = {"type": "Hello", "kind": "data", "namespace": "ns", "version": 9, "mood": "good"}
+    later = {"type": "Hello", "kind": "data", "version": 9, "mood": "good"}
     hello = GREETING.decode(msgspec.msgpack.encode(later))
     assert isinstance(hello, Hello)
     assert hello.version == 9
@@ -64,7 +64,7 @@ def test_a_field_of_a_later_version_is_passed_over() -> None:
         b"\xc1",
         msgspec.msgpack.encode({"type": "Hello"}),
         msgspec.msgpack.encode({"type": "Farewell"}),
-        msgspec.msgpack.encode({"type": "Hello", "kind": 1, "namespace": "ns"}),
+        msgspec.msgpack.encode({"type": "Hello", "kind": 1}),
         msgspec.msgpack.encode([1, 2, 3]),
         GREETING.encode(Welcome())[PREFIX_BYTES:] + b"x",
     ],
@@ -76,7 +76,7 @@ def test_what_is_no_greeting_is_a_protocol_error(body: bytes) -> None:
 
 @given(st.integers(0, 200), st.integers(0, 255))
 def test_a_damaged_greeting_is_read_or_refused(at: int, value: int) -> None:
-    body = bytearray(GREETING.encode(Hello("data", "ns", memory=OFFER))[PREFIX_BYTES:])
+    body = bytearray(GREETING.encode(Hello("data", memory=OFFER))[PREFIX_BYTES:])
     body[at % len(body)] = value
     with contextlib.suppress(ProtocolError):
         GREETING.decode(bytes(body))

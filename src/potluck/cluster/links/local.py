@@ -108,7 +108,7 @@ async def call_agent(
     if record is None:
         raise ConfigurationError("no agent runs on this machine; start it with: potluck up")
     credentials = load_node_credentials(settings)
-    hello = Hello(CLIENT, credentials.namespace)
+    hello = Hello(CLIENT)
     try:
         reader, writer, _ = await aio.connect(
             "127.0.0.1",

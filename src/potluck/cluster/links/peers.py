@@ -229,7 +229,7 @@ class PeerLinks:
     async def _call(self, hint: Hint, replaces: str = "") -> None:
         """Call one address. Which node answers is known after the TLS handshake, before any
         message. ``replaces``: a node whose link is to be replaced by this one."""
-        hello = Hello(KIND, self._credentials.namespace)
+        hello = Hello(KIND)
         reached = ""
 
         def wanted(node: str) -> bool:

@@ -106,7 +106,7 @@ async def measure(
     path. LinkError or another PotluckError if no node or another node answers there, or ``node`` is
     busy; TimeoutError after ``MEASURE_S``; Stopped if a job began.
     """
-    hello = Hello(KIND, credentials.namespace)
+    hello = Hello(KIND)
     try:
         reader, writer, _ = await aio.connect(
             host, port, hello, credentials, timeout_s=_CONNECT_S, wanted=lambda who: who == node

@@ -29,7 +29,6 @@ class StoreClient:
         server = group.members[0]
         hello = Hello(
             kind=KIND,
-            namespace=switchboard.credentials.namespace,
             job=group.job,
             epoch=group.epoch,
             rank=group.rank,

@@ -108,7 +108,7 @@ def test_a_worker_that_speaks_for_another_is_cut_off_before_that_counts() -> Non
             runner.ordered(jobs.StartWorker("job", worker, 0))
 
         async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await runner.greeted(reader, writer, Hello("worker", "", job="job", worker="0"))
+            await runner.greeted(reader, writer, Hello("worker", job="job", worker="0"))
             writer.close()
 
         async with await asyncio.start_server(called, "127.0.0.1", 0) as server:

@@ -247,7 +247,7 @@ def test_strangers_and_the_banned_never_get_a_link(caplog: pytest.LogCaptureFixt
             other.knows(ada)
         await link_up(ada, friend)
         for guest, error in ((stranger, WrongSecret), (banned, Refused)):
-            hello = Hello(KIND, wary.namespace)
+            hello = Hello(KIND)
             with pytest.raises(error):
                 await aio.connect("127.0.0.1", ada.server.port, hello, guest.credentials)
         assert {event[1] for event in ada.events} == {friend.id}
@@ -271,7 +271,7 @@ def test_a_ban_ends_a_living_link_when_the_agent_says_so() -> None:
         ada.links.drop(bob.id, "it was banned")
         await ada.sees("ended", bob.id, 1, "it was banned")
         await bob.sees("ended", ada.id, 1)
-        hello = Hello(KIND, wary.namespace)
+        hello = Hello(KIND)
         with pytest.raises(Refused, match="banned") as caught:
             await aio.connect("127.0.0.1", ada.server.port, hello, bob.credentials)
         assert caught.value.code == "banned"
@@ -293,7 +293,7 @@ def test_a_member_that_talks_nonsense_is_cut_off_and_others_are_not(said: bytes)
     async def story(stack: contextlib.AsyncExitStack) -> None:
         ada, bob = await opened(stack, Agent(), Agent())
         eve = new_credentials()
-        hello = Hello(KIND, eve.namespace)
+        hello = Hello(KIND)
         reader, writer, welcome = await aio.connect("127.0.0.1", ada.server.port, hello, eve)
         assert isinstance(welcome, Welcome)
         writer.write(said)
@@ -312,9 +312,7 @@ def test_a_peer_that_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatc
     async def story(stack: contextlib.AsyncExitStack) -> None:
         [ada] = await opened(stack, Agent())
         eve = new_credentials()
-        reader, writer, _ = await aio.connect(
-            "127.0.0.1", ada.server.port, Hello(KIND, eve.namespace), eve
-        )
+        reader, writer, _ = await aio.connect("127.0.0.1", ada.server.port, Hello(KIND), eve)
         writer.write(
             peers.MESSAGE.encode(peers.Introduction(1, "eve", eve.public_key, 1, own_versions()))
         )
@@ -397,7 +395,7 @@ def test_a_peer_of_another_protocol_version_is_refused_in_clear_words() -> None:
     async def story(stack: contextlib.AsyncExitStack) -> None:
         [ada] = await opened(stack, Agent())
         eve = new_credentials()
-        hello = Hello(KIND, eve.namespace, version=7)
+        hello = Hello(KIND, version=7)
         with pytest.raises(Refused, match="install the same potluck on both") as caught:
             await aio.connect("127.0.0.1", ada.server.port, hello, eve)
         assert caught.value.code == "version"

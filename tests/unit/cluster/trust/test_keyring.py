@@ -38,7 +38,7 @@ def accepts(server: Credentials, client: Credentials) -> bool:
         link, _ = connect(
             "127.0.0.1",
             listener.port,
-            Hello("worker", client.namespace),
+            Hello("worker"),
             client,
             deadline=time.monotonic() + 30,
             max_retries=0,
@@ -151,7 +151,7 @@ def test_a_banned_node_is_refused_in_both_directions_with_no_byte_of_payload(
 
     listener = Listener("127.0.0.1", 0, ada)
     listener.serve(admit)
-    hello = Hello("worker", eve.namespace)
+    hello = Hello("worker")
     try:
         with pytest.raises(Refused, match="banned from this cluster") as caught:
             connect("127.0.0.1", listener.port, hello, eve, deadline=time.monotonic() + 30)
@@ -173,7 +173,7 @@ def _call_without_answer(client: Credentials, server: Credentials) -> None:
         return Admission(Welcome(), lambda link: link.close())
 
     listener.serve(admit)
-    hello = Hello("worker", client.namespace)
+    hello = Hello("worker")
     try:
         connect("127.0.0.1", listener.port, hello, client, deadline=time.monotonic() + 30)
     finally:
