@@ -2,12 +2,12 @@
 
 When the file changes, by a command of this machine or by other agents, the links of nodes that are
 out are cut, the other parts of the agent are told, and all peers get a digest of the list; also
-when a link was made, and every ``DIGEST_S``. A peer with another digest asks for what it lacks, and
-gets *all* of it in the order of the numbers. Single records are never pushed: so a node that has a
-record has everything that its signer knew, and one that holds the next secret knows of all nodes
-that were banned before it. The secret follows the list: once an admin's record says that it was
-changed, a node that lacks the new secret asks its peers, and takes only the secret that the record
-names.
+when this node's secret has changed, when a link was made, and every ``DIGEST_S``. A peer with
+another digest asks for what it lacks, and gets *all* of it in the order of the numbers. Single
+records are never pushed: so a node that has a record has everything that its signer knew, and one
+that holds the next secret knows of all nodes that were banned before it. The secret follows the
+list: once an admin's record says that it was changed, a node that lacks the new secret asks its
+peers, and takes only the secret that the record names.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class AdmissionExchange:
         self._on_broken = on_broken
         self._known: tuple[bytes, ...] = ()
         self._digest: bytes | None = None
+        self._namespace = ""
         self._barred: frozenset[str] = frozenset()
         self._asked: dict[str, tuple[float, bytes]] = {}
         self._complaint = ""
@@ -121,6 +122,9 @@ class AdmissionExchange:
             self._digest = admissions.digest
             self._known = admissions.fingerprints
             self._told_at = -DIGEST_S
+        if self._credentials.namespace != self._namespace:
+            self._namespace = self._credentials.namespace
+            self._told_at = -DIGEST_S  # `potluck rotate` waits until all have told it
         self._bar(admissions)
         now = _now()
         if now - self._told_at >= DIGEST_S:

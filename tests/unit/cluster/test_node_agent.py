@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from potluck.cluster import admission_exchange
 from potluck.cluster.discovery.static import StaticPeers
 from potluck.cluster.home import node_state
 from potluck.cluster.home.node_state import AgentRecord, NodeState, find_agent
@@ -405,9 +406,14 @@ def test_a_member_that_takes_no_part_in_a_change_of_the_secret_vetoes_nothing(
     run(tmp_path, story)
 
 
-def test_the_secret_is_changed_on_all_nodes_while_they_stay_together(tmp_path: Path) -> None:
+def test_the_secret_is_changed_on_all_nodes_while_they_stay_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They tell each other at once that they have it, and not when the next digest is due."""
+
     async def story(cluster: Cluster) -> None:
         nodes = await cluster.three()
+        monkeypatch.setattr(admission_exchange, "DIGEST_S", 1e6)
         epochs = [node.agent.report.status().epoch for node in nodes]
         ada = nodes[0].home
         operator.change_of_secret(AdmissionFile(ada), load_or_create_identity(ada), NEW)
