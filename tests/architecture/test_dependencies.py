@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
+import os
 import re
+import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -84,3 +89,57 @@ def test_the_packages_that_users_install_are_those_whose_vulnerabilities_are_err
     own = _tool("audit").own_packages()
     assert {"numpy", "cryptography", "cffi", "pydantic-core", "ifaddr"} <= own
     assert not {"torch", "transformers", "ray", "pytest", "potluck"} & own
+
+
+def _wheel(folder: Path, version: str) -> tuple[Path, str]:
+    """A wheel of the package `giant`, and the SHA-256 of the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"giant-{version}-py3-none-any.whl"
+    about = f"giant-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(
+            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: giant\nVersion: {version}\n"
+        )
+        file.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{about}/RECORD", "")
+    return path, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("is_genuine", [True, False])
+def test_pip_takes_the_build_in_its_own_folder_if_the_lock_has_the_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_genuine: bool
+) -> None:
+    index, folder = tmp_path / "index", tmp_path / "my wheels"
+    large, large_hash = _wheel(index / "giant", "2.0")
+    small, small_hash = _wheel(folder, "2.0+small")
+    (index / "giant/index.html").write_text(f'<a href="{large.name}#sha256={large_hash}">x</a>')
+    pin = f"giant==2.0 --hash=sha256:{large_hash} --hash=sha256:{small_hash}"
+    if not is_genuine:
+        with small.open("ab") as file:
+            file.write(b"changed")
+    # What a person's pip.conf says; no other configuration of this machine counts.
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    config = tmp_path / "pip.conf"
+    config.write_text(
+        f"[install]\nfind-links =\n    {folder.as_uri()}\n    https://nowhere.invalid/\n"
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    listed = subprocess.run([*pip, "config", "list"], check=True, capture_output=True, text=True)
+
+    page = tmp_path / "page.html"
+    find_links = _tool("find_links")
+    folders = list(find_links.configured(listed.stdout))
+    page.write_text(find_links.page(folders, {"giant": [pin]}))
+    config.write_text(f"[install]\nfind-links = {folder.as_uri()}\n")
+    (tmp_path / "lock.txt").write_text(pin)
+    command = ["install", "--quiet", "--dry-run", "--ignore-installed", "giant"]
+    command += ["-c", str(tmp_path / "lock.txt"), "--report", str(tmp_path / "report")]
+    command += ["--index-url", index.as_uri(), "--find-links", str(page)]
+    subprocess.run([*pip, *command], check=True, capture_output=True)
+    [taken] = json.loads((tmp_path / "report").read_text())["install"]
+    assert folders == [folder]
+    assert taken["metadata"]["version"] == ("2.0+small" if is_genuine else "2.0")
