@@ -6,8 +6,17 @@ from potluck.optional import require
 
 require("sklearn", "sklearn")
 
+from potluck.estimators.forest import RandomForestClassifier, RandomForestRegressor
 from potluck.estimators.kmeans import KMeans
+from potluck.estimators.logistic import LogisticRegression
 from potluck.estimators.pca import PCA
 from potluck.estimators.scaling import StandardScaler
 
-__all__ = ["PCA", "KMeans", "StandardScaler"]
+__all__ = [
+    "PCA",
+    "KMeans",
+    "LogisticRegression",
+    "RandomForestClassifier",
+    "RandomForestRegressor",
+    "StandardScaler",
+]

@@ -11,7 +11,7 @@ from sklearn.utils._param_validation import Interval, StrOptions
 from sklearn.utils.validation import validate_data
 
 from potluck.context import DistributedContext
-from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
+from potluck.estimators.rounds import DONE, State, context_of, from_first, refused, run_rounds
 from potluck.estimators.shards import (
     Array,
     Shard,
@@ -146,14 +146,14 @@ class _Fit:
         return {**state, "stage": "vectors", "covariance": products / (state["num"] - 1)}
 
     def _vectors(self, state: State) -> State:
-        """Rank 0's eigenvectors: LAPACK's last bits differ between kinds of processors."""
+        """The eigenvectors, as rank 0 finds them."""
         features = len(state["mean"])
-        found = np.zeros((1 + features, features))
-        if self.ctx.is_master:
+
+        def decomposed() -> Array:
             values, vectors = np.linalg.eigh(state["covariance"])
-            found[0] = np.maximum(values[::-1], 0)
-            found[1:] = _with_signs(vectors[:, ::-1].T)
-        self.ctx.broadcast(found)
+            return np.vstack([np.maximum(values[::-1], 0), _with_signs(vectors[:, ::-1].T)])
+
+        found = from_first(self.ctx, decomposed, (1 + features, features))
         after = {**state, "stage": DONE, "variances": found[0], "vectors": found[1:]}
         del after["covariance"]
         return after

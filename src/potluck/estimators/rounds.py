@@ -16,10 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from potluck.checkpoint.state import fingerprint
 from potluck.context import DistributedContext, init
 from potluck.context.start import latest
 from potluck.errors import CheckpointError
+from potluck.estimators.shards import Array
 from potluck.training.elastic import ElasticLoop
 from potluck.training.replica import StateReplica
 from potluck.training.sampler import Schedule
@@ -113,3 +116,18 @@ def context_of(ctx: DistributedContext | None) -> Iterator[DistributedContext]:
 
 
 _kept: list[DistributedContext] = []
+
+
+def from_first(
+    ctx: DistributedContext, compute: Callable[[], Array], shape: tuple[int, ...]
+) -> Array:
+    """The float64 array of ``shape`` that rank 0 computes, on every rank.
+
+    For linear algebra: the last bits of BLAS and LAPACK differ between kinds of processors, and the
+    ranks' states must not. Cost: one broadcast.
+    """
+    found = np.zeros(shape)
+    if ctx.is_master:
+        found[...] = compute()
+    ctx.broadcast(found)
+    return found

@@ -9,7 +9,7 @@ from sklearn import cluster
 from sklearn.cluster import kmeans_plusplus
 
 from potluck.estimators.assigning import assign, distances
-from potluck.estimators.shards import Array
+from potluck.estimators.shards import Array, totals_of
 from potluck.training.transfer import gather_states
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def k_means_parallel(
         others = sample(ctx, k - len(candidates), X, weights, [*seed, 2])
         candidates = np.concatenate([candidates, others])
     assign(X, candidates, labels)
-    counts = np.bincount(labels, weights=weights, minlength=len(candidates))
+    counts = totals_of(labels, weights, len(candidates))
     ctx.all_reduce(counts)
     centers = np.zeros((k, X.shape[1]), X.dtype)
     if ctx.is_master:

@@ -87,6 +87,12 @@ def weights_of(given: Any, X: Array) -> Array:
     return np.ascontiguousarray(weights)
 
 
+def totals_of(numbers: Array, weights: Array, count: int) -> Array:
+    """The weights of the samples of each number, float64 of shape (count,)."""
+    found = np.bincount(numbers, weights=weights, minlength=count)
+    return found.astype(np.float64)  # without samples NumPy gives integers
+
+
 def common_dtype(rows: list[dict[str, Any]]) -> np.dtype[Any]:
     """The dtype in which all ranks compute: float32 only if all shards are float32."""
     return np.result_type(*(row["dtype"] for row in rows))

@@ -1,0 +1,56 @@
+"""Trees of scikit-learn as plain arrays, to send and to keep without pickle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.tree import DecisionTreeClassifier
+from sklearn.tree._tree import NODE_DTYPE, Tree
+
+Packed = dict[str, Any]
+
+
+def node_format() -> str:
+    """The fields of a node, which differ between versions of scikit-learn."""
+    return str(NODE_DTYPE.descr)
+
+
+def pack(tree: Any, columns: Any, num_classes: int) -> Packed:
+    """A fitted tree as a state: its nodes as bytes, its values as float64.
+
+    For a classifier ``columns`` are the numbers of the tree's classes among all ``num_classes``;
+    the values of the others are 0.
+    """
+    found = tree.tree_.__getstate__()
+    values = found["values"]
+    if num_classes and values.shape[2] != num_classes:
+        values = np.zeros((*values.shape[:2], num_classes))
+        values[:, :, columns] = found["values"]
+    return {
+        "nodes": np.frombuffer(found["nodes"].tobytes(), np.uint8),
+        "values": np.ascontiguousarray(values),
+        "max_depth": int(found["max_depth"]),
+        "seed": int(tree.random_state),
+    }
+
+
+def unpack(packed: Packed, like: Any, features: int, num_classes: int) -> Any:
+    """The tree that was packed, as a fitted estimator with the parameters of ``like``."""
+    nodes = np.frombuffer(packed["nodes"].tobytes(), NODE_DTYPE)
+    inner = Tree(features, np.array([max(num_classes, 1)], np.intp), 1)
+    inner.__setstate__(
+        {
+            "max_depth": packed["max_depth"],
+            "node_count": len(nodes),
+            "nodes": nodes,
+            "values": packed["values"],
+        }
+    )
+    tree = like.set_params(random_state=packed["seed"])
+    tree.n_features_in_, tree.n_outputs_, tree.tree_ = features, 1, inner
+    tree.max_features_ = features
+    if isinstance(tree, DecisionTreeClassifier):
+        tree.n_classes_ = np.int64(num_classes)
+        tree.classes_ = np.arange(num_classes, dtype=np.float64)
+    return tree

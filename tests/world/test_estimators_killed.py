@@ -1,0 +1,97 @@
+"""A worker is killed at any moment of a fit: the others repeat one round and end with the result of
+an undisturbed fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
+
+from sklearn.datasets import load_digits
+
+from potluck import estimators
+from potluck.estimators import rounds
+from potluck.testing.elastic import ElasticWorld, MortalContext
+from potluck.training import ElasticLoop
+
+DIGITS = load_digits()
+X = DIGITS.data + np.random.default_rng(0).normal(scale=1e-3, size=(1797, 64))
+Y = DIGITS.target
+SEED = {"random_state": 0}
+
+FITS: dict[str, Callable[[MortalContext, Any, Any], Any]] = {
+    "KMeans": lambda ctx, x, y: estimators.KMeans(3, ctx=ctx, **SEED).fit(x).cluster_centers_,
+    "PCA": lambda ctx, x, y: estimators.PCA(ctx=ctx).fit(x).components_,
+    "StandardScaler": lambda ctx, x, y: estimators.StandardScaler(ctx=ctx).fit(x).var_,
+    "LogisticRegression": lambda ctx, x, y: (
+        estimators.LogisticRegression(tol=1e-2, ctx=ctx).fit(x / 16, y).coef_
+    ),
+    "RandomForestClassifier": lambda ctx, x, y: (
+        estimators.RandomForestClassifier(5, max_depth=3, ctx=ctx, **SEED)
+        .fit(x, y)
+        .predict_proba(X)
+    ),
+}
+
+
+def moments_of(fit: Callable[[MortalContext], Any]) -> int:
+    """The number of moments at which a worker can die in ``fit``."""
+    seen = 0
+
+    def count(worker: str, name: str, moment: int) -> bool:
+        nonlocal seen
+        seen = max(seen, moment + 1)
+        return False
+
+    ElasticWorld(3, fit, dies=count).run()
+    return seen
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_the_others_end_with_the_result_of_an_undisturbed_fit(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The killed worker has no samples, so that no sample is lost with it."""
+    loops: list[ElasticLoop] = []
+
+    class Recorded(ElasticLoop):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            loops.append(self)
+
+    monkeypatch.setattr(rounds, "ElasticLoop", Recorded)
+    parts = {"0": slice(0, 1000), "1": slice(1000, None), "2": slice(0, 0)}
+
+    def fit(ctx: MortalContext) -> Any:
+        mine = parts[ctx.backend.worker]
+        return FITS[name](ctx, X[mine], Y[mine])
+
+    expected = ElasticWorld(3, fit).run()["0"]
+    for fatal in np.random.default_rng(seed).permutation(moments_of(fit))[:5]:
+        loops.clear()
+        results = ElasticWorld(
+            3, fit, dies=lambda worker, _, moment, fatal=fatal: (worker, moment) == ("2", fatal)
+        ).run()
+        assert set(results) == {"0", "1"}, f"moment {fatal}"
+        for found in results.values():
+            assert found == pytest.approx(expected, abs=1e-9), f"moment {fatal}"
+        assert max(loop.num_reruns for loop in loops) <= 1
+
+
+def test_the_others_go_on_with_their_own_samples_when_samples_are_lost() -> None:
+    parts = np.array_split(X, 3)
+
+    def fit(ctx: MortalContext) -> Any:
+        return estimators.KMeans(5, ctx=ctx, **SEED).fit(parts[int(ctx.backend.worker)])
+
+    world = ElasticWorld(3, fit, dies=lambda worker, _, moment: (worker, moment) == ("1", 50))
+    models = world.run()
+    assert set(models) == {"0", "2"}
+    rest = np.concatenate([parts[0], parts[2]])
+    for model in models.values():
+        assert np.array_equal(model.cluster_centers_, models["0"].cluster_centers_)
+        assert model.inertia_ == pytest.approx(-model.score(rest), rel=1e-9)
