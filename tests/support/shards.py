@@ -27,4 +27,4 @@ def refusal(shards: Sequence[Any], fit: Callable[[DistributedContext, Any], Any]
         return str(caught.value)
 
     [message] = set(on_shards(shards, try_it))
-    return message
+    return str(message)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
-from joblib import effective_n_jobs
 from sklearn import ensemble
 from sklearn.base import clone
 from sklearn.utils import check_random_state, column_or_1d
@@ -245,7 +245,7 @@ class _Fit:
         """Grow trees on every rank with samples, and send them to all ranks."""
         ctx, shard = self.ctx, self.checked.shard
         assert shard is not None
-        jobs = effective_n_jobs(self.model.n_jobs)
+        jobs = _num_jobs(self.model.n_jobs)
         rows = ctx.all_gather(np.array([len(shard.X) > 0, jobs], np.int64))
         wanted = _shares(rows, self.model.n_estimators - len(state["trees"]))
         mine = self._more_trees(state, wanted[ctx.rank]) if wanted[ctx.rank] else []
@@ -325,6 +325,13 @@ class _Fit:
             y = column_or_1d(y, warn=True).astype(np.float64)
         own = None if weights is None else weights_of(weights, X).astype(np.float64)
         return Shard(X, y, own, facts)
+
+
+def _num_jobs(n_jobs: int | None) -> int:
+    """The threads that scikit-learn's ``n_jobs`` stands for: -1 is one per core."""
+    if n_jobs is None or n_jobs > 0:
+        return n_jobs or 1
+    return max(1, (os.cpu_count() or 1) + 1 + n_jobs)
 
 
 def _not_none(array: Array | None) -> Array:

@@ -1,0 +1,124 @@
+"""KMeans and a random forest on two workers of one thread, next to scikit-learn in one process.
+
+    python benchmarks/estimators.py kmeans --rounds 3
+    python benchmarks/estimators.py forest --rounds 1
+
+Each round runs potluck's two workers, scikit-learn with one thread and scikit-learn with two, one
+after the other. The samples are made in each process from the same seed; only `fit` is timed, on
+potluck's side of the slower worker. The medians of the rounds and their ratios are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import potluck
+from potluck import estimators
+
+FEATURES = 20
+CENTERS = 8
+
+
+def samples(num: int, part: int, parts: int) -> tuple[Any, Any]:
+    """Part ``part`` of ``num`` samples in overlapping groups, float32, and the number of each."""
+    centers = np.random.default_rng(0).normal(size=(CENTERS, FEATURES)).astype(np.float32)
+    start, stop = potluck.DataPartitioner(num, parts).get_partition(part)
+    random = np.random.default_rng(1 + part)
+    y = random.integers(CENTERS, size=stop - start)
+    x = random.standard_normal((stop - start, FEATURES), dtype=np.float32)
+    x += centers[y]
+    return x, y
+
+
+def model(kind: str, library: Any, **options: Any) -> Any:
+    """KMeans from given centers for a fixed number of iterations, or a forest."""
+    if kind == "kmeans":
+        first = samples(1000, 0, 1)[0][:CENTERS]
+        return library.KMeans(CENTERS, init=first, n_init=1, max_iter=20, tol=0, **options)
+    forest = library.RandomForestClassifier
+    return forest(20, min_samples_leaf=5, random_state=0, **options)
+
+
+def timed(kind: str, estimator: Any, x: Any, y: Any) -> float:
+    began = time.perf_counter()
+    estimator.fit(x) if kind == "kmeans" else estimator.fit(x, y)
+    return time.perf_counter() - began
+
+
+def work(kind: str, num: int, who: str, result: Path) -> None:
+    """The script of one process."""
+    if who == "potluck":
+        with potluck.init() as ctx:
+            x, y = samples(num, ctx.rank, ctx.world_size)
+            ctx.barrier(timeout=600)
+            seconds = timed(kind, model(kind, estimators, ctx=ctx), x, y)
+            slowest = float(ctx.all_reduce(np.array([seconds]), "max")[0])
+            if ctx.is_master:
+                result.write_text(json.dumps(slowest))
+        return
+    import sklearn.cluster
+    import sklearn.ensemble
+
+    library = sklearn.cluster if kind == "kmeans" else sklearn.ensemble
+    parts = [samples(num, part, 2) for part in range(2)]
+    x, y = (np.concatenate(each) for each in zip(*parts, strict=True))
+    options = {} if kind == "kmeans" else {"n_jobs": int(who)}
+    result.write_text(json.dumps(timed(kind, model(kind, library, **options), x, y)))
+
+
+def run(kind: str, num: int, who: str) -> float:
+    """Start the processes of one measurement; returns its seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "seconds.json"
+        command = [__file__, kind, "--samples", str(num), "--who", who, "--result", str(result)]
+        threads = "1" if who == "potluck" else who
+        names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        start = [sys.executable]
+        if who == "potluck":
+            start = [str(Path(sys.executable).with_name("potluck")), "run", "--workers", "2"]
+            start += [f"--env={name}=1" for name in names]
+        subprocess.run(
+            [*start, *command],
+            check=True,
+            env=os.environ | dict.fromkeys(names, threads),
+            stdout=subprocess.DEVNULL,
+        )
+        return float(json.loads(result.read_text()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("kind", choices=["kmeans", "forest"])
+    parser.add_argument("--samples", type=int, help="10 M for kmeans, 1 M for the forest")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--who", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    num = given.samples or (10_000_000 if given.kind == "kmeans" else 1_000_000)
+    if given.who:
+        work(given.kind, num, given.who, given.result)
+        return
+    found: dict[str, list[float]] = {"potluck": [], "1": [], "2": []}
+    for _ in range(given.rounds):
+        for who, seconds in found.items():
+            seconds.append(run(given.kind, num, who))
+            print(f"{who:>8}: {seconds[-1]:.2f} s", flush=True)
+    ours, one, two = (statistics.median(seconds) for seconds in found.values())
+    print(f"{given.kind}, {num} x {FEATURES}: potluck {ours:.2f} s")
+    print(f"  {ours / one:.2f} times scikit-learn with one thread ({one:.2f} s)")
+    print(f"  {ours / two:.2f} times scikit-learn with two threads ({two:.2f} s)")
+
+
+if __name__ == "__main__":
+    main()
