@@ -447,6 +447,69 @@ def test_any_source_takes_what_comes_and_says_whose_it_was(world: World) -> None
     world.run(check)
 
 
+def lengths_of(size: int, salt: int) -> list[int]:
+    return np.random.default_rng([size, salt]).integers(0, 1500, size).tolist()
+
+
+def test_gathers_of_parts_of_any_length(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size, rank = ctx.world_size, ctx.rank
+        for salt, lengths in enumerate(
+            [[0] * size, [3] * size, [0, *range(1, size)], lengths_of(size, 1)]
+        ):
+            for dtype, shape in ((np.dtype("float32"), ()), (np.dtype(ml_dtypes.bfloat16), (2, 3))):
+                case = (lengths, dtype, shape)
+                arrays = [values(r, (lengths[r], *shape), dtype, salt) for r in range(size)]
+                mine = arrays[rank].copy()
+                going = ctx.all_gather_uneven(mine, async_op=True)
+                root = salt % size
+                at_root = ctx.gather_uneven(mine, root)
+                for got in [going.wait()] + [at_root] * (rank == root):
+                    assert len(got) == size
+                    for part, wanted in zip(got, arrays, strict=True):
+                        same(part, wanted, case)
+                assert rank == root or at_root is None
+                same(mine, arrays[rank], case)
+
+    world.run(check)
+
+
+def test_scatter_of_parts_of_any_length(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size = ctx.world_size
+        for salt, root in enumerate({0, size - 1}):
+            counts = lengths_of(size, salt)
+            flat = values(root, (sum(counts), 2), np.dtype("int32"), salt)
+            wanted = np.split(flat, np.cumsum(counts)[:-1])[ctx.rank]
+            is_root = ctx.rank == root
+            mine = ctx.scatter_uneven(flat if is_root else None, root, counts=counts)
+            same(mine, wanted, counts)
+            parts = np.split(flat, np.cumsum(counts)[:-1]) if is_root else None
+            work = ctx.scatter_uneven(parts, root, async_op=True)
+            same(work.wait(), wanted, counts)
+        group = ctx.new_group(list(range(size))[::-1])
+        assert group is not None
+        parts = [np.full(n + 1, n) for n in range(size)] if group.rank == 0 else None
+        assert group.scatter_uneven(parts).tolist() == [group.rank] * (group.rank + 1)
+
+    world.run(check)
+
+
+def test_uneven_parts_are_apart_from_a_scripts_own_messages(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        if ctx.world_size == 1:
+            return
+        if ctx.rank == 1:
+            ctx.send(np.full(4, 7.0), 0, async_op=True)
+        got = ctx.gather_uneven(np.full(4 - 4 * (ctx.rank > 1), float(ctx.rank)))
+        if ctx.rank == 0:
+            assert got[1].tolist() == [1.0] * 4
+            assert ctx.recv(np.zeros(4), 1).tolist() == [7.0] * 4
+        ctx.barrier()
+
+    world.run(check)
+
+
 def test_torch_tensors_are_reduced_in_place_without_a_copy(world: World) -> None:
     torch = pytest.importorskip("torch")
 
@@ -465,6 +528,10 @@ def test_torch_tensors_are_reduced_in_place_without_a_copy(world: World) -> None
         ctx.all_reduce(strided[:, 1].add_(1))
         assert (strided[:, 1] == size).all()
         assert (strided[:, 0] == 0).all()
+        parts = ctx.all_gather_uneven(torch.ones(ctx.rank, dtype=torch.bfloat16))
+        assert [(len(part), part.dtype) for part in parts] == [
+            (rank, torch.bfloat16) for rank in range(size)
+        ]
         gathered = ctx.all_gather(torch.tensor(float(ctx.rank)))
         assert gathered.tolist() == [float(rank) for rank in range(size)]
 
@@ -492,6 +559,10 @@ def test_arguments_that_make_no_sense_are_the_callers_mistake_and_harm_nobody(wo
             ctx.barrier(timeout=0)
         with pytest.raises(ValueError, match="distinct"):
             ctx.new_group([0, 0])
+        with pytest.raises(ValueError, match="1 to 8 dimensions"):
+            ctx.all_gather_uneven(np.zeros(()))
+        with pytest.raises(ValueError, match="outside a world"):
+            ctx.gather_uneven(np.zeros(1), root=size)
         assert ctx.all_reduce(np.ones(1))[0] == size
 
     world.run(check)

@@ -99,13 +99,7 @@ class JoinedWorld(World):
             ctx.abort(error)
             raise
         mine = np.frombuffer(msgspec.msgpack.encode(result), dtype=np.uint8)
-        lengths = ctx.all_gather(np.array([mine.size]))
-        padded = np.zeros(int(lengths.max()), dtype=np.uint8)
-        padded[: mine.size] = mine
-        return [
-            msgspec.msgpack.decode(row[: int(length)].tobytes())
-            for row, (length,) in zip(ctx.all_gather(padded), lengths, strict=True)
-        ]
+        return [msgspec.msgpack.decode(part.tobytes()) for part in ctx.all_gather_uneven(mine)]
 
     @property
     def world_size(self) -> int:

@@ -131,3 +131,29 @@ def test_torchs_barrier_beside_another_ranks_gradients(kind: str) -> None:
         for text in world.run(act):
             assert re.search(CALLS["sum"][1], text), text
             assert re.search(rf"rank 1 \([^)]*\) called {CALLS['barrier'][1]}", text), text
+
+
+@pytest.mark.parametrize("kind", WORLD_KINDS)
+@pytest.mark.parametrize("differ", ["dtype", "row", "root"])
+def test_uneven_parts_that_differ_in_more_than_their_length(kind: str, differ: str) -> None:
+    """Every rank names all kinds of parts, with the ranks that gave them."""
+
+    def act(ctx: DistributedContext) -> str:
+        is_odd = ctx.rank == 1
+        dtype = np.float64 if is_odd and differ == "dtype" else np.float32
+        mine = np.ones((ctx.rank, 4 if is_odd and differ == "row" else 3), dtype)
+        with pytest.raises(Desync) as caught:
+            ctx.gather_uneven(mine, root=2 if is_odd and differ == "root" else 0)
+        with pytest.raises(Desync):
+            ctx.barrier()
+        return str(caught.value)
+
+    odd = {
+        "dtype": r"rank 1 gave float64 of shape \(\*, 3\) with root 0",
+        "row": r"rank 1 gave float32 of shape \(\*, 4\) with root 0",
+        "root": r"rank 1 gave float32 of shape \(\*, 3\) with root 2",
+    }[differ]
+    with open_world(kind, 3) as world:
+        for told in world.run(act):
+            assert re.search(r"ranks 0, 2 gave float32 of shape \(\*, 3\) with root 0", told), told
+            assert re.search(odd, told), told

@@ -20,8 +20,24 @@ from potluck.errors import GroupError, PotluckError
 from potluck.metrics import Metrics
 from potluck.types import Group
 
+NUM_ASIDE_TAGS = 4096
 
-class Communicator(Protocol):
+
+class PointToPoint(Protocol):
+    """Messages between the ranks of a group, told apart by their tags."""
+
+    def send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        """Send ``array`` to ``peer``; the work ends when the memory may be reused."""
+
+    def recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        """Receive a message of exactly the size of ``array`` from ``peer``, or from any rank if
+        ``peer`` is -1.
+
+        The work's ``source`` is the rank of the sender in this communicator.
+        """
+
+
+class Communicator(PointToPoint, Protocol):
     """One rank's access to an immutable group: the operations that a context needs.
 
     Arrays are C-contiguous; those of collectives may have any shape. Every operation returns a
@@ -54,15 +70,9 @@ class Communicator(Protocol):
     def run(self, request: Request) -> Work:
         """Start a collective."""
 
-    def send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
-        """Send ``array`` to ``peer``; the work ends when the memory may be reused."""
-
-    def recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
-        """Receive a message of exactly the size of ``array`` from ``peer``, or from any rank if
-        ``peer`` is -1.
-
-        The work's ``source`` is the rank of the sender in this communicator.
-        """
+    def aside(self) -> PointToPoint:
+        """Messages of potluck's own between the same ranks, with the tags 0 to NUM_ASIDE_TAGS - 1,
+        which no message of a script matches."""
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of ``ranks``; None on other ranks. A collective call."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from potluck.backends.base import Communicator
+from potluck.backends.base import NUM_ASIDE_TAGS, Communicator, PointToPoint
 from potluck.backends.library import ANY_SOURCE, FlatCall, Library, Waiter, exchange
 from potluck.backends.serial_executor import BoundedWork, SerialExecutor
 from potluck.background import start_thread
@@ -132,6 +132,17 @@ class ExternalCommunicator:
     # -- point to point
 
     def send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        self._check_tag(tag)
+        return self._send(array, peer, tag, timeout_s=timeout_s)
+
+    def recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        self._check_tag(tag)
+        return self._recv(array, peer, tag, timeout_s=timeout_s)
+
+    def aside(self) -> PointToPoint:
+        return _Aside(self._send, self._recv, self._highest_tag + 1 if self._highest_tag else 0)
+
+    def _send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
         self._check_peer(peer)
         self._library.check_message(peer, tag)
         call = f"send({array.dtype}, shape {tuple(array.shape)}, to rank {peer}, tag {tag})"
@@ -139,7 +150,7 @@ class ExternalCommunicator:
             call, array, lambda: self._library.send(array.reshape(-1), peer, tag), timeout_s
         )
 
-    def recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+    def _recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
         if peer != ANY_SOURCE:
             self._check_peer(peer)
         self._library.check_message(peer, tag)
@@ -292,12 +303,40 @@ class ExternalCommunicator:
         if peer == self.rank:
             raise ValueError(f"rank {peer} is this rank; a message to oneself needs no network")
 
+    @property
+    def _highest_tag(self) -> int:
+        """Of a script's messages; those above are for ``aside``."""
+        return max(0, self._library.tag_limit - NUM_ASIDE_TAGS)
+
+    def _check_tag(self, tag: int) -> None:
+        if tag > self._highest_tag:
+            name, last = self._library.name, self._highest_tag
+            if not last:
+                raise ValueError(f"messages of {name} have no tags, only an order: use tag 0")
+            raise ValueError(f"tags of {name} end at {last}, not {tag}")
+
     def _conclude(self, op: ReduceOp, flat: Array) -> None:
         if isinstance(flat, np.ndarray):
             with np.errstate(all="ignore"):
                 conclude(op, flat, self.world_size)
         elif op is ReduceOp.MEAN:
             flat /= self.world_size
+
+
+class _Aside:
+    """Messages with the library's highest tags, or in the order of all where it has no tags."""
+
+    def __init__(self, send: Callable[..., Work], recv: Callable[..., Work], first: int) -> None:
+        self._send, self._recv, self._first = send, recv, first
+
+    def send(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        return self._send(array, peer, self._tag(tag), timeout_s=timeout_s)
+
+    def recv(self, array: Array, peer: int, tag: int, *, timeout_s: float) -> Work:
+        return self._recv(array, peer, self._tag(tag), timeout_s=timeout_s)
+
+    def _tag(self, tag: int) -> int:
+        return self._first + tag if self._first else 0
 
 
 def _flat(array: Any) -> Any:

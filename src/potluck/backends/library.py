@@ -47,6 +47,8 @@ class Library(Protocol):
     rank: int
     world_size: int
     device: str | None
+    tag_limit: int
+    """The highest tag of a message; 0 if messages have no tags, only an order."""
 
     @property
     def collectives(self) -> Mapping[Operation, Collective]:
@@ -60,7 +62,8 @@ class Library(Protocol):
         """Wait for computations (on a GPU) that write the arrays; called before an operation."""
 
     def check_message(self, peer: int, tag: int) -> None:
-        """ValueError for a peer or tag that the library does not support."""
+        """ValueError for a peer or tag that the library does not support, though the tag is not
+        above ``tag_limit``."""
 
     def send(self, array: Array, peer: int, tag: int) -> Waiter:
         """Start a send."""

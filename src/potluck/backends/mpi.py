@@ -308,6 +308,7 @@ class _Mpi:
         self.state = state
         self.rank: int = comm.rank
         self.world_size: int = comm.size
+        self.tag_limit = state.tag_limit
         self._comm = comm
         self._is_part = is_part
         self._byte = state.mpi.BYTE
@@ -344,8 +345,7 @@ class _Mpi:
         return None
 
     def check_message(self, peer: int, tag: int) -> None:
-        if tag > self.state.tag_limit:
-            raise ValueError(f"this MPI library's tags end at {self.state.tag_limit}, not {tag}")
+        return None
 
     def send(self, array: Array, peer: int, tag: int) -> Waiter:
         request = self.state.begin(lambda: self._comm.Isend(self._bytes(array), peer, tag))

@@ -20,8 +20,8 @@ import numpy as np
 
 from potluck import hints
 from potluck.backends.base import Backend, Communicator
-from potluck.context.collectives import Collectives
 from potluck.context.commit import Vote, tally
+from potluck.context.uneven import UnevenCollectives
 from potluck.context.waits import Waits
 from potluck.errors import ConfigurationError, Diverged, GroupError, PotluckError, RemoteError
 from potluck.types import Group, Member
@@ -49,7 +49,7 @@ class Commit:
         return self.committed
 
 
-class DistributedContext(Collectives):
+class DistributedContext(UnevenCollectives):
     """A worker's access to its group, with all operations on the group.
 
     Use it in a ``with`` block, or call ``close``.
@@ -252,7 +252,7 @@ class DistributedContext(Collectives):
         self.close()
 
 
-class SubGroup(Collectives):
+class SubGroup(UnevenCollectives):
     """The operations on a sub-group; see ``DistributedContext.new_group``."""
 
     def __init__(self, communicator: Communicator, timeout_s: float, waits: Waits) -> None:

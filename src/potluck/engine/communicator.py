@@ -181,6 +181,12 @@ class Communicator:
             return None
         return Communicator(self.group, self._resources, channel, members)
 
+    def aside(self) -> Communicator:
+        """The same ranks on a channel of its own: no message there matches one of a script."""
+        communicator = self.subgroup(range(self.world_size), key="potluck aside")
+        assert communicator is not None
+        return communicator
+
     # -- life
 
     @property

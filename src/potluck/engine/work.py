@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from potluck import hints
@@ -167,6 +167,44 @@ class Work:
             callback(self)
         except Exception:  # a failing callback must not end the progress thread
             _log.exception("a done-callback of %s raised", self.call)
+
+
+class Together(Work):
+    """One Work of several: it ends with the last of ``parts``, or with the first that fails."""
+
+    __slots__ = ("_num_left", "_parts")
+
+    def __init__(self, call: str, parts: Sequence[Work], result: Any = None) -> None:
+        super().__init__(call, result)
+        self._parts = tuple(parts)
+        self._num_left = len(self._parts)
+        for part in self._parts:
+            part.add_done_callback(self._ended)
+        if not self._parts:
+            self.finish()
+
+    def done(self) -> bool:
+        """Whether all parts have ended, or one has failed; never blocks."""
+        return all(part.done() for part in self._parts) or self._is_ended
+
+    def _block(self, timeout: float | None) -> bool:
+        # The parts' own waits, because those know how to move bytes and when to give up.
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for part in self._parts:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not part._block(left):
+                return False
+            if part.exception() is not None:
+                break
+        self.finish(next((e for part in self._parts if (e := part.exception())), None))
+        return True
+
+    def _ended(self, part: Work) -> None:
+        with self._lock:
+            self._num_left -= 1
+            is_last = not self._num_left
+        if is_last or part.exception() is not None:
+            self.finish(part.exception())
 
 
 def finished(call: str, result: Any) -> Work:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from potluck.engine.work import Work, again, finished
+from potluck.engine.work import Together, Work, again, finished
 from potluck.errors import OperationTimeout, PeerLost
 
 
@@ -85,3 +85,26 @@ def test_callbacks_are_called_at_the_end_or_at_once(caplog: pytest.LogCaptureFix
 
 def test_a_finished_work() -> None:
     assert finished("w", [1]).wait() == [1]
+
+
+def test_works_together_end_with_the_last_of_them() -> None:
+    parts = [Work("one"), Work("two")]
+    both = Together("both", parts, "result")
+    parts[1].finish()
+    assert not both.done()
+    with pytest.raises(OperationTimeout, match="both has not ended"):
+        both.wait(0.01)
+    parts[0].finish()
+    assert both.done()
+    assert both.wait() == "result"
+    assert Together("none", [], "nothing").wait() == "nothing"
+
+
+def test_works_together_fail_with_the_first_that_fails() -> None:
+    parts = [Work("one"), Work("two")]
+    both = Together("both", parts)
+    parts[1].finish(ValueError("two failed"))
+    assert both.done()
+    parts[0].finish()
+    with pytest.raises(ValueError, match="two failed"):
+        both.wait()

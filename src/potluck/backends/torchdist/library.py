@@ -35,6 +35,7 @@ class TorchLibrary(ABC):
 
     name = ""
     device: str | None = None
+    tag_limit = 2**31 - 1
 
     def __init__(
         self,
