@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sklearn", reason="pip install 'potluck[sklearn]'")
 
-from sklearn import ensemble, linear_model
+from sklearn import ensemble, linear_model, neural_network
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 from sklearn.preprocessing import scale
 
@@ -118,6 +118,46 @@ def test_a_class_that_a_shard_lacks_is_a_class_of_the_whole_forest() -> None:
         assert model.score(X, Y) > 0.8
 
 
+# ---------------------------------------------------------------- perceptrons
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"solver": "sgd", "learning_rate": "adaptive", "learning_rate_init": 0.1}],
+    ids=["adam", "sgd"],
+)
+@pytest.mark.filterwarnings("ignore:Stochastic Optimizer")
+def test_a_perceptron_has_the_loss_curve_of_scikit_learn(options: dict[str, Any]) -> None:
+    shape = {"hidden_layer_sizes": (30, 20), "max_iter": 5, "random_state": 0}
+    expected = neural_network.MLPClassifier(**shape, **options).fit(X, Y)
+    models = on_shards(
+        cut(X, Y, at=[0, 500]),
+        lambda ctx, shard: estimators.MLPClassifier(ctx=ctx, **shape, **options).fit(*shard),
+    )
+    for model in models:
+        assert model.loss_curve_ == pytest.approx(expected.loss_curve_, abs=1e-10)
+        for mine, theirs in zip(model.coefs_, expected.coefs_, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-10)
+        assert np.array_equal(model.predict(X), expected.predict(X))
+
+
+@pytest.mark.filterwarnings("ignore:Stochastic Optimizer")
+def test_a_perceptron_for_regression_has_the_predictions_of_scikit_learn() -> None:
+    shape = {"hidden_layer_sizes": (10,), "max_iter": 20, "random_state": 0}
+    data = DIABETES.data, DIABETES.target
+    expected = neural_network.MLPRegressor(**shape).fit(*data).predict(data[0])
+    for model in on_shards(
+        cut(*data, at=[100]),
+        lambda ctx, shard: estimators.MLPRegressor(ctx=ctx, **shape).fit(*shard),
+    ):
+        assert model.predict(data[0]) == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_perceptron_is_not_trained_on_one_ranks_samples_by_mistake() -> None:
+    for model in (estimators.MLPClassifier(), estimators.MLPRegressor()):
+        assert not hasattr(model, "partial_fit")
+
+
 # ---------------------------------------------------------------- bad shards
 
 FITS: dict[str, Fit] = {
@@ -125,6 +165,7 @@ FITS: dict[str, Fit] = {
     "RandomForestClassifier": lambda ctx, shard: estimators.RandomForestClassifier(4, ctx=ctx).fit(
         *shard
     ),
+    "MLPClassifier": lambda ctx, shard: estimators.MLPClassifier(ctx=ctx).fit(*shard),
     "RandomForestRegressor": lambda ctx, shard: estimators.RandomForestRegressor(4, ctx=ctx).fit(
         *shard
     ),

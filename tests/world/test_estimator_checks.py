@@ -28,6 +28,8 @@ ESTIMATORS = [
 ]
 SLOW = [
     estimators.LogisticRegression(),
+    estimators.MLPClassifier(),
+    estimators.MLPRegressor(),
     estimators.RandomForestClassifier(n_estimators=5),
     estimators.RandomForestRegressor(n_estimators=5),
 ]

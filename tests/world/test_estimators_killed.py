@@ -30,6 +30,9 @@ FITS: dict[str, Callable[[MortalContext, Any, Any], Any]] = {
     "LogisticRegression": lambda ctx, x, y: (
         estimators.LogisticRegression(tol=1e-2, ctx=ctx).fit(x / 16, y).coef_
     ),
+    "MLPClassifier": lambda ctx, x, y: (
+        estimators.MLPClassifier((10,), max_iter=4, ctx=ctx, **SEED).fit(x / 16, y).coefs_[0]
+    ),
     "RandomForestClassifier": lambda ctx, x, y: (
         estimators.RandomForestClassifier(5, max_depth=3, ctx=ctx, **SEED)
         .fit(x, y)
@@ -51,6 +54,7 @@ def moments_of(fit: Callable[[MortalContext], Any]) -> int:
     return seen
 
 
+@pytest.mark.filterwarnings("ignore:Stochastic Optimizer")
 @pytest.mark.parametrize("name", FITS)
 def test_the_others_end_with_the_result_of_an_undisturbed_fit(
     name: str, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ require("sklearn", "sklearn")
 from potluck.estimators.forest import RandomForestClassifier, RandomForestRegressor
 from potluck.estimators.kmeans import KMeans
 from potluck.estimators.logistic import LogisticRegression
+from potluck.estimators.mlp import MLPClassifier, MLPRegressor
 from potluck.estimators.pca import PCA
 from potluck.estimators.scaling import StandardScaler
 
@@ -16,6 +17,8 @@ __all__ = [
     "PCA",
     "KMeans",
     "LogisticRegression",
+    "MLPClassifier",
+    "MLPRegressor",
     "RandomForestClassifier",
     "RandomForestRegressor",
     "StandardScaler",

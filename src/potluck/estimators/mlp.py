@@ -1,0 +1,406 @@
+"""Multi-layer perceptrons: one all_reduce of gradients per mini-batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+from scipy.special import xlogy
+from sklearn import neural_network
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.neural_network._base import ACTIVATIONS, DERIVATIVES
+from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOptimizer
+from sklearn.preprocessing import LabelBinarizer
+from sklearn.utils import check_random_state, column_or_1d, gen_batches, shuffle
+from sklearn.utils._param_validation import StrOptions
+from sklearn.utils.validation import validate_data
+
+from potluck.context import DistributedContext
+from potluck.estimators import classes
+from potluck.estimators.rounds import DONE, State, context_of, refused, run_rounds
+from potluck.estimators.shards import Array, Shard, check, column_names, common_dtype, compare
+
+_SOLVERS = {"solver": [StrOptions({"adam", "sgd"})]}
+_OPTIONS = {"early_stopping": False, "warm_start": False}
+
+
+class MLPClassifier(neural_network.MLPClassifier):
+    """A multi-layer perceptron for classification, on samples that are split among the ranks.
+
+    scikit-learn's ``MLPClassifier`` with the solvers adam and sgd. A mini-batch has samples of all
+    ranks, those that scikit-learn would take from the union of the shards with the same
+    ``random_state``: ``loss_curve_`` and the weights are the same, to rounding. All ranks end with
+    equal weights. A class may be missing on a shard. ``ctx`` is the context of the group; if None,
+    that of ``potluck.init()``. No ``early_stopping``, ``warm_start``, ``partial_fit``, weights of
+    samples, sparse input.
+
+    A round is an epoch: a lost worker costs one. Cost: an all_reduce of all weights per mini-batch,
+    a vote per epoch; 8 bytes of memory per sample of all ranks for their order.
+    """
+
+    _parameter_constraints = {  # noqa: RUF012 (scikit-learn's protocol)
+        **neural_network.MLPClassifier._parameter_constraints,
+        **_SOLVERS,
+    }
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Any = (100,),
+        activation: str = "relu",
+        *,
+        solver: str = "adam",
+        alpha: float = 0.0001,
+        batch_size: Any = "auto",
+        learning_rate: str = "constant",
+        learning_rate_init: float = 0.001,
+        power_t: float = 0.5,
+        max_iter: int = 200,
+        shuffle: bool = True,
+        random_state: Any = None,
+        tol: float = 1e-4,
+        momentum: float = 0.9,
+        nesterovs_momentum: bool = True,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        n_iter_no_change: int = 10,
+        ctx: DistributedContext | None = None,
+    ) -> None:
+        given = {k: v for k, v in locals().items() if k not in ("self", "ctx", "__class__")}
+        super().__init__(**given, **_OPTIONS)
+        self.ctx = ctx
+
+    def fit(self, X: Any, y: Any) -> MLPClassifier:
+        """Train on all ranks' ``X``, of shape (n, features), and labels ``y``, of shape (n,).
+
+        A collective call.
+        """
+        with context_of(self.ctx) as ctx:
+            _Fit(self, ctx, X, y).run()
+        return self
+
+    @property
+    def partial_fit(self) -> NoReturn:
+        """Not offered: it would train on this rank's samples alone."""
+        raise AttributeError("MLPClassifier has no partial_fit on shards: call fit")
+
+    def __sklearn_tags__(self) -> Any:
+        return _tags(super().__sklearn_tags__())
+
+
+class MLPRegressor(neural_network.MLPRegressor):
+    """A multi-layer perceptron for regression, on samples that are split among the ranks.
+
+    All that is said of [MLPClassifier][potluck.estimators.MLPClassifier] holds here, too. One
+    output.
+    """
+
+    _parameter_constraints = {  # noqa: RUF012 (scikit-learn's protocol)
+        **neural_network.MLPRegressor._parameter_constraints,
+        **_SOLVERS,
+    }
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Any = (100,),
+        activation: str = "relu",
+        *,
+        solver: str = "adam",
+        alpha: float = 0.0001,
+        batch_size: Any = "auto",
+        learning_rate: str = "constant",
+        learning_rate_init: float = 0.001,
+        power_t: float = 0.5,
+        max_iter: int = 200,
+        shuffle: bool = True,
+        random_state: Any = None,
+        tol: float = 1e-4,
+        momentum: float = 0.9,
+        nesterovs_momentum: bool = True,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        n_iter_no_change: int = 10,
+        ctx: DistributedContext | None = None,
+    ) -> None:
+        given = {k: v for k, v in locals().items() if k not in ("self", "ctx", "__class__")}
+        super().__init__(**given, **_OPTIONS)
+        self.ctx = ctx
+
+    def fit(self, X: Any, y: Any) -> MLPRegressor:
+        """Train on all ranks' ``X``, of shape (n, features), and targets ``y``, of shape (n,).
+
+        A collective call.
+        """
+        with context_of(self.ctx) as ctx:
+            _Fit(self, ctx, X, y).run()
+        return self
+
+    @property
+    def partial_fit(self) -> NoReturn:
+        """Not offered: it would train on this rank's samples alone."""
+        raise AttributeError("MLPRegressor has no partial_fit on shards: call fit")
+
+    def __sklearn_tags__(self) -> Any:
+        return _tags(super().__sklearn_tags__())
+
+
+def _tags(tags: Any) -> Any:
+    tags.input_tags.sparse = False
+    tags.target_tags.multi_output = False
+    if tags.classifier_tags is not None:
+        tags.classifier_tags.multi_label = False
+    return tags
+
+
+class _Fit:
+    """One fit: the stages, and this rank's shard."""
+
+    def __init__(self, model: Any, ctx: DistributedContext, X: Any, y: Any) -> None:
+        self.model, self.ctx = model, ctx
+        self.is_classifier = isinstance(model, MLPClassifier)
+        self.checked = check(ctx, lambda: self._shard(X, y))
+        self.targets: Array | None = None
+
+    def run(self) -> None:
+        model = self.model
+        random = check_random_state(model.random_state)
+        stages = {"input": self._compare, "epoch": self._epoch}
+        last = run_rounds(
+            self.ctx,
+            type(model).__name__,
+            {"random": _saved(random)},
+            stages,
+            max_rounds=1 + model.max_iter,
+        )
+        self._adopt(last)
+        model.n_iter_ = len(model.loss_curve_)
+        model.t_ = model.n_iter_ * last["num"]
+        if not last["converged"]:
+            warnings.warn(
+                f"Stochastic Optimizer: Maximum iterations ({model.max_iter}) reached and the "
+                "optimization hasn't converged yet.",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+
+    def _compare(self, state: State) -> State:
+        """The shards fit together; the first weights, as scikit-learn draws them."""
+        rows, problem = compare(self.ctx, self.checked, name=type(self.model).__name__)
+        known: list[Any] = []
+        label_dtype = ""
+        if problem is None and self.is_classifier:
+            try:
+                known, label_dtype = classes.union(rows)
+            except ValueError as error:
+                problem = error
+        if problem is not None:
+            return refused(state, problem)
+        model, features = self.model, rows[0]["features"]
+        outputs = len(known) if len(known) > 2 else 1
+        random = _restored(state["random"])
+        self._set_classes(known, label_dtype)
+        sizes = [int(size) for size in np.atleast_1d(model.hidden_layer_sizes)]
+        model._random_state = random
+        dtype = common_dtype(rows)
+        model._initialize(np.empty((1, outputs)), [features, *sizes, outputs], dtype)
+        return {
+            **state,
+            "stage": "epoch",
+            "classes": known,
+            "label_dtype": label_dtype,
+            "num": sum(row["num"] for row in rows),
+            "random": _saved(random),
+            "weights": [*model.coefs_, *model.intercepts_],
+            "optimizer": {},
+            "order": np.arange(0),
+            "curve": [],
+            "best": float("inf"),
+            "num_worse": 0,
+            "converged": False,
+        }
+
+    def _epoch(self, state: State) -> State:
+        """One pass over the samples of all ranks."""
+        model, ctx = self.model, self.ctx
+        self._adopt(state)
+        counts = ctx.all_gather(np.array([len(self._samples()[1])], np.int64)).ravel()
+        start = int(counts[: ctx.rank].sum())
+        num = int(counts.sum())  # fewer than at the start if a worker was lost
+        params = [*model.coefs_, *model.intercepts_]
+        optimizer = _optimizer(model, params, state["optimizer"])
+        random = _restored(state["random"])
+        total = 0.0
+        order = state["order"] if len(state["order"]) == num else np.arange(num)
+        if model.shuffle:
+            order = shuffle(order, random_state=random)
+        for size, mine in self._batches(order, start, int(counts[ctx.rank])):
+            loss, gradients = self._gradients(mine, size)
+            optimizer.update_params(params, gradients)
+            total += loss * size
+        curve = [*state["curve"], total / num]
+        after = {
+            **state,
+            "random": _saved(random),
+            "order": order,
+            "curve": curve,
+            "loss": curve[-1],
+            "num_worse": state["num_worse"] + 1 if curve[-1] > state["best"] - model.tol else 0,
+            "best": min(state["best"], curve[-1]),
+        }
+        optimizer.iteration_ends(len(curve) * num)
+        is_over = False
+        if after["num_worse"] > model.n_iter_no_change:
+            is_over = bool(optimizer.trigger_stopping("", False))
+            after["num_worse"] = 0
+        after["weights"], after["optimizer"] = params, _saved_optimizer(optimizer)
+        after["converged"] = is_over
+        is_last = is_over or len(curve) >= model.max_iter
+        return {**after, "stage": DONE if is_last else "epoch"}
+
+    def _batches(self, order: Array, start: int, own: int) -> Iterator[tuple[int, Array]]:
+        """Each mini-batch: its size, and this rank's samples in it.
+
+        ``order`` has the samples of all ranks; this rank's ``own`` samples begin at ``start``.
+        """
+        num, size = len(order), self.model.batch_size
+        size = min(200, num) if size == "auto" else int(np.clip(size, 1, num))
+        for batch in gen_batches(num, size):
+            chosen = order[batch] - start
+            yield batch.stop - batch.start, chosen[(chosen >= 0) & (chosen < own)]
+
+    def _gradients(self, mine: Array, size: int) -> tuple[float, list[Array]]:
+        """Loss and gradients of a batch of ``size`` samples, of which this rank has ``mine``."""
+        model = self.model
+        X, targets = self._samples()
+        loss, gradients = _backward(model, X[mine], targets[mine])
+        message = np.concatenate([[loss], *(each.ravel() for each in gradients)])
+        self.ctx.all_reduce(message)
+        message /= size
+        penalty = 0.5 * model.alpha * sum(float(np.vdot(w, w)) for w in model.coefs_) / size
+        sums, at = [], 1
+        for each in gradients:
+            sums.append(message[at : at + each.size].reshape(each.shape).astype(each.dtype))
+            at += each.size
+        for weights, gradient in zip(model.coefs_, sums, strict=False):
+            gradient += model.alpha * weights / size
+        return float(message[0]) + penalty, sums
+
+    def _samples(self) -> tuple[Array, Array]:
+        shard = self.checked.shard
+        assert shard is not None
+        if self.targets is None:
+            y = shard.y
+            assert y is not None
+            if self.is_classifier and len(y):
+                y = self.model._label_binarizer.transform(y)
+            shape = (len(y), self.model.n_outputs_)
+            self.targets = np.asarray(y, shard.X.dtype).reshape(shape)
+        return shard.X, self.targets
+
+    def _adopt(self, state: State) -> None:
+        """Set the model to ``state``, with weights of its own."""
+        model = self.model
+        self._set_classes(state["classes"], state["label_dtype"])
+        weights = [each.copy() for each in state["weights"]]
+        half = len(weights) // 2
+        model.coefs_, model.intercepts_ = weights[:half], weights[half:]
+        model.n_layers_, model.n_outputs_ = half + 1, weights[-1].shape[0]
+        model.out_activation_ = "identity"
+        if self.is_classifier:
+            model.out_activation_ = "softmax" if len(state["classes"]) > 2 else "logistic"
+        model.loss_curve_ = list(state["curve"])
+        model.loss_ = model.loss_curve_[-1] if model.loss_curve_ else np.inf
+        model.best_loss_ = state["best"]
+
+    def _set_classes(self, known: list[Any], label_dtype: str) -> None:
+        if self.is_classifier:
+            self.model.classes_ = classes.array_of(known, label_dtype)
+            self.model._label_binarizer = LabelBinarizer().fit(self.model.classes_)
+
+    def _shard(self, X: Any, y: Any) -> Shard:
+        model = self.model
+        model._validate_params()
+        if np.any(np.atleast_1d(model.hidden_layer_sizes) <= 0):
+            raise ValueError(f"hidden_layer_sizes must be > 0, got {model.hidden_layer_sizes}.")
+        X, y = validate_data(
+            *(model, X, y),
+            dtype=(np.float64, np.float32),
+            ensure_min_samples=0,
+            y_numeric=not self.is_classifier,
+        )
+        facts: dict[str, Any] = {"names": column_names(model)}
+        if self.is_classifier:
+            y = classes.checked_labels(y)
+            facts |= classes.facts_of(y)
+        else:
+            y = column_or_1d(y, warn=True)
+        return Shard(X, y, facts=facts)
+
+
+def _backward(model: Any, X: Array, y: Array) -> tuple[float, list[Array]]:
+    """The sums of the losses and of their gradients over the samples, without the penalty."""
+    outputs = [X]
+    last = model.n_layers_ - 2
+    for layer in range(last + 1):
+        outputs.append(outputs[-1] @ model.coefs_[layer] + model.intercepts_[layer])
+        ACTIVATIONS[model.activation if layer < last else model.out_activation_](outputs[-1])
+    found = outputs[-1]
+    eps = np.finfo(found.dtype).eps
+    if model.out_activation_ == "identity":
+        loss = 0.5 * np.sum((found - y) ** 2)
+    elif model.out_activation_ == "softmax":
+        loss = -np.sum(xlogy(y, np.clip(found, eps, 1 - eps)))
+    else:
+        clipped = np.clip(found, eps, 1 - eps)
+        loss = -np.sum(xlogy(y, clipped) + xlogy(1 - y, 1 - clipped))
+    delta = found - y
+    coefs: list[Array] = []
+    intercepts: list[Array] = []
+    for layer in range(last, -1, -1):
+        coefs.insert(0, outputs[layer].T @ delta)
+        intercepts.insert(0, delta.sum(axis=0))
+        if layer:
+            delta = delta @ model.coefs_[layer].T
+            DERIVATIVES[model.activation](outputs[layer], delta)
+    return float(loss), [*coefs, *intercepts]
+
+
+def _saved(random: Any) -> State:
+    name, keys, position, _, _ = random.get_state()
+    assert name == "MT19937"
+    return {"keys": keys, "position": int(position)}
+
+
+def _restored(saved: State) -> Any:
+    random = np.random.RandomState()
+    random.set_state(("MT19937", saved["keys"], saved["position"], 0, 0.0))
+    return random
+
+
+_KEPT = {"adam": ("t", "ms", "vs", "learning_rate"), "sgd": ("velocities", "learning_rate")}
+
+
+def _optimizer(model: Any, params: list[Array], saved: State) -> Any:
+    rate = model.learning_rate_init
+    if model.solver == "adam":
+        made = AdamOptimizer(params, rate, model.beta_1, model.beta_2, model.epsilon)
+    else:
+        nesterov = model.nesterovs_momentum
+        schedule = model.learning_rate
+        made = SGDOptimizer(params, rate, schedule, model.momentum, nesterov, model.power_t)
+    for name, value in saved.items():
+        # An optimizer may change its arrays in place, and the state must stay as it is.
+        copied = [each.copy() for each in value] if isinstance(value, list) else value
+        setattr(made, name, copied)
+    return made
+
+
+def _saved_optimizer(optimizer: Any) -> State:
+    kind = "adam" if isinstance(optimizer, AdamOptimizer) else "sgd"
+    found = {name: getattr(optimizer, name) for name in _KEPT[kind]}
+    return {
+        name: list(value) if isinstance(value, list) else value for name, value in found.items()
+    }
