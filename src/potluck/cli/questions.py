@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
+from potluck.background import Tasks
+from potluck.errors import PotluckError
 from potluck.system import has_terminal
 
 _MAX_LINE = 1024
@@ -18,7 +20,7 @@ class Undecided(Protocol):
     def undecided(self) -> tuple[str, ...]:
         """The nodes about which the owner is to be asked."""
 
-    def decide(self, node: str, *, is_allowed: bool) -> None:
+    async def decide(self, node: str, *, is_allowed: bool) -> None:
         """The owner's answer."""
 
 
@@ -48,7 +50,7 @@ class Questions:
         if self._asked:
             self._ask()
 
-    def answer(self, line: str) -> None:
+    async def answer(self, line: str) -> None:
         """The owner wrote ``line``."""
         word, node = line.strip().lower(), self._asked
         if not node:
@@ -57,17 +59,21 @@ class Questions:
             self._ask()
             return
         self._asked = ""
-        self._offers.decide(node, is_allowed=word.startswith("y"))
+        try:
+            await self._offers.decide(node, is_allowed=word.startswith("y"))
+        except PotluckError as error:  # it could not be kept, so nothing is decided
+            self._say(str(error))
 
     def _ask(self) -> None:
         name = self._called(self._asked)
         self._say(f"may scripts of {name} run on this machine, as {self._user}? y or n, then Enter")
 
 
-def read_answers(take: Callable[[str], None]) -> None:
-    """Give each line that the owner writes to ``take``, in the event loop, until there is no
-    terminal in the foreground any more."""
+def read_answers(take: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+    """Give each line that the owner writes to ``take``, in a task of the event loop, until there is
+    no terminal in the foreground any more."""
     loop = asyncio.get_running_loop()
+    tasks = Tasks()
 
     def read() -> None:
         # A process in the background that reads from the terminal is stopped by it.
@@ -75,6 +81,6 @@ def read_answers(take: Callable[[str], None]) -> None:
         if not line:
             loop.remove_reader(0)
             return
-        take(line.decode(errors="replace"))
+        tasks.start(take(line.decode(errors="replace")))
 
     loop.add_reader(0, read)

@@ -207,6 +207,7 @@ class NodeAgent:
             on_note=self._note,
             on_broken=self._fail,
         )
+        log = JobLog(settings.home, on_note=self._note)
         parts = AgentParts(
             me=me,
             port=self.port,
@@ -222,7 +223,7 @@ class NodeAgent:
             surveyor=surveyor,
             offers=offers,
             commands=commands,
-            log=JobLog(settings.home),
+            log=log,
             note=self._note,
         )
         self.jobs = dispatcher = JobDispatcher(parts, code_store)
@@ -234,6 +235,7 @@ class NodeAgent:
             self._callers |= {KIND: links.greeted, measure.KIND: surveyor.greeted}
         return [
             dispatcher.close,
+            log.close,
             worker_homes.close,
             confinement.close,
             surveyor.close,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from potluck.cli.questions import Questions
 
 
@@ -17,7 +19,7 @@ class Owner:
     def undecided(self) -> tuple[str, ...]:
         return tuple(node for node in self.nodes if node not in self.decided)
 
-    def decide(self, node: str, *, is_allowed: bool) -> None:
+    async def decide(self, node: str, *, is_allowed: bool) -> None:
         self.decided[node] = is_allowed
         self.questions.look()  # it listens to changes
 
@@ -29,21 +31,21 @@ def test_one_machine_is_asked_about_at_a_time() -> None:
     assert owner.said == [
         "may scripts of BOB run on this machine, as ada? y or n, then Enter",
     ]
-    owner.questions.answer("Yes\n")
+    asyncio.run(owner.questions.answer("Yes\n"))
     assert owner.decided == {"bob": True}
     assert len(owner.said) == 2
     assert "CARL" in owner.said[1]
-    owner.questions.answer("n\n")
+    asyncio.run(owner.questions.answer("n\n"))
     assert owner.decided == {"bob": True, "carl": False}
 
 
 def test_what_is_no_answer_decides_nothing() -> None:
     owner = Owner("bob")
-    owner.questions.answer("y\n")
+    asyncio.run(owner.questions.answer("y\n"))
     assert owner.decided == {}, "nothing was asked yet"
     owner.questions.look()
     for line in ("\n", "maybe\n", "yup\n"):
-        owner.questions.answer(line)
+        asyncio.run(owner.questions.answer(line))
     assert owner.decided == {}
     assert len(owner.said) == 4, "it asks again"
 
@@ -51,6 +53,6 @@ def test_what_is_no_answer_decides_nothing() -> None:
 def test_a_decision_made_elsewhere_ends_the_question() -> None:
     owner = Owner("bob")
     owner.questions.look()
-    owner.decide("bob", is_allowed=False)  # by potluck deny
-    owner.questions.answer("y\n")
+    asyncio.run(owner.decide("bob", is_allowed=False))  # by potluck deny
+    asyncio.run(owner.questions.answer("y\n"))
     assert owner.decided == {"bob": False}

@@ -34,6 +34,7 @@ from potluck.wire import admissions, local
 from potluck.wire.greeting import Hello
 from potluck.wire.nodes import StableRecord
 from support.clusters import admit, ban, found_cluster
+from support.disk import changes_by_this_thread
 
 WAIT_S = 40.0
 OLD, NEW = b"o" * 32, b"n" * 32
@@ -505,3 +506,22 @@ def test_commands_that_look_for_an_agent_are_none_and_keep_none_from_starting(
         state = NodeState(tmp_path)
         state.close()
         soon.join()
+
+
+def test_an_agent_at_work_changes_nothing_on_disk_in_its_event_loop(tmp_path: Path) -> None:
+    """A slow disk would hold its heartbeats, and the others would take it for dead."""
+
+    async def story(cluster: Cluster) -> None:
+        ada, bob, carl = await cluster.three()
+        with changes_by_this_thread(tmp_path) as changes:
+            await bob.agent.offers.pause(True)
+            await ada.agent.offers.decide(carl.id, is_allowed=False)
+            ada.agent.jobs._agent.log.write("job", "a line of a worker whose starter has gone")
+            await ada.agent.jobs._agent.log.written()
+            await asyncio.to_thread(ban, ada.home, carl.id, "sold", psk=NEW)
+            for node in (ada, bob):
+                await node.sees(ada, bob)
+                await node.has(lambda agent: agent.credentials.namespace == namespace_of(NEW))
+        assert changes == []
+
+    run(tmp_path, story)

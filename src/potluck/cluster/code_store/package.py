@@ -124,13 +124,13 @@ def objection_to_path(path: str) -> str:
 
 
 class PackageFiles:
-    """Files by hash, and unpacked packages, below ``root`` (mode 0700)."""
+    """Files by hash, and unpacked packages, below ``root`` (mode 0700), which is made with the
+    first of them."""
 
     def __init__(self, root: Path) -> None:
+        self._root = root
         self._objects = root / "objects"
         self._packages = root / "packages"
-        for folder in (root, self._objects, self._packages):
-            make_private(folder)
 
     def has(self, sha256: bytes) -> bool:
         """Whether the file is here."""
@@ -148,6 +148,7 @@ class PackageFiles:
                 "a file does not have the hash that it was asked for by: it was changed while it "
                 "was being sent; start the job again"
             )
+        self._make_folders()
         path = self._object(sha256)
         if not path.is_file():
             _write_whole(path, data)
@@ -157,6 +158,7 @@ class PackageFiles:
 
         All files must be here (``missing`` is empty). The folder appears whole or not at all.
         """
+        self._make_folders()
         target = self._packages / package.hex()
         if target.is_dir():
             return target
@@ -189,6 +191,10 @@ class PackageFiles:
         for file in unpacked_manifest(target).files:
             self._object(file.sha256).unlink(missing_ok=True)
         shutil.rmtree(target)
+
+    def _make_folders(self) -> None:
+        for folder in (self._root, self._objects, self._packages):
+            make_private(folder)
 
     def _object(self, sha256: bytes) -> Path:
         return self._objects / sha256.hex()

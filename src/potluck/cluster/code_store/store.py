@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import secrets
 import shutil
@@ -58,16 +57,9 @@ class CodeStore:
         self._root = root = home / "code_store"
         self._origins = Origins(root / "origins")
         self._server = PackageServer(send)
-        self._send = send
+        self._store = PackageFiles(root)
+        self._fetcher = PackageFetcher(self._store, send)
         self._in_use: set[str] = set()
-
-    @functools.cached_property
-    def _store(self) -> PackageFiles:
-        return PackageFiles(self._root)
-
-    @functools.cached_property
-    def _fetcher(self) -> PackageFetcher:
-        return PackageFetcher(self._store, self._send)
 
     def received(self, node: str, message: peers.PackageMessage) -> None:
         """``node`` asks for a part, or sends one."""
@@ -289,7 +281,7 @@ class PackageFetcher:
         """
         data = await self._bytes(node, package, b"", MAX_MANIFEST)
         manifest = decode_manifest(data, package)
-        for file in self._store.missing(manifest):
+        for file in await asyncio.to_thread(self._store.missing, manifest):
             content = await self._bytes(node, package, file.sha256, file.size, exact=True)
             await asyncio.to_thread(self._store.add, content, file.sha256)
         return await asyncio.to_thread(self._store.unpack, manifest, package)

@@ -355,6 +355,7 @@ class JobDispatcher:
                 is_in = view is not None and starter in view.nodes
                 if not is_in or not self._agent.links.send(starter, ended):
                     self._agent.log.write(job, ended.summary.decode())
+                    await self._agent.log.written()
                     self._agent.note(f"job {job} is over: exit code {summary.exit_code}")
         finally:
             controller.close()

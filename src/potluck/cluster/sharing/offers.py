@@ -7,6 +7,7 @@ refused. That is a courtesy: each machine holds to its own rules whatever the le
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import msgspec
@@ -51,6 +52,7 @@ class Offers:
         self._on_note = on_note
         self._kept = rules.Kept("none") if store is None else store.read()
         self._theirs: dict[str, Offer] = {}
+        self._changing = asyncio.Lock()
         links.on(Offer, self._received)
         links.on_linked.append(self._linked)
         commands.on(local.ShareRequest, self._asked)
@@ -94,25 +96,28 @@ class Offers:
 
     # What the owner decides.
 
-    def decide(self, node: str, *, is_allowed: bool) -> None:
+    async def decide(self, node: str, *, is_allowed: bool) -> None:
         """The owner allows or denies jobs of ``node``."""
-        self._change(rules.decided(self._kept, node, is_allowed=is_allowed))
+        await self._change(lambda kept: rules.decided(kept, node, is_allowed=is_allowed))
         word = "run here from now on" if is_allowed else "don't run here any more"
         self._on_note(f"jobs of {self._names.called(node)} {word}")
 
-    def pause(self, is_paused: bool) -> None:
+    async def pause(self, is_paused: bool) -> None:
         """The owner takes the machine back, or gives it again."""
-        self._change(msgspec.structs.replace(self._kept, is_paused=is_paused))
+        await self._change(lambda kept: msgspec.structs.replace(kept, is_paused=is_paused))
         self._on_note(
             "paused: this machine runs no workers until `potluck resume`"
             if is_paused
             else "resumed: this machine takes part in jobs again"
         )
 
-    def _change(self, kept: rules.Kept) -> None:
+    async def _change(self, changed: Callable[[rules.Kept], rules.Kept]) -> None:
+        """A change holds once it is on disk; several are made one after the other."""
         assert self._store is not None, "a private agent has no owner's rules"
-        self._store.write(kept)
-        self._kept = kept
+        async with self._changing:
+            kept = changed(self._kept)
+            await asyncio.to_thread(self._store.write, kept)
+            self._kept = kept
         for node in self._links.nodes:
             self._links.send(node, self.mine)
         self._tell()
@@ -121,11 +126,11 @@ class Offers:
         try:
             match request.change:
                 case "pause" | "resume":
-                    self.pause(request.change == "pause")
+                    await self.pause(request.change == "pause")
                     text = "paused" if request.change == "pause" else "resumed"
                 case _:
                     is_allowed = request.change == "allow"
-                    self.decide(request.node, is_allowed=is_allowed)
+                    await self.decide(request.node, is_allowed=is_allowed)
                     word = "allowed" if is_allowed else "denied"
                     text = f"jobs of {self._names.called(request.node)} are {word} here"
         except PotluckError as error:

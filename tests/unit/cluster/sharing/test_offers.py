@@ -17,6 +17,7 @@ from potluck.transport.credentials import node_id_of
 from potluck.wire import local
 from potluck.wire.jobs import JobSpec
 from potluck.wire.sharing import Offer, Rule
+from support.disk import changes_by_this_thread
 
 MINE, ADAS, EVES = (Ed25519PrivateKey.generate() for _ in range(3))
 ME, ADA, EVE = (node_id_of(key.public_key()) for key in (MINE, ADAS, EVES))
@@ -64,7 +65,7 @@ def test_a_leader_can_not_pass_a_job_off_as_anothers(tmp_path: Path) -> None:
     """Neither as one of a member that is allowed here, nor as this machine's own: with that a
     leader would start any file here, with the owner's whole environment."""
     offers = Machine(tmp_path, "none").offers
-    offers.decide(ADA, is_allowed=True)
+    asyncio.run(offers.decide(ADA, is_allowed=True))
     assert offers.refuses(signed(job_of(ADA), ADAS)) == ""
     assert offers.refuses(signed(job_of(ME), MINE)) == ""
     forged = (job_of(ADA), signed(job_of(ADA), EVES), job_of(ME, package=None))
@@ -76,8 +77,8 @@ def test_a_leader_can_not_pass_a_job_off_as_anothers(tmp_path: Path) -> None:
 def test_each_change_is_told_to_all_and_kept(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "ask")
     assert machine.offers.undecided() == (ADA, EVE)
-    machine.offers.decide(ADA, is_allowed=True)
-    machine.offers.pause(True)
+    asyncio.run(machine.offers.decide(ADA, is_allowed=True))
+    asyncio.run(machine.offers.pause(True))
     told = [offer for node, offer in machine.sent if node == EVE]
     assert told == [Offer("ask", (ADA,)), Offer("ask", (ADA,), is_paused=True)]
     assert machine.changes == 2
@@ -101,3 +102,31 @@ def test_a_command_of_the_owner_is_answered(tmp_path: Path) -> None:
         local.CommandResult(True, f"jobs of ada ({ADA[:8]}) are denied here"),
         local.CommandResult(True, "paused"),
     ]
+
+
+def test_decisions_are_kept_by_another_thread_and_none_is_lost(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, "ask")
+    offers = machine.offers
+
+    async def story() -> list[str]:
+        with changes_by_this_thread(tmp_path) as changes:
+            await asyncio.gather(
+                offers.decide(ADA, is_allowed=True),
+                offers.pause(True),
+                offers.decide(EVE, is_allowed=False),
+            )
+        return changes
+
+    assert asyncio.run(story()) == []
+    assert Machine(tmp_path, "ask").offers.mine == offers.mine
+    assert offers.mine == Offer("ask", (ADA,), (EVE,), is_paused=True)
+
+
+def test_a_decision_that_can_not_be_kept_does_not_hold(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "home", "ask")
+    (tmp_path / "home").write_text("no folder")
+    asyncio.run(machine.offers._asked(local.ShareRequest("pause"), machine))  # type: ignore[arg-type]
+    [reply] = machine.replies
+    assert isinstance(reply, local.CommandResult)
+    assert not reply.ok
+    assert not machine.offers.mine.is_paused
