@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from potluck.backends.torchdist import NcclBackend as NcclBackend
     from potluck.context import Commit as Commit
     from potluck.context import DistributedContext as DistributedContext
+    from potluck.context import Message as Message
     from potluck.context import all_reduce_mean as all_reduce_mean
     from potluck.context import all_reduce_sum as all_reduce_sum
     from potluck.context import init as init
@@ -43,7 +44,7 @@ _HOMES = {
     "potluck.backends.ring": ("RingBackend",),
     "potluck.backends.torchdist": ("GlooBackend", "NcclBackend"),
     "potluck.context": (
-        *("Commit", "DistributedContext", "all_reduce_mean", "all_reduce_sum", "init"),
+        *("Commit", "DistributedContext", "Message", "all_reduce_mean", "all_reduce_sum", "init"),
     ),
     "potluck.engine.work": ("Work",),
     "potluck.training.balance": ("balance_workload",),

@@ -510,6 +510,64 @@ def test_uneven_parts_are_apart_from_a_scripts_own_messages(world: World) -> Non
     world.run(check)
 
 
+def test_messages_of_any_size_to_whoever_asks_for_them(world: World) -> None:
+    """The receiver knows neither sizes nor types; arrays on both sides of 64 KiB."""
+
+    def check(ctx: DistributedContext) -> None:
+        size, rank = ctx.world_size, ctx.rank
+        after, before = (rank + 1) % size, (rank - 1) % size
+        if size == 1:
+            with pytest.raises(ValueError, match="this rank"):
+                ctx.send_message(None, 0)
+            return
+        for count in (0, 3, 1000, 30_000):
+            sent = {
+                "w": values(rank, (count,), np.dtype("float32"), 5),
+                "more": [(rank, "text"), np.arange(count, dtype="uint8"), b"bytes", None, 1.5],
+            }
+            going = ctx.send_message(sent, after, tag=rank, async_op=True)
+            got = ctx.recv_message(before)
+            assert going.wait() is None
+            assert (got.source, got.tag) == (before, before)
+            same(got.payload["w"], values(before, (count,), np.dtype("float32"), 5), count)
+            pair, array, *rest = got.payload["more"]
+            same(array, np.arange(count, dtype="uint8"), count)
+            assert (pair, rest) == ((before, "text"), [b"bytes", None, 1.5])
+
+    world.run(check)
+
+
+def test_messages_are_matched_by_tag_and_source_in_any_order(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        size = ctx.world_size
+        group = ctx.new_group(list(range(size))[::-1])
+        assert group is not None
+        for face in (ctx, group):
+            if face.rank > 0:
+                for tag in (7, 2**31 - 1, 7):
+                    face.send_message([tag, face.rank, np.zeros(50_000)], 0, tag, async_op=True)
+            else:
+                for source in range(1, size):
+                    got = face.recv_message(source, tag=2**31 - 1)
+                    assert got.payload[:2] == [2**31 - 1, source]
+                sources = [face.recv_message(tag=7).source for _ in range(2 * (size - 1))]
+                assert sorted(sources) == sorted([*range(1, size)] * 2)
+            ctx.barrier()
+
+    world.run(check)
+
+
+def test_what_a_message_cannot_hold_harms_nobody(world: World) -> None:
+    def check(ctx: DistributedContext) -> None:
+        with pytest.raises(TypeError, match=r'payload\["a"\]\[1\] is of type set'):
+            ctx.send_message({"a": [1, {2}]}, 0)
+        with pytest.raises(ValueError, match="tag"):
+            ctx.recv_message(tag=-2)
+        ctx.barrier()
+
+    world.run(check)
+
+
 def test_torch_tensors_are_reduced_in_place_without_a_copy(world: World) -> None:
     torch = pytest.importorskip("torch")
 

@@ -23,9 +23,9 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from potluck.context.arrays import memory_of
 from potluck.errors import CheckpointError
 from potluck.optional import require
+from potluck.wire.tensors import host_bytes
 
 State = Any
 """A nesting of dict, list and tuple over tensors, arrays and scalars."""
@@ -258,8 +258,7 @@ def _entry(tensor: Any, where: str) -> Entry:
     if isinstance(tensor, np.ndarray):
         order = tensor.dtype.newbyteorder("<") if tensor.dtype.byteorder == ">" else tensor.dtype
         return Entry(dtype, shape, np.ascontiguousarray(tensor, order).reshape(-1).view(np.uint8))
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return Entry(dtype, shape, memory_of(plain, np.dtype(np.uint8)))
+    return Entry(dtype, shape, host_bytes(tensor))
 
 
 def _unflatten(node: Any, left: dict[str, Entry], depth: int) -> Any:

@@ -2,6 +2,7 @@
 
 from potluck.context.context import Commit, DistributedContext
 from potluck.context.functions import all_reduce_mean, all_reduce_sum
+from potluck.context.messages import Message
 from potluck.context.start import init
 
-__all__ = ["Commit", "DistributedContext", "all_reduce_mean", "all_reduce_sum", "init"]
+__all__ = ["Commit", "DistributedContext", "Message", "all_reduce_mean", "all_reduce_sum", "init"]

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.wire.dtypes import code_of, dtype_named
+from potluck.wire.tensors import is_tensor, memory_of
 
 Array = NDArray[Any]
 
@@ -58,11 +59,6 @@ def adapt(user: Any, *, writable: bool = True, device: str | None = None) -> Ada
     )
 
 
-def is_tensor(user: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(user, torch.Tensor)
-
-
 def is_array(user: Any) -> bool:
     """Whether ``user`` is a plain NumPy array (no subclass) or a torch tensor."""
     return type(user) is np.ndarray or is_tensor(user)
@@ -101,31 +97,6 @@ def _adapt_tensor(user: Any) -> Adapted:
     store = None if shares_memory else lambda: user.data.copy_(host)
     dtype = dtype_named(str(host.dtype).removeprefix("torch."))
     return Adapted(user, memory_of(host, dtype).reshape(user.shape), store)
-
-
-def memory_of(tensor: Any, dtype: np.dtype[Any]) -> Array:
-    """The memory of a contiguous host tensor as a flat array of ``dtype``, which references the
-    tensor.
-
-    ``tensor.numpy()`` would also mark the storage as not resizable: later ``resize_`` and ``out=``
-    calls on the user's tensor would fail.
-    """
-    return np.asarray(_Memory(tensor)).view(dtype)
-
-
-class _Memory:
-    """The bytes of a tensor as an object with NumPy's array interface."""
-
-    __slots__ = ("__array_interface__", "_tensor")
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), False),
-            "shape": (tensor.numel() * tensor.element_size(),),
-            "typestr": "|u1",
-        }
 
 
 def _adapt_to_device(user: Any, writable: bool, device: str) -> Adapted:

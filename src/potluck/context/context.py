@@ -21,6 +21,7 @@ import numpy as np
 from potluck import hints
 from potluck.backends.base import Backend, Communicator
 from potluck.context.commit import Vote, tally
+from potluck.context.messages import Messages
 from potluck.context.uneven import UnevenCollectives
 from potluck.context.waits import Waits
 from potluck.errors import ConfigurationError, Diverged, GroupError, PotluckError, RemoteError
@@ -49,7 +50,7 @@ class Commit:
         return self.committed
 
 
-class DistributedContext(UnevenCollectives):
+class DistributedContext(UnevenCollectives, Messages):
     """A worker's access to its group, with all operations on the group.
 
     Use it in a ``with`` block, or call ``close``.
@@ -252,7 +253,7 @@ class DistributedContext(UnevenCollectives):
         self.close()
 
 
-class SubGroup(UnevenCollectives):
+class SubGroup(UnevenCollectives, Messages):
     """The operations on a sub-group; see ``DistributedContext.new_group``."""
 
     def __init__(self, communicator: Communicator, timeout_s: float, waits: Waits) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from potluck import hints
-from potluck.context.arrays import is_tensor
 from potluck.context.collectives import Collectives
+from potluck.wire.tensors import is_tensor
 
 _FIRST = "the context comes first: potluck.{}(ctx, array)"
 

@@ -66,7 +66,7 @@ class UnevenCollectives(Collectives):
         deadline = self._deadline(timeout)
         mine = self._adapt(array, writable=False)
         specs = self._exchange("all_gather_uneven", _spec(mine), deadline)
-        left = _left(deadline)
+        left = left_until(deadline)
         if len({spec.shape for spec in specs}) == 1:
             work: Work = self.all_gather(array, timeout=left, async_op=True)
             work.then(list)
@@ -93,7 +93,7 @@ class UnevenCollectives(Collectives):
         deadline = self._deadline(timeout)
         mine = self._adapt(array, writable=False)
         specs = self._exchange("gather_uneven", _spec(mine, root), deadline)
-        aside, left = self.communicator.aside(), _left(deadline)
+        aside, left = self.communicator.aside(), left_until(deadline)
         if self.rank != root:
             works = []
             if 0 not in mine.array.shape:
@@ -137,9 +137,9 @@ class UnevenCollectives(Collectives):
             rows = np.array([spec.row() for spec in specs], np.int64)
         else:
             rows = np.zeros((self.world_size, _COLUMNS), np.int64)
-        self.broadcast(rows, root, timeout=_left(deadline))
+        self.broadcast(rows, root, timeout=left_until(deadline))
         spec = _Spec.of_row(rows[self.rank])
-        aside, left = self.communicator.aside(), _left(deadline)
+        aside, left = self.communicator.aside(), left_until(deadline)
         if self.rank != root:
             part = empty_like(_model(spec) if like is None else like, spec.shape)
             room = self._adapt(part)
@@ -173,7 +173,7 @@ class UnevenCollectives(Collectives):
     def _exchange(self, operation: str, mine: _Spec, deadline: float) -> list[_Spec]:
         """What each rank gives; Desync, which ends the group, if the ranks disagree."""
         row = np.array(mine.row(), np.int64)
-        specs = [_Spec.of_row(each) for each in self.all_gather(row, timeout=_left(deadline))]
+        specs = [_Spec.of_row(each) for each in self.all_gather(row, timeout=left_until(deadline))]
         if len({str(spec) for spec in specs}) > 1:
             self._disagree(operation, specs)
         return specs
@@ -259,5 +259,5 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _left(deadline: float) -> float:
+def left_until(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potluck.context.arrays import memory_of
 from potluck.engine.arrays.layout import Array
+from potluck.wire.tensors import memory_of
 
 _PLAIN: dict[torch.dtype, np.dtype[Any]] = {
     dtype: np.dtype(str(dtype).removeprefix("torch."))

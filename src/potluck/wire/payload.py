@@ -1,0 +1,232 @@
+"""Payloads: nested Python values with arrays, as a header and raw buffers. No pickle.
+
+A payload is any nesting of dict, list and tuple over NumPy arrays, torch tensors, NumPy scalars,
+int (64 bits), float, bool, str, bytes and None. ``pack`` makes a msgpack header of it, in which
+each array is an extension with its dtype and shape; the elements follow the header as raw bytes
+(little-endian, C order) in the order of the extensions, and are not copied on the way. ``unpack``
+reads a header that may be hostile: nothing is evaluated, and the sum of the arrays is compared
+with a limit before any memory is taken.
+
+    header     msgpack: maps, arrays and scalars as they are; tuples as extension 2
+    array      extension 1: kind u8, dtype code u8, then each dimension as a u64
+    scalar     extension 3: dtype code u8, then the element
+
+A tensor arrives as a tensor on the CPU where torch has been imported, else as a NumPy array.
+Checkpoints use a format of their own (``checkpoint/state.py``), which other programs can read.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from msgspec import MsgspecError
+from msgspec.msgpack import Decoder, Encoder, Ext
+
+from potluck.errors import ProtocolError
+from potluck.wire.dtypes import code_of, code_of_name, dtype_of
+from potluck.wire.tensors import host_bytes, is_tensor
+
+MAX_HEADER_BYTES = 16 << 20
+MAX_DEPTH = 64
+MAX_ARRAYS = 65_536
+
+_MAX_DIMS = 32
+_ARRAY, _TUPLE, _SCALAR = 1, 2, 3
+_NUMPY, _TORCH = 0, 1
+_KEYS = frozenset({str, int, bool, type(None)})
+_PLAIN = frozenset({str, bytes, bool, float, type(None)})
+_HOLDS = (
+    "a payload holds arrays, tensors, numbers, str, bytes, bool, None, and dicts, lists and tuples "
+    "of them"
+)
+
+_encoder = Encoder()
+
+
+class Packed(NamedTuple):
+    """A payload on its way out. ``buffers`` are flat views of the caller's arrays, or of copies of
+    those that are not contiguous host memory."""
+
+    header: bytes
+    buffers: list[memoryview]
+    nbytes: int
+    """The bytes of all buffers together."""
+
+
+class Unpacked(NamedTuple):
+    """A payload on its way in: ``value`` is complete when every buffer, in order, is filled."""
+
+    value: Any
+    buffers: list[memoryview]
+    nbytes: int
+
+
+def pack(value: Any, path: str = "payload") -> Packed:
+    """``value`` as a header and buffers.
+
+    TypeError, with the path of the value inside the payload (``payload["a"][3]``), for a type,
+    dtype or number that a payload can't hold; ValueError if header, depth or number of arrays
+    exceeds its bound. Cost: no copy of contiguous arrays.
+    """
+    buffers: list[memoryview] = []
+    header = _encoder.encode(_packed(value, path, buffers, 0))
+    if len(header) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"the texts, bytes and small values of {path} take {len(header)} bytes, more than "
+            f"{MAX_HEADER_BYTES}: send long ones as arrays of uint8"
+        )
+    if len(buffers) > MAX_ARRAYS:
+        raise ValueError(f"{path} has {len(buffers)} arrays, more than {MAX_ARRAYS}")
+    return Packed(header, buffers, sum(len(each) for each in buffers))
+
+
+def unpack(header: bytes | bytearray | memoryview, limit: int) -> Unpacked:
+    """The payload of ``header``, with memory for its arrays.
+
+    ProtocolError if it is no header, or if its arrays take more than ``limit`` bytes together.
+    """
+    reader = _Reader(limit)
+    try:
+        value = reader.decoder.decode(header)
+    except (MsgspecError, UnicodeDecodeError, TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"not the header of a payload: {error!r:.200}") from error
+    return Unpacked(value, reader.buffers, reader.nbytes)
+
+
+def _packed(value: Any, path: str, buffers: list[memoryview], depth: int) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is int:
+        if not -(2**63) <= value < 2**64:
+            raise TypeError(f"{path} is an integer of more than 64 bits: send it as str")
+        return value
+    if depth == MAX_DEPTH:
+        raise TypeError(f"{path} is nested more than {MAX_DEPTH} deep")
+    if kind is dict:
+        return {
+            _key(key, path): _packed(item, f"{path}[{_named(key)}]", buffers, depth + 1)
+            for key, item in value.items()
+        }
+    if kind is list or kind is tuple:
+        parts = [
+            _packed(item, f"{path}[{index}]", buffers, depth + 1)
+            for index, item in enumerate(value)
+        ]
+        return parts if kind is list else Ext(_TUPLE, _encoder.encode(parts))
+    if isinstance(value, np.ndarray):
+        return _array(value, path, buffers)
+    if isinstance(value, np.generic):
+        array = np.asarray(value)
+        return Ext(_SCALAR, bytes([_code(array.dtype, path)]) + array.tobytes())
+    if is_tensor(value):
+        return _tensor(value, path, buffers)
+    raise TypeError(f"{path} is of type {kind.__qualname__}; {_HOLDS}")
+
+
+def _key(key: Any, path: str) -> Any:
+    if type(key) not in _KEYS:
+        raise TypeError(
+            f"{path} has the key {key!r:.60} of type {type(key).__qualname__}; keys of a payload "
+            "are str, int, bool or None"
+        )
+    return key
+
+
+def _named(key: Any) -> str:
+    return f'"{key}"' if type(key) is str else repr(key)
+
+
+def _array(array: Any, path: str, buffers: list[memoryview]) -> Ext:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{path} is a masked array, whose mask would be lost; send .data")
+    code = _code(array.dtype, path)
+    # NumPy keeps a 0-d array 0-d here, and copies only what is not contiguous or of another order.
+    plain = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(-1)
+    buffers.append(plain.view(np.uint8).data)
+    return _spec(_NUMPY, code, array.shape)
+
+
+def _tensor(tensor: Any, path: str, buffers: list[memoryview]) -> Ext:
+    if tensor.layout != sys.modules["torch"].strided:
+        raise TypeError(f"{path} is a tensor of layout {tensor.layout}; send .to_dense()")
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        code = code_of_name(name)
+    except TypeError as error:
+        raise TypeError(f"{path}: {error}") from None
+    buffers.append(host_bytes(tensor).data)
+    return _spec(_TORCH, code, tuple(tensor.shape))
+
+
+def _code(dtype: np.dtype[Any], path: str) -> int:
+    try:
+        return code_of(dtype)
+    except TypeError as error:
+        raise TypeError(f"{path}: {error}") from None
+
+
+def _spec(kind: int, code: int, shape: tuple[int, ...]) -> Ext:
+    return Ext(_ARRAY, struct.pack(f"<BB{len(shape)}Q", kind, code, *shape))
+
+
+class _Reader:
+    """What the extensions of one header ask for."""
+
+    def __init__(self, limit: int) -> None:
+        self.buffers: list[memoryview] = []
+        self.nbytes = 0
+        self.decoder: Decoder[Any] = Decoder(ext_hook=self._extension)
+        self._limit = limit
+
+    def _extension(self, code: int, data: memoryview) -> Any:
+        if code == _ARRAY:
+            return self._array(data)
+        if code == _TUPLE:
+            return tuple(self.decoder.decode(data))
+        if code == _SCALAR and len(data):
+            dtype = _dtype(data[0])
+            if len(data) == 1 + dtype.itemsize:
+                return np.frombuffer(bytes(data[1:]), dtype)[0]
+        raise ValueError(f"an unknown extension, {code} of {len(data)} bytes")
+
+    def _array(self, data: memoryview) -> Any:
+        num_dims, rest = divmod(len(data) - 2, 8)
+        if rest or not 0 <= num_dims <= _MAX_DIMS:
+            raise ValueError(f"an array's description of {len(data)} bytes")
+        kind, code, *shape = struct.unpack(f"<BB{num_dims}Q", data)
+        dtype = _dtype(code)
+        nbytes = math.prod(shape) * dtype.itemsize
+        self.nbytes += nbytes
+        if self.nbytes > self._limit or max(shape, default=0) >= 2**63:
+            raise ProtocolError(
+                f"a payload's arrays take {self.nbytes} bytes; at most {self._limit} are taken here"
+            )
+        if len(self.buffers) == MAX_ARRAYS:
+            raise ValueError(f"more than {MAX_ARRAYS} arrays")
+        flat = np.empty(nbytes, np.uint8)
+        self.buffers.append(flat.data)
+        torch = sys.modules.get("torch")
+        if kind == _TORCH and torch is not None:
+            return _as_tensor(torch, flat, dtype, shape)
+        return flat.view(dtype).reshape(shape)
+
+
+def _dtype(code: int) -> np.dtype[Any]:
+    dtype = dtype_of(code)
+    if dtype is None:
+        raise ValueError(f"the unknown dtype {code}")
+    return dtype
+
+
+def _as_tensor(torch: Any, flat: Any, dtype: np.dtype[Any], shape: list[int]) -> Any:
+    name = "bfloat16" if dtype == ml_dtypes.bfloat16 else dtype.name
+    kind = getattr(torch, name)
+    if not flat.size:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(flat, dtype=kind).reshape(shape)

@@ -1,0 +1,143 @@
+"""Payloads: what goes in comes out; what does not belong is refused with its place."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import OrderedDict
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.errors import ProtocolError
+from potluck.wire.payload import MAX_DEPTH, pack, unpack
+
+LIMIT = 1 << 20
+
+
+def travelled(value: Any, limit: int = LIMIT) -> Any:
+    packed = pack(value)
+    there = unpack(packed.header, limit)
+    assert there.nbytes == packed.nbytes
+    for room, buffer in zip(there.buffers, packed.buffers, strict=True):
+        room[:] = buffer
+    return there.value
+
+
+def same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, np.ndarray | np.generic):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key, value in one.items():
+            same(value, other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            same(left, right)
+    else:
+        assert one == other or (one != one and other != other)
+
+
+ARRAYS = st.builds(
+    lambda shape, dtype: np.arange(math.prod(shape)).reshape(shape).astype(dtype),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from(["float16", "float64", "bool", "uint8", "complex128", ml_dtypes.bfloat16]),
+)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+)
+KEYS = st.none() | st.text(max_size=3) | st.integers(2, 2**63)
+VALUES = st.recursive(
+    SCALARS | ARRAYS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+def test_every_payload_arrives_as_it_was(value: Any) -> None:
+    same(travelled(value), value)
+
+
+def test_scalars_tensors_and_arrays_that_are_not_contiguous() -> None:
+    base = np.arange(24.0).reshape(4, 6)
+    same(travelled(base[::2, 1]), np.ascontiguousarray(base[::2, 1]))
+    same(travelled(base.T), np.ascontiguousarray(base.T))
+    same(travelled(base.astype(">f8")), base)
+    same(travelled(np.float32(1.5)), np.float32(1.5))
+    same(travelled(np.array(3)), np.array(3))
+    for tensor in (torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(0, 4), torch.tensor(2.0)):
+        same(travelled([tensor]), [tensor])
+
+
+def test_contiguous_arrays_are_not_copied() -> None:
+    array = np.zeros(1000, np.float32)
+    [buffer] = pack({"a": array}).buffers
+    assert np.shares_memory(np.frombuffer(buffer, np.uint8), array)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"a": [1, 2, 3, {1}]}, r'payload\["a"\]\[3\] is of type set'),
+        ([np.array(["x"])], r"payload\[0\]: arrays of dtype"),
+        ({"x": (None, object())}, r'payload\["x"\]\[1\] is of type object'),
+        ({(1, 2): 3}, r"payload has the key \(1, 2\) of type tuple"),
+        (2**64, "payload is an integer of more than 64 bits"),
+        ([OrderedDict()], r"payload\[0\] is of type OrderedDict"),
+        (np.ma.masked_array([1.0]), "payload is a masked array"),
+        (torch.ones(2, 2).to_sparse(), "payload is a tensor of layout torch.sparse_coo"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_does_not_belong_is_refused_with_its_place(value: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        pack(value)
+
+
+def test_a_nesting_without_end_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(TypeError, match=f"more than {MAX_DEPTH} deep"):
+        pack(value)
+
+
+def test_arrays_beyond_the_limit_take_no_memory() -> None:
+    header = bytearray(pack(np.zeros(1)).header)
+    header[-8:] = (2**61).to_bytes(8, "little")
+    for limit in (LIMIT, 2**62):
+        with pytest.raises(ProtocolError, match=r"at most|header"):
+            unpack(header, limit)
+    with pytest.raises(ProtocolError, match="16 bytes; at most 15"):
+        travelled([np.zeros(1), np.zeros(1)], limit=15)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_payload_or_a_protocol_error(data: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        unpack(data, LIMIT)
+
+
+def test_a_deep_header_is_a_protocol_error() -> None:
+    for deep in (b"\x91" * 100_000, b"".join([b"\xc9\x00\x00\xff\xff\x02"] * 5000)):
+        with pytest.raises(ProtocolError):
+            unpack(deep, LIMIT)

@@ -1,0 +1,59 @@
+"""Messages that their receiver refuses, or that nobody receives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from potluck.context import DistributedContext
+from potluck.errors import Desync, OperationTimeout, PeerLost
+from support.worlds import WORLD_KINDS, open_world
+
+
+@pytest.mark.parametrize("kind", WORLD_KINDS)
+def test_a_message_beyond_the_receivers_bound_takes_no_memory_and_ends_the_group(kind: str) -> None:
+    def act(ctx: DistributedContext) -> str:
+        with pytest.raises(Desync) as caught:
+            if ctx.rank == 1:
+                ctx.send_message(np.zeros(100_000), 0, tag=3)
+            else:
+                ctx.recv_message(max_bytes=799_999)
+            ctx.barrier()
+        return str(caught.value)
+
+    with open_world(kind, 2) as world:
+        for told in world.run(act):
+            assert "rank 1 sent rank 0 a message of 800000 bytes with tag 3" in told
+            assert "at most 799999 (max_bytes)" in told
+
+
+def test_messages_that_nobody_receives_are_counted() -> None:
+    def act(ctx: DistributedContext) -> None:
+        with pytest.raises(Desync, match="rank 1 sent rank 0 1024 messages that nobody receives"):
+            if ctx.rank == 1:
+                for _ in range(1025):
+                    ctx.send_message(None, 0, tag=1, async_op=True)
+            else:
+                ctx.recv_message(tag=2)
+            ctx.barrier()
+
+    with open_world("inproc", 2) as world:
+        world.run(act)
+
+
+def test_a_wait_for_a_message_has_a_deadline_and_ends_with_its_sender() -> None:
+    def wait(ctx: DistributedContext) -> None:
+        if ctx.rank == 0:
+            with pytest.raises(OperationTimeout):
+                ctx.recv_message(1, timeout=0.2)
+
+    def leave(ctx: DistributedContext) -> None:
+        if ctx.rank == 1:
+            ctx.close()
+        else:
+            with pytest.raises(PeerLost):
+                ctx.recv_message(1)
+
+    for act in (wait, leave):
+        with open_world("inproc", 2) as world:
+            world.run(act)
