@@ -53,10 +53,15 @@ def _watched(handler: Callable[..., Any]) -> Callable[..., Any]:
 
     def watched(url: str, timeout: timedelta | None = None, **options: Any) -> Iterator[Any]:
         limit = {} if timeout is None else {"timeout": timeout}
-        if os.environ.get("POTLUCK_AGENT"):
-            importlib.import_module(f"{_GROUPS}.launched").meet(url, timeout)
         caller = sys._getframe(1)  # init_process_group: a handler is not told the backend
-        if timeout is None or NAME not in str(caller.f_locals.get("backend", "")):
+        is_ours = NAME in str(caller.f_locals.get("backend", ""))
+        if os.environ.get("POTLUCK_AGENT"):
+            launched = importlib.import_module(f"{_GROUPS}.launched")
+            if is_ours and launched.is_our(url):
+                yield from _rendezvous(url, **limit, **options)
+                return
+            launched.meet(url, timeout)
+        if timeout is None or not is_ours:
             yield from handler(url, **limit, **options)
             return
         waits = importlib.import_module(f"{_GROUPS}.rendezvous_waits")

@@ -149,6 +149,9 @@ class Settings:
     sandbox_read: Annotated[
         str, About("files and folders in a home that scripts in the sandbox may read, with commas")
     ] = ""
+    sandbox_network: Annotated[
+        bool, About("whether scripts in the sandbox may use the whole network")
+    ] = False
     pass_env: Annotated[
         str, About("variables of potluck up that workers get beside the usual: NAME,PREFIX_*")
     ] = ""

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,102 @@ def test_a_script_in_the_sandbox_finds_its_own_folder_and_little_else(tmp_path: 
         assert found["ada"]["files of the agent"]
         kept = list((bob.home / "code_store" / "jobs").glob("*/written here"))
         assert len(kept) == 2, "what a script writes into its folder stays there"
+
+
+CALLER = """
+import errno, os, socket
+import potluck
+from potluck.transport import broker
+from potluck.transport.acceptor import listening_socket
+
+def reached(connect, *where):
+    try:
+        connect(*where).close()
+        return "reached"
+    except OSError as error:
+        return errno.errorcode.get(error.errno, str(error))
+
+def brokered(host, port):
+    with broker.dialling(host, port) as (asking, steps):
+        asking.setblocking(True)
+        return next(steps, None) or steps.send(None)
+
+ctx = potluck.init()
+ada = os.environ["ADA"]
+for where in ((ada, int(os.environ["PORT"])), ("127.0.0.1", 22), ("203.0.113.9", 443)):
+    print("direct", where[1], reached(socket.create_connection, where), flush=True)
+    if broker.is_needed():
+        print("brokered", where[1], reached(brokered, *where), flush=True)
+if broker.is_needed():
+    port = listening_socket("", 0)
+    print("listens", port.port, flush=True)
+ctx.barrier()
+ctx.close()
+"""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")
+def test_a_script_in_the_sandbox_reaches_its_group_and_nothing_else(tmp_path: Path) -> None:
+    """Not another program of the machine where the job was started, nor the internet: neither by
+    itself nor by the broker of sockets."""
+    script = tmp_path / "code" / "call.py"
+    script.parent.mkdir()
+    script.write_text(CALLER)
+    with cluster_of(2, tmp_path / "homes", POTLUCK_SANDBOX="1") as (ada, bob):
+        form(ada, bob)
+        with Command(ada.host.command([sys.executable, "-c", SERVER])) as server:
+            port = server.wait_for("port ").split()[-1]
+            given = ("--env", f"ADA={ada.host.address}", "--env", f"PORT={port}")
+            with ada.run(*given, script) as run:
+                assert run.finish() == 0, run.text
+        said = [line.partition("] ")[2] for line in run.lines if " bob] " in line]
+        assert [line for line in said if line.startswith("direct")] == [
+            f"direct {port} ENETUNREACH",
+            "direct 22 ECONNREFUSED",
+            "direct 443 ENETUNREACH",
+        ]
+        assert [line for line in said if line.startswith("brokered")] == [
+            f"brokered {port} EACCES",
+            "brokered 22 EACCES",
+            "brokered 443 EACCES",
+        ]
+        assert any(line.startswith("listens ") for line in said)
+        assert f"] direct {port} reached" in run.text, "the owner's own script has the network"
+
+
+SERVER = """
+import socket
+with socket.create_server(("", 0)) as server:
+    print("port", server.getsockname()[1], flush=True)
+    while True:
+        server.accept()[0].close()
+"""
+
+TORCH = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("potluck")
+total = torch.ones(1000) * (dist.get_rank() + 1)
+dist.all_reduce(total)
+said = [None] * dist.get_world_size()
+dist.all_gather_object(said, dist.get_rank())
+print("torch", total[0].item(), said, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")
+def test_torchs_own_groups_work_in_the_sandbox_without_a_port_of_torch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "code" / "plain.py"
+    script.parent.mkdir()
+    script.write_text(TORCH)
+    with cluster_of(2, tmp_path / "homes", POTLUCK_SANDBOX="1") as (ada, bob):
+        form(ada, bob)
+        with bob.run("--workers", "2", script) as run:
+            assert run.finish() == 0, run.text
+        assert sum("] torch 10.0 [0, 1, 2, 3]" in line for line in run.lines) == 4, run.text
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap: the command bwrap")

@@ -32,6 +32,7 @@ from potluck.cluster.membership import events
 from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.cluster.names import NodeNames
 from potluck.cluster.report import Report
+from potluck.cluster.sharing.broker import Broker
 from potluck.cluster.sharing.confinement import Confinement, own_limits, own_sandbox
 from potluck.cluster.sharing.limits import Limits
 from potluck.cluster.sharing.offers import Offers
@@ -216,6 +217,9 @@ class NodeAgent:
             names=names,
             sign=partial(signed, key=key),
             worker_homes=worker_homes,
+            broker=partial(
+                Broker, eras=lambda: credentials.eras, bind=self._bind, on_broken=self._fail
+            ),
             launcher=partial(launcher_of, settings, confinement),
             confinement=confinement,
             links=links,

@@ -18,7 +18,9 @@ from typing import TypeVar
 
 from potluck.background import Tasks, stop, why
 from potluck.errors import ConfigurationError, PotluckError
+from potluck.transport import broker
 from potluck.transport.binding import listened_on
+from potluck.transport.broker import BrokeredSocket
 from potluck.transport.failures import translated
 from potluck.transport.handshake import WRITE, Steps
 from potluck.transport.rate import RateLimitedLog
@@ -66,6 +68,8 @@ class Caller:
     """Non-blocking. Closed when the task ends, unless ``is_handed_over``."""
     host: str
     port: int
+    has_knocked: bool = False
+    """At a broker, so ``hear_knock`` is not to be called."""
     has_spoken: bool = False
     is_handed_over: bool = False
     authenticated: Callable[[], None] = field(init=False)
@@ -118,7 +122,7 @@ class Acceptor:
         for listening in self._sock.sockets:
             self._accept_from(listening)
 
-    def _accept_from(self, listening: socket.socket) -> None:
+    def _accept_from(self, listening: socket.socket | BrokeredSocket) -> None:
         for _ in range(_BURST):
             try:
                 sock, address = listening.accept()
@@ -127,7 +131,8 @@ class Acceptor:
             sock.setblocking(False)
             if len(self._unauthenticated) >= self._limits.max_connections:
                 self._drop_one()
-            self._start(Caller(sock, *address[:2]))
+            has_knocked = isinstance(listening, BrokeredSocket)
+            self._start(Caller(sock, address[0], address[1], has_knocked))
 
     def _start(self, caller: Caller) -> None:
         def ended(task: asyncio.Task[None]) -> None:
@@ -213,7 +218,7 @@ async def ready(sock: socket.socket, *, write: bool = False) -> None:
 class ListeningSocket:
     """A port that is listened on, at one address or at several."""
 
-    def __init__(self, *sockets: socket.socket) -> None:
+    def __init__(self, *sockets: socket.socket | BrokeredSocket) -> None:
         self.sockets = sockets
         self.port: int = sockets[0].getsockname()[1]
         for each in sockets:
@@ -238,7 +243,10 @@ class ListeningSocket:
 
 def listening_socket(host: str, port: int) -> ListeningSocket:
     """Listen on ``port`` (0: any) of ``host``: an interface or address, and the loopback; ``""``:
-    everywhere. ConfigurationError if the port can't be had."""
+    everywhere. In a sandbox the broker listens, where the agent does. ConfigurationError if the
+    port can't be had."""
+    if broker.is_needed():
+        return ListeningSocket(broker.BrokeredSocket(port))
     if not host:
         return ListeningSocket(listening_at("", port))
     addresses = listened_on(host)

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from potluck.background import OnBroken, start_task, stop
 from potluck.errors import LinkError, ProtocolError, Refused, SecurityError
+from potluck.transport import broker
 from potluck.transport.acceptor import (
     DRAIN_S,
     LIMITS,
@@ -87,7 +88,7 @@ async def connect(
     writer = None
     try:
         async with asyncio.timeout(timeout_s):
-            sock = await _dial(host, port)
+            sock = await dial(host, port)
             doing = "knocking"
             try:
                 await finish(knock(sock, credentials.eras), sock)
@@ -119,8 +120,12 @@ async def connect(
         raise
 
 
-async def _dial(host: str, port: int) -> socket.socket:
-    """A connected socket to the first address of ``host`` that answers."""
+async def dial(host: str, port: int) -> socket.socket:
+    """A connected non-blocking socket to the first address of ``host`` that answers; OSError if
+    none does. No deadline."""
+    if broker.is_needed():
+        with broker.dialling(host, port) as (asking, steps):
+            return await finish(steps, asking)
     loop = asyncio.get_running_loop()
     kind = socket.SOCK_STREAM
     try:

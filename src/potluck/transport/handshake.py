@@ -31,6 +31,7 @@ from potluck.errors import (
     WrongSecret,
 )
 from potluck.system import wait_ready
+from potluck.transport import broker
 from potluck.transport.credentials import Credentials, Era, Identity, identity_of_certificate
 from potluck.transport.failures import hung_up_at_knock, translated
 from potluck.transport.knock import ANSWER_BYTES, CALL_BYTES, PROOF_BYTES, Heard, Knock
@@ -214,6 +215,9 @@ def _open(
 ) -> socket.socket:
     """A non-blocking connected socket to the first address of ``host`` that answers."""
     peer = f"{host}:{port}"
+    if broker.is_needed():
+        with broker.dialling(host, port) as (asking, steps):
+            return drive(steps, asking, limit, "connecting", peer, cancelled)
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

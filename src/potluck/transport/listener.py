@@ -157,7 +157,8 @@ class Listener:
     async def _greet(self, caller: Caller) -> None:
         """Knock, TLS and HELLO, on the descriptor itself: the link's owner will read and write
         there."""
-        await finish(hear_knock(caller.sock, self._credentials.eras), caller.sock)
+        if not caller.has_knocked:
+            await finish(hear_knock(caller.sock, self._credentials.eras), caller.sock)
         caller.sock = sock = secured(caller.sock, self._credentials, server_side=True)
         try:
             hello, client = await finish(receive_hello(sock, self._credentials), sock)

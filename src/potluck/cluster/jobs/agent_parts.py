@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from potluck.cluster.control_plane import ControlPlane
 from potluck.cluster.jobs.log import JobLog
@@ -11,6 +12,7 @@ from potluck.cluster.jobs.process import Launch
 from potluck.cluster.links.local import Commands
 from potluck.cluster.links.peers import PeerLinks
 from potluck.cluster.names import NodeNames
+from potluck.cluster.sharing.broker import Broker, MayDial
 from potluck.cluster.sharing.confinement import Confinement
 from potluck.cluster.sharing.offers import Offers
 from potluck.cluster.topology.surveyor import Surveyor
@@ -23,7 +25,8 @@ class AgentParts:
     """The parts of the agent of node ``me``. ``port`` is the agent's, ``bind`` the address on which
     its workers listen (empty: all interfaces), ``wire`` the least protection of their links that
     this machine's settings allow. ``sign`` adds this node's signature to a job. ``worker_homes``
-    are the folders with the credentials of each job's workers. ``launcher`` makes
+    are the folders with the credentials of each job's workers; ``broker`` makes the socket broker
+    of workers in a sandbox. ``launcher`` makes
     the launcher of a job's workers (``process.launcher_of``), which ``confinement`` holds to the
     owner's limits. ``note`` shows a line to people at this machine; ``log`` keeps lines of jobs
     whose starter has gone."""
@@ -35,6 +38,7 @@ class AgentParts:
     names: NodeNames
     sign: Callable[[JobSpec], JobSpec]
     worker_homes: WorkerHomes
+    broker: Callable[[Path, MayDial], Broker]
     launcher: Callable[..., Launch]
     confinement: Confinement
     links: PeerLinks

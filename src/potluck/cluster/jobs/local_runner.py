@@ -26,6 +26,8 @@ from potluck.cluster.jobs.chaos import parse_chaos
 from potluck.cluster.jobs.process import Launch, WorkerProcess
 from potluck.cluster.jobs.pulse import Pulse
 from potluck.cluster.jobs.worker_reports import WorkerReports
+from potluck.cluster.sharing.broker import Broker
+from potluck.cluster.sharing.sandbox import BROKER_FILE
 from potluck.errors import ConfigurationError, LinkError, PotluckError, ProtocolError
 from potluck.system import SIGKILL
 from potluck.transport import aio
@@ -68,6 +70,9 @@ class LocalRunner:
         self._code_store = code_store
         self._must_wait = must_wait
         self._launch: Launch | None = None
+        self._broker: Broker | None = None
+        self._peers: frozenset[tuple[str, int]] = frozenset()
+        """Where the workers of the present group listen."""
         self._error = ""
         self._is_withdrawing = False
         self._reports = WorkerReports()
@@ -101,6 +106,8 @@ class LocalRunner:
             await process.release()
         for link in list(self._links.values()):
             link.abort()
+        if self._broker is not None:
+            await self._broker.close()
         await asyncio.to_thread(self._agent.worker_homes.remove, self.spec.job)
         if not self.spec.is_local:
             await asyncio.to_thread(self._code_store.close, self.spec.job)
@@ -127,6 +134,9 @@ class LocalRunner:
             elif spec.starter != self._agent.me:
                 raise ConfigurationError("it is local to the node it was started on")
             worker_home = await asyncio.to_thread(self._agent.worker_homes.make, spec.job)
+            sandbox = self._agent.confinement.sandbox_of(spec, self._agent.me)
+            if sandbox is not None and not sandbox.has_network and self._broker is None:
+                self._broker = self._agent.broker(worker_home / BROKER_FILE, self._may_dial)
         except (PotluckError, OSError) as error:
             self._error = str(error)[:4000]
         except Exception as error:  # the leader would wait for this node's report for ever
@@ -137,7 +147,7 @@ class LocalRunner:
                 spec,
                 folder,
                 worker_home,
-                is_starter=spec.starter == self._agent.me,
+                me=self._agent.me,
                 sink=self._line,
                 is_behind=self._is_behind,
             )
@@ -301,6 +311,7 @@ class LocalRunner:
                     self._tell(self.alive, over)
         chaos = parse_chaos(self.spec.chaos)
         members = tuple(replace(each, host=self._address(each.node)) for each in group.members)
+        self._peers = frozenset((member.host, member.port) for member in members)
         for rank, name in enumerate(names):
             steps = chaos.steps_of(rank)
             told = worker_link.NewGroup(self.spec.job, group.epoch, members, steps, group.paths)
@@ -325,6 +336,10 @@ class LocalRunner:
         """There is a leader again, maybe another one: report to it."""
         if self._launch is not None or self._error:
             self._report()
+
+    def _may_dial(self, host: str, port: int) -> bool:
+        """Whether workers in a sandbox may connect there: to the agent, and to their own group."""
+        return (host, port) in self._peers | {("127.0.0.1", self._agent.port)}
 
     def _address(self, node: str) -> str:
         return "127.0.0.1" if node == self._agent.me else self._agent.links.last_address(node)

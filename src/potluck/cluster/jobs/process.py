@@ -250,11 +250,11 @@ def launcher_of(
     folder: Path | None,
     worker_home: Path,
     *,
-    is_starter: bool,
+    me: str,
     sink: Callable[[str, str, str], None],
     is_behind: Callable[[], bool],
 ) -> Launch:
-    """A function that starts a worker of ``spec`` on this node, from ``folder``, with the
+    """A function that starts a worker of ``spec`` on this node, ``me``, from ``folder``, with the
     credentials in ``worker_home``.
     ``sink(worker, stream, line)`` gets the worker's output.
 
@@ -266,17 +266,18 @@ def launcher_of(
     if folder is not None:
         folder = folder.resolve()  # in a sandbox a link may lead nowhere
         script = str(folder / spec.script)
-        if not (is_starter and directory.is_dir()):
+        if not (spec.starter == me and directory.is_dir()):
             directory = folder / spec.below
     if spec.is_local:
         inherited = all_but_secrets(os.environ)
     else:
         inherited = passed_on(os.environ, settings.pass_env)
     inherited |= confinement.variables()
-    sandbox: list[str] | None = None
-    if confinement.sandbox is not None and folder is not None and not is_starter:
-        inherited |= confinement.sandbox.variables()
-        sandbox = confinement.sandbox.command(folder, directory, worker_home)
+    sandbox = confinement.sandbox_of(spec, me)
+    shell: list[str] | None = None
+    if sandbox is not None and folder is not None:
+        inherited |= sandbox.variables(worker_home)
+        shell = sandbox.command(folder, directory, worker_home)
     fixed = confinement.variables()
     sent = {name: text for name, text in accepted(spec.environment).items() if name not in fixed}
     given = {name: value for name, value in (inherited | sent).items() if value}
@@ -297,7 +298,7 @@ def launcher_of(
             [sys.executable, script, *spec.arguments],
             environment | variables,
             limits=confinement.orders(spec.per_node),
-            sandbox=sandbox,
+            sandbox=shell,
             sink=partial(sink, worker),
             is_behind=is_behind,
             on_exit=on_exit,

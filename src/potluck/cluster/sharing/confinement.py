@@ -19,6 +19,7 @@ from potluck.cluster.sharing.sandbox import Sandbox
 from potluck.settings import Settings
 from potluck.system import usable_cpus
 from potluck.wire.facts import NodeFacts
+from potluck.wire.jobs import JobSpec
 
 _MEMORY_ERROR = re.compile(r"MemoryError|bad_alloc|[Cc]an(?:no|')t allocate memory")
 
@@ -48,6 +49,10 @@ class Confinement:
             text += f" (by limits of each worker: {self._why_none})"
         sandbox = "a sandbox for scripts of others" if self.sandbox is not None else ""
         return ", ".join(filter(None, (text, sandbox)))
+
+    def sandbox_of(self, spec: JobSpec, me: str) -> Sandbox | None:
+        """The sandbox in which node ``me`` runs the workers of ``spec``; None for its own jobs."""
+        return None if spec.is_local or spec.starter == me else self.sandbox
 
     def facts(self, facts: NodeFacts) -> NodeFacts:
         """``facts`` about this machine, as the cluster is to see them."""
@@ -106,7 +111,7 @@ def own_sandbox(settings: Settings, limits: Limits) -> Sandbox | None:
     if not settings.sandbox:
         return None
     readable = (Path(part.strip()) for part in settings.sandbox_read.split(",") if part.strip())
-    return Sandbox(settings.home, readable, limits.gpus)
+    return Sandbox(settings.home, readable, limits.gpus, has_network=settings.sandbox_network)
 
 
 def own_limits(settings: Settings) -> Limits:

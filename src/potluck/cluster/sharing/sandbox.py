@@ -2,8 +2,8 @@
 
 A worker in it has the system read-only, an empty home and an empty /tmp of its own, its job's
 folder to write in, the credentials of its job to read (and nothing else of potluck's home), and no
-processes but its own. The network is shared: workers talk to their peers
-over it. Namespaces of the kernel do that; bubblewrap makes them without any rights.
+processes but its own. It has no network: its sockets come from the agent (``broker.py``).
+Namespaces of the kernel do that; bubblewrap makes them without any rights.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from pathlib import Path
 
 from potluck.errors import ConfigurationError
 from potluck.system import account_home
+from potluck.transport.broker import VARIABLE
 
 _EMPTY = ("/home", "/root", "/tmp", "/var/tmp", "/run")
+BROKER_FILE = "broker"
+"""The name of the broker's socket in the folder of a job's credentials."""
+
 _GPU_DEVICES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset", "nvidia-caps")
 _PROBE_S = 60.0
 _INSTALL = (
@@ -31,14 +35,21 @@ class Sandbox:
     scripts may read although they are in a home; ``gpus`` as in ``Limits``."""
 
     def __init__(
-        self, home: Path, readable: Iterable[Path], gpus: tuple[str, ...] | None = None
+        self,
+        home: Path,
+        readable: Iterable[Path],
+        gpus: tuple[str, ...] | None = None,
+        *,
+        has_network: bool = False,
     ) -> None:
-        """ConfigurationError if no worker could run in it, with what to do."""
+        """``has_network``: scripts use the machine's network. ConfigurationError if no worker could
+        run in it, with what to do."""
         bwrap = shutil.which("bwrap")
         if bwrap is None:
             raise ConfigurationError(_INSTALL)
         self._bwrap = bwrap
         self._home = home.resolve()
+        self.has_network = has_network
         self._readable = [path.expanduser().absolute() for path in readable]
         for path in self._readable:
             if not path.exists():
@@ -46,10 +57,11 @@ class Sandbox:
         self._gpus = gpus
         self._probe()
 
-    def variables(self) -> dict[str, str]:
+    def variables(self, worker_home: Path) -> dict[str, str]:
         """Variables of workers in the sandbox. They can't open each other's memory, so workers of
         one machine talk over the loopback."""
-        return {"TMPDIR": "/tmp", "POTLUCK_USE_SHARED_MEMORY": "no"}
+        broker = {} if self.has_network else {VARIABLE: str(worker_home / BROKER_FILE)}
+        return {"TMPDIR": "/tmp", "POTLUCK_USE_SHARED_MEMORY": "no", **broker}
 
     def command(self, folder: Path, directory: Path, worker_home: Path) -> list[str]:
         """What to put before the command of a worker that runs in ``directory``, may write in
@@ -60,6 +72,8 @@ class Sandbox:
             *("--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL"),
             *("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"),
         ]
+        if not self.has_network:
+            words += ["--unshare-net"]
         for device in self._devices():
             words += ["--dev-bind-try", device, device]
         for path in empty:

@@ -66,6 +66,7 @@ class Machine:
             confinement=Confinement(Limits()),
             sign=lambda spec: spec,
             worker_homes=me,
+            broker=me,
             commands=me,
             log=me,
             note=self.note,

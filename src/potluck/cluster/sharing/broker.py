@@ -1,0 +1,152 @@
+"""``Broker``: makes the sockets of workers that run in a sandbox, which has no network.
+
+A worker may have sockets that are connected to the workers of its own group, or to the agent, and
+one port on which it listens. Callers of that port knock at the broker (``transport/knock.py``): so
+nobody without the cluster's secret exchanges a byte with a script in the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from potluck.background import OnBroken, Tasks, start_task, stop
+from potluck.errors import ConfigurationError
+from potluck.system import need_posix
+from potluck.transport import aio
+from potluck.transport.acceptor import LIMITS, Acceptor, Caller, finish, listening_socket, ready
+from potluck.transport.broker import short_path
+from potluck.transport.credentials import Era
+from potluck.transport.handshake import hear_knock
+from potluck.wire import broker as wire
+
+MAX_REQUESTS = 256
+"""Connections of workers at one time; more are closed."""
+_DIAL_S = 10.0
+_BACKLOG = 64
+_CAUSES = (ConfigurationError, OSError)
+
+MayDial = Callable[[str, int], bool]
+"""``may_dial(host, port)``: whether the workers of a job may connect there."""
+
+
+class Broker:
+    """The broker of one job's workers, at the Unix socket ``path``, from construction to ``close``.
+    Runs in the event loop. OSError if the socket can't be made."""
+
+    def __init__(
+        self,
+        path: Path,
+        may_dial: MayDial,
+        *,
+        eras: Callable[[], Sequence[Era]],
+        bind: str,
+        on_broken: OnBroken,
+    ) -> None:
+        """``eras`` and ``bind`` are the agent's: whose knocks are right, and where workers
+        listen."""
+        self._may_dial = may_dial
+        self._eras = eras
+        self._bind = bind
+        self._on_broken = on_broken
+        self._serving = Tasks()
+        self._sock = _listening_at(path)
+        self._accepting = start_task(self._accept, name="socket broker", on_broken=on_broken)
+
+    async def close(self) -> None:
+        """Stop listening for the workers, and for their callers. Sockets that workers have stay
+        theirs."""
+        await stop(self._accepting, *self._serving)
+        self._sock.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            asking, _ = await loop.sock_accept(self._sock)
+            if len(self._serving) >= MAX_REQUESTS:
+                asking.close()
+                continue
+            self._serving.start(self._serve(asking))
+
+    async def _serve(self, asking: socket.socket) -> None:
+        """One request, and for a port all of its callers."""
+        loop = asyncio.get_running_loop()
+        with asking, contextlib.suppress(OSError):
+            packet = await loop.sock_recv(asking, wire.MAX_PACKET)
+            try:
+                request = wire.decode_request(packet)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                _send(asking, wire.Denied(errno.EPROTO, f"no request: {error}"[:1000]))
+                return
+            if isinstance(request, wire.Dial):
+                await self._dial(asking, request)
+            else:
+                await self._listen(asking, request)
+
+    async def _dial(self, asking: socket.socket, request: wire.Dial) -> None:
+        where = f"{request.host}:{request.port}"
+        if not self._may_dial(request.host, request.port):
+            reason = f"{where} belongs to no worker of this group, and a sandbox reaches no other"
+            _send(asking, wire.Denied(errno.EACCES, reason))
+            return
+        try:
+            async with asyncio.timeout(_DIAL_S):
+                sock = await aio.dial(request.host, request.port)
+        except OSError as error:  # which a TimeoutError is, too
+            number = error.errno or errno.ETIMEDOUT
+            _send(asking, wire.Denied(number, str(error)[:1000] or os.strerror(number)))
+            return
+        with sock:
+            _send(asking, wire.Granted(), sock)
+
+    async def _listen(self, asking: socket.socket, request: wire.Listen) -> None:
+        try:
+            port = listening_socket(self._bind, request.port)
+        except _CAUSES as error:
+            cause = error.__cause__
+            number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EINVAL
+            _send(asking, wire.Denied(number, str(error)[:1000]))
+            return
+        _send(asking, wire.Granted(port.port))
+
+        async def knocked(caller: Caller) -> None:
+            await finish(hear_knock(caller.sock, self._eras()), caller.sock)
+            caller.authenticated()
+            _send(asking, wire.Granted(port.port), caller.sock)
+
+        acceptor = Acceptor(port, knocked, LIMITS, awaits="a knock")
+        accepting = start_task(acceptor.run, name="a sandbox's port", on_broken=self._on_broken)
+        try:
+            await ready(asking)  # it says nothing more: this is its end
+        finally:
+            await stop(accepting)
+            port.close()
+
+
+def _listening_at(path: Path) -> socket.socket:
+    need_posix("a socket broker")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with short_path(path) as short:
+            sock.bind(short)
+        os.chmod(path, 0o600)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _send(asking: socket.socket, answer: wire.Answer, sock: socket.socket | None = None) -> None:
+    """OSError if the worker has gone, or does not take what it is sent."""
+    need_posix("a socket broker")
+    fds = [] if sock is None else [sock.fileno()]
+    socket.send_fds(asking, [wire.encode(answer)], fds)

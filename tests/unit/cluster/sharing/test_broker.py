@@ -1,0 +1,234 @@
+"""Sockets for workers in a sandbox: what they get, and what they do not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from potluck.cluster.sharing.broker import MAX_REQUESTS
+from potluck.errors import ConfigurationError, LinkError, Refused, WrongSecret
+from potluck.transport import aio, broker
+from potluck.transport.acceptor import is_port_taken, listening_socket
+from potluck.transport.broker import BrokeredSocket, short_path
+from potluck.transport.handshake import connect
+from potluck.transport.listener import Admission, Listener
+from potluck.wire.broker import Denied, decode_answer
+from potluck.wire.greeting import Hello, Welcome
+from support.links import new_credentials
+
+pytestmark = pytest.mark.skipif(not hasattr(socket, "send_fds"), reason="needs SCM_RIGHTS")
+
+
+AGENT = """
+import asyncio, sys
+from pathlib import Path
+from potluck.cluster.sharing.broker import Broker
+from support.links import new_credentials
+
+async def main():
+    credentials, allowed = new_credentials(), set()
+    broker = Broker(Path(sys.argv[1]), lambda host, port: (host, port) in allowed,
+                    eras=lambda: credentials.eras, bind="", on_broken=print)
+    print("up", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        allowed.add((line.split()[0], int(line.split()[1])))
+        print("done", flush=True)
+    await broker.close()
+
+asyncio.run(main())
+"""
+
+
+class Agent:
+    """A process with the broker of a job; this process has its sockets from there."""
+
+    def __init__(self, path: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", AGENT, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout.readline() == "up\n"
+
+    def allow(self, host: str, port: int) -> None:
+        """Let workers call there."""
+        self._process.stdin.write(f"{host} {port}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "done\n"
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        assert self._process.wait(60) == 0
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    """In this process, which gets its sockets from it."""
+    path = tmp_path / ("a folder with a name longer than an address of a Unix socket " * 2) / "b"
+    path.parent.mkdir()
+    running = Agent(path)
+    monkeypatch.setenv(broker.VARIABLE, str(path))
+    yield running
+    running.close()
+
+
+def waits(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline, tick = time.monotonic() + timeout_s, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        tick.wait(0.005)
+
+
+def call(port: int, agent: Agent, **options: object) -> None:
+    agent.allow("127.0.0.1", port)
+    link, _ = connect(
+        "127.0.0.1",
+        port,
+        Hello("data"),
+        new_credentials(),
+        deadline=time.monotonic() + 30,
+        max_retries=0,
+    )
+    link.close()
+
+
+def test_links_are_made_and_taken_over_its_sockets(agent: Agent) -> None:
+    """A listener and a caller in one process without sockets of their own."""
+    links = []
+    with contextlib.closing(Listener("", 0, new_credentials())) as listener:
+        listener.serve(lambda hello, node: Admission(Welcome(), links.append))
+        call(listener.port, agent)
+        waits(lambda: len(links) == 1)
+    for link in links:
+        assert "127.0.0.1:" in link.peer
+        link.close()
+
+
+def test_where_the_group_is_not_nobody_is_called(agent: Agent) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        other.setblocking(False)
+        with pytest.raises(LinkError, match=r"belongs to no worker of this group"):
+            connect(
+                "127.0.0.1",
+                port,
+                Hello("data"),
+                new_credentials(),
+                deadline=time.monotonic() + 30,
+                max_retries=0,
+            )
+        with pytest.raises(OSError, match="belongs to no worker") as caught:
+            asyncio.run(aio.dial("127.0.0.1", port))
+        assert caught.value.errno == errno.EACCES
+        with pytest.raises(BlockingIOError):
+            other.accept()
+
+
+def test_a_refused_connection_is_a_refused_connection(agent: Agent) -> None:
+    """By that a peer's death is known at once."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    agent.allow("127.0.0.1", port)
+    with pytest.raises(ConnectionRefusedError):
+        asyncio.run(aio.dial("127.0.0.1", port))
+
+
+def test_a_caller_of_the_port_knocks_at_the_broker_before_the_script_hears_of_it(
+    agent: Agent,
+) -> None:
+    asked = []
+
+    def admit(hello: Hello, node: str) -> Admission:
+        asked.append(node)
+        return Admission(Welcome(), lambda link: link.close())
+
+    with contextlib.closing(Listener("", 0, new_credentials())) as listener:
+        listener.serve(admit)
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=30) as stranger:
+            stranger.sendall(bytes(200))
+            with contextlib.suppress(ConnectionError):
+                assert stranger.recv(1) == b"", "not a byte for strangers"
+        agent.allow("127.0.0.1", listener.port)
+        with pytest.raises((WrongSecret, Refused)):
+            connect(
+                "127.0.0.1",
+                listener.port,
+                Hello("data"),
+                new_credentials("another"),
+                deadline=time.monotonic() + 30,
+                max_retries=0,
+            )
+        assert asked == []
+        call(listener.port, agent)
+        assert len(asked) == 1
+
+
+def test_a_port_is_closed_when_the_worker_is_gone(agent: Agent) -> None:
+    listening = listening_socket("", 0)
+    with socket.create_connection(("127.0.0.1", listening.port), timeout=30):
+        pass
+    listening.close()
+
+    def is_closed() -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", listening.port), timeout=30).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    waits(is_closed)
+
+
+def test_a_port_that_is_taken_is_named_as_by_the_system(agent: Agent) -> None:
+    taken = pytest.raises(ConfigurationError, match="is in use by another program")
+    with socket.create_server(("", 0)) as other, taken as caught:
+        BrokeredSocket(other.getsockname()[1])
+    assert is_port_taken(caught.value)
+
+
+def test_junk_gets_an_answer_and_crowds_are_bounded(agent: Agent, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def asking() -> socket.socket:
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            with short_path(next(tmp_path.rglob("b"))) as path:
+                sock.connect(path)
+            sock.settimeout(30)
+            return sock
+
+        junk = asking()
+        junk.send(b"junk")
+        assert isinstance(decode_answer(junk.recv(4096)), Denied)
+        crowd = [asking() for _ in range(MAX_REQUESTS + 1)]
+        assert any(sock.recv(4096) == b"" for sock in crowd[-1:]), "one too many is hung up on"
+
+    def has_room() -> bool:
+        try:
+            listening_socket("", 0).close()
+        except ConfigurationError:
+            return False
+        return True
+
+    waits(has_room)
+
+
+def test_without_its_agent_a_worker_has_no_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(broker.VARIABLE, str(tmp_path / "gone"))
+    with pytest.raises(OSError, match="the agent that started this worker is gone"):
+        asyncio.run(aio.dial("127.0.0.1", 1))
+    with pytest.raises(ConfigurationError, match="the agent that started this worker is gone"):
+        listening_socket("", 0)
