@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <vector>
 
 #include "bind.hpp"
@@ -12,6 +13,7 @@
 #include "core/kernels/codec.hpp"
 #include "core/kernels/kernels.hpp"
 #include "core/kernels/reduce.hpp"
+#include "core/kernels/select.hpp"
 
 namespace nb = nanobind;
 
@@ -25,7 +27,7 @@ Dtype dtype_of(int code) {
 }
 
 Codec codec_of(int code) {
-    if (code < 1 || code > 3) throw nb::value_error("no such codec");
+    if (code < 1 || code >= num_codecs) throw nb::value_error("no such codec");
     return static_cast<Codec>(code);
 }
 
@@ -103,6 +105,29 @@ void decode_buffer(int code, nb::handle target, nb::handle encoded) {
     without_lock(to.size(), [&] { Decode(codec, to.data(), from.data(), to.size() / 4); });
 }
 
+void select_largest_buffers(nb::handle positions, nb::handle values, nb::handle source,
+                            nb::handle residual, std::size_t chunk, std::size_t k,
+                            std::size_t last_k) {
+    const Buffer to(positions, true), taken(values, true), from(source, false);
+    const std::size_t count = from.size() / 4;
+    require(from.size() % 4 == 0 && count < (std::size_t{1} << 32), "the source is not float32");
+    require(chunk > 0 && 0 < k && k <= chunk, "k must be between 1 and the chunk");
+    const std::size_t rest = count % chunk;
+    require(rest == 0 ? last_k == 0 : 0 < last_k && last_k <= rest,
+            "the last k must be between 1 and the last chunk");
+    const std::size_t bytes = 4 * (count / chunk * k + last_k);
+    require(to.size() == bytes && taken.size() == bytes, "the results are not of the right size");
+    std::optional<Buffer> sum;
+    if (!residual.is_none()) {
+        sum.emplace(residual, true);
+        require(sum->size() == from.size(), "the residual must be of the source's size");
+    }
+    without_lock(from.size(), [&] {
+        select_largest(static_cast<std::uint32_t*>(to.data()), taken.data(), from.data(),
+                       sum ? sum->data() : nullptr, count, chunk, k, last_k);
+    });
+}
+
 }  // namespace
 
 void kernels(nb::module_& m) {
@@ -116,6 +141,8 @@ void kernels(nb::module_& m) {
     m.def("decode", decode_buffer<decode>, "codec"_a, "target"_a, "encoded"_a);
     m.def("decode_accumulate", decode_buffer<decode_accumulate>, "codec"_a, "target"_a,
           "encoded"_a);
+    m.def("select_largest", select_largest_buffers, "positions"_a, "values"_a, "source"_a,
+          "residual"_a.none(), "chunk"_a, "k"_a, "last_k"_a);
     m.def("kernel_sets", kernel_sets, "The instruction sets that kernels exist for and run here.");
     m.def("kernel_set", [] { return std::string(potluck::kernels().name); });
     m.def("use_kernel_set", use_kernel_set, "name"_a);

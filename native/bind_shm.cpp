@@ -42,8 +42,9 @@ using shm::Queue;
 using shm::Shape;
 using shm::PendingCall;
 
-// The bits of a fingerprint that are a hash; as many count elements.
+// The bits of a fingerprint that are a hash, and the largest number of elements it tells.
 constexpr std::uint64_t HASH = (1 << 24) - 1;
+constexpr std::uint64_t MANY = (1 << 23) - 1;
 // The longest timeout, 11 days: added to now_ns() it does not overflow, as infinity would.
 constexpr std::int64_t MAX_NS = 1'000'000'000'000'000;
 // What the notifier gives for a failed call whose caller was interrupted before.
@@ -439,7 +440,7 @@ private:
         const auto operation = static_cast<std::uint64_t>(kind) + 1;
         const std::uint64_t reduction = combines(kind) ? static_cast<std::uint64_t>(op) + 1 : 0;
         return operation << 60 | static_cast<std::uint64_t>(dtype) << 56 | reduction << 52 |
-               algorithm << 48 | std::min<std::uint64_t>(count, HASH) << 24;
+               algorithm << 47 | std::min<std::uint64_t>(count, MANY) << 24;
     }
 
     static std::int64_t kind_word(Kind kind, int dtype, int op, int root) {

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from potluck.backends.ring import RingBackend as RingBackend
     from potluck.backends.torchdist import GlooBackend as GlooBackend
     from potluck.backends.torchdist import NcclBackend as NcclBackend
+    from potluck.compressors import BF16 as BF16
+    from potluck.compressors import FP16 as FP16
+    from potluck.compressors import Compressed as Compressed
+    from potluck.compressors import GradientCompressor as GradientCompressor
+    from potluck.compressors import Int as Int
+    from potluck.compressors import Random as Random
+    from potluck.compressors import TopK as TopK
+    from potluck.compressors import quantize_gradients as quantize_gradients
+    from potluck.compressors import sparsify_gradients as sparsify_gradients
     from potluck.context import Commit as Commit
     from potluck.context import DistributedContext as DistributedContext
     from potluck.context import Message as Message
@@ -43,6 +52,10 @@ _HOMES = {
     "potluck.backends.mpi": ("MpiBackend",),
     "potluck.backends.ring": ("RingBackend",),
     "potluck.backends.torchdist": ("GlooBackend", "NcclBackend"),
+    "potluck.compressors": (
+        *("BF16", "FP16", "Compressed", "GradientCompressor", "Int", "Random", "TopK"),
+        *("quantize_gradients", "sparsify_gradients"),
+    ),
     "potluck.context": (
         *("Commit", "DistributedContext", "Message", "all_reduce_mean", "all_reduce_sum", "init"),
     ),

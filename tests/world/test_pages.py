@@ -24,5 +24,10 @@ def test_the_home_pages_script_runs_alone(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == "rank 0 of 1: 1.0\n"
 
 
+def test_the_compressor_on_the_page_of_compression(capsys: pytest.CaptureFixture[str]) -> None:
+    run("compression.md")
+    assert capsys.readouterr().out == "53971 bytes, 74 times fewer\n"
+
+
 def test_the_world_on_the_page_of_testing_is_one_to_copy() -> None:
     run("reference/testing.md")["test_the_sum_is_that_of_all_ranks"]()

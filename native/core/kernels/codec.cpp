@@ -9,82 +9,114 @@ namespace potluck {
 
 namespace {
 
+bool is_half(Codec codec) { return codec == Codec::fp16 || codec == Codec::bf16; }
+
 const Half& half(Codec codec) {
     return codec == Codec::fp16 ? kernels().float16 : kernels().bfloat16;
 }
 
-// The layout of int8: the float32 scales of all blocks, then the codes. `block` is called with the
-// byte offsets of a block's scale, of its codes, and of its float32 values, and its length.
-template <class Block>
-void for_blocks(std::size_t count, Block&& block) {
-    const std::size_t num_blocks = (count + int8_block - 1) / int8_block;
-    for (std::size_t i = 0; i < num_blocks; ++i) {
-        const std::size_t begin = i * int8_block;
-        block(4 * i, 4 * num_blocks + begin, 4 * begin, std::min(int8_block, count - begin));
+std::size_t bits_of(Codec codec) {
+    return codec == Codec::int8 ? 8 : codec == Codec::int4 ? 4 : 2;
+}
+
+std::size_t num_blocks(std::size_t count) { return (count + block_elements - 1) / block_elements; }
+
+const Pack& packing(Codec codec) {
+    return codec == Codec::int4 ? kernels().pack4 : kernels().pack2;
+}
+
+// The layout of integers: the float32 scales of all blocks, then the codes. A block of an encoding
+// of `count` elements that begins with element `begin`, which is a multiple of block_elements:
+struct Place {
+    std::size_t scale, codes;  // byte offsets
+};
+
+Place place_of(Codec codec, std::size_t count, std::size_t begin) {
+    return {4 * (begin / block_elements), 4 * num_blocks(count) + begin * bits_of(codec) / 8};
+}
+
+// Encode `n` elements, which are those from `begin` on of an encoding of `count`. One of its strips
+// begins at a multiple of block_elements and ends at one, or at `count`.
+void encode_part(Codec codec, char* encoded, std::size_t count, std::size_t begin,
+                 const char* values, std::size_t n) {
+    if (is_half(codec)) return half(codec).narrow(encoded + 2 * begin, values, n);
+    const float levels = static_cast<float>((1 << (bits_of(codec) - 1)) - 1);
+    for (std::size_t i = 0; i < n; i += block_elements) {
+        const std::size_t size = std::min(block_elements, n - i);
+        const Place place = place_of(codec, count, begin + i);
+        float scale;
+        if (codec == Codec::int8) {
+            scale = kernels().encode_block(encoded + place.codes, values + 4 * i, size, levels);
+        } else {
+            char codes[block_elements];
+            scale = kernels().encode_block(codes, values + 4 * i, size, levels);
+            packing(codec).pack(encoded + place.codes, codes, size);
+        }
+        std::memcpy(encoded + place.scale, &scale, sizeof scale);
     }
 }
 
-void decode_blocks(DecodeBlock decode_one, void* target, const void* encoded, std::size_t count) {
-    const char* from = static_cast<const char*>(encoded);
-    char* to = static_cast<char*>(target);
-    for_blocks(count, [&](std::size_t scale_at, std::size_t codes_at, std::size_t at, std::size_t n) {
+// The inverse; `decode_one` sets or adds.
+void decode_part(Codec codec, DecodeBlock decode_one, char* target, const char* encoded,
+                 std::size_t count, std::size_t begin, std::size_t n) {
+    for (std::size_t i = 0; i < n; i += block_elements) {
+        const std::size_t size = std::min(block_elements, n - i);
+        const Place place = place_of(codec, count, begin + i);
         float scale;
-        std::memcpy(&scale, from + scale_at, sizeof scale);
-        decode_one(to + at, from + codes_at, scale, n);
-    });
+        std::memcpy(&scale, encoded + place.scale, sizeof scale);
+        if (codec == Codec::int8) {
+            decode_one(target + 4 * i, encoded + place.codes, scale, size);
+        } else {
+            char codes[block_elements];
+            packing(codec).unpack(codes, encoded + place.codes, size);
+            decode_one(target + 4 * i, codes, scale, size);
+        }
+    }
 }
 
 }  // namespace
 
 std::size_t encoded_bytes(Codec codec, std::size_t count) {
-    if (codec != Codec::int8) return 2 * count;
-    return count + 4 * ((count + int8_block - 1) / int8_block);
+    if (is_half(codec)) return 2 * count;
+    return 4 * num_blocks(count) + (count * bits_of(codec) + 7) / 8;
 }
 
 void encode(Codec codec, void* encoded, const void* source, std::size_t count) {
-    if (codec != Codec::int8) return half(codec).narrow(encoded, source, count);
-    const EncodeBlock encode_one = kernels().encode_block;
-    char* to = static_cast<char*>(encoded);
-    const char* from = static_cast<const char*>(source);
-    for_blocks(count, [&](std::size_t scale_at, std::size_t codes_at, std::size_t at, std::size_t n) {
-        const float scale = encode_one(to + codes_at, from + at, n);
-        std::memcpy(to + scale_at, &scale, sizeof scale);
-    });
+    encode_part(codec, static_cast<char*>(encoded), count, 0, static_cast<const char*>(source), count);
 }
 
 void decode(Codec codec, void* target, const void* encoded, std::size_t count) {
-    if (codec != Codec::int8) return half(codec).widen(target, encoded, count);
-    decode_blocks(kernels().decode_block, target, encoded, count);
+    if (is_half(codec)) return half(codec).widen(target, encoded, count);
+    decode_part(codec, kernels().decode_block, static_cast<char*>(target),
+                static_cast<const char*>(encoded), count, 0, count);
 }
 
 void decode_accumulate(Codec codec, void* target, const void* encoded, std::size_t count) {
-    if (codec != Codec::int8) return half(codec).widen_add(target, encoded, count);
-    decode_blocks(kernels().decode_add_block, target, encoded, count);
+    if (is_half(codec)) return half(codec).widen_add(target, encoded, count);
+    decode_part(codec, kernels().decode_add_block, static_cast<char*>(target),
+                static_cast<const char*>(encoded), count, 0, count);
 }
 
 void encode_with_residual(Codec codec, void* encoded, void* residual, const void* source,
                           std::size_t count) {
-    encode(codec, encoded, source, count);
-    // Strip by strip, so that decoded values need a small buffer, which stays in the L1 cache. A
-    // strip of the source is read before the residual is written over it.
-    constexpr std::size_t strip = 4 * int8_block;
-    const char* codes = static_cast<const char*>(encoded);
-    float decoded[strip];
-    const std::size_t num_blocks = (count + int8_block - 1) / int8_block;
+    // Strip by strip, so that sums and decoded values stay in the L1 cache and memory is read and
+    // written once.
+    constexpr std::size_t strip = 4 * block_elements;
+    const Combine add = kernels().combine[static_cast<int>(Dtype::float32)][static_cast<int>(Op::sum)];
+    char* const to = static_cast<char*>(encoded);
+    float sent[strip], decoded[strip];
     for (std::size_t begin = 0; begin < count; begin += strip) {
         const std::size_t n = std::min(strip, count - begin);
-        if (codec != Codec::int8) {
-            half(codec).widen(decoded, codes + 2 * begin, n);
+        char* const left = static_cast<char*>(residual) + 4 * begin;
+        add(sent, left, static_cast<const char*>(source) + 4 * begin, n);
+        encode_part(codec, to, count, begin, reinterpret_cast<const char*>(sent), n);
+        if (is_half(codec)) {
+            half(codec).widen(decoded, to + 2 * begin, n);
         } else {
-            for (std::size_t i = 0; i < n; i += int8_block) {
-                float scale;
-                std::memcpy(&scale, codes + 4 * ((begin + i) / int8_block), sizeof scale);
-                kernels().decode_block(decoded + i, codes + 4 * num_blocks + begin + i, scale,
-                                       std::min(int8_block, n - i));
-            }
+            decode_part(codec, kernels().decode_block, reinterpret_cast<char*>(decoded), to, count,
+                        begin, n);
         }
-        kernels().subtract(decoded, static_cast<const char*>(source) + 4 * begin, n);
-        std::memcpy(static_cast<char*>(residual) + 4 * begin, decoded, 4 * n);
+        kernels().keep_lost(left, sent, decoded, n);
     }
 }
 

@@ -11,9 +11,10 @@
 namespace potluck {
 
 // Numbered as in src/potluck/codecs/.
-enum class Codec : std::uint8_t { fp16 = 1, bf16 = 2, int8 = 3 };
+enum class Codec : std::uint8_t { fp16 = 1, bf16 = 2, int8 = 3, int4 = 4, int2 = 5 };
+constexpr int num_codecs = 6;  // code 0 is none
 
-constexpr std::size_t int8_block = 256;
+constexpr std::size_t block_elements = 256;  // of the integer codecs
 
 // Bytes that `count` elements take when encoded.
 std::size_t encoded_bytes(Codec codec, std::size_t count);
@@ -28,8 +29,8 @@ void decode(Codec codec, void* target, const void* encoded, std::size_t count);
 // (no fused multiply-add), so that the result is the same on every processor.
 void decode_accumulate(Codec codec, void* target, const void* encoded, std::size_t count);
 
-// encoded = encode(source) and residual = source - decode(encoded), which error feedback adds to
-// the next source. residual may be source.
+// Error feedback, in one pass: encoded = encode(source + residual), residual = what that loses, and
+// zero where the loss is not finite.
 void encode_with_residual(Codec codec, void* encoded, void* residual, const void* source,
                           std::size_t count);
 

@@ -31,9 +31,28 @@ struct Half {
     Convert widen_multiply = nullptr;
 };
 
-// One block of the int8 codec, count <= int8_block.
-using EncodeBlock = float (*)(void* codes, const void* source, std::size_t count);
+// One block of an integer codec, count <= block_elements, as codes of one byte from -levels to
+// levels. Encoding returns the scale.
+using EncodeBlock = float (*)(void* codes, const void* source, std::size_t count, float levels);
 using DecodeBlock = void (*)(void* target, const void* codes, float scale, std::size_t count);
+
+// Codes of one byte to and from fewer bits.
+struct Pack {
+    Convert pack = nullptr;
+    Convert unpack = nullptr;
+};
+
+// residual = sent - decoded, and zero where that is not finite.
+using KeepLost = void (*)(void* residual, const void* sent, const void* decoded, std::size_t count);
+
+// Magnitudes are float32 without their sign, as integers, which have the same order (select.cpp).
+// The maxima of 16 * (count / 256) groups and of count % 256 single values.
+using GroupMaxima = void (*)(std::uint32_t* maxima, const void* values, std::size_t count);
+using CountAtLeast = std::size_t (*)(const std::uint32_t* magnitudes, std::size_t count,
+                                     std::uint32_t bound);
+// The values whose magnitude is at least `bound` < 2^31; returns their number.
+using Collect = std::size_t (*)(std::uint32_t* positions, std::uint32_t* magnitudes,
+                                const void* values, std::size_t count, std::uint32_t bound);
 
 struct Kernels {
     Combine combine[num_dtypes][num_ops] = {};
@@ -44,7 +63,11 @@ struct Kernels {
     EncodeBlock encode_block = nullptr;
     DecodeBlock decode_block = nullptr;
     DecodeBlock decode_add_block = nullptr;
-    Convert subtract = nullptr;  // float32 target = source - target
+    Pack pack4, pack2;
+    KeepLost keep_lost = nullptr;
+    GroupMaxima group_maxima = nullptr;
+    CountAtLeast count_at_least = nullptr;
+    Collect collect = nullptr;
     const char* name = "";
 };
 

@@ -405,9 +405,9 @@ void divide_complex(void* array, std::size_t count, double divisor) {
     }
 }
 
-// -- int8 blocks
+// -- blocks of integers
 
-float encode_block(void* codes, const void* source, std::size_t count) {
+float encode_block(void* codes, const void* source, std::size_t count, float levels) {
     auto* out = static_cast<Any<u8>*>(codes);
     const auto* in = static_cast<const Any<u32>*>(source);
     // Magnitudes are compared as integers: the bits of floats without a sign have the order of
@@ -419,13 +419,13 @@ float encode_block(void* codes, const void* source, std::size_t count) {
         largest = magnitude > largest ? magnitude : largest;
     }
     // Not finite, or below 2^-100: a bound well above the magnitudes for which `inverse` overflows
-    // or the scale is subnormal. See src/potluck/codecs/int8.py.
+    // or the scale is subnormal. See src/potluck/codecs/integers.py.
     if (largest >= 0x7f800000u || largest < 0x0d800000u) {
         __builtin_memset(codes, 0, count);
         return largest >= 0x7f800000u ? from_bits(0x7fc00000u) : 0.0f;
     }
     const float maximum = from_bits(largest);
-    const float inverse = 127.0f / maximum;
+    const float inverse = levels / maximum;
     // Adding 1.5 * 2^23 rounds to the nearest integer, ties to even: the last place of such a float
     // is 1. The integer is then in the low bits, in two's complement.
     POTLUCK_LOOP
@@ -433,7 +433,7 @@ float encode_block(void* codes, const void* source, std::size_t count) {
         const float shifted = from_bits(in[i].value) * inverse + 12582912.0f;
         out[i].value = static_cast<u8>(to_bits(shifted));
     }
-    return maximum / 127.0f;
+    return maximum / levels;
 }
 
 template <bool add>
@@ -447,11 +447,140 @@ void decode_block(void* target, const void* codes, float scale, std::size_t coun
     }
 }
 
-void subtract_loop(void* target, const void* source, std::size_t count) {
-    auto* out = static_cast<Any<float>*>(target);
-    const auto* in = static_cast<const Any<float>*>(source);
+// `count` signed codes of one byte to and from `bits` (4 or 2) each. Byte i holds, from its low
+// bits on, the codes i, i + size, i + 2 * size, ..., where size is the number of bytes: so a vector
+// of bytes is made of whole vectors of codes.
+template <int bits>
+void pack_block(void* packed, const void* codes, std::size_t count) {
+    constexpr int per_byte = 8 / bits;
+    constexpr u32 mask = (1u << bits) - 1;
+    const std::size_t size = (count + per_byte - 1) / per_byte;
+    auto* out = static_cast<Any<u8>*>(packed);
+    const auto* in = static_cast<const Any<u8>*>(codes);
+    const std::size_t last = count - (per_byte - 1) * size;  // codes in the last, shorter, row
+    if (last > size) {  // fewer codes than rows: only for blocks of one to five codes
+        for (std::size_t i = 0; i < size; ++i) {
+            u32 byte = 0;
+            for (int row = 0; row < per_byte; ++row) {
+                const std::size_t at = i + row * size;
+                if (at < count) byte |= (in[at].value & mask) << (row * bits);
+            }
+            out[i].value = static_cast<u8>(byte);
+        }
+        return;
+    }
     POTLUCK_LOOP
-    for (std::size_t i = 0; i < count; ++i) out[i].value = in[i].value - out[i].value;
+    for (std::size_t i = 0; i < size; ++i) {
+        u32 byte = 0;
+        for (int row = 0; row < per_byte - 1; ++row) {
+            byte |= (in[i + row * size].value & mask) << (row * bits);
+        }
+        out[i].value = static_cast<u8>(byte);
+    }
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < last; ++i) {
+        const u32 code = in[i + (per_byte - 1) * size].value & mask;
+        out[i].value = static_cast<u8>(out[i].value | code << (8 - bits));
+    }
+}
+
+template <int bits>
+void unpack_block(void* codes, const void* packed, std::size_t count) {
+    constexpr int per_byte = 8 / bits;
+    constexpr int mask = (1 << bits) - 1, sign = 1 << (bits - 1);
+    const std::size_t size = (count + per_byte - 1) / per_byte;
+    const auto* in = static_cast<const Any<u8>*>(packed);
+    for (int row = 0; row < per_byte; ++row) {
+        const std::size_t begin = row * size;
+        if (begin >= count) return;
+        const std::size_t n = count - begin < size ? count - begin : size;
+        Any<u8>* const out = static_cast<Any<u8>*>(codes) + begin;
+        POTLUCK_LOOP
+        for (std::size_t i = 0; i < n; ++i) {
+            const int code = (in[i].value >> (row * bits)) & mask;
+            out[i].value = static_cast<u8>((code ^ sign) - sign);
+        }
+    }
+}
+
+void keep_lost(void* residual, const void* sent, const void* decoded, std::size_t count) {
+    auto* out = static_cast<Any<float>*>(residual);
+    const auto* from = static_cast<const Any<float>*>(sent);
+    const auto* to = static_cast<const Any<float>*>(decoded);
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) {
+        const float lost = from[i].value - to[i].value;
+        out[i].value = (to_bits(lost) & 0x7f800000u) == 0x7f800000u ? 0.0f : lost;
+    }
+}
+
+// -- magnitudes, as integers (see encode_block)
+
+// The maxima of groups of 16 magnitudes: of each whole 256 values the 16 columns, and each of the
+// values behind those by itself.
+void group_maxima(u32* maxima, const void* values, std::size_t count) {
+    const auto* in = static_cast<const Any<u32>*>(values);
+    std::size_t i = 0;
+    for (; i + 256 <= count; i += 256, maxima += 16) {
+        u32 columns[16] = {};
+        for (std::size_t row = 0; row < 256; row += 16) {
+            POTLUCK_LOOP
+            for (std::size_t j = 0; j < 16; ++j) {
+                const u32 magnitude = in[i + row + j].value & 0x7fffffffu;
+                columns[j] = magnitude > columns[j] ? magnitude : columns[j];
+            }
+        }
+        __builtin_memcpy(maxima, columns, sizeof columns);
+    }
+    for (; i < count; ++i) *maxima++ = in[i].value & 0x7fffffffu;
+}
+
+// Counted in 32 bits, as wide as the values: count < 2^32.
+std::size_t count_at_least(const u32* magnitudes, std::size_t count, u32 bound) {
+    u32 found = 0;
+    POTLUCK_LOOP
+    for (std::size_t i = 0; i < count; ++i) found += magnitudes[i] >= bound ? 1u : 0u;
+    return found;
+}
+
+std::size_t collect(u32* positions, u32* magnitudes, const void* values, std::size_t count,
+                    u32 bound) {
+    const auto* in = static_cast<const Any<u32>*>(values);
+    std::size_t found = 0, i = 0;
+#if defined(__AVX512F__)
+    const __m512i least = _mm512_set1_epi32(static_cast<int>(bound));
+    const __m512i no_sign = _mm512_set1_epi32(0x7fffffff);
+    for (; i + 16 <= count; i += 16) {
+        const __m512i magnitude = _mm512_and_si512(_mm512_loadu_si512(in + i), no_sign);
+        u32 hits = _mm512_cmpge_epu32_mask(magnitude, least);
+        for (; hits != 0; hits &= hits - 1) {
+            const std::size_t at = i + static_cast<std::size_t>(__builtin_ctz(hits));
+            positions[found] = static_cast<u32>(at);
+            magnitudes[found++] = in[at].value & 0x7fffffffu;
+        }
+    }
+#elif defined(__AVX2__)
+    // Signed comparison serves: neither magnitudes nor the bound have a sign bit.
+    const __m256i below = _mm256_set1_epi32(static_cast<int>(bound) - 1);
+    const __m256i no_sign = _mm256_set1_epi32(0x7fffffff);
+    for (; i + 8 <= count; i += 8) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
+        const __m256i above = _mm256_cmpgt_epi32(_mm256_and_si256(bits, no_sign), below);
+        u32 hits = static_cast<u32>(_mm256_movemask_ps(_mm256_castsi256_ps(above)));
+        for (; hits != 0; hits &= hits - 1) {
+            const std::size_t at = i + static_cast<std::size_t>(__builtin_ctz(hits));
+            positions[found] = static_cast<u32>(at);
+            magnitudes[found++] = in[at].value & 0x7fffffffu;
+        }
+    }
+#endif
+    for (; i < count; ++i) {
+        const u32 magnitude = in[i].value & 0x7fffffffu;
+        if (magnitude < bound) continue;
+        positions[found] = static_cast<u32>(i);
+        magnitudes[found++] = magnitude;
+    }
+    return found;
 }
 
 // -- the table
@@ -542,7 +671,12 @@ Kernels fill(const char* name) {
     table.encode_block = encode_block;
     table.decode_block = decode_block<false>;
     table.decode_add_block = decode_block<true>;
-    table.subtract = subtract_loop;
+    table.pack4 = {pack_block<4>, unpack_block<4>};
+    table.pack2 = {pack_block<2>, unpack_block<2>};
+    table.keep_lost = keep_lost;
+    table.group_maxima = group_maxima;
+    table.count_at_least = count_at_least;
+    table.collect = collect;
     return table;
 }
 

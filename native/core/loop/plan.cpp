@@ -145,8 +145,7 @@ Bytes RunningPlan::encode_segment(const Segment& segment) const {
         // the sum, keep what this call loses.
         const uint64_t first = start + segment.number * arguments.plan->segment_elements;
         float* residual = arguments.residual + first;
-        combine(Dtype::float32, Op::sum, residual, segment.data, segment.elements);
-        encode_with_residual(spec.codec, bytes->data(), residual, residual, segment.elements);
+        encode_with_residual(spec.codec, bytes->data(), residual, segment.data, segment.elements);
     }
     return bytes;
 }

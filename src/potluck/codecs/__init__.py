@@ -1,6 +1,7 @@
 """Codecs: lossy encodings of float32 arrays for sending. Pure: arrays in, arrays out."""
 
+from potluck.codecs import kernels
 from potluck.codecs.codec import Codec, check_dtype
 from potluck.codecs.registry import NAMES, codec_of
 
-__all__ = ["NAMES", "Codec", "check_dtype", "codec_of"]
+__all__ = ["NAMES", "Codec", "check_dtype", "codec_of", "kernels"]

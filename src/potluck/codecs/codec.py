@@ -44,11 +44,24 @@ class Codec(ABC):
         self.decode(decoded, encoded)
         np.add(target, decoded, out=target)
 
+    def encode_with_residual(self, encoded: Bytes, residual: Floats, source: Floats) -> None:
+        """Encode ``source + residual``; ``residual`` becomes what that loses (error feedback).
+
+        It becomes zero where that is not finite (a gradient was inf or NaN, or beyond fp16's
+        range): one bad step is visible in what is decoded, and not in all steps after it.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            sent = residual + source
+            self.encode(encoded, sent)
+            self.decode(residual, encoded)
+            np.subtract(sent, residual, out=residual)
+        residual[~np.isfinite(residual)] = 0
+
     @abstractmethod
     def error_bound(self, largest: float) -> float:
         """The largest error of a decoded value if no magnitude in its block exceeds ``largest``.
 
-        Valid up to the largest magnitude of the codec (fp16: 65504; bf16 and int8: slightly below
+        Valid up to the largest magnitude of the codec (fp16: 65504; others: slightly below
         float32's). Values that are not finite decode to values that are not finite.
         """
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from potluck.codecs.codec import Codec
 from potluck.codecs.halves import Bf16, Fp16
-from potluck.codecs.int8 import Int8
+from potluck.codecs.integers import Int
 
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp16(), Bf16(), Int8())}
+_CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (Fp16(), Bf16(), Int(8, 3), Int(4, 4), Int(2, 5))
+}
 
 NAMES = tuple(_CODECS)
 

@@ -6,8 +6,8 @@ bits   meaning
 60-63  operation, counted from 1; 0: an internal call of the engine, which errors do not describe
 56-59  dtype, its code on the wire
 52-55  reduction, counted from 1; 0: none
-48-51  algorithm, counted from 1; a call with a codec: the pair of algorithm and codec, counted on
-24-47  elements of one rank's part; the largest number stands for all above it
+47-51  algorithm, counted from 1; a call with a codec: the pair of algorithm and codec, counted on
+24-46  elements of one rank's part; the largest number stands for all above it
 0-23   hash of the whole call, with its shape, root, segment size and members
 =====  ====================================================================================
 
@@ -44,8 +44,8 @@ _HOW = (
     *((algorithm, "") for algorithm in Algorithm),
     *itertools.product((Algorithm.DIRECT, Algorithm.HIERARCHICAL), CODECS),
 )
-"""Pairs of algorithm and codec; four bits hold 15. The native core writes (shared_memory, "")."""
-_MANY = (1 << 24) - 1
+"""Pairs of algorithm and codec; five bits hold 31. The native core writes (shared_memory, "")."""
+_MANY = (1 << 23) - 1
 
 
 def fingerprint_of(
@@ -62,7 +62,7 @@ def fingerprint_of(
         (OPERATIONS.index(operation) + 1, 60),
         (code_of_name(dtype), 56),
         (0 if op is None else REDUCTIONS.index(op) + 1, 52),
-        (_HOW.index((algorithm, codec)) + 1, 48),
+        (_HOW.index((algorithm, codec)) + 1, 47),
         (min(count, _MANY), 24),
     )
     return sum(word << shift for word, shift in words) | _hash(text, 24)
@@ -79,7 +79,8 @@ def _hash(text: str, bits: int) -> int:
 
 def describe(fingerprint: int) -> str:
     """The call as errors name it, without shape and root; empty for an internal or unknown call."""
-    operation, dtype, op, how = (fingerprint >> shift & 15 for shift in (60, 56, 52, 48))
+    operation, dtype, op = (fingerprint >> shift & 15 for shift in (60, 56, 52))
+    how = fingerprint >> 47 & 31
     if not 0 < operation <= len(OPERATIONS) or not 0 < dtype <= len(NAMES):
         return ""
     if OPERATIONS[operation - 1] is Operation.BARRIER:

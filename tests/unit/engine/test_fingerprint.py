@@ -31,7 +31,7 @@ def test_a_fingerprint_says_which_call_it_is() -> None:
     )
     huge = replace(CALL, shape=(1 << 30,))
     assert describe(huge.fingerprint) == (
-        "all_reduce(float32, at least 16777215 elements, op sum, tree)"
+        "all_reduce(float32, at least 8388607 elements, op sum, tree)"
     )
 
 

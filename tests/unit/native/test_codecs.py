@@ -39,8 +39,8 @@ def space(size: int, offset: int) -> np.ndarray:
 
 
 def same_encoding(codec: Codec, one: np.ndarray, other: np.ndarray, count: int) -> bool:
-    if codec.name == "int8":
-        at = codec.encoded_bytes(count) - count
+    if codec.name.startswith("int"):
+        at = 4 * -(-count // 256)
         return same_bits(
             one[:at].copy().view("f4"), other[:at].copy().view("f4")
         ) and np.array_equal(one[at:], other[at:])
@@ -80,18 +80,16 @@ def test_decode_and_decode_accumulate(
 
 
 @settings(max_examples=80)
-@given(codecs, lengths, offsets, seeds, ordinary, st.booleans())
+@given(codecs, lengths, offsets, seeds, ordinary)
 def test_what_error_feedback_keeps(
-    codec: Codec, count: int, offset: int, seed: int, is_ordinary: bool, in_place: bool
+    codec: Codec, count: int, offset: int, seed: int, is_ordinary: bool
 ) -> None:
     source = floats(count, offset, seed, is_ordinary)
+    residual = floats(count, 0, seed + 1, True)
+    left = residual.copy()
     expected = space(codec.encoded_bytes(count), 0)
-    codec.encode(expected, source)
-    left = np.empty_like(source)
-    codec.decode(left, expected)
-    left = source - left
+    codec.encode_with_residual(expected, left, source)
     encoded = space(codec.encoded_bytes(count), offset)
-    residual = source if in_place else np.empty_like(source)
     native.core.encode_with_residual(codec.code, encoded, residual, source)
     assert same_encoding(codec, encoded, expected, count)
     assert same_bits(residual, left)

@@ -24,10 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from potluck.codecs import Codec, check_dtype
+from potluck.codecs import Codec, check_dtype, kernels
 from potluck.codecs.codec import Bytes, Floats
 from potluck.collectives.plan import Action, Algorithm, Operation, Plan
-from potluck.engine.arrays import kernels
 from potluck.engine.arrays.layout import Array, Chunks, bounds
 from potluck.types import ReduceOp
 

@@ -1,6 +1,6 @@
 """The arithmetic of the engine: the native kernels where they are and pay, else their twins.
 
-Both give the same bits (``reduction.py``, ``codecs/``), so ranks with and without the native core
+Both give the same bits (``reduction.py``), so ranks with and without the native core
 work in one group.
 """
 
@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 
 from potluck import native
-from potluck.codecs.codec import Bytes, Codec, Floats
 from potluck.engine.arrays import reduction
 from potluck.engine.arrays.layout import Array
 from potluck.types import ReduceOp
@@ -34,39 +33,3 @@ def conclude(op: ReduceOp, array: Array, world_size: int) -> None:
         native.core.divide(code_of(array.dtype), array.view(np.uint8), world_size)
     else:
         reduction.conclude(op, array, world_size)
-
-
-def encode(codec: Codec, encoded: Bytes, source: Floats) -> None:
-    """``encoded`` is filled with what stands for ``source``."""
-    if native.available:
-        native.core.encode(codec.code, encoded, source)
-    else:
-        codec.encode(encoded, source)
-
-
-def encode_with_residual(codec: Codec, encoded: Bytes, residual: Floats, source: Floats) -> None:
-    """``encoded`` stands for ``source + residual``; what that loses becomes the new residual."""
-    np.add(residual, source, out=residual)
-    if native.available:
-        native.core.encode_with_residual(codec.code, encoded, residual, residual)
-    else:
-        codec.encode(encoded, residual)
-        decoded = np.empty_like(residual)
-        codec.decode(decoded, encoded)
-        np.subtract(residual, decoded, out=residual)
-
-
-def decode(codec: Codec, target: Floats, encoded: Bytes) -> None:
-    """``target`` is filled with what ``encoded`` stands for."""
-    if native.available:
-        native.core.decode(codec.code, target, encoded)
-    else:
-        codec.decode(target, encoded)
-
-
-def decode_accumulate(codec: Codec, target: Floats, encoded: Bytes) -> None:
-    """What ``encoded`` stands for is added to ``target``."""
-    if native.available:
-        native.core.decode_accumulate(codec.code, target, encoded)
-    else:
-        codec.decode_accumulate(target, encoded)

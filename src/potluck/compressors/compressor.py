@@ -1,0 +1,183 @@
+"""The compressor of gradients without a network, with one residual for each name."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.compressors.compressed import Compressed
+from potluck.compressors.encoded import Int
+from potluck.compressors.strategy import Strategy
+from potluck.compressors.topk import TopK
+
+_log = logging.getLogger(__name__)
+
+Array = NDArray[Any]
+
+_DTYPES = tuple(map(np.dtype, (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)))
+
+
+class GradientCompressor:
+    """Compresses gradients by a ``strategy``, with error feedback.
+
+        compressor = GradientCompressor(TopK(0.01))
+        small = compressor.compress(gradient, "layer.weight")
+        restored = compressor.decompress(small)
+
+    With ``error_feedback`` what a call loses is kept and added to the next array of the same name,
+    so that over all calls the sum of what was decompressed is the sum of what was compressed minus
+    the residual (Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al.,
+    "Error Feedback Fixes SignSGD", 2019). The residual has float32's precision (of float64 arrays
+    float64's) and the array's number of elements.
+
+    Elements that are inf or NaN stay visible in what is decompressed, are counted in
+    ``num_nonfinite`` by name and reported with the name in a warning. They never enter a residual.
+    """
+
+    def __init__(self, strategy: Strategy, *, error_feedback: bool = True) -> None:
+        if not isinstance(strategy, Strategy):
+            raise TypeError(
+                f"strategy is {strategy!r}; it must be one such as TopK(0.01) or Int(bits=8)"
+            )
+        self.strategy = strategy
+        self.error_feedback = error_feedback
+        self.num_nonfinite: Counter[str] = Counter()
+        """By name: how many elements of all calls were inf or NaN."""
+        self._steps: Counter[str] = Counter()
+        self._residuals: dict[str, Array] = {}
+
+    def compress(self, array: Array, name: str = "gradient") -> Compressed:
+        """Compress a float32, float64, float16 or bfloat16 array of any shape.
+
+        Arrays of one name must have one shape and dtype, for they share a residual. TypeError for
+        other dtypes and objects, ValueError for another shape or dtype than before.
+        """
+        flat = _flat(array, name)
+        residual = self._residual(name, array) if self.error_feedback else None
+        step = self._steps[name]
+        if array.dtype == np.float32:
+            source = flat
+            payload = self.strategy.compress(source, residual, step)
+        else:
+            payload, source = self._through_float32(flat, residual, step)
+        self._steps[name] += 1
+        made = Compressed(self.strategy, payload, array.shape, array.dtype, step)
+        if self.strategy.looks_finite(payload, source):
+            return made
+        return self._with_count(made, array, name)
+
+    def decompress(self, compressed: Compressed) -> Array:
+        """The array that ``compressed`` stands for, of its shape and dtype."""
+        return compressed.decompress()
+
+    def residual(self, name: str = "gradient") -> Array | None:
+        """What earlier calls have lost, a copy in the shape of the array; None before the first."""
+        kept = self._residuals.get(name)
+        return None if kept is None else kept.copy()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals and steps by name, copies, with the strategy that they belong to."""
+        return {
+            "strategy": repr(self.strategy),
+            "steps": dict(self._steps),
+            "residuals": {name: each.copy() for name, each in self._residuals.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state_dict()``. ValueError for the state of another strategy."""
+        missing = {"strategy", "steps", "residuals"} - state.keys()
+        if missing:
+            raise ValueError(f"not the state of a GradientCompressor: it has no {min(missing)!r}")
+        if state["strategy"] != repr(self.strategy):
+            raise ValueError(
+                f"the state belongs to {state['strategy']}, this compressor is {self.strategy!r}: "
+                "a residual means nothing to another strategy; start from zeros instead"
+            )
+        self._steps = Counter(state["steps"])
+        self._residuals = {name: np.array(each) for name, each in state["residuals"].items()}
+
+    def _residual(self, name: str, array: Array) -> Array:
+        wide = np.dtype(np.float64 if array.dtype == np.float64 else np.float32)
+        kept = self._residuals.setdefault(name, np.zeros(array.shape, wide))
+        if kept.shape != array.shape or kept.dtype != wide:
+            raise ValueError(
+                f"{name} is {array.dtype} of shape {array.shape}, but its residual is {kept.dtype} "
+                f"of shape {kept.shape}: an array of another shape needs a name of its own"
+            )
+        return kept.reshape(-1)
+
+    def _through_float32(
+        self, flat: Array, residual: Array | None, step: int
+    ) -> tuple[Any, NDArray[np.float32]]:
+        """The payload of an array of another dtype, and the array as float32.
+
+        The residual is kept for what is decompressed in the array's own dtype.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            if residual is None:
+                source = flat.astype(np.float32)
+                return self.strategy.compress(source, None, step), source
+            residual += flat.astype(residual.dtype, copy=False)
+            source = residual.astype(np.float32)
+            payload = self.strategy.compress(source, np.zeros_like(source), step)
+            decoded = self.strategy.decompress(payload, flat.size, step)
+            residual -= decoded.astype(flat.dtype).astype(residual.dtype)
+        residual[~np.isfinite(residual)] = 0
+        return payload, source
+
+    def _with_count(self, made: Compressed, array: Array, name: str) -> Compressed:
+        num = int(np.count_nonzero(~np.isfinite(array)))
+        where = "is inf or NaN"
+        if not num:
+            num = int(np.count_nonzero(~np.isfinite(made.decompress())))
+            where = f"is beyond the range of {self.strategy!r}"
+        if not num:
+            return made
+        self.num_nonfinite[name] += num
+        _log.warning("%s: %d of %d elements: a value %s", name, num, array.size, where)
+        return Compressed(made.strategy, made.payload, made.shape, made.dtype, made.step, num)
+
+
+def quantize_gradients(
+    gradients: Array, num_bits: Literal[8, 4, 2] = 8, *, name: str = "gradients"
+) -> Compressed:
+    """``gradients`` as integers of 8, 4 or 2 bits with one scale for 256 elements, without error
+    feedback.
+
+    ``.decompress()`` of the result gives the array. Takes what ``GradientCompressor`` takes.
+    """
+    return GradientCompressor(Int(num_bits), error_feedback=False).compress(gradients, name)
+
+
+def sparsify_gradients(
+    gradients: Array, sparsity: float = 0.99, *, name: str = "gradients"
+) -> Compressed:
+    """The elements of ``gradients`` with the largest magnitudes, all but the share ``sparsity``.
+
+    Exact over the whole array, without error feedback. ``.decompress()`` of the result gives the
+    array with zeros. Takes what ``GradientCompressor`` takes; ValueError unless 0 <= ``sparsity`` <
+    1.
+    """
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"sparsity is {sparsity}; it must be at least 0 and below 1")
+    strategy = TopK(1 - sparsity, chunk=None)
+    return GradientCompressor(strategy, error_feedback=False).compress(gradients, name)
+
+
+def _flat(array: Array, name: str) -> Array:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            f"{name} is a {type(array).__name__}; compress takes NumPy arrays (of a torch "
+            "tensor on the CPU: tensor.numpy())"
+        )
+    if array.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name} is {array.dtype}; float32, float64, float16 and bfloat16 can be compressed"
+        )
+    return np.ascontiguousarray(array).reshape(-1)
