@@ -122,7 +122,7 @@ def the_codec_hook_says_what_it_can_not_do(run):
             return str(error)
         raise AssertionError("nothing was raised")
 
-    assert "int4" in reason(lambda: CodecState("int4"))
+    assert "int3" in reason(lambda: CodecState("int3"))
     gloo = dist.new_group(backend="gloo")
     state = CodecState("bf16", process_group=gloo)
     assert "init_process_group('potluck')" in reason(state.group)
