@@ -316,7 +316,7 @@ def wrong_calls(ctx: DistributedContext) -> list[tuple[type[Exception], str, Any
     short = np.zeros(7, np.float32)
     return [
         (TypeError, "codec='int8' encodes float32", lambda: ctx.all_reduce(doubles, codec="int8")),
-        (ValueError, "no codec 'int3'", lambda: ctx.all_reduce(floats, codec="int4")),
+        (ValueError, "no codec 'int3'", lambda: ctx.all_reduce(floats, codec="int3")),
         (ValueError, "sum or mean", lambda: ctx.all_reduce(floats, "max", codec="int8")),
         (ValueError, "direct", lambda: ctx.all_reduce(floats, algorithm="ring", codec="int8")),
         (ValueError, "name the codec", lambda: ctx.all_reduce(floats, residual=floats)),
