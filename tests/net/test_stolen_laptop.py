@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from support.clusters import found_cluster
 from support.figures import Figures
+from support.hosts import Network
 from support.machines import PSK, Machine, agreed, cluster_of, form, marks
 
 pytestmark = pytest.mark.needs_root_netns
@@ -24,6 +26,7 @@ PAGE = "security"
 # An agent of the thief's own making: it talks to anybody, whatever key or list they have.
 THIEF = """
 import asyncio, json, sys
+from contextlib import ExitStack
 from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from potluck.cluster.topology.versions import own_versions
@@ -139,3 +142,38 @@ def test_a_stolen_laptop_never_comes_back(figures: Figures, tmp_path: Path) -> N
         for each in (ada, bob):
             assert stolen.node not in {n["node"] for n in each.cluster()["nodes"]}
         figures.take(fault, "scripts that it ran on others:", 0, asked=0, unit="", page=PAGE)
+
+
+SLOW_CLOCK = """
+import time
+_right = time.time
+time.time = lambda: _right() - 5 * 365 * 86400.0
+"""
+
+
+def test_a_machine_whose_clock_is_years_behind_does_not_hear_an_admission_that_has_ended(
+    tmp_path: Path,
+) -> None:
+    """By that clock the laptop is welcome for five more years."""
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(SLOW_CLOCK)
+    homes, slow = tmp_path / "homes", {"PYTHONPATH": str(tmp_path / "clock")}
+    with Network(3) as network, ExitStack() as stack:
+        ada, bob, laptop = (
+            stack.enter_context(Machine(host, homes, psk="", **clock))
+            for host, clock in zip(network, ({}, slow, {}), strict=True)
+        )
+        found_cluster(ada.home, bob.home, laptop.home, psk=bytes.fromhex(PSK))
+        form(ada, bob, laptop)
+        since = marks([ada, bob, laptop])
+        assert ada.runs("admit", laptop.name, "--days", "0.00001").returncode == 0
+        laptop.says("this node is banned from the cluster", since=since[laptop])
+        agreed(ada, bob, since=since)
+        answers = attempts(laptop, PSK, ada, bob)
+        assert all(each[3].startswith("Refused: ") for each in answers), answers
+        by_key = [each[3] for each in answers if each[0] == "its own key"]
+        assert all("its admission has ended" in answer for answer in by_key), answers
+        assert ada.runs("rotate").returncode == 0
+        ada.shows(all_have_the_newest_secret)
+        assert secret(bob) == secret(ada) != PSK
+        assert secret(laptop) == PSK
