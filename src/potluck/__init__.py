@@ -37,8 +37,15 @@ if TYPE_CHECKING:
     from potluck.context import all_reduce_sum as all_reduce_sum
     from potluck.context import init as init
     from potluck.engine.work import Work as Work
+    from potluck.estimators.trainers import DistributedKMeansTrainer as DistributedKMeansTrainer
+    from potluck.estimators.trainers import (
+        DistributedRandomForestTrainer as DistributedRandomForestTrainer,
+    )
+    from potluck.torch.trainer import DistributedNeuralNetTrainer as DistributedNeuralNetTrainer
     from potluck.training.balance import balance_workload as balance_workload
     from potluck.training.partition import DataPartitioner as DataPartitioner
+    from potluck.training.trainer import DistributedTrainer as DistributedTrainer
+    from potluck.training.trainer import TrainingStrategy as TrainingStrategy
     from potluck.types import Group as Group
     from potluck.types import Member as Member
     from potluck.types import ReduceOp as ReduceOp
@@ -60,8 +67,13 @@ _HOMES = {
         *("Commit", "DistributedContext", "Message", "all_reduce_mean", "all_reduce_sum", "init"),
     ),
     "potluck.engine.work": ("Work",),
+    "potluck.estimators.trainers": (
+        *("DistributedKMeansTrainer", "DistributedRandomForestTrainer"),
+    ),
+    "potluck.torch.trainer": ("DistributedNeuralNetTrainer",),
     "potluck.training.balance": ("balance_workload",),
     "potluck.training.partition": ("DataPartitioner",),
+    "potluck.training.trainer": ("DistributedTrainer", "TrainingStrategy"),
     "potluck.types": ("Group", "Member", "ReduceOp"),
 }
 """The module of each public name. The block above is for type checkers; a test compares the two."""

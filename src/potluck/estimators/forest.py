@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from sklearn import ensemble
-from sklearn.base import clone
 from sklearn.utils import check_random_state, column_or_1d
 from sklearn.utils._param_validation import StrOptions
 from sklearn.utils.validation import validate_data
@@ -201,7 +200,7 @@ class _Fit:
         model._n_samples = last["num"]
         model.estimator_ = model.estimator
         model.estimators_ = [
-            trees.unpack(packed, self._tree(), model.n_features_in_, num_classes)
+            trees.unpack(packed, trees.like(model), model.n_features_in_, num_classes)
             for packed in last["trees"]
         ]
         return last
@@ -300,11 +299,6 @@ class _Fit:
             mixed = np.random.RandomState([seed, self.ctx.rank, len(state["trees"])])
             seed = int(mixed.randint(2**31 - 1))
         return base(**options | {"random_state": seed, "warm_start": True})
-
-    def _tree(self) -> Any:
-        model = self.model
-        options = {name: getattr(model, name) for name in model.estimator_params}
-        return clone(model.estimator).set_params(**options)
 
     def _shard(self, X: Any, y: Any, weights: Any) -> Shard:
         model = self.model

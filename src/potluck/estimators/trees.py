@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from sklearn.base import clone
 from sklearn.tree import DecisionTreeClassifier
 from sklearn.tree._tree import NODE_DTYPE, Tree
 
@@ -14,6 +15,12 @@ Packed = dict[str, Any]
 def node_format() -> str:
     """The fields of a node, which differ between versions of scikit-learn."""
     return str(NODE_DTYPE.descr)
+
+
+def like(forest: Any) -> Any:
+    """A tree with the parameters of the trees of ``forest``, not fitted."""
+    options = {name: getattr(forest, name) for name in forest.estimator_params}
+    return clone(forest.estimator).set_params(**options)
 
 
 def pack(tree: Any, columns: Any, num_classes: int) -> Packed:

@@ -107,8 +107,9 @@ class ElasticLoop(elastic.ElasticLoop):
         self._scaler = scalers[0] if scalers else None
         for scaler in scalers:
             scaler.attach(optimizers, partial(super().commit, skipped=True))
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._before_optimizer_step)
+        self._hooks = [
+            each.register_step_pre_hook(self._before_optimizer_step) for each in optimizers
+        ]
 
     def __iter__(self) -> Iterator[Any]:
         for share in super().__iter__():
@@ -125,6 +126,8 @@ class ElasticLoop(elastic.ElasticLoop):
             yield samples
         if self._probe is not None:
             self._probe.close()  # another loop may train the same model
+        for hook in self._hooks:
+            hook.remove()
 
     def log(self, **facts: Any) -> None:
         """Report facts to ``potluck run`` and ``potluck status``: names and numbers or strings.

@@ -1,0 +1,126 @@
+"""Trainers over the estimators: k-means and random forests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from potluck.estimators import trees
+from potluck.estimators.forest import RandomForestClassifier, RandomForestRegressor
+from potluck.estimators.kmeans import KMeans
+from potluck.estimators.shards import Array
+from potluck.training.trainer import DistributedTrainer, Parameters, TrainingStrategy
+
+if TYPE_CHECKING:
+    from potluck.context import DistributedContext
+
+
+class DistributedKMeansTrainer(DistributedTrainer):
+    """k-means over all ranks' samples: a trainer over
+    [KMeans][potluck.estimators.KMeans], with its cost and errors."""
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        n_clusters: int = 8,
+        max_iterations: int = 100,
+        *,
+        strategy: TrainingStrategy = TrainingStrategy.DATA_PARALLEL,
+        random_state: Any = None,
+    ) -> None:
+        super().__init__(ctx, strategy)
+        self.model = KMeans(n_clusters, max_iter=max_iterations, random_state=random_state, ctx=ctx)
+
+    def train_epoch(self, X: Any, y: Any = None) -> float:
+        """Up to ``max_iterations`` of Lloyd's algorithm on all ranks' ``X``, from the centroids so
+        far; returns the mean squared distance from them. ``X`` is this rank's shard."""
+        if hasattr(self.model, "cluster_centers_"):
+            self.model.set_params(init=self.model.cluster_centers_)
+        self.model.fit(X)
+        num = len(self.model.labels_)
+        return self._end_epoch(-float(self.model.score(X)) / num if num else np.nan, num)
+
+    def get_centroids(self) -> Array:
+        """A copy of the centroids, of shape (n_clusters, features)."""
+        return np.array(self.model.cluster_centers_)
+
+    def get_parameters(self) -> Parameters:
+        return {"centroids": self.get_centroids()}
+
+    def set_parameters(self, parameters: Mapping[str, Array]) -> None:
+        self.model.set_params(init=np.array(parameters["centroids"]))
+        self.model.cluster_centers_ = np.array(parameters["centroids"])
+
+    def predict(self, X: Any) -> Array:
+        """The number of the nearest centroid for each row of ``X``."""
+        return np.asarray(self.model.predict(X))
+
+
+class DistributedRandomForestTrainer(DistributedTrainer):
+    """A random forest of trees from all ranks: a trainer over
+    [RandomForestClassifier][potluck.estimators.RandomForestClassifier] or, with
+    ``task="regression"``, its regressor, with their cost and errors.
+
+    ``options`` are further arguments of the forest, such as ``max_depth``.
+    """
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        n_estimators: int = 100,
+        *,
+        task: str = "classification",
+        strategy: TrainingStrategy = TrainingStrategy.DATA_PARALLEL,
+        **options: Any,
+    ) -> None:
+        super().__init__(ctx, strategy)
+        kinds = {"classification": RandomForestClassifier, "regression": RandomForestRegressor}
+        if task not in kinds:
+            raise ValueError(f"task is {task!r}; it must be 'classification' or 'regression'")
+        self.model: Any = kinds[task](n_estimators, ctx=ctx, **options)
+
+    def train_epoch(self, X: Any, y: Any = None) -> float:
+        """Grow a new forest on all ranks' samples; returns the fraction of wrong predictions, or
+        the mean squared error. ``X`` and ``y`` are this rank's shard."""
+        self.model.fit(X, y)
+        loss = np.nan
+        if len(X):
+            away = self.model.predict(X) != y if self._is_classifier else self.model.predict(X) - y
+            loss = float(np.mean(np.square(away, dtype=np.float64)))
+        return self._end_epoch(loss, len(X))
+
+    def get_parameters(self) -> Parameters:
+        found: Parameters = {"features": np.array([self.model.n_features_in_])}
+        num_classes = self.model.n_classes_ if self._is_classifier else 0
+        for number, tree in enumerate(self.model.estimators_):
+            packed = trees.pack(tree, np.arange(num_classes), num_classes)
+            found[f"{number}.nodes"], found[f"{number}.values"] = packed["nodes"], packed["values"]
+            found[f"{number}.facts"] = np.array([packed["max_depth"], packed["seed"]], np.int64)
+        if self._is_classifier:
+            found["classes"] = self.model.classes_.copy()
+        return found
+
+    def set_parameters(self, parameters: Mapping[str, Array]) -> None:
+        model, num_classes = self.model, 0
+        if self._is_classifier:
+            model.classes_ = np.array(parameters["classes"])
+            num_classes = model.n_classes_ = len(model.classes_)
+        model.n_features_in_, model.n_outputs_ = int(parameters["features"][0]), 1
+        found: list[Any] = []
+        while f"{len(found)}.nodes" in parameters:
+            name = len(found)
+            depth, seed = parameters[f"{name}.facts"].tolist()
+            packed = {"max_depth": depth, "seed": seed}
+            packed |= {part: parameters[f"{name}.{part}"] for part in ("nodes", "values")}
+            found.append(trees.unpack(packed, trees.like(model), model.n_features_in_, num_classes))
+        model.estimators_ = found
+
+    def predict(self, X: Any) -> Array:
+        """The class, or the value, of each row of ``X``."""
+        return np.asarray(self.model.predict(X))
+
+    @property
+    def _is_classifier(self) -> bool:
+        return isinstance(self.model, RandomForestClassifier)

@@ -1,0 +1,130 @@
+"""The common base of the trainers: one small interface over loops and estimators."""
+
+from __future__ import annotations
+
+import enum
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.training.callbacks import Callbacks
+from potluck.training.metrics import average
+
+if TYPE_CHECKING:
+    from potluck.context import DistributedContext
+
+Parameters = dict[str, NDArray[Any]]
+
+
+class TrainingStrategy(enum.Enum):
+    """How the ranks share the work of a training, and how often they agree."""
+
+    DATA_PARALLEL = "data_parallel"
+    """Every rank has the whole model and a part of the samples; they agree in every step."""
+    MODEL_PARALLEL = "model_parallel"
+    """Every rank has a part of the model."""
+    PARAMETER_SERVER = "parameter_server"
+    """Servers keep the model; workers push gradients and pull parameters."""
+    DECENTRALIZED = "decentralized"
+    """Ranks agree with their neighbours only."""
+    FEDERATED = "federated"
+    """Ranks train for long on their own samples; then they agree."""
+
+
+_ELSEWHERE = {
+    TrainingStrategy.MODEL_PARALLEL: "for parts of a model on each rank see docs/parallelism.md: "
+    "torch's FSDP2, tensor parallelism and pipelining run on potluck's process group",
+}
+
+
+class DistributedTrainer(ABC):
+    """The base of the trainers. Only ``TrainingStrategy.DATA_PARALLEL`` is available.
+
+    ``callbacks`` are as those of the elastic loop: objects with methods such as
+    ``on_epoch_end(epoch, loss)``, or functions ``f(epoch, loss)``. ValueError for another strategy.
+    """
+
+    def __init__(
+        self,
+        ctx: DistributedContext,
+        strategy: TrainingStrategy = TrainingStrategy.DATA_PARALLEL,
+    ) -> None:
+        if not isinstance(strategy, TrainingStrategy):
+            raise TypeError(f"strategy is {strategy!r}: pass a potluck.TrainingStrategy")
+        if strategy is not TrainingStrategy.DATA_PARALLEL:
+            remedy = _ELSEWHERE.get(strategy, "it does not exist yet")
+            raise ValueError(
+                f"{type(self).__name__} has TrainingStrategy.DATA_PARALLEL, not {strategy.name}: "
+                f"{remedy}"
+            )
+        self.ctx = ctx
+        self.strategy = strategy
+        self.epochs = 0
+        """The number of epochs trained so far."""
+        self.callbacks: list[object] = []
+        self._local_loss = math.nan
+        self._num_samples = 0
+
+    @abstractmethod
+    def train_epoch(self, X: Any, y: Any = None) -> float:
+        """Train once on the samples; returns the global loss. A collective call."""
+
+    @abstractmethod
+    def get_parameters(self) -> Parameters:
+        """Copies of the model's parameters by name."""
+
+    @abstractmethod
+    def set_parameters(self, parameters: Mapping[str, NDArray[Any]]) -> None:
+        """Set the model to ``parameters``, a result of ``get_parameters``, on this rank."""
+
+    @abstractmethod
+    def predict(self, X: Any) -> NDArray[Any]:
+        """The predictions of the model for the samples ``X``. Local."""
+
+    def register_callback(self, callback: object) -> None:
+        """Call ``callback`` in later epochs, too."""
+        Callbacks([*self.callbacks, callback])  # checks it
+        self.callbacks.append(callback)
+
+    def aggregate_gradients(
+        self, gradients: Mapping[str, NDArray[Any]], method: str = "mean"
+    ) -> Parameters:
+        """The ``"mean"`` or ``"sum"`` of all ranks' gradients, by name.
+
+        A collective call with equal names, shapes and dtypes on all ranks: one all_reduce for each.
+        """
+        if method not in ("mean", "sum"):
+            raise ValueError(f"method is {method!r}; it must be 'mean' or 'sum'")
+        names = sorted(gradients)
+        return {name: self.ctx.all_reduce(np.array(gradients[name]), method) for name in names}
+
+    def synchronize_model(self, root: int = 0) -> None:
+        """Give every rank the parameters of rank ``root``. A collective call.
+
+        Ranks need parameters of equal shapes. Training keeps them equal by itself.
+        """
+        parameters = self.get_parameters()
+        for name in sorted(parameters):
+            self.ctx.broadcast(parameters[name], root=root)
+        self.set_parameters(parameters)
+
+    def get_local_loss(self) -> float:
+        """The mean loss of this rank's samples in the last epoch; NaN before."""
+        return self._local_loss
+
+    def get_global_loss(self) -> float:
+        """The mean loss of all ranks' samples in the last epoch. A collective call."""
+        found = average(self.ctx, {"loss": self._local_loss}, weight=float(self._num_samples))
+        return found["loss"]
+
+    def _end_epoch(self, local_loss: float, num_samples: int) -> float:
+        """Note the losses of an epoch, and call the callbacks; returns the global loss."""
+        self._local_loss, self._num_samples = local_loss, num_samples
+        loss = self.get_global_loss()
+        Callbacks(self.callbacks).call("on_epoch_end", self.epochs, loss)
+        self.epochs += 1
+        return loss
