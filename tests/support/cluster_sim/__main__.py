@@ -1,6 +1,7 @@
 """The soak: thousands of seeds over all cores; names those that fail and how to see one.
 
-Each seed is two worlds: hosts, disks and networks that fail, and a cluster with a liar.
+Each seed is three worlds: hosts, disks and networks that fail; a cluster with a liar; and hosts
+that are banned while the network is cut.
 
 python -m support.cluster_sim [--first N] [--count N] [--jobs N] [--only WORLD]
 python -m support.cluster_sim --show SEED --only WORLD
@@ -14,13 +15,17 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from support.cluster_sim.liars import LiarWorld
-from support.cluster_sim.world import Broken, World
+from support.cluster_sim.world import BanWorld, Broken, World
 
 MODULE = "support.cluster_sim"
-WORLDS: dict[str, type[World] | type[LiarWorld]] = {"faults": World, "liars": LiarWorld}
+WORLDS: dict[str, Callable[[int], World]] = {
+    "faults": World,
+    "liars": LiarWorld,
+    "bans": BanWorld,
+}
 
 
 def run_world(world: World) -> str:

@@ -62,3 +62,21 @@ def make_plan(chance: random.Random, hosts: list[str]) -> list[Fault]:
         duration = chance.choice([0.3, 1.0, 2.0, 4.0, 8.0]) * chance.uniform(0.5, 1.5)
         plan.append(Fault(kind, when, min(duration, FAULTS_S - when), chosen))
     return sorted(plan, key=lambda fault: fault.at)
+
+
+def make_bans(chance: random.Random, hosts: list[str]) -> list[Fault]:
+    """Bans of any hosts but one, most of them while the one who bans is cut off from some of the
+    others, and beside the faults of ``make_plan``."""
+    plan = [fault for fault in make_plan(chance, hosts) if fault.kind != "ban"]
+    mixed = chance.sample(hosts, len(hosts))
+    victims = mixed[: chance.randint(1, len(hosts) - 1)]
+    for victim in victims:
+        operator = chance.choice([host for host in hosts if host not in victims])
+        at = chance.uniform(4, FAULTS_S - 2)
+        if chance.random() < 0.8:
+            side = {operator, *chance.sample(hosts, chance.randint(1, len(hosts)))} - {victim}
+            start, duration = at - chance.uniform(0, 3), chance.uniform(1, 8)
+            duration = min(duration, FAULTS_S - start)
+            plan.append(Fault("partition", start, duration, tuple(sorted(side))))
+        plan.append(Fault("ban", at, 0.0, (operator, victim)))
+    return sorted(plan, key=lambda fault: fault.at)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from potluck.cluster.membership import events
 from potluck.cluster.membership.protocol import MembershipProtocol
 from potluck.wire.nodes import View
-from support.cluster_sim.faults import FAULTS_S, Fault, make_plan
+from support.cluster_sim.faults import FAULTS_S, Fault, make_bans, make_plan
 from support.cluster_sim.hosts import JOB, Host
 from support.cluster_sim.network import Network, Queue
 
@@ -66,9 +66,7 @@ class World:
             raise self.broken(f"{host.name} went from epoch {before} back to {view.epoch}")
         self._epochs[host.name] = view.epoch
         known = self.views.setdefault((view.history, view.epoch), view)
-        if known != view and self._is_void(host, known.nodes):
-            known = self.views[view.history, view.epoch] = view
-        if known != view and not self._is_out(host):
+        if known != view:
             raise self.broken(f"two views in epoch {view.epoch}: {known} and {view}")
         if host.disk.installed < view.epoch:
             raise self.broken(f"{host.name} uses epoch {view.epoch}, which is not on its disk")
@@ -80,12 +78,8 @@ class World:
 
     def committed(self, host: Host, branch: str, step: int, epoch: int) -> None:
         self.num_commits += 1
-        if self._is_out(host):
-            return
         steps = self.commits.setdefault(branch, {})
-        before, by = steps.setdefault(step, (epoch, host.name))
-        if before != epoch and self._is_void(host, [by]):
-            before, _ = steps[step] = (epoch, host.name)
+        before, _ = steps.setdefault(step, (epoch, host.name))
         if before != epoch:
             raise self.broken(
                 f"{host.name} commits step {step} in epoch {epoch}, others in {before}"
@@ -97,14 +91,6 @@ class World:
         if self._newest_branch:
             self._old_branches.add(self._newest_branch)
         self._newest_branch = branch
-
-    def _is_out(self, host: Host) -> bool:
-        """Whether ``host`` was banned, though it may not know: what it does alone is void."""
-        return any(host.name in other.barred for other in self.hosts.values())
-
-    def _is_void(self, host: Host, nodes: Collection[str]) -> bool:
-        """Whether what ``nodes`` did by themselves is void for ``host``, which knows of a ban."""
-        return set(nodes) <= host.barred
 
     def noted(self, host: Host, action: events.Action) -> None:
         if isinstance(action, events.Save):
@@ -236,3 +222,13 @@ class World:
         paused = [host.name for host in alive if host.node is not None and host.node.paused]
         if paused:
             raise self.broken(f"paused: {paused}")
+
+
+class BanWorld(World):
+    """A world in which several hosts are banned, mostly under cuts."""
+
+    def __init__(self, seed: int) -> None:
+        chance = random.Random(f"bans {seed}")
+        count = chance.choice([2, 3, 3, 4, 4, 5])
+        plan = make_bans(chance, [chr(ord("a") + i) for i in range(count)])
+        super().__init__(seed, plan, count)

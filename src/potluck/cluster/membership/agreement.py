@@ -36,6 +36,7 @@ class ViewAgreement:
     that a node without a view asks to join. ``resigned``: in each history the epoch up to which
     this node has said that it uses no membership; it told then what it had accepted, so it must
     not act on that membership afterwards. ``barred`` are the nodes that may be in no view.
+    ``awaited`` are the members without whose record this node could decide nothing when it tried.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ViewAgreement:
         self.resigned: dict[str, int] = {}
         self.wants = ""
         self.barred: frozenset[str] = frozenset()
+        self.awaited: frozenset[str] = frozenset()
         self.backoff = Backoff(me, now)
         self._storage = storage
         self._outbox = outbox
@@ -72,11 +74,10 @@ class ViewAgreement:
         """The nodes of ``subtracted``."""
         return {member.node for member in self.subtracted}
 
-    def bar(self, nodes: frozenset[str]) -> None:
-        """``nodes`` may be in no view from now on, and have no part in deciding one."""
-        self.barred = nodes
-        if self.paxos is not None:
-            self.paxos.proposer.barred = nodes
+    def given_up(self, history: str) -> int:
+        """The highest epoch that this node ever used, or that it can't use in ``history`` any more:
+        to join, it needs a higher one."""
+        return max(self._storage.record.installed, self.resigned.get(history, 0))
 
     def subtract(self, node: str, incarnation: int) -> None:
         """This ``incarnation`` of ``node`` ended while its lease for this node was good."""
@@ -194,6 +195,8 @@ class ViewAgreement:
         paxos = self.paxos
         assert paxos is not None
         self._outbox.act(*effects.actions)
+        if effects.failed:
+            self.awaited = effects.awaited
         if effects.failed and self.backoff.failed(effects.failed, paxos.proposer.highest, now):
             self._outbox.act(Note(f"no new view yet: {effects.failed}"))
         if effects.accept is not None and paxos.acceptor.accept(effects.accept):
@@ -232,9 +235,8 @@ class ViewAgreement:
         ``told``: another node told of the view, and tells the other nodes as well."""
         before = self.view
         self.view, self.paxos = view, PaxosInstance(self.me, view)
-        self.paxos.proposer.barred = self.barred
         self.subtracted &= set(view.members)
-        self.wants = ""
+        self.wants, self.awaited = "", frozenset()
         self.backoff.reset(now)
         then: list[Action] = []
         if not told:
@@ -295,11 +297,13 @@ class ViewAgreement:
         elif known.member(node) is not None and beat.installed < known.epoch:
             self._outbox.send(node, wire.Decided(known))
 
-    def leave(self, now: float, reason: str) -> None:
-        """Be in no view from now on."""
+    def leave(self, now: float, reason: str, *, resync: bool | None = None) -> None:
+        """Be in no view from now on. ``resync``: workers must drop their state; if it is not said,
+        those of a fork must."""
         if self.view is None:
             return
-        self._outbox.act(Leave(reason, resync=bool(self.view.fork_of)))
+        must_resync = bool(self.view.fork_of) if resync is None else resync
+        self._outbox.act(Leave(reason, must_resync))
         self.view, self.paxos = None, None
         self.subtracted.clear()
         self._on_left(now)

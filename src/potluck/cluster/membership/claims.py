@@ -16,7 +16,7 @@ from potluck.cluster.membership.election import has_majority
 from potluck.cluster.membership.failure_detector import PeerHealth, Status
 from potluck.wire.nodes import Heartbeat, View, ViewMember
 
-_UNCONFIRMED = 8
+_UNCONFIRMED = 1 << 10
 
 Peers = Mapping[str, PeerHealth]
 

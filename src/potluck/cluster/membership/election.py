@@ -33,20 +33,6 @@ def has_majority(
     return 2 * voting > len(living)
 
 
-def are_all(
-    members: Collection[ViewMember],
-    acks: Collection[str],
-    subtracted: Collection[str],
-    barred: Collection[str],
-) -> bool:
-    """Whether ``acks`` are all of ``members`` that are neither ``subtracted`` nor ``barred``, and
-    some are barred. They may decide even without a majority: whatever was decided before, by a
-    majority, one of them has a part in it; and what the barred decided by themselves is void."""
-    left = {member.node for member in members if member.node not in subtracted} - set(barred)
-    is_some_barred = any(member.node in barred for member in members)
-    return is_some_barred and bool(left) and left <= set(acks)
-
-
 def explain_minority(
     members: Collection[ViewMember], acks: Collection[str], subtracted: Collection[str] = ()
 ) -> str:

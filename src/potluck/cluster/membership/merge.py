@@ -23,6 +23,11 @@ class ObservedCluster:
     nodes: tuple[str, ...]
 
     @property
+    def origin(self) -> str:
+        """The history that this one was forked from, or this one."""
+        return self.fork_of or self.history
+
+    @property
     def whole(self) -> bool:
         return len(self.nodes) >= self.size
 
@@ -31,8 +36,11 @@ class ObservedCluster:
         use it; it has jobs; it is no fork; its history has the lesser name."""
         mine = (len(self.nodes), self.busy, not self.fork_of)
         theirs = (len(other.nodes), other.busy, not other.fork_of)
-        names = (self.history, sorted(self.nodes)), (other.history, sorted(other.nodes))
-        return mine > theirs or (mine == theirs and names[0] < names[1])
+        return mine > theirs or (mine == theirs and self._name < other._name)
+
+    @property
+    def _name(self) -> tuple[str, list[str]]:
+        return self.history, sorted(self.nodes)
 
     def gives_way_to(
         self, other: ObservedCluster, forked_from: Collection[str], *, is_fresh: bool
@@ -42,17 +50,22 @@ class ObservedCluster:
 
         What one node claims does not end what several have agreed on: each node that counts says
         for itself that it uses the history. So a cluster never gives way to a smaller one, and one
-        with jobs only to a larger one with jobs. Two exceptions. A fork is the operator's word: it
-        gives way to its origin, if a member of that is still there. A cluster without jobs that
-        ``is_fresh`` gives way to one with jobs: machines that start together find each other before
-        they find the machine that trains.
+        with jobs only to a larger one with jobs. Two exceptions. Sides of one history have the same
+        jobs, so one side has to end: of equals a fork gives way, to its origin or to the fork with
+        the lesser name; and it gives way to an origin without jobs that is no smaller, if a member
+        that it knows is still there. A cluster without jobs that ``is_fresh`` gives way to one with
+        jobs: machines that start together find each other before they find the machine that trains.
         """
-        if self.fork_of == other.history and not set(forked_from).isdisjoint(other.nodes):
-            return True
-        if other.fork_of == self.history:
+        mine, theirs = len(self.nodes), len(other.nodes)
+        if other.fork_of == self.history and theirs <= mine:
             return False
+        if self.fork_of and self.origin == other.origin and theirs >= mine:
+            if not other.fork_of and not set(forked_from).isdisjoint(other.nodes):
+                return True
+            if theirs == mine and self.busy and other.busy:
+                return not other.fork_of or other._name < self._name
         if self.busy:
-            return other.busy and len(other.nodes) > len(self.nodes)
+            return other.busy and theirs > mine
         if is_fresh and other.busy:
             return True
         return other.outranks(self)
@@ -122,7 +135,7 @@ def cluster_to_join(
         if (cluster.history == view.history and is_mine) or not cluster.whole:
             continue
         if paused:
-            if cluster.fork_of != view.history or set(view.nodes).isdisjoint(cluster.nodes):
+            if cluster.fork_of != mine.origin or set(view.nodes).isdisjoint(cluster.nodes):
                 continue
         elif not mine.gives_way_to(cluster, forked_from, is_fresh=is_fresh):
             continue

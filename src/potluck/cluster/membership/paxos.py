@@ -7,6 +7,7 @@ The rules that differ from the paper, and why no view gets two successors, are t
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from potluck.cluster.membership.acceptor import PaxosAcceptor
 from potluck.cluster.membership.events import Send
@@ -52,7 +53,7 @@ class PaxosInstance:
         mine = self.acceptor.promise(self.me, prepare.ballot)
         assert isinstance(mine, Promise), "the ballot is the newest I know"
         effects = self.proposer.promised(self.me, mine, subtracted)
-        return Effects(sends, effects.accept, effects.decided, effects.failed)
+        return replace(effects, actions=sends)
 
     def prepare(self, node: str, message: Prepare) -> Effects:
         """``node`` asks for a promise. A promise ends my own attempt, which is older."""
@@ -84,7 +85,7 @@ class PaxosInstance:
         voters = quorum(self.view, proposal.view, subtracted) - {self.me}
         sends = tuple(Send(node, Propose(proposal)) for node in sorted(voters))
         effects = self.accepted_by(self.me, proposal.ballot, subtracted)
-        return Effects(sends, decided=effects.decided, failed=effects.failed)
+        return replace(effects, actions=sends)
 
     def accepted_by(self, node: str, ballot: Ballot, subtracted: Collection[str]) -> Effects:
         """``node`` accepted, and has it on disk."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from potluck.cluster.membership.election import are_all, explain_minority, has_majority
+from potluck.cluster.membership.election import explain_minority, has_majority
 from potluck.cluster.membership.events import Action
 from potluck.cluster.membership.recovery import Evidence, quorum, recover
 from potluck.wire.nodes import Ballot, Prepare, Promise, Proposal, Rejected, View
@@ -21,12 +21,13 @@ Build = Callable[[int], View]
 @dataclass(frozen=True, slots=True)
 class Effects:
     """What one step came to: messages to send; a proposal that this node is to accept itself; a
-    decided view; why an attempt failed."""
+    decided view; why an attempt failed, and the members without whose record it can't succeed."""
 
     actions: tuple[Action, ...] = ()
     accept: Proposal | None = None
     decided: View | None = None
     failed: str = ""
+    awaited: frozenset[str] = frozenset()
 
 
 NO_EFFECTS = Effects()
@@ -49,8 +50,7 @@ class Round:
 
 class Proposer:
     """Attempts of ``me`` to decide the successor of ``view``. ``highest`` is the newest number that
-    any ballot was seen to have; ``reports`` what was found on the disks of members that ended;
-    ``barred`` are the nodes that have no part in it."""
+    any ballot was seen to have; ``reports`` what was found on the disks of members that ended."""
 
     def __init__(self, me: str, view: View) -> None:
         self.me = me
@@ -58,7 +58,6 @@ class Proposer:
         self.highest = view.epoch
         self.round: Round | None = None
         self.reports: dict[str, Proposal | None] = {}
-        self.barred: frozenset[str] = frozenset()
 
     def begin(
         self,
@@ -85,13 +84,11 @@ class Proposer:
         round_.evidence.promised_to[node] = frozenset(message.promised_to)
         if round_.proposal is not None or not round_.asked <= round_.evidence.promises.keys():
             return NO_EFFECTS
-        are_all_left = are_all(self.view.members, round_.asked, subtracted, self.barred)
-        if not are_all_left and not has_majority(self.view.members, round_.asked, subtracted):
+        if not has_majority(self.view.members, round_.asked, subtracted):
             return self._fail(explain_minority(self.view.members, round_.asked, subtracted))
-        barred = self.barred if are_all_left else frozenset()
-        recovered = recover(round_.evidence, subtracted, barred)
+        recovered = recover(round_.evidence, subtracted)
         if recovered.blocked:
-            return self._fail(recovered.blocked)
+            return self._fail(recovered.blocked, recovered.awaited)
         if recovered.is_decided:
             self.round = None
             return Effects(decided=recovered.value)
@@ -110,8 +107,7 @@ class Proposer:
         view = round_.proposal.view
         if not quorum(self.view, view, subtracted) <= round_.accepted:
             return NO_EFFECTS
-        are_all_left = are_all(self.view.members, round_.accepted, subtracted, self.barred)
-        if not are_all_left and not has_majority(self.view.members, round_.accepted, subtracted):
+        if not has_majority(self.view.members, round_.accepted, subtracted):
             return self._fail(explain_minority(self.view.members, round_.accepted, subtracted))
         self.round = None
         return Effects(decided=view)
@@ -141,6 +137,6 @@ class Proposer:
         """The round that an answer to ``ballot`` belongs to, None if it is over."""
         return self.round if self.round is not None and self.round.ballot == ballot else None
 
-    def _fail(self, reason: str) -> Effects:
+    def _fail(self, reason: str, awaited: frozenset[str] = frozenset()) -> Effects:
         self.round = None
-        return Effects(failed=reason)
+        return Effects(failed=reason, awaited=awaited)

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
-import msgspec
-
 from potluck.cluster.membership import merge
 from potluck.cluster.membership.agreement import ViewAgreement
 from potluck.cluster.membership.claims import digest_of
@@ -44,6 +42,7 @@ from potluck.cluster.membership.failure_detector import (
     Status,
     Timing,
 )
+from potluck.cluster.membership.fork import forked, left_by_ban
 from potluck.cluster.membership.guard import Guard
 from potluck.cluster.membership.outbox import Outbox
 from potluck.cluster.membership.paxos import PaxosInstance
@@ -167,6 +166,7 @@ class MembershipProtocol:
             self._renew(now)
             self._agreement.tell_acceptance()
             self._meet(now)
+            self._part(now)
 
     def _beat(self, now: float) -> None:
         view = self.view
@@ -191,7 +191,7 @@ class MembershipProtocol:
                     paused=bool(self.paused),
                     fork_of="" if view is None else view.fork_of,
                     wants=self.wants,
-                    installed=self.record.installed,
+                    installed=self._agreement.given_up(self.wants),
                     digest=self._digest,
                 ),
             )
@@ -273,12 +273,17 @@ class MembershipProtocol:
         has_granted = self.detector.has_granted(member.node, now)
         return peer.incarnation == member.incarnation and has_granted
 
+    def _is_up(self, member: ViewMember) -> bool:
+        """Whether the link with ``member``, in this incarnation, works."""
+        peer = self.detector.peers.get(member.node)
+        is_same = peer is not None and peer.incarnation == member.incarnation
+        return is_same and self.detector.status(member.node) is Status.UP
+
     def _hears(self, member: ViewMember, now: float) -> bool:
         """Whether ``member`` was heard in the time of the last two heartbeats."""
-        peer = self.detector.peers.get(member.node)
-        if peer is None or peer.incarnation != member.incarnation or peer.status is not Status.UP:
+        if not self._is_up(member):
             return False
-        return now - peer.heard_at <= 2.5 * self.timing.beat_s
+        return now - self.detector.peers[member.node].heard_at <= 2.5 * self.timing.beat_s
 
     def _installed(self, view: View, now: float) -> tuple[Action, ...]:
         self._installed_at = now
@@ -376,7 +381,7 @@ class MembershipProtocol:
 
     def _bar(self, nodes: frozenset[str], now: float) -> None:
         new = nodes - self.banned
-        self._agreement.bar(nodes)
+        self._agreement.barred = nodes
         if new:
             self._outbox.act(Note(f"banned: {', '.join(sorted(new))}"))
         if self.me in new:
@@ -446,24 +451,35 @@ class MembershipProtocol:
             is_fresh=now - self._history_since <= self.timing.fresh_s,
         )
         if other is not None:
-            self._agreement.leave(now, f"this node's cluster joins {', '.join(other.nodes)}")
+            reason = f"this node's cluster joins {', '.join(other.nodes)}"
+            # What a paused node did is in the other history, too; else jobs' states are another's.
+            resync = bool(self.view.fork_of) or not self.paused
+            self._agreement.leave(now, reason, resync=resync)
             self._agreement.wants = other.history
+
+    def _part(self, now: float) -> None:
+        """Go on as a fork if banned members keep all others, which are here, from a decision."""
+        view, subtracted = self.view, self._agreement.subtracted
+        if view is None:
+            return
+        left = left_by_ban(view, subtracted, self.banned)
+        is_here = all(member.node == self.me or self._is_up(member) for member in left)
+        is_first = bool(left) and left[0].node == self.me
+        is_blocked = not self._agreement.awaited.isdisjoint(self.banned)
+        if is_here and ((self.paused and is_first) or is_blocked):
+            banned = ", ".join(sorted(self.banned & set(view.nodes)))
+            self._fork(view, now, f"{self.me} goes on without {banned}, banned: a fork")
 
     def _continue_alone(self, now: float) -> None:
         view = self.view
         if view is None or not self.paused:
             self._outbox.act(Note("this node is not paused: there is nothing to override"))
             return
-        fork = self._first_view(f"the operator ordered {self.me} to continue alone: a fork")
-        groups = []
-        for group in view.groups:
-            members = tuple(member for member in group.members if member.node == self.me)
-            if members:
-                groups.append(
-                    wire.JobGroup(group.job, fork.epoch, members, fork.epoch, world=group.world)
-                )
-        self._agreement.leave(now, "the operator ordered a fork")
-        fork = msgspec.structs.replace(fork, groups=tuple(groups), fork_of=view.history)
+        self._fork(view, now, f"the operator ordered {self.me} to continue alone: a fork")
+
+    def _fork(self, view: View, now: float, reason: str) -> None:
+        fork = forked(view, self._first_view(reason))
+        self._agreement.leave(now, reason, resync=False)
         self._agreement.install(fork, now, told=False)
 
     def _want(self, want: WantGroup, now: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from potluck.cluster.membership.election import Pair, are_all, has_majority, keep
+from potluck.cluster.membership.election import Pair, has_majority, keep
 from potluck.cluster.membership.failure_detector import FailureDetector, Status
 from potluck.wire.nodes import View, ViewMember
 
@@ -102,9 +102,6 @@ class ReachabilityTracker:
                 out[member.node] = f"{member.node} has no working link with some of the others"
         reached = names - set(undecided) - unheard
         gone = {each.node for each in subtracted}
-        may_decide = has_majority(view.members, reached, gone) or are_all(
-            view.members, reached, gone, banned
-        )
         return Reachability(
             kept,
             out,
@@ -112,7 +109,7 @@ class ReachabilityTracker:
             tuple(undecided),
             broken,
             lasted,
-            me in names and may_decide,
+            me in names and has_majority(view.members, reached, gone),
         )
 
     def _broken(self, here: list[ViewMember], unheard: set[str]) -> frozenset[Pair]:

@@ -9,7 +9,7 @@ it certainly was not. ``docs/membership.md`` has them with a worked example. Pur
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from potluck.cluster.membership.election import has_majority
 from potluck.wire.nodes import Proposal, View
@@ -34,11 +34,13 @@ class Evidence:
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """What follows from the evidence. ``value``: the view that must be proposed again, None if the
-    proposer is free; ``is_decided``: it was decided already; ``blocked``: why neither is known."""
+    proposer is free; ``is_decided``: it was decided already; ``blocked``: why neither is known, and
+    ``awaited``: the members that know."""
 
     value: View | None = None
     is_decided: bool = False
     blocked: str = ""
+    awaited: frozenset[str] = frozenset()
 
 
 FREE = Recovered()
@@ -50,28 +52,15 @@ def quorum(parent: View, view: View, subtracted: Collection[str]) -> set[str]:
     return {m.node for m in parent.members if m in view.members and m.node not in subtracted}
 
 
-def recover(
-    evidence: Evidence, subtracted: Collection[str], barred: Collection[str] = ()
-) -> Recovered:
-    """Whether a proposer that has its promises is free, or bound to an older proposal.
-
-    ``barred``: members that may not take part, if *all* others that live have promised. Then only
-    barred members can have used a view that none of the others has heard of, and what they do is
-    void: they count as members that ended and had accepted nothing, and a proposal that keeps one
-    of them is dropped.
-    """
+def recover(evidence: Evidence, subtracted: Collection[str]) -> Recovered:
+    """Whether a proposer that has its promises is free, or bound to an older proposal."""
     view, promises = evidence.view, evidence.promises
-    if barred:
-        nothing: dict[str, Proposal | None] = dict.fromkeys(barred)
-        evidence = replace(evidence, reports={**evidence.reports, **nothing})
-        subtracted = {*subtracted, *barred}
     known = {**evidence.reports, **promises}
     accepted = [proposal for proposal in known.values() if proposal is not None]
     newest = max(accepted, key=lambda proposal: proposal.ballot, default=None)
     # Only the newest counts, as in Paxos: its proposer had looked at those before it.
     if (
         newest is None
-        or not set(barred).isdisjoint(newest.view.nodes)
         or _is_void(newest, evidence)
         or not _may_be_decided(newest, evidence, subtracted)
     ):
@@ -84,13 +73,16 @@ def recover(
         return Recovered(newest.view, is_decided=True)
     voters = quorum(view, newest.view, subtracted)
     if not voters <= promises.keys():
-        missing = ", ".join(sorted(voters - promises.keys()))
-        return Recovered(blocked=f"only {missing} knows whether a view was agreed on")
+        return _blocked(voters - promises.keys(), "knows")
     if not has_majority(view.members, voters, subtracted):
         # Proposed again it could never be decided: it needs the votes of members that are dead.
-        missing = ", ".join(sorted(quorum(view, newest.view, ()) - voters))
-        return Recovered(blocked=f"only {missing} knew whether a view was agreed on")
+        return _blocked(quorum(view, newest.view, ()) - voters, "knew")
     return Recovered(newest.view)
+
+
+def _blocked(awaited: set[str], verb: str) -> Recovered:
+    reason = f"only {', '.join(sorted(awaited))} {verb} whether a view was agreed on"
+    return Recovered(blocked=reason, awaited=frozenset(awaited))
 
 
 def _is_void(proposal: Proposal, evidence: Evidence) -> bool:
