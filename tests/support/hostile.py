@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -16,6 +17,11 @@ from msgspec import inspect
 
 MAX_LENGTH = 4
 """Items of a made sequence; tests of sizes make their own."""
+
+
+# msgspec works these out anew for each call, which took 40% of the simulator's time.
+_type_info = cache(inspect.type_info)
+_fields = cache(msgspec.structs.fields)
 
 
 class Hostile:
@@ -46,7 +52,7 @@ class Hostile:
 
     def anything(self, kind: Any) -> Any:
         """Any value of the type ``kind``."""
-        return self._make(inspect.type_info(kind), 0)
+        return self._make(_type_info(kind), 0)
 
     def changed(self, message: Any) -> Any:
         """``message`` with another value in one or two of its fields, maybe deep inside."""
@@ -56,7 +62,7 @@ class Hostile:
 
     def _change(self, message: Any) -> Any:
         chance = self.chance
-        fields = msgspec.structs.fields(message) if isinstance(message, msgspec.Struct) else ()
+        fields = _fields(type(message)) if isinstance(message, msgspec.Struct) else ()
         if not fields:
             return message
         field = chance.choice(fields)
@@ -66,7 +72,7 @@ class Hostile:
         elif isinstance(value, tuple) and value and chance.random() < 0.7:
             new = self._change_items(value)
         else:
-            new = self._make(inspect.type_info(field.type), 1)
+            new = self._make(_type_info(field.type), 1)
         return msgspec.structs.replace(message, **{field.name: new})
 
     def _change_items(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
