@@ -8,6 +8,8 @@ stable storage, recovery); the model has what lies around them:
 - a disk that is written some time after ``Save``; what waits for it is lost in a crash;
 - crashes at any time, and restarts as the next incarnation with what is on the disk;
 - any node whose candidates are a majority may propose, again and again up to a bound;
+- a node learns that another is banned, at any time, maybe as the only one: from then on it hears
+  nothing of that node, and it may leave for a fork at any time;
 - time is left out. Leases are replaced by what they guarantee: a node may subtract a dead one, or
   not, unless the dead one had accepted a view without it.
 
@@ -81,7 +83,8 @@ class Wish:
 class Local:
     """One node: what is in memory (``None`` while it is down), on disk, on its way to the disk, and
     what the model remembers of it. ``used``: the highest epoch it ever used. ``left_out``: pairs
-    (incarnation, node) for each node that an incarnation accepted a view without."""
+    (incarnation, node) for each node that an incarnation accepted a view without. ``barred``: the
+    nodes that it knows to be banned."""
 
     node: str
     incarnation: int
@@ -92,6 +95,7 @@ class Local:
     used: int = 0
     left_out: frozenset[tuple[int, str]] = frozenset()
     num_proposals: int = 0
+    barred: frozenset[str] = frozenset()
 
     @property
     def view(self) -> View | None:
@@ -134,6 +138,7 @@ def thaw(local: Local) -> tuple[ViewAgreement, StableStorage, Outbox]:
         storage._num_saves += 1
         storage._waiting[storage._num_saves] = then
     node = ViewAgreement(local.node, local.incarnation, storage, outbox, 0.0, holds_lease=no_lease)
+    node.barred = local.barred
     assert local.memory is not None
     view, subtracted, resigned, node.wants, votes, proposing = local.memory
     node.view, node.subtracted, node.resigned = view, set(subtracted), dict(resigned)
@@ -178,7 +183,7 @@ class Step:
 
 class Model:
     """The search from ``nodes``: at most ``num_proposals`` proposals and ``num_crashes`` crashes,
-    by and of any nodes."""
+    by and of any nodes; at most ``num_bans`` times a node learns of a ban."""
 
     def __init__(
         self,
@@ -186,12 +191,14 @@ class Model:
         *,
         num_proposals: int,
         num_crashes: int,
+        num_bans: int = 0,
         forgetful: str = "",
     ) -> None:
         """The nodes in ``forgetful`` restart with an empty disk: a mutation."""
         self.first = nodes
         self.forgetful = forgetful
         self.num_proposals, self.num_crashes = num_proposals, num_crashes
+        self.num_bans = num_bans
         self.names = [local.node for local in nodes]
         self.locals: list[Local] = []
         self.messages: list[Message] = []
@@ -248,6 +255,10 @@ class Model:
                 memory, number = again.memory, again.incarnation
                 changed = replace(local, incarnation=number, memory=memory, record=disk, disk=disk)
                 return Step(changed)
+            case "bar", str(node):
+                return Step(replace(local, barred=local.barred | {node}))
+            case "fork":
+                return self._run(local, lambda node: node.leave(0.0, "a fork"))
             case ViewMember():
                 return self._run(local, lambda node: node.subtract(event.node, event.incarnation))
             case "ask", str(node), int(epoch):
@@ -265,6 +276,8 @@ class Model:
 
     def _deliver(self, local: Local, message: Message) -> Step:
         sender, incarnation, _, content = message
+        if sender in local.barred:
+            return Step(local)
 
         def hear(node: ViewAgreement) -> None:
             match content:
@@ -414,6 +427,8 @@ class Model:
                 continue
             if local.writes:
                 yield index, "write"
+            if local.view is not None:
+                yield from self._bans(index, local, nodes)
             if num_crashes < self.num_crashes:
                 yield index, "crash"
             if local.view is not None:
@@ -421,6 +436,16 @@ class Model:
                     yield from self._about(index, local, other)
                 if may_propose:
                     yield from self._wishes(index, local, nodes)
+
+    def _bans(self, index: int, local: Local, nodes: list[Local]) -> Iterator[tuple[int, Any]]:
+        """A ban that ``local`` may learn of, and the fork that may follow."""
+        assert local.view is not None
+        if not local.barred.isdisjoint(local.view.nodes):
+            yield index, "fork"
+        if sum(len(each.barred) for each in nodes) < self.num_bans:
+            for other in nodes:
+                if other is not local and other.node not in local.barred:
+                    yield index, ("bar", other.node)
 
     def _inbox(self, index: int, sent: int) -> tuple[int, ...]:
         """The numbers of the messages among ``sent`` that are for a node."""
@@ -457,7 +482,7 @@ class Model:
         stays = {
             m.node
             for m in view.members
-            if m.node in up
+            if m.node in up - local.barred
             and any(n.node == m.node and n.incarnation == m.incarnation for n in nodes)
         }
         juniors = view.nodes[view.nodes.index(local.node) + 1 :]
@@ -474,7 +499,7 @@ class Model:
                     yield index, (Wish(view, kept), tuple(sorted(out - stays)), 0)
                     continue
                 for other in nodes:
-                    if other.memory is not None and other.node not in view.nodes:
+                    if other.memory is not None and other.node not in {*view.nodes, *local.barred}:
                         wish = Wish(view, kept, ((other.node, other.incarnation),))
                         yield index, (wish, (), other.record.installed)
 

@@ -15,7 +15,7 @@ from potluck.wire.nodes import StableRecord, ViewMember
 from support.cluster_sim.__main__ import main, run_world
 from support.cluster_sim.faults import Fault
 from support.cluster_sim.liars import ALL, Attack, LiarWorld
-from support.cluster_sim.world import Broken, World
+from support.cluster_sim.world import BanWorld, Broken, World
 
 SEEDS_PER_TEST = 20
 
@@ -36,6 +36,12 @@ def test_a_seed_is_the_same_world_every_time() -> None:
         world.run()
     assert worlds[0].lines == worlds[1].lines
     assert worlds[0].lines != World(18).lines
+
+
+@pytest.mark.parametrize("first", range(0, 60, SEEDS_PER_TEST))
+def test_bans_under_cuts_end_in_one_view(first: int) -> None:
+    for seed in range(first, first + SEEDS_PER_TEST):
+        assert run_world(BanWorld(seed)) == ""
 
 
 # ---------------------------------------------------------------- liars
@@ -244,6 +250,33 @@ def test_a_banned_node_is_out_and_stays_out() -> None:
     assert all("c" not in view.nodes for at, _, view in story.world.changes if at > 15)
 
 
+def test_of_two_the_other_goes_on_as_a_fork_when_the_leader_is_banned() -> None:
+    leader, other = senior_first(2)
+    story = Story(2, Fault("ban", 12, 0, (other, leader)))
+    before = story.steps(other)
+    story.until(16)
+    view = story.view_of(other)
+    assert view.nodes == (other,)
+    assert view.fork_of, "the leader may have decided the next view already"
+    assert not story.paused(other)
+    assert story.steps(other) > before + 4, "its worker has kept its state"
+
+
+def test_all_that_two_bans_leave_go_on_together() -> None:
+    """Half of the nodes without the most senior are no majority; the first of them forks, the other
+    joins it."""
+    first, second, third, last = senior_first(4)
+    cut = Fault("partition", 12, 15, (first, second))
+    story = Story(4, cut, Fault("ban", 13, 0, (third, first)), Fault("ban", 13, 0, (last, second)))
+    before = story.steps(last)
+    story.until(20)
+    assert story.view_of(third).nodes == story.view_of(last).nodes == (third, last)
+    assert story.steps(last) > before + 4
+    story.until(32)
+    assert story.view_of(third).nodes == (third, last), "also when the banned nodes are back"
+    assert story.view_of(first) is None
+
+
 def test_an_operator_may_order_a_minority_to_go_on_and_it_gives_way_after_the_heal() -> None:
     *_, last = senior_first(3)
     cut = Fault("partition", 12, 15, (last,))
@@ -287,6 +320,9 @@ FOUND = {
     11703: "workers of a first group that had never compared notes began it again on their own",
     2211: "a view that could not be decided any more was offered again for ever",
     1473: "a newcomer that had not received the state went on alone with none",
+    41892: "those left by a ban decided in the history that the banned leader went on in",
+    42067: "two forks of one history, of the same size and with its job, never merged",
+    42416: "a node was awaited in a view, and did not answer since its own epoch was far lower",
 }
 
 

@@ -52,6 +52,35 @@ def test_no_order_of_events_breaks_an_invariant(
     assert model.views, "views were decided"
 
 
+@pytest.mark.parametrize(
+    ("first", "bounds", "at_least"),
+    [
+        pytest.param(newcomer, (2, 0, 1), 90_000, id="two proposals with a newcomer, one ban"),
+        pytest.param(three, (1, 1, 1), 50_000, id="one proposal, a crash, one ban"),
+        pytest.param(three, (1, 0, 2), 12_000, id="one proposal, two bans"),
+        pytest.param(
+            three, (2, 0, 1), 100_000, id="two proposals, one ban", marks=pytest.mark.long
+        ),
+        pytest.param(
+            newcomer, (2, 0, 2), 1_000_000, id="a newcomer, two bans", marks=pytest.mark.long
+        ),
+        pytest.param(
+            newcomer, (2, 1, 1), 5_000_000, id="a newcomer, a crash, a ban", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_bans_that_not_all_know_of_and_forks_break_no_invariant(
+    first: Callable[..., Model], bounds: tuple[int, int, int], at_least: int
+) -> None:
+    """A node that learns of a ban is deaf to the banned node, and may leave for a fork; what others
+    decide without knowing of the ban counts as before."""
+    num_proposals, num_crashes, num_bans = bounds
+    model = first(num_proposals=num_proposals, num_crashes=num_crashes, num_bans=num_bans)
+    model.run()
+    assert model.num_states >= at_least
+    assert model.views
+
+
 def test_quorums_meet_whichever_of_the_dead_are_subtracted() -> None:
     """Of two quorums of one view, with members subtracted that accepted neither: both can be a
     majority only if a member is in both. All views of up to five members, all ways to choose."""
@@ -182,3 +211,16 @@ def test_a_round_that_subtracts_whom_it_asked(monkeypatch: pytest.MonkeyPatch) -
     so, and its vote was subtracted from the round that it had promised to."""
     monkeypatch.setattr(proposer.Proposer, "lost", lambda self, node: None)
     assert "two views follow" in violation()
+
+
+def test_members_that_a_ban_leaves_may_not_decide_without_a_majority(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The banned leader of two may not know, and decides alone: the other one has to fork."""
+
+    def all_left(members: tuple[ViewMember, ...], acks: Any, subtracted: Any = ()) -> bool:
+        return election.has_majority(members, acks, subtracted) or set(acks) == {"b"}
+
+    for module in (proposer, recovery, paxos_model):
+        monkeypatch.setattr(module, "has_majority", all_left)
+    assert "two views follow" in violation(newcomer, num_crashes=0, num_bans=1)
