@@ -68,7 +68,7 @@ bench: ## All claims about speed, against Gloo, Open MPI and MLX (ARGS="--save" 
 	@$(BIN)/python benchmarks/run_all.py $(ARGS)
 
 .PHONY: soak
-soak: ## 10,000 seeds of the cluster simulator, with faults and with liars (ARGS="--count 500")
+soak: ## 10,000 seeds of the cluster simulator: faults, liars, bans (ARGS="--count 500")
 	@tools/environment dev
 	@$(BIN)/python -m support.cluster_sim $(ARGS)
 

@@ -73,8 +73,8 @@ class View(msgspec.Struct, frozen=True):
     """The nodes of the cluster and the groups of its jobs, decided by the members of the previous
     view.
 
-    ``members`` are in order of seniority. ``fork_of`` is the history from which this one was forked
-    by the operator's command; empty otherwise.
+    ``members`` are in order of seniority. ``fork_of`` is the history from which this one was
+    forked, by the operator's command or after a ban; empty otherwise.
     """
 
     history: Name
@@ -148,7 +148,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     ``links`` are the nodes with a working link to the sender. ``history`` and ``epoch`` are the
     sender's view, ``size`` its number of members; without a view ``history`` is empty and ``wants``
     is the history that the sender would join. ``installed`` is the highest epoch that the sender
-    ever used. ``digest`` is a hash of the sender's view, empty without one.
+    ever used, or has given up in the history that it wants. ``digest`` is a hash of
+    the sender's view, empty without one.
     """
 
     number: Count

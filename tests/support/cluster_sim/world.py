@@ -23,10 +23,11 @@ class Broken(AssertionError):
 class World:
     """``run()`` plays the plan and raises ``Broken`` for the first invariant that does not hold.
 
-    One view per epoch of a history; a host's epochs never go back, also not after a restart; a
-    banned node is in no view that is agreed on by one who knows of it; no two sides commit: each
-    step of a job's history was committed in one epoch, and an older history than the newest commits
-    nothing; when faults stop, all hosts are in one view within ten seconds.
+    One view per epoch of a history, those of banned hosts included; a host's epochs never go back,
+    also not after a restart; no host uses a view with a node that it knows to be banned; no two
+    sides commit: each step of a job's history was committed in one epoch, and an older history than
+    the newest commits nothing; when faults stop, all hosts that are not banned are in one view
+    within ten seconds.
     """
 
     def __init__(

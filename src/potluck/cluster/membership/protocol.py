@@ -452,13 +452,15 @@ class MembershipProtocol:
         )
         if other is not None:
             reason = f"this node's cluster joins {', '.join(other.nodes)}"
-            # What a paused node did is in the other history, too; else jobs' states are another's.
+            # A paused node's workers trained nothing that a fork of its history does not have. All
+            # others trained on a side that ends here, and states of two sides are never mixed.
             resync = bool(self.view.fork_of) or not self.paused
             self._agreement.leave(now, reason, resync=resync)
             self._agreement.wants = other.history
 
     def _part(self, now: float) -> None:
-        """Go on as a fork if banned members keep all others, which are here, from a decision."""
+        """Go on as a fork if banned members keep all others, which are here, from a decision: the
+        others are no majority, or a round failed for want of a banned member's record."""
         view, subtracted = self.view, self._agreement.subtracted
         if view is None:
             return

@@ -14,6 +14,7 @@ from potluck.cluster.membership.stable_storage import StableStorage
 from potluck.wire.nodes import StableRecord, ViewMember
 from support.cluster_sim.__main__ import main, run_world
 from support.cluster_sim.faults import Fault
+from support.cluster_sim.hosts import JOB
 from support.cluster_sim.liars import ALL, Attack, LiarWorld
 from support.cluster_sim.world import BanWorld, Broken, World
 
@@ -294,6 +295,29 @@ def test_an_operator_may_order_a_minority_to_go_on_and_it_gives_way_after_the_he
     assert worker is not None
     assert "fork" not in worker.branch, "it dropped what it did alone"
     assert in_fork > 0
+
+
+def test_an_idle_cluster_comes_to_a_smaller_one_with_a_job_when_its_agents_start_again() -> None:
+    """They stay apart before: one node that claims to have a job must not get a whole cluster. What
+    the documentation tells the user to do helps."""
+    world = World(1, [], 4, job=False)
+    busy, *idle = world.hosts.values()
+    world._split([busy.name], 30)
+    world.begin()
+    world.queue.run(10)
+    assert busy.begin_job()
+    world.queue.run(60)
+    nodes = [host.node for host in world.hosts.values()]
+    views = [node.view.nodes for node in nodes if node is not None and node.view is not None]
+    assert [len(view) for view in views] == [1, 3, 3, 3]
+    world._crash(idle, 0.5, is_seen=True)
+    world.queue.run(70)
+    world.check_converged()
+    assert busy.node is not None
+    assert busy.node.view is not None
+    group = busy.node.view.group(JOB)
+    assert group is not None
+    assert len(group.members) == 4, "and their workers take part in the job"
 
 
 def test_all_machines_lose_power_and_come_back() -> None:
